@@ -8,6 +8,6 @@ torch reads when it is loaded.
 import os
 
 # GNU OpenMP lets idle threads spin for milliseconds, which ruins steps on shared cores (a decode step took 5 times as
-# long beside one busy process); sleeping at once costs a tenth of a step on quiet cores. Spinning for a tenth of a
+# long next to one busy process); sleeping at once costs a tenth of a step on quiet cores. Spinning for a tenth of a
 # millisecond costs neither (measured 2026-11, docs/lab-notes/). The C++ kernels have threads of their own.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")

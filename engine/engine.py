@@ -71,7 +71,7 @@ class Engine:
         self.prefix_cache = cache
         self.runner = part.make_runner(kv_pages)
         self.ranks = ranks
-        # Whether decode steps are given to the device before the steps ahead of them are over.
+        # Whether a decode step is given to the device before the previous steps are over.
         self.runs_ahead = kv_pages.is_cuda if part.config.run_ahead is None else part.config.run_ahead
         self.max_context = select_context(part.config, part.model)  # tokens that a sequence may have
         self.grammars = GrammarCompiler(part.config.model, part.model.vocab_size, part.model.eos_token_ids)
@@ -232,7 +232,7 @@ class Engine:
             self.ranks.announce(BroadcastStep(step.host, step.awaited_rows, may_replay=True))
 
     def compute(self, step: PreparedStep, previous: SampledTokens | None = None) -> SampledTokens:
-        """Gives the device a step; on a GPU it returns before the device is done. Called by one thread at a time.
+        """Gives the device a step; on a GPU it returns before the device is done. Call it from one thread at a time.
 
         `previous` is the step whose tokens this one awaits.
         """
@@ -249,7 +249,7 @@ class Engine:
     def sample_ahead(
         self, step: PreparedStep, forwarded: ForwardedStep, discarded: Collection[EngineSequence]
     ) -> SampledTokens:
-        """Has the device sample a step that was given to it ahead of a text which a grammar rules."""
+        """Samples a step that `forward_ahead` began before the host knew the text that its grammars need."""
         use_device(self.kv_pages.device)
         return sample_forwarded(step, forwarded, self._masks, discarded)
 
@@ -298,7 +298,7 @@ class Engine:
         use_device(self.kv_pages.device)
         try:
             self.grammars.prepare()
-        except CheckpointError as error:  # of a tokenizer that no grammar can be written for; all else is served
+        except CheckpointError as error:  # the tokenizer supports no grammars; everything else works
             log.warning("structured output will be refused: %s", error.message)
         [page] = self.pool.allocate(1)
         try:

@@ -27,10 +27,10 @@ def generate(
     use_prefix_cache: bool = True,
     adapter: AdapterRef | None = None,
 ) -> list[int]:
-    """Returns the tokens after the prompt, including the one that ended it. Blocks; releases every page it takes, and
-    none before the end.
+    """Returns the tokens after the prompt, including the one that ended the generation. Blocks; releases every page it
+    takes, and none before the end.
 
-    `chunk_tokens` bounds what one step computes; None computes the prompt whole. `salt` must differ by `adapter`.
+    `chunk_tokens` bounds what one step computes; None computes the prompt whole. `salt` must differ for each `adapter`.
     Raises CheckpointError for an adapter that cannot be loaded.
     """
     generation = Generation(RequestId("generate"), list(token_ids), len(token_ids), sampling, salt)

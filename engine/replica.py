@@ -1,4 +1,4 @@
-"""A loaded engine and the log of its cache's events: what stays when the worker around it changes its role."""
+"""A loaded engine and the log of its cache's events, which both stay when the worker around them changes its role."""
 
 from __future__ import annotations
 

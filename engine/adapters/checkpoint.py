@@ -1,7 +1,7 @@
 """Reads the folder of a LoRA adapter as PEFT writes it: `adapter_config.json` and `adapter_model.safetensors`.
 
-Everything that would change what the adapter computes, and that the engine does not compute, is refused by name. What
-is read is bounded by the largest adapter that a slot can hold.
+Refuses by name every setting that changes the computation and that the engine does not implement. Never reads more than
+the largest adapter that a slot can hold.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.errors import CheckpointError
 from penstock.kv.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterRef, revision_of
 
 _MAX_CONFIG_BYTES = 1 << 20
-_HEADER_BYTES = 1 << 20  # of the weights' file, beyond their values
+_HEADER_BYTES = 1 << 20  # allowed for the header of the weights' file
 _VALUE_BYTES = 4  # adapters are often stored in float32
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _HEAD_MODULES = ("lm_head", "embed_tokens")
@@ -142,7 +142,7 @@ def _pair_up(
         raise CheckpointError(f"{ref}: {WEIGHTS_FILE} holds no tensors; fetch the adapter again")
     for module, pair in sides.items():
         if len(pair) < 2:
-            raise CheckpointError(f"{ref}: {module} has lora_{next(iter(pair))} alone; fetch the adapter again")
+            raise CheckpointError(f"{ref}: {module} has only lora_{next(iter(pair))}; fetch the adapter again")
     return {module: (pair["A"], pair["B"] * scale) for module, pair in sides.items()}
 
 

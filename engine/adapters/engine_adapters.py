@@ -1,4 +1,4 @@
-"""The adapters of a whole replica: its slots' bookkeeping, and the loading of one into the slot of every rank."""
+"""The adapters of a whole replica: keeps track of its slots, and loads an adapter into the same slot on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class RankCalls(Protocol):
-    """`engine.parallel.leader.RankLeader`."""
+    """Implemented by `engine.parallel.leader.RankLeader`."""
 
     def start_call(self, kind: str, body: Any = None) -> list[Any]: ...
 
@@ -24,16 +24,16 @@ class RankCalls(Protocol):
 
 
 class EngineAdapters:
-    """`slots` is used on the step loop alone; `load` blocks, on another thread."""
+    """Loads adapters on all ranks. Use `slots` only on the step loop; `load` blocks and runs on another thread."""
 
     def __init__(self, store: AdapterStore, ranks: RankCalls | None = None) -> None:
         self.slots = AdapterSlots(store.num_slots - 1)
-        self.load_s = 0.0  # recent mean of the seconds that loading one takes; 0: none was loaded yet
+        self.load_s = 0.0  # recent mean time to load an adapter; 0 before the first
         self._store = store
         self._ranks = ranks
 
     def load(self, ref: AdapterRef, slot: int) -> None:
-        """Reads an adapter into a slot that nobody uses, on all ranks. Blocks. Raises CheckpointError."""
+        """Reads an adapter into an unused slot, on all ranks. Blocks. Raises CheckpointError."""
         started_s = time.monotonic()
         answers = []
         if self._ranks is not None:
@@ -53,14 +53,14 @@ def load_into(store: AdapterStore, ref: AdapterRef, slot: int) -> None:
 
 
 class AdapterOwner(Protocol):
-    """`engine.parallel.worker_rank.WorkerRank`."""
+    """Implemented by `engine.parallel.worker_rank.WorkerRank`."""
 
     @property
     def adapters(self) -> AdapterStore | None: ...
 
 
 def adapter_handlers(owner: AdapterOwner) -> Mapping[str, Callable[[Any], Any]]:
-    """Returns what another rank does for `EngineAdapters`, by kind of message."""
+    """Returns the handlers by which another rank serves `EngineAdapters`, by kind of message."""
 
     def load(body: dict[str, Any]) -> None:
         assert owner.adapters is not None

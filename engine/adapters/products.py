@@ -1,7 +1,7 @@
-"""The products of a model that adapters may change: which stored weights each joins, and its shape at one rank.
+"""The products of a model that adapters may change: which stored weights each one combines, and its shape on one rank.
 
 Torch-free. A layer computes several stored weights as one product (queries, keys and values; gate and up); each is a
-part of it, with a run of the product's outputs and an adapter of its own.
+part of it, with its own range of the product's outputs and its own adapter.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _part(module: str, shape: tuple[int, ...], cut: TensorSlice | None) -> Produ
 
 
 def adapter_bytes(config: EngineConfig, model: ModelConfig, dtype: str, shard: Shard = WHOLE) -> int:
-    """Returns the size of all slots at one rank, the empty one included; 0 where adapters are off."""
+    """Returns the size of all slots on one rank, including the empty slot; 0 if adapters are off."""
     if not config.max_adapters:
         return 0
     rank = config.max_adapter_rank

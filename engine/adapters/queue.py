@@ -1,8 +1,7 @@
-"""Gives sequences a slot with their adapter before they are scheduled. Files are read on a thread of its own.
+"""Gives sequences a slot with their adapter before they are scheduled. A separate thread reads the files.
 
-A sequence keeps its slot until it is released, whatever happens to its pages meanwhile. One whose adapter finds every
-slot in use waits for one, and an adapter that is being read has all its sequences wait; neither waits longer than
-`_MAX_WAIT_S`, after which the sequence is refused by name and may be served elsewhere.
+A sequence keeps its slot until it is released, whatever happens to its pages meanwhile. A sequence waits while every
+slot is in use or its adapter is being read. After `_MAX_WAIT_S` it is refused by name and may be served elsewhere.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class _Waiter:
 
 
 class AdapterQueue:
-    """Called on the step loop."""
+    """Assigns adapter slots to sequences. Call it only on the step loop."""
 
     def __init__(
         self,
@@ -40,7 +39,7 @@ class AdapterQueue:
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`post` runs a call on the step loop. Without `adapters` every sequence with one is refused."""
+        """`post` runs a call on the step loop. Without `adapters`, every sequence with an adapter is refused."""
         self._adapters = adapters
         self._post = post
         self._clock = clock
@@ -51,7 +50,7 @@ class AdapterQueue:
 
     @property
     def load_s(self) -> float:
-        """Recent mean of the seconds that an adapter takes to load; 0: none was loaded yet."""
+        """The recent mean time to load an adapter; 0 before the first."""
         return 0.0 if self._adapters is None else self._adapters.load_s
 
     @property
@@ -120,7 +119,7 @@ class AdapterQueue:
             then(error)
 
     def release(self, sequence: Sequence) -> None:
-        """Ends the sequence's use of its slot, or its wait for one; does nothing for a sequence without either."""
+        """Releases the sequence's slot, or ends its wait for one; otherwise does nothing."""
         self._waiters.pop(sequence, None)
         revision = self._held.pop(sequence, None)
         if revision is not None:

@@ -1,6 +1,7 @@
-"""Decides which adapter is in which slot: the least recently used one that nobody uses makes room. Pure bookkeeping.
+"""Decides which adapter is in which slot: a new adapter replaces the least recently used one that is not in use. Pure
+bookkeeping.
 
-A slot in use is never given to another adapter, and neither is one that is being written.
+A slot that is in use or being written is never given to another adapter.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class SlotGrant:
-    """A slot that the caller now uses, until it releases it."""
+    """A slot that the caller holds until it releases it."""
 
     slot: int
     must_load: bool  # the caller writes the adapter into it, and then says `loaded` or `failed`
@@ -34,7 +35,7 @@ class SlotGrant:
 
 
 class AdapterSlots:
-    """Slots are numbered from 1. An adapter is known by its revision."""
+    """Tracks which adapter each slot holds. Slots are numbered from 1; adapters are identified by revision."""
 
     def __init__(self, num_slots: int) -> None:
         self._slots = {number: _Slot() for number in range(1, num_slots + 1)}
@@ -101,7 +102,7 @@ class AdapterSlots:
         self._slots[number] = _Slot()
 
     def release(self, revision: str) -> None:
-        """Ends one use."""
+        """Releases one use of the adapter's slot."""
         slot = self._slots[self._by_revision[revision]]
         assert slot.num_users > 0, f"{revision} is released more often than it was acquired"
         slot.num_users -= 1

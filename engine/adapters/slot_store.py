@@ -24,7 +24,7 @@ from engine.weights.tensor_slices import TensorSlice
 
 
 class AdapterStore:
-    """`num_slots` counts the empty slot 0, whose matrices stay 0."""
+    """Holds the matrices of every slot on one rank. `num_slots` includes the empty slot 0, whose matrices stay 0."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class AdapterStore:
         device: torch.device,
         shard: Shard = WHOLE,
     ) -> None:
-        """Allocates every slot. `model` is the whole model. Raises ConfigError for one that takes no adapters."""
+        """Allocates every slot. `model` is the whole model. Raises ConfigError if it takes no adapters."""
         self.num_slots, self.rank = num_slots, rank
         self.products = adapted_products(model, shard)
         own = shard_model(model, shard)
@@ -68,7 +68,7 @@ class AdapterStore:
 
     @torch.inference_mode()
     def write(self, slot: int, tensors: AdapterTensors) -> None:
-        """Fills a slot that no step reads; what the adapter leaves alone becomes 0."""
+        """Fills a slot that no step reads; parts that the adapter does not change become 0."""
         assert 0 < slot < self.num_slots
         for product, weights in zip(self.products, self._weights, strict=True):
             self._write_product(slot, product, weights, tensors)
@@ -92,7 +92,7 @@ class AdapterStore:
             self._reorder(slot, weights, self._qkv_order)
 
     def _reorder(self, slot: int, weights: AdapterWeights, order_O: torch.Tensor) -> None:
-        """Orders a projection's outputs as the model's own; heads keep their places, so parts stay where they are."""
+        """Puts a projection's outputs in the model's order; heads keep their places, so parts stay where they are."""
         weights.up_SRO[slot] = weights.up_SRO[slot].index_select(1, order_O.to(weights.up_SRO.device))
 
     def step(self, slot_T: torch.Tensor, ops: LayerOps) -> StepAdapters:
@@ -111,7 +111,7 @@ class StepAdapters:
         self._num_slots = num_slots
 
     def select(self, rows_R: torch.Tensor) -> StepAdapters:
-        """Returns those of these rows alone."""
+        """Returns the adapters of only these rows."""
         rows = self._ops.adapter_rows(self._rows.slot_T[rows_R], self._num_slots)
         return StepAdapters(self._by_layer, self._ops, rows, self._num_slots)
 
@@ -120,7 +120,7 @@ class StepAdapters:
 
 
 class LayerAdapters:
-    """The same rows at one layer; see `engine.layers.adapted`."""
+    """The adapters of a step's rows at one layer; see `engine.layers.adapted`."""
 
     def __init__(self, products: dict[str, AdapterWeights], ops: LayerOps, rows: AdapterRows) -> None:
         self._products = products
@@ -134,7 +134,7 @@ class LayerAdapters:
 
 
 def _own_part(part: ProductPart, down_RI: torch.Tensor, up_OR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what this rank multiplies with: its inputs of A or its outputs of B."""
+    """Returns the part that this rank multiplies by: its inputs of A or its outputs of B."""
     if part.slice is None:
         return down_RI, up_OR
     if part.slice.dim == 0:

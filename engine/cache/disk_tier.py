@@ -1,14 +1,14 @@
 """Pages evicted from host memory, kept in one file of a configured folder.
 
-The file has no name (it is unlinked as soon as it is open) and is readable by its owner alone: it holds prompts in
-another form, so nothing of it may outlive the process. Its size is reserved at the start. What is read back must match
-the checksum of what was written, which is kept in memory: a corrupt page is a miss, never KV.
+The file has no name (it is unlinked as soon as it is open) and only its owner can read it: KV reveals the prompts, so
+nothing of it may outlive the process. Its size is reserved at the start. What is read back must match the checksum of
+what was written, which is kept in memory: a corrupt page is a miss, never KV.
 
-`DiskFile` holds the bytes of one rank's pages, by slot, in a file of its own. `DiskTier` decides which page is in which
+`DiskFile` holds the bytes of one rank's pages, by slot, in a separate file. `DiskTier` decides which page is in which
 slot, for all ranks at once (`engine.cache.tensor_parallel`).
 
-Reads and writes block the step loop, mostly for as long as the operating system's page cache takes. A failed write ends
-the tier's growth, not the worker: stored pages can still be read.
+Reads and writes block the step loop, usually only for a copy to or from the operating system's page cache. A failed
+write ends the tier's growth, not the worker: stored pages can still be read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class SlotFile(Protocol):
-    """`DiskFile`, or `engine.cache.tensor_parallel.AllRanksDiskFile`."""
+    """Implemented by `DiskFile` and `engine.cache.tensor_parallel.AllRanksDiskFile`."""
 
     def write(self, slot: int, host_slot: int) -> None: ...
 
@@ -97,7 +97,7 @@ class DiskTier:
         self.num_spoiled = 0  # pages that did not read back as written
 
     def store(self, page_hash: PageHash, host_slot: int) -> list[PageHash]:
-        """Stores a new page; returns the pages that are not here now, including this one if writing failed."""
+        """Stores a new page; returns the pages that this tier no longer holds, including this one if writing failed."""
         if self._broken:
             return [page_hash]
         slot, evicted = self.slots.add(page_hash)

@@ -25,7 +25,7 @@ class ChainNode:
         self.page_hash = page_hash
         self.page = page
         self.parent = parent
-        self.parent_hash = parent_hash  # None for the first page of a text; an orphan has no more than this
+        self.parent_hash = parent_hash  # None for the first page of a text; all that an orphan knows of its parent
         # A linked list of children: most pages have one or none, some have thousands.
         self.first_child: ChainNode | None = None
         self.next_sibling: ChainNode | None = None
@@ -62,7 +62,7 @@ class PageChains:
     def rooted(self, nodes: Iterable[ChainNode], max_pages: int, max_run: int | None = None) -> list[CachedPage]:
         """Returns at most `max_pages` of these pages and their ancestors, in order, parents before children.
 
-        With `max_run`, a page brings only so many pages, itself included.
+        With `max_run`, each page adds at most that many pages, including itself.
         """
         chosen: dict[PageHash, ChainNode] = {}
         for node in nodes:
@@ -77,7 +77,7 @@ class PageChains:
         return [CachedPage(page_hash, node.parent_hash, node.page) for page_hash, node in chosen.items()]
 
     def link(self, page_hash: PageHash, page: PageId, parent_hash: PageHash | None) -> ChainNode:
-        """Makes a page findable, as a child of the page `parent_hash`; an orphan, if that is not cached."""
+        """Makes a page findable as a child of the page `parent_hash`, or as an orphan if that page is not cached."""
         parent = self.nodes.get(parent_hash) if parent_hash is not None else None
         node = ChainNode(page_hash, page, parent, parent_hash)
         if parent is not None:
@@ -92,7 +92,7 @@ class PageChains:
     def unlink(self, root: ChainNode) -> list[ChainNode]:
         """Makes the subtree unfindable and returns its nodes, children before parents.
 
-        Except in rare cases (see `PagePool.release`) that is the root alone. The pool still counts the pages as cached:
+        Except in rare cases (see `PagePool.release`) that is only the root. The pool still counts the pages as cached:
         the caller has to `forget` them there.
         """
         subtree = [root]

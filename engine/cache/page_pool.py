@@ -5,8 +5,8 @@ It also owns the order in which unreferenced cached pages are evicted. It must n
 chains belong to `engine.cache.prefix_cache`, which the pool asks to evict through the function given to `set_evictor`.
 
 A page is exactly one of: free, owned (one reference), shared (several), evictable (no reference, but the prefix cache
-holds it), or fenced. Fenced wins over all others: a transfer may still write the page, so that nothing but lifting the
-fence makes it available. Not thread-safe: the worker's step loop is the only caller.
+holds it), or fenced. Fenced takes precedence: a transfer may still write the page, so only lifting the fence makes it
+available. Not thread-safe: the worker's step loop is the only caller.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class PagePool:
 
     @property
     def oldest_fence_s(self) -> float | None:
-        """The time of the oldest fence, monotonic; None if there is none."""
+        """The monotonic time of the oldest fence; None if there is none."""
         return next(iter(self._fenced_s.values()), None)
 
     def is_fencing(self, key: Hashable) -> bool:
@@ -202,13 +202,13 @@ class PagePool:
     # ---- for the prefix cache -----------------------------------------------------------------------------------
 
     def set_evictor(self, evict: Callable[[int], None]) -> None:
-        """Called once, by the prefix cache. `evict(n)` must `forget` pages until at least n more are free."""
+        """Registers the prefix cache's evictor, once. `evict(n)` must `forget` pages until at least n more are free."""
         if self._evict is not None:
             raise PageMisuse("set_evictor: this pool already serves a prefix cache")
         self._evict = evict
 
     def first_to_refuse(self, pages: Iterable[PageId]) -> PageId | None:
-        """Returns the first page that `keep` would refuse; None where it would take all."""
+        """Returns the first page that `keep` would refuse; None if it would take all."""
         refs, cached, fences = self._refs, self._cached, self._fences
         for page in pages:
             if refs[page] == 0 or cached[page] or page in fences:
@@ -241,7 +241,7 @@ class PagePool:
         return bool(self._cached[page])
 
     def touch(self, pages: Sequence[PageId]) -> None:
-        """Makes the evictable ones among the pages the most recently used, the last page the oldest of them."""
+        """Marks the evictable ones among these pages as most recently used, the last page as the oldest of them."""
         for page in reversed(pages):
             if page in self._evictable:
                 self._evictable.move_to_end(page)

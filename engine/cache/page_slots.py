@@ -1,7 +1,7 @@
 """Knows which cached page is in which slot of a bounded store, and which one is evicted when no slot is free.
 
 The bookkeeping of the host tier and the disk tier; torch-free, and it never touches the content of a slot. A page is
-named by its hash, hence its content can never be out of date, only gone.
+identified by its hash, so its content may be missing but never stale.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock.types import PageHash
 
 
 class PageSlots:
-    """A map from hash to slot, least recently used first. Called on the worker's step loop alone."""
+    """A map from hash to slot, least recently used first. Used only on the worker's step loop."""
 
     def __init__(self, num_slots: int) -> None:
         if num_slots < 1:
@@ -30,15 +30,15 @@ class PageSlots:
         return page_hash in self._slots
 
     def __iter__(self) -> Iterator[PageHash]:
-        """Least recently used first."""
+        """Iterates over the hashes, least recently used first."""
         return iter(self._slots)
 
     def slot(self, page_hash: PageHash) -> int:
-        """KeyError for a page that is not here."""
+        """Returns the page's slot. Raises KeyError if the page is not stored."""
         return self._slots[page_hash]
 
     def touch(self, hashes: Iterable[PageHash]) -> None:
-        """Make those of the pages that are here the most recently used ones, the last named the newest of them."""
+        """Marks the stored ones among these pages as most recently used; the last one counts as the newest of them."""
         for page_hash in hashes:
             if page_hash in self._slots:
                 self._slots.move_to_end(page_hash)
@@ -60,7 +60,7 @@ class PageSlots:
         self._free.append(self._slots.pop(page_hash))
 
     def clear(self) -> list[PageHash]:
-        """Removes every page; returns them."""
+        """Removes and returns every page."""
         hashes = list(self._slots)
         for page_hash in hashes:
             self.discard(page_hash)

@@ -1,4 +1,4 @@
-"""Host memory that a GPU copies from and to by itself, of exactly the size that is asked for.
+"""Pinned host memory of exactly the requested size, which a GPU reads and writes directly.
 
 Torch's own pinned memory is rounded up to a power of two: a host tier of 130 GiB would take 256.
 """

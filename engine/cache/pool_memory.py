@@ -1,9 +1,9 @@
 """The memory behind a page pool, which peers on this host may map for transfers that copy nothing over a network.
 
 On a CPU it is a memfd: it has no name, so nothing is left behind however the process ends, and no size limit but that
-of memory itself. A peer opens it through this process's entry in /proc, which the kernel allows to the same user alone.
-Its size is sealed, so that no peer can be made to touch pages that are gone. On a GPU it is device memory as torch
-allocates it, which the driver can share.
+of memory itself. A peer opens it through this process's entry in /proc, which the kernel allows only to the same user.
+Its size is sealed, so a peer can rely on every page being there. On a GPU it is device memory as torch allocates it,
+which the driver can share.
 
 Behind the pages is a trailer that the pool itself never uses: the owner writes a proof of identity there when it shares
 the pool.

@@ -10,7 +10,7 @@ A cached page is of use only while its parent is cached too, so leaves are evict
 page goes, all its descendants go. Referenced pages of that subtree keep their holders and are merely no longer
 findable.
 
-Where every layer of the model has a window, a prefix is found by the pages of its last window alone
+Where every layer of the model has a window, only the pages of its last window are needed to find a prefix
 (`engine.cache.page_window`). Pages are then evicted one by one, and children stay findable without their parents.
 
 Routers receive an event for each page that moves: to the device, to the best lower tier that has it, or to nowhere.
@@ -41,7 +41,7 @@ class PrefixCache:
         tiers: CacheTiers | None = None,
         window: int | None = None,
     ) -> None:
-        """`window` is how many tokens a token reads, itself included, in the layer that reads most; None: all."""
+        """`window` is how many tokens, including itself, a token reads in the layer that reads most; None: all."""
         self.page_size = page_size
         self.window = PageWindow(window, page_size)
         self.enabled = enabled
@@ -95,7 +95,7 @@ class PrefixCache:
         return [*[PageId(0)] * first, *pages]
 
     def first_needed(self, num_pages: int, num_unneeded: int = 0, window: PageWindow | None = None) -> int:
-        """Returns how many leading pages of a prefix of `num_pages` need not be there for what follows it."""
+        """Returns how many leading pages of a prefix of `num_pages` are not needed by the tokens after it."""
         return max(num_unneeded, (window or self.window).num_behind(num_pages * self.page_size))
 
     def _num_leading(self, hashes: Sequence[PageHash], num_unneeded: int = 0, window: PageWindow | None = None) -> int:
@@ -106,7 +106,9 @@ class PrefixCache:
         return (window or self.window).longest_prefix(len(hashes), num_unneeded, lambda index: hashes[index] in nodes)
 
     def _below(self, hashes: Sequence[PageHash]) -> list[PageHash]:
-        """Returns those that lower tiers hold: up to the first that they do not, unless a window needs no others."""
+        """Returns the pages that lower tiers hold; in models that need the whole prefix, only those before the first
+        miss.
+        """
         assert self._tiers is not None
         if self.window.tokens is None:
             return self._tiers.leading(hashes)
@@ -123,7 +125,8 @@ class PrefixCache:
         """Fills pages after the matched ones from lower tiers, and returns how many leading pages hold their KV.
 
         `pages` are those that `match` returned for these arguments, then fresh ones that only the caller holds. Blocks
-        while they are copied; filled pages are cached. Counts the request: call it once each, with lower tiers or not.
+        while they are copied; filled pages are cached. It counts the request, so call it once for each, even without
+        lower tiers.
         """
         if not self.enabled:
             return num_matched
@@ -144,7 +147,7 @@ class PrefixCache:
     def _promotable(
         self, hashes: Sequence[PageHash], num_matched: int, num_unneeded: int, window: PageWindow | None
     ) -> tuple[int, int]:
-        """Returns from where to where pages are worth loading from lower tiers."""
+        """Returns the first page worth loading from lower tiers, and the page after the last."""
         tiers = self._tiers
         assert tiers is not None
         if self.window.tokens is None:
@@ -221,7 +224,7 @@ class PrefixCache:
         if self._events is not None and pages:
             self._events.stored_each(pages)
 
-    # Pages from and for another worker's cache.
+    # Pages exchanged with another worker's cache.
 
     def hottest(self, max_pages: int) -> list[CachedPage]:
         """Returns the pages most likely to be used again, parents before their children.
@@ -247,7 +250,7 @@ class PrefixCache:
         return [CachedPage(node.page_hash, node.parent_hash, node.page) for node in self._chains.leading(hashes)]
 
     def lacking(self, pages: Sequence[tuple[PageHash, PageHash | None]]) -> list[int]:
-        """Returns the indexes of the (page, parent) pairs that could be cached here and are not; touches the others."""
+        """Returns the indexes of the (page, parent) pairs that are not cached here but could be; touches the others."""
         if not self.enabled:
             return []
         met = [self._chains.nodes[page_hash].page for page_hash, _ in pages if page_hash in self._chains.nodes]

@@ -1,8 +1,9 @@
-"""Page operations beside the step, done on every rank alike: erasing, and copying to host memory and disk and back.
+"""Page operations outside the step, which every rank executes alike: erasing pages, and copying them to host memory and
+disk and back.
 
 Rank 0 decides which page goes where and waits for the others: peers that know nothing of ranks may write a page as soon
-as it is handed on. Each rank keeps its part of a page in memory and in a file of its own, in the slots that rank 0
-names; a page is valid if every part of it is.
+as it is handed on. Each rank keeps its part of a page in its own memory and file, in the slots that rank 0 names; a
+page is valid if every part of it is.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from penstock.types import PageId
 
 
 class AllRanksHostTier:
-    """`engine.cache.tiers.HostPages` over all ranks."""
+    """Implements `engine.cache.tiers.HostPages` over all ranks."""
 
     def __init__(self, own: HostTier, ranks: RankLeader) -> None:
         self._own = own
@@ -49,7 +50,7 @@ class AllRanksHostTier:
 
 
 class AllRanksDiskFile:
-    """`engine.cache.disk_tier.SlotFile` over all ranks."""
+    """Implements `engine.cache.disk_tier.SlotFile` over all ranks."""
 
     def __init__(self, own: DiskFile, ranks: RankLeader, folder: str, num_pages: int) -> None:
         """Raises ConfigError if a rank has no room for its file."""
@@ -89,7 +90,7 @@ def zero_on_all_ranks(kv_pages: torch.Tensor, ranks: RankLeader, pages: Sequence
 
 
 class PageOwner(Protocol):
-    """`engine.parallel.worker_rank.WorkerRank`."""
+    """Implemented by `engine.parallel.worker_rank.WorkerRank`."""
 
     kv_pages: torch.Tensor
 
@@ -131,5 +132,5 @@ class RankTiers:
 
 
 def page_handlers(owner: PageOwner) -> Mapping[str, Callable[[Any], Any]]:
-    """Returns what another rank does for the calls above, by kind of message."""
+    """Returns the handlers by which another rank serves the calls above, by kind of message."""
     return {"zero": lambda pages: zero_pages(owner.kv_pages, pages), **RankTiers(owner).handlers()}

@@ -23,7 +23,7 @@ from penstock.types import PageHash, PageId
 
 
 class HostPages(Protocol):
-    """`engine.cache.host_tier.HostTier`."""
+    """Implemented by `engine.cache.host_tier.HostTier`."""
 
     slots: PageSlots
 
@@ -44,7 +44,7 @@ class CacheTiers:
         self.disk = disk
         self.num_host_hits = 0  # pages loaded
         self.num_disk_hits = 0
-        self._left: list[PageHash] = []  # have left a tier since `take_left`
+        self._left: list[PageHash] = []  # pages that have left a tier since the last `take_left`
 
     def holds(self, page_hash: PageHash) -> bool:
         return self.place(page_hash) is not KvEventKind.REMOVED
@@ -132,6 +132,8 @@ class CacheTiers:
             self._left += self.disk.clear()
 
     def take_left(self) -> list[PageHash]:
-        """Returns the pages that have left a tier since the last call, for another or for good; some may be back."""
+        """Returns the pages that have left a tier since the last call, for another tier or for good; some may have
+        returned.
+        """
         left, self._left = self._left, []
         return left

@@ -160,8 +160,9 @@ def make_stack(
     layer_pools: Sequence[KvLayer],
     final_norm_D: torch.Tensor,
 ) -> DenseStack | None:
-    """Binds the layers to their pool; returns None where they are not all dense and packed for tiles, or where another
-    backend than `NativeAttention` attends."""
+    """Binds the layers to their pool; returns None unless all are dense and packed for tiles and the attention backend
+    is `NativeAttention`.
+    """
     if layers is None or not isinstance(attention, NativeAttention) or shape.head_dim % _HEAD_DIM_MULTIPLE:
         return None
     if layer_pools[0].scales is None and layer_pools[0].pages.dtype != torch.bfloat16:

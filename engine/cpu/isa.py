@@ -1,8 +1,8 @@
 """The instruction sets that the C++ kernels are built for, and which of them this machine executes.
 
-Each instruction set is a library of its own, compiled with that set's flags alone, so nothing that the processor lacks
-is ever executed. The best supported one serves; `PENSTOCK_CPU_ISA` forces another, so that each can be tested and
-measured on machines that could do better.
+Each instruction set has its own library, compiled with only that set's flags, so the processor never meets an
+instruction that it lacks. The best supported one is used; `PENSTOCK_CPU_ISA` forces another, so that each can be tested
+and measured on a machine that supports better ones.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ ISAS: Mapping[str, Isa] = {
 
 @functools.cache
 def supported() -> tuple[Isa, ...]:
-    """Returns the instruction sets of this machine, the best first. Whether the kernel of the operating system lets a
-    process use AMX is known only to the library (`NativeKernels.has_tiles`)."""
+    """Returns the instruction sets of this machine, the best first. Only the library knows whether the operating system
+    lets a process use AMX (`NativeKernels.has_tiles`).
+    """
     return choose(platform.machine(), _features())
 
 
@@ -87,7 +88,7 @@ def require(name: str) -> Isa:
 def _features() -> frozenset[str]:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux: what every processor of the kind has
+    except OSError:  # not Linux: assume what every processor of the kind has
         return _AVX2 if platform.machine().lower() in ("x86_64", "amd64") else frozenset({"asimd"})
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return frozenset(flags.partition(":")[2].split())

@@ -2,8 +2,8 @@
 
 The shared library lies in a cache folder under a digest of everything it depends on: sources, compiler and flags.
 Processes that start together wait for one build. Where it cannot be built, the reason is logged and the next lower
-instruction set serves, at last the plain-torch versions. The kernels trust their arguments; the callers in this room
-check them.
+instruction set is used, and finally the plain-torch versions. The kernels trust their arguments; the callers in this
+room check them.
 """
 
 from __future__ import annotations
@@ -157,8 +157,9 @@ def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
 
 @contextmanager
 def _only_builder(path: Path) -> Iterator[None]:
-    """Holds the lock of a build. A builder that dies loses it at once; one that hangs is not waited for any longer than
-    a build may take, because two builds do each other no harm."""
+    """Holds the lock of a build. A builder that dies releases it at once. A builder that hangs is waited for only as
+    long as a build may take, because two concurrent builds do no harm.
+    """
     with path.open("w") as file:
         waiter = threading.Thread(target=_lock, args=(file,), daemon=True)
         waiter.start()

@@ -1,6 +1,6 @@
 """Linear layers with weights packed in tiles for the CPU kernels (`engine/cpu/csrc/linear.h`), in bf16.
 
-The layout is the same for every instruction set; only with AMX a tile is multiplied by one instruction.
+The layout is the same for every instruction set; only with AMX is a tile multiplied by one instruction.
 
 A row's result depends only on the row, not on the other rows of the batch or the number of threads, which no library
 guarantees. Reference: torch's linear. Quantized weights stay quantized in memory and are multiplied with exactly the

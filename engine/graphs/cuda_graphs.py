@@ -5,8 +5,8 @@ and batches above the largest bucket, go to the model runner unchanged. A batch 
 computes token 0 at position 0 in a page that the pool does not know (`SPARE_PAGES`), so it reads and writes nothing of
 any sequence. A step's inputs are copied into buffers that the graphs were captured over; everything derived from token,
 position and page table is computed inside the graph, on the device. All graphs share one memory pool and one buffer of
-logits; hence only one runs at a time, and its logits are sampled from before the next one runs. With a result of its
-own each graph would keep that many rows of the vocabulary for itself.
+logits; hence only one runs at a time, and its logits are sampled from before the next one runs. With a buffer of its
+own, each graph would keep a row of the vocabulary for every sequence of its bucket.
 
 Decode steps are captured on every rank of a replica or on none, size by size: the ranks add up their results in
 captured steps as in all others, so whether a step is replayed must not differ between them.
@@ -45,7 +45,7 @@ def buckets_up_to(largest: int) -> list[int]:
 
 
 class Capture(Protocol):
-    """`CudaCapture`, or a double in tests."""
+    """Implemented by `CudaCapture`, and by a double in tests."""
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         """Captures `run` and returns a function that replays it over the same memory."""
@@ -212,7 +212,7 @@ def capture_on_all_ranks(
 
 
 def _capture(graphs: GraphRunner, size: int) -> str:
-    """Returns CUDA's objection, or an empty string."""
+    """Returns CUDA's error message, or an empty string."""
     try:
         graphs.capture(size, CudaCapture)
     except RuntimeError as error:
@@ -221,13 +221,13 @@ def _capture(graphs: GraphRunner, size: int) -> str:
 
 
 class GraphOwner(Protocol):
-    """`engine.parallel.worker_rank.WorkerRank`."""
+    """Implemented by `engine.parallel.worker_rank.WorkerRank`."""
 
     graphs: GraphRunner | None
 
 
 def graph_handlers(owner: GraphOwner) -> Mapping[str, Callable[[Any], Any]]:
-    """Returns what another rank does for `capture_on_all_ranks`, by kind of message."""
+    """Returns the handlers by which another rank serves `capture_on_all_ranks`, by kind of message."""
 
     def capture(size: int) -> str:
         return "this rank has no graphs to capture" if owner.graphs is None else _capture(owner.graphs, size)

@@ -18,10 +18,10 @@ class AdapterWeights:
     """One product's matrices by slot. A smaller adapter fills the first rows of its part; the others are 0."""
 
     down_SQI: torch.Tensor  # A of each part, one after another: Q = P * R
-    up_SRO: torch.Tensor  # B, transposed and times the adapter's scale; a part has its run of O
-    ranks_SP: torch.Tensor  # int32, on the host: 0 where the adapter leaves a part alone
-    part_ends: tuple[int, ...]  # of the runs of O ...
-    ends_P: torch.Tensor  # ... and as int32, on the host
+    up_SRO: torch.Tensor  # B, transposed and times the adapter's scale; each part has a range of O
+    ranks_SP: torch.Tensor  # int32, on the host: 0 where the adapter does not change a part
+    part_ends: tuple[int, ...]  # where each part's range of O ends
+    ends_P: torch.Tensor  # `part_ends` as int32, on the host
 
     @property
     def rank(self) -> int:
@@ -33,8 +33,8 @@ class AdapterRows:
     """The slot of each row of a step."""
 
     slot_T: torch.Tensor  # int64
-    order_T: torch.Tensor | None = None  # int64, the rows by slot, and where each slot's begin, int32 [S + 1]; ...
-    start_S1: torch.Tensor | None = None  # ... kept for kernels that multiply slot by slot
+    order_T: torch.Tensor | None = None  # int64, the rows sorted by slot; only for kernels that multiply slot by slot
+    start_S1: torch.Tensor | None = None  # int32 [S + 1], where each slot's rows begin in `order_T`
 
     @classmethod
     def by_slot(cls, slot_T: torch.Tensor, num_slots: int) -> AdapterRows:

@@ -10,7 +10,7 @@ import torch
 from engine.kernels.upload import PageList
 
 MAX_HEAD_DIM = 256
-MAX_LATENT_HALF = 512  # of a latent vector of 1024, whose halves pages hold: what registers hold of one row's sum
+MAX_LATENT_HALF = 512  # half of a latent vector of 1024, the longest row whose sum fits in registers
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _QUANTIZED = (torch.float8_e4m3fn, torch.int8)
 

@@ -1,9 +1,9 @@
-"""Defines the checksum of a page, with the reference in numpy that every kernel is held against.
+"""Defines the checksum of a page, with the numpy reference that every kernel is compared with.
 
 A checksum is a sum over the page's 32-bit words, modulo 2^64: word j of block b, of 1,024 words each, counts
-`multiplier[j] * factor[b]` times. Multipliers are odd and below 2^32, factors are odd, so any change of a single word
-changes the sum, as do words that trade places; other damage goes unnoticed about once in 2^32 times or less. It finds
-damage by accident, not by an adversary.
+`multiplier[j] * factor[b]` times. Multipliers are odd and below 2^32, factors are odd, so changing a single word or
+swapping two words always changes the sum; other damage goes unnoticed about once in 2^32 times or less. It finds damage
+by accident, not by an adversary.
 
 Shapes: `P` pages, `W` 32-bit words of a page, `B` blocks of a page.
 """

@@ -1,6 +1,6 @@
 """The small operations between a decoder's matrix products: their interface, and their plain-torch reference.
 
-`TorchOps` is what the tests compare `engine.cpu.native` and `engine.kernels.triton` with, and what runs where neither
+`TorchOps` is what the tests compare `engine.cpu.native` and `engine.kernels.triton` with, and it runs where neither
 can. No operation changes its arguments, except that `add_rms_norm` may reuse their memory for its results.
 
 Shapes: `T` tokens, `D` hidden, `N` query heads, `K` KV heads, `H` head dim, `F` intermediate, `E` experts, `I` in,

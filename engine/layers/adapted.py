@@ -1,4 +1,4 @@
-"""A product with the adapters of its rows added, and what a decoder needs to know of a step's adapters.
+"""Adds the adapters of its rows to a product, and defines what a decoder needs to know of a step's adapters.
 
 `engine.adapters.slot_store` implements the protocols.
 """
@@ -26,7 +26,7 @@ class RowAdapters(Protocol):
     def layer(self, index: int) -> ProductAdapters: ...
 
     def select(self, rows_R: torch.Tensor) -> RowAdapters:
-        """Returns those of these rows alone."""
+        """Returns the adapters of only these rows."""
         ...
 
 

@@ -15,8 +15,9 @@ from engine.parallel.collectives import ParallelGroup
 
 
 def read_norm(tensor_D: torch.Tensor, has_offset: bool) -> torch.Tensor:
-    """Returns what a norm multiplies with: the stored weight, or in families that store the difference from 1 (Gemma)
-    that sum in float32, because bf16 would round it."""
+    """Returns the factor of a norm: the stored weight or, in families that store its difference from 1 (Gemma), their
+    sum in float32, because bf16 would round it.
+    """
     if not has_offset:
         return tensor_D
     return torch.empty_like(tensor_D, dtype=torch.float32) if tensor_D.is_meta else tensor_D.float() + 1.0
@@ -34,8 +35,7 @@ class ProjectionNorms:
         self._copies = max(1, group.shard.num_ranks // model.num_kv_heads)  # ranks that hold the same KV head
 
     def __call__(self, qkv_TX: torch.Tensor, ops: LayerOps) -> torch.Tensor:
-        """Returns the projection with its queries and keys normalised; blocks on a CPU where there are several
-        ranks."""
+        """Returns the projection with its queries and keys normalised; blocks on a CPU if there are several ranks."""
         q_width, k_width = len(self._q_W), len(self._k_W)
         q_TW, k_TW, v_TW = qkv_TX.split((q_width, k_width, qkv_TX.shape[1] - q_width - k_width), dim=1)
         if self._group.shard.num_ranks == 1:

@@ -2,7 +2,7 @@
 
 MXFP4 (OCP Microscaling Formats v1.0) stores 32 inputs as 16 bytes of two e2m1 codes, the lower half first, and a byte
 with the exponent of the scale they share. e4m3 represents every e2m1 value, so the weights become fp8 codes with a
-scale for each group where the machine multiplies with those, and plain values elsewhere; both are exact.
+scale for each group if the machine multiplies with those, and plain values otherwise; both are exact.
 
 Shapes: `E` experts, `D` hidden, `F` intermediate, `O` out, `I` in, `G` groups of 32 inputs.
 """

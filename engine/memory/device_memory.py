@@ -1,5 +1,6 @@
-"""Knows how much memory a device has, by its name, for plans made where the device is not. Imports torch only for
-`cuda`."""
+"""Knows how much memory a device has by its name, so that plans can be made on other machines. Imports torch only for
+`cuda`.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class DeviceMemory:
 def find_device(text: str) -> DeviceMemory:
     """Parses a device: `cpu` or `cuda` of this machine, a GPU model such as `H200`, `24GiB` of GPU, or `cpu:64GiB`.
 
-    The memory of this machine's devices counts as far as it is free. Raises InvalidInput.
+    Of this machine's devices, only the free memory counts. Raises InvalidInput.
     """
     upper = text.strip().upper()
     if upper == "CPU":

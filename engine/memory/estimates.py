@@ -1,8 +1,8 @@
 """Estimates of the memory that a model, its KV pages and its steps take, and the choices that follow. Torch-free.
 
 The engine sizes its pool with these functions and what it measures (`engine.parallel.model_part`); `engine.memory.plan`
-calls them with the headers of files alone. So `penstock plan-memory` and a worker cannot disagree in arithmetic, only
-where a measurement differs from an assumption. There are two assumptions: `CUDA_CONTEXT_BYTES`, and `step_bytes`.
+calls them with nothing but the headers of files. So `penstock plan-memory` and a worker cannot disagree in arithmetic,
+only where a measurement differs from an assumption. There are two assumptions: `CUDA_CONTEXT_BYTES`, and `step_bytes`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 
 CUDA_CONTEXT_BYTES = 600 << 20  # the driver's context, libraries and compiled kernels; assumed
-# cuBLAS's for each thread and stream that multiplies matrices, as torch sizes it for a Hopper: steps on the stream that
-# loads and warms up, steps on that of the device's thread, and captures.
+# cuBLAS allocates this for each thread and stream that multiplies matrices, as torch sizes it for a Hopper. There are
+# three: the stream that loads and warms up, that of the device's thread, and that of captures.
 _WORKSPACE_BYTES = 32 << 20
 _CPU_KV_MEMORY_BYTES = 1 << 30
 _GPU_KV_SHARE = 0.8  # of the memory that the weights leave free
@@ -38,10 +38,10 @@ _SATURATING_TOKENS: dict[DeviceType, int] = {"cpu": 256, "cuda": 2048}
 SCORED_TOKENS = 128
 _FLOAT32_BYTES = 4
 _PAGE_ID_BYTES = 4
-# Rows of partial attention results that split contexts leave to be joined. Of latents: 132 multiprocessors with 4
+# The rows of partial attention results that split contexts of latents leave to be joined: 132 multiprocessors with 4
 # programs of 32 rows each, and a third more because the number of splits is rounded up.
 _LATENT_SPLIT_ROWS = 132 * 4 * 32 * 4 // 3
-# All other decodes have so many work items beyond one a sequence, of a row for each query head
+# All other decodes have this many work items beyond one per sequence; an item has a row for each query head
 # (`engine.kernels.triton.attention.decode_plan.NUM_SPARE_ITEMS`).
 SPARE_DECODE_ITEMS = 1024
 
@@ -131,7 +131,7 @@ def weight_bytes(
         num_values, float32_bytes = num_values - norms, float32_bytes + norms * _FLOAT32_BYTES
     experts = model.experts
     if experts is not None and experts.float32_router:
-        routers = len(experts.layers) * experts.num_experts * (model.hidden_size + experts.sigmoid)  # with its bias
+        routers = len(experts.layers) * experts.num_experts * (model.hidden_size + experts.sigmoid)  # and biases
         num_values, float32_bytes = num_values - routers, float32_bytes + routers * _FLOAT32_BYTES
     return num_values * DTYPE_BYTES[dtype] + float32_bytes
 

@@ -31,7 +31,7 @@ _CONTEXTS = (1024, 4096, 16384, 65536, 262144, 1048576)
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """All figures are of one rank."""
+    """The memory of one rank, and what fits into it."""
 
     device: DeviceMemory
     model: ModelConfig
@@ -46,11 +46,11 @@ class MemoryPlan:
     max_context: int  # tokens that a request may have
     largest_batch: dict[int, int]  # by context in tokens: how many such sequences the pool holds at once
     num_ranks: int = 1
-    has_weights: bool = True  # False: no weight file was there to be held against config.json
+    has_weights: bool = True  # False: there was no weight file to check against config.json
 
     @property
     def longest_fitting(self) -> int:
-        """The most tokens that the pages hold of one request, or `max_context` if they hold that."""
+        """The most tokens that the pages hold for one request, at most `max_context`."""
         if _held_pages(self.model, self.layout, self.max_context) <= self.num_pages:
             return self.max_context
         return self.num_pages * self.layout.page_size
@@ -190,7 +190,7 @@ def _check_pool(config: EngineConfig, device: DeviceMemory, layout: KVLayout, kv
         )
     name, most = ("num_pages", left // layout.page_bytes) if config.num_pages else ("kv_memory_bytes", left)
     raise ConfigError(
-        f"the KV pages take {in_units(kv_bytes)}, and beside the weights and a step {device.name} has {in_units(left)} "
+        f"the KV pages take {in_units(kv_bytes)}, and after the weights and a step {device.name} has {in_units(left)} "
         f"left; give engine.{name} = {most} at most, or a larger device"
     )
 

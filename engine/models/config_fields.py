@@ -24,7 +24,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _where_to_get(folder: Path) -> str:
-    """Returns what to do about a checkpoint folder that is none."""
+    """Returns what to do about a folder that is not a checkpoint."""
     if folder.exists() or len(folder.parts) != 2 or folder.is_absolute():
         return "give a Hugging Face checkpoint folder"
     name = folder.parts[1]

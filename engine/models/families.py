@@ -64,7 +64,7 @@ class Family:
     sliding_window: int | None = None
     rope_theta: float = 10000.0
     local_rope_theta: float | None = None  # of layers with a window; None: all layers have one base
-    window_pattern: int | None = None  # without layer_types: every so manieth layer has no window
+    window_pattern: int | None = None  # without layer_types: every n-th layer has no window
     gelu: bool = False  # instead of silu
     norm_offset: bool = False  # norms store their difference from 1
     scaled_embedding: bool = False  # the embedding is multiplied by the root of the hidden size
@@ -134,7 +134,7 @@ FAMILIES = (
         # Layers that predict further tokens are not run, and their weights are not read.
         keys=EXPERT_KEYS | DEEPSEEK_KEYS | LATENT_KEYS | PREDICTION_KEYS | {"norm_topk_prob", "rope_interleave"},
     ),
-    Family(  # Phi-3, Phi-3.5 and Phi-4 of text alone
+    Family(  # Phi-3, Phi-3.5 and Phi-4, text only
         "Phi3ForCausalLM",
         "phi3",
         fused_products=True,
@@ -181,7 +181,7 @@ FAMILIES = (
         final_softcap=30.0,
         keys=_GEMMA_KEYS - {"rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"},
     ),
-    Family(  # of text alone
+    Family(  # text only
         "Gemma3ForCausalLM",
         "gemma3_text",
         qk_norm="always",

@@ -74,7 +74,7 @@ def parse_ropes(
         return parse_rope(data, file, head_dim, theta, partial), local
     if unknown := sorted(set(table) - set(_LAYER_TYPES)):
         raise CheckpointError(
-            f"{file}: rope_parameters.{unknown[0]} = {table[unknown[0]]!r} is unknown beside those of kinds of layers; "
+            f"{file}: rope_parameters.{unknown[0]} = {table[unknown[0]]!r} is unknown in a table by kind of layer; "
             "remove it"
         )
     rest = {key: value for key, value in data.items() if key not in ("rope_theta", "rope_scaling")}
@@ -181,7 +181,8 @@ def _parse_longrope(fields: _Fields, theta: float, original: int, context: int, 
     arXiv:2402.13753).
 
     `transformers` decides by the length of each text and then rotates all its tokens alike. The keys in a page must not
-    depend on how long its text becomes, so that the model's context decides here."""
+    depend on how long its text becomes, so the model's context decides here.
+    """
     factor = fields.positive("factor", default=context / original)
     magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return RopeConfig(

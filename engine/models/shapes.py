@@ -1,4 +1,4 @@
-"""Name and shape of every tensor of a model, as its checkpoint must store them. Torch-free.
+"""Lists the name and shape of every tensor of a model, as its checkpoint must store them. Torch-free.
 
 `engine.models.loader` reads the tensors, `engine.memory.plan` only counts them.
 """

@@ -1,6 +1,6 @@
 """The connection between rank 0 of a replica and each other rank: a Unix socket in a private folder, framed msgpack.
 
-All ranks of a replica are on one machine. The folder is accessible to its owner alone, and each end learns the other's
+All ranks of a replica are on one machine. Only its owner can access the folder, and each end learns the other's
 identity from the kernel. Only plain data is sent: a batch's arrays as dtype, shape and bytes. Nothing is unpickled.
 """
 
@@ -24,7 +24,7 @@ _PEER = struct.Struct("3i")  # pid, uid, gid
 
 
 class RankMessage(NamedTuple):
-    """`call` numbers a call and its answer; 0 for a message that wants no answer."""
+    """A message between ranks. `call` numbers a call and its answer; it is 0 if no answer is wanted."""
 
     kind: str
     body: Any = None
@@ -36,7 +36,7 @@ class RankLost(Exception):
 
 
 class RankChannel:
-    """Any thread may send; a single thread receives."""
+    """One end of the connection. Any thread may send; a single thread receives."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected

@@ -3,7 +3,7 @@ back.
 
 On GPUs it all stays on the devices, in order with the step. A group is passed explicitly to whatever reduces, and
 belongs to the thread that computes steps; `SINGLE_RANK` is the group of one, whose calls cost nothing. There is no
-default process group: each group has a store of its own.
+default process group: each group has its own store.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ParallelGroup(Protocol):
         ...
 
     def join_columns(self, x_RV: torch.Tensor) -> torch.Tensor:
-        """Returns the ranks' columns side by side on rank 0, and `x_RV` on others; every rank has equally many."""
+        """Returns all ranks' columns concatenated on rank 0, and `x_RV` on others; every rank has equally many."""
         ...
 
     def from_first(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Rank 0's command of the other ranks of its replica: it starts them, sends them work, and watches their progress.
+"""Commands the other ranks of a replica from rank 0: starts them, sends them work, and watches their progress.
 
 Rank 0 owns the step loop and all state. The others handle its messages in order (`engine.parallel.worker_rank`): load,
 then one step after the other. A replica is whole or gone: when one of its ranks dies, falls silent or does not finish a
@@ -35,7 +35,7 @@ from penstock.errors import Unavailable, from_status
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = frozenset({"end_at_once"})  # handled beside steps, hence not counted as progress
+AT_ONCE = frozenset({"end_at_once"})  # handled while steps run, so not counted as progress
 CONTROL_FILE, STORE_FILE = "control.sock", "store"
 BEATS = 8  # signs of life that a rank sends within `rank_timeout_s`
 STEP_PATIENCE = 6  # multiple of `rank_timeout_s` that a step, or one collective in it, may take
@@ -64,7 +64,9 @@ class _Member:
 
 
 class RankLeader:
-    """Safe from any thread, except for steps. Handlers run on threads of this object and must not wait for ranks."""
+    """Commands the other ranks. Safe from any thread, except for steps. Handlers run on threads of this object and must
+    not wait for ranks.
+    """
 
     def __init__(self, config: EngineConfig, launch: Launch) -> None:
         """Blocks until the process of every other rank has connected. Raises Unavailable."""
@@ -133,7 +135,9 @@ class RankLeader:
             self._send(self._members[rank - 1], RankMessage(kind, body))
 
     def call(self, rank: int, kind: str, body: Any = None) -> Any:
-        """Returns that rank's answer. Blocks; from any thread. Raises the error that the rank answers with."""
+        """Returns that rank's answer. Blocks; may be called from any thread. Raises the error that the rank answers
+        with.
+        """
         return self.wait(self._start_calls(kind, lambda _: body, [self._members[rank - 1]]))[0]
 
     def call_all(self, kind: str, body: Any = None) -> list[Any]:
@@ -224,7 +228,7 @@ class RankLeader:
                     break
             raise RankFailure(self._lost or f"a rank is lost: {error}") from error
 
-    # Receiving, and noticing that nothing is received.
+    # Receiving, and noticing silence.
 
     def _listen(self, member: _Member) -> None:
         try:

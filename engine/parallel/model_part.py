@@ -162,10 +162,10 @@ def check_e4m3(config: EngineConfig, device: torch.device) -> None:
 
 
 def select_device(name: str, shard: Shard = WHOLE) -> torch.device:
-    """Returns the device of one rank: the GPU of its number, or the only one that its process sees.
+    """Returns the device of one rank: the GPU with its number, or the only GPU that its process sees.
 
-    Raises ConfigError. A GPU also becomes the current device of this thread; the engine makes it that of every thread
-    which gives it a step.
+    Raises ConfigError. A GPU also becomes the current device of this thread; the engine also selects it in every thread
+    that launches steps.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -187,7 +187,7 @@ def select_device(name: str, shard: Shard = WHOLE) -> torch.device:
         return device
     if device.index is not None:
         raise ConfigError(
-            f"engine.device = {name!r}: each of the {shard.num_ranks} ranks has a GPU of its own; give cuda, and "
+            f"engine.device = {name!r}: each of the {shard.num_ranks} ranks has its own GPU; give cuda, and "
             "choose GPUs by CUDA_VISIBLE_DEVICES"
         )
     if num_devices not in (1, *range(shard.num_ranks, num_devices + 1)):

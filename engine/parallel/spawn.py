@@ -1,7 +1,7 @@
-"""Starts the processes of a replica's other ranks, and runs one: dial rank 0 and do what it asks.
+"""Starts the processes of a replica's other ranks, and runs such a rank: it dials rank 0 and does what rank 0 asks.
 
-The caller chooses how they are started (`engine.parallel.leader.Launch`): `spawn_ranks` starts plain processes, on Ray
-they are actors. A rank never outlives rank 0, however that one ends.
+The caller chooses how they are started (`engine.parallel.leader.Launch`): `spawn_ranks` starts plain processes; on Ray
+they are actors. A rank never outlives rank 0, however rank 0 ends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A rank other than the first: it loads its part of the model and computes the steps that rank 0 announces, in order.
 
-Owns its part of the weights and of each page, and no state beyond them: page ownership and scheduling are rank 0's. It
-lives as long as its channel to rank 0.
+Owns nothing but its part of the weights and of each page: rank 0 schedules and decides who holds a page. It lives as
+long as its channel to rank 0.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ CallHandler = Callable[[Any], Any]  # a message's body to the body of the answer
 
 
 class RankExtension(NamedTuple):
-    """Further messages that rank 0 may send, by kind."""
+    """Handlers of further messages that rank 0 may send, by kind."""
 
-    in_turn: Mapping[str, CallHandler] = {}  # handled behind the steps that were announced before
-    at_once: Mapping[str, CallHandler] = {}  # handled beside a step, on another thread
+    in_turn: Mapping[str, CallHandler] = {}  # handled after the steps that were announced before
+    at_once: Mapping[str, CallHandler] = {}  # handled while a step runs, on another thread
 
 
 class WorkerRank:
@@ -89,7 +89,7 @@ class WorkerRank:
             self._channel.close()
 
     def notify(self, kind: str, body: Any) -> None:
-        """Sends rank 0 a message that answers no call. From any thread; without effect when rank 0 is gone."""
+        """Sends rank 0 a message that answers no call. From any thread; has no effect when rank 0 is gone."""
         self._send(RankMessage(kind, body))
 
     def _handle(self, message: RankMessage) -> None:
@@ -163,7 +163,7 @@ class WorkerRank:
 
 
 class DeviceEvent(Protocol):
-    """`torch.cuda.Event`."""
+    """Implemented by `torch.cuda.Event`."""
 
     def query(self) -> bool: ...
 
@@ -171,7 +171,8 @@ class DeviceEvent(Protocol):
 class RankProgress:
     """Counts the messages that a rank has fully handled, including their work on a GPU. Safe from any thread.
 
-    A collective that never ends leaves the rank's thread free to take step after step: only the device knows.
+    A rank's thread can go on taking steps while a collective never ends on the device, so only the device's progress
+    counts.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""Turns logits into tokens: edits, temperature, filters, and a random number that depends on (seed, position) alone.
+"""Turns logits into tokens: edits, temperature, filters, and a random number that depends only on (seed, position).
 
 The engine takes `sample` (with texts, edits and log-probabilities) and `sample_rows` (without); kernels take
-`SamplingTensors`. A token depends on nothing but its own row, so batching and migration never change a text.
+`SamplingTensors`. A token depends only on its own row, so batching and migration never change a text.
 """

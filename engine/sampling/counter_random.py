@@ -1,7 +1,7 @@
 """Random numbers that depend on a counter instead of a history.
 
-The sampler takes one uniform per token, named by (seed, position). Every batch on every worker computes the same one,
-which lets a sequence migrate or be recomputed without changing its text.
+The sampler takes one uniform per token, identified by (seed, position). Every batch on every worker computes the same
+one, which lets a sequence migrate or be recomputed without changing its text.
 """
 
 from __future__ import annotations

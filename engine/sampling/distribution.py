@@ -1,6 +1,6 @@
 """Turns scores into tokens: temperature, the filters, and the walk along the distribution.
 
-The part of `engine.sampling.sampler` that works on tensors and columns alone and knows no sequences. Each filter is a
+The part of `engine.sampling.sampler` that works only on tensors and columns and knows no sequences. Each filter is a
 floor under the probability, and tokens that tie with the last one kept are kept: no result depends on how ties are
 sorted.
 
@@ -48,7 +48,7 @@ def sample_scores(scores_RV: torch.Tensor, rows: SamplingRows, vocab_size: int) 
 
 def _exp(scores_RV: torch.Tensor) -> torch.Tensor:
     """Returns e to the power of each score, in place."""
-    if scores_RV.device.type == "cpu":  # torch's takes three times as long at minus infinity, as masks leave it
+    if scores_RV.device.type == "cpu":  # torch's takes three times as long at minus infinity, which masks produce
         scores = scores_RV.numpy()
         np.exp(scores, out=scores)
         return scores_RV

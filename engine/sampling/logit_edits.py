@@ -2,12 +2,12 @@
 
 Called by `engine.sampling.sampler` on its own fp32 copy of the rows that need it, never on the model's output. A row
 that asks for nothing costs nothing. `engine.sampling.row_edits` has laid out the edits as cells; each kind is one
-indexed operation, so the cost does not grow with the vocabulary, and the host waits for nothing. Tokens that the step
-before has sampled and that no host knows yet are counted here.
+indexed operation, so the cost does not grow with the vocabulary, and the host waits for nothing. Tokens that the
+previous step has sampled and that the host does not know yet are counted here.
 
-Order: logit bias, repetition penalty, presence and frequency penalties, bans, and at last what is allowed: all tokens
-but the allowed ones are banned. Masks of grammars follow (`engine.sampling.grammar.masks`).
-Shapes: `E` edited rows, `V` vocabulary, `C` cells.
+Order: logit bias, repetition penalty, presence and frequency penalties, bans, and finally the allowed tokens: all
+others are banned. Masks of grammars follow (`engine.sampling.grammar.masks`). Shapes: `E` edited rows, `V` vocabulary,
+`C` cells.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _NONE = np.zeros(0, np.int64)
 
 
 def edit_logits(logits_EV: torch.Tensor, edits: RowEdits, awaited: torch.Tensor | None = None) -> None:
-    """Applies the edits in place. `logits_EV` is fp32 and contiguous; row i is that of `edits.index_E[i]`.
+    """Applies the edits in place. `logits_EV` is fp32 and contiguous; row i belongs to `edits.index_E[i]`.
 
     Repetition penalty over prompt and output, dividing positive and multiplying negative logits (Keskar et al. 2019,
-    "CTRL", as transformers has it); presence and frequency penalties over the output alone (OpenAI's definition).
+    "CTRL", as transformers has it); presence and frequency penalties over only the output (OpenAI's definition).
     `awaited` are the step's awaited tokens, int64 on the device, required if `edits` name any.
     """
     device = logits_EV.device
@@ -81,7 +81,7 @@ def _penalize(
         count_C = count_C + is_last_C
     place_C = rows_C * logits_EV.shape[1] + tokens_C
     flat[place_C] = _penalized(flat[place_C], penalty_3E.index_select(1, rows_C), count_C)
-    if last_E is not None:  # those that are new to their text
+    if last_E is not None:  # tokens that are new to their text
         is_new_E = (last_E >= 0) & (torch.zeros_like(last_E).index_add_(0, rows_C, is_last_C) == 0)
         place_E = torch.arange(len(last_E), device=flat.device) * logits_EV.shape[1] + last_E.clamp(min=0)
         score_E = flat[place_E]

@@ -1,6 +1,6 @@
 """Finds the log-probabilities of prompt tokens in the logits of the rows before them.
 
-Called by `engine.step.compute` and `Engine.step`. Float32 copies are made of a few rows at a time, since each has the
+Called by `engine.step.compute` and `Engine.step`. It copies only a few rows at a time to float32, since each spans the
 whole vocabulary.
 
 Shapes: `S` scored tokens, `R` rows of a piece, `V` vocabulary, `A` the token itself and its alternatives.

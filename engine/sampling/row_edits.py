@@ -1,4 +1,5 @@
-"""Lays out as columns what a step's rows ask for before temperature: biases, penalties, bans and allowed tokens.
+"""Lays out, as columns, the edits that a step's rows ask for before temperature: biases, penalties, bans and allowed
+tokens.
 
 Made while a step is laid out, on the step loop, from the tokens that are known by then. A step scheduled ahead lacks
 the last token of some rows, which the step before it samples: what depends on that token is left to
@@ -51,13 +52,13 @@ class RowEdits:
     seen: Cells | None  # int64, how often the token is in the known output; distinct cells
     penalties_3E: np.ndarray | None  # float64: repetition, presence, frequency; None: no row has any
     banned: Cells | None  # int64, condition: see `TextEdits.banned`
-    allowed: Cells | None  # the tokens that are not banned of rows that ban all others; values mean nothing
+    allowed: Cells | None  # for rows that allow only these tokens; values mean nothing
     allowed_rows: np.ndarray  # int64, the edited rows with `allowed` cells
     failed: Mapping[int, PenstockError] = field(default_factory=dict)  # by row of logits; its token means nothing
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether grammars alone edit these rows."""
+        """Whether these rows are edited only by grammars, if at all."""
         cells = (self.bias, self.seen, self.banned, self.allowed)
         return self.penalties_3E is None and all(one is None for one in cells)
 

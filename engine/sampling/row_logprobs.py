@@ -1,7 +1,7 @@
 """Log-probabilities of sampled tokens and of the likeliest ones, before penalties and temperature.
 
-`RowLogprobs` is computed behind sampling, on the logits' device; `engine.step.compute` takes it to the host with the
-tokens, where it becomes what a request is sent.
+`RowLogprobs` is computed after sampling, on the logits' device; `engine.step.compute` copies it to the host with the
+tokens and converts it to what requests receive.
 
 Shapes: `L` rows that ask for log-probabilities, `A` alternatives, `V` vocabulary.
 """
@@ -32,7 +32,7 @@ class RowLogprobs:
 
     @classmethod
     def of(cls, logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top_R: np.ndarray) -> RowLogprobs:
-        """Returns those of the rows with at least 0 alternatives. Never waits for a GPU."""
+        """Returns the log-probabilities of the rows that ask for 0 or more alternatives. Never waits for a GPU."""
         rows_L = np.flatnonzero(num_top_R >= 0)
         logits_LV, chosen_L1 = logits_RV, token_ids_R[:, None]
         if len(rows_L) < len(num_top_R):
@@ -49,7 +49,7 @@ class RowLogprobs:
         return cls(rows_L, num_top_L, own_L, top_ids_LA, top_LA)
 
     def on_host(self, copy: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu) -> RowLogprobs:
-        """Returns these copied by `copy`, which may return before the copy is done."""
+        """Returns the same data copied by `copy`, which may return before the copy is done."""
         return RowLogprobs(self.rows_L, self.num_top_L, copy(self.own_L), copy(self.top_ids_LA), copy(self.top_LA))
 
     def by_row(self, token_ids: Seq[int] | np.ndarray) -> dict[int, TokenLogprob]:

@@ -1,15 +1,15 @@
 """Samples the next token of every sequence whose text ends in this step.
 
 The last stage of a step: logits in, tokens out. It owns no state and changes neither logits nor sequences. Sampling
-takes one uniform number named by (seed, position) and walks the distribution in vocabulary order, so a token depends on
-nothing but its own row: not on the batch, its order or its padding, and not on which worker runs it.
+takes one uniform number identified by (seed, position) and walks the distribution in vocabulary order, so a token
+depends only on its own row: not on the batch, its order or its padding, and not on which worker runs it.
 
 Order of operations (as in vLLM and transformers): logit bias, penalties, bans and grammars
 (`engine.sampling.logit_edits`), then temperature, then min-p, top-k and top-p, each on what the previous one left
 (`engine.sampling.distribution`). Log-probabilities are those of the unedited distribution.
 
-Rows are grouped by what they ask for. On a CPU a greedy row costs one argmax, even beside rows that ask for more. On a
-GPU with Triton one set of kernels (`engine.kernels.triton.sample`) serves greedy and random rows alike.
+Rows are grouped by what they ask for. On a CPU a greedy row costs one argmax, even in a batch with rows that ask for
+more. On a GPU with Triton one set of kernels (`engine.kernels.triton.sample`) serves greedy and random rows alike.
 
 Shapes: `R` rows of logits, `E` edited ones, `V` vocabulary.
 """
@@ -89,7 +89,7 @@ def _is_finite(totals_R: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True, eq=False)
 class Sampled:
-    """The tokens of a step where they were sampled; on a GPU nobody has waited for them. Immutable."""
+    """The tokens of a step where they were sampled; on a GPU they may still be in flight. Immutable."""
 
     token_ids_R: torch.Tensor  # int64
     valid_R: torch.Tensor  # bool: the distribution was finite
@@ -187,8 +187,8 @@ def failed_rows(
 ) -> dict[int, PenstockError]:
     """Returns, by row, why a sampled token means nothing.
 
-    A row fails if its distribution is not finite (`invalid`), if its bans leave no token, or if its grammar allows
-    nothing that the other parameters leave.
+    A row fails if its distribution is not finite (`invalid`), if its bans leave no token, or if its grammar allows none
+    of the tokens that the other parameters leave.
     """
     failed = {} if sampling.edits is None else dict(sampling.edits.failed)
     if sampling.ruled:
@@ -207,8 +207,8 @@ def _grammar_errors(
 ) -> dict[int, PenstockError]:
     """Returns, by row, why the token of a row with a grammar means nothing.
 
-    Only an invalid row's token can be one that its mask does not allow: all others have a distribution over those that
-    it does.
+    Only an invalid row can have a token that its mask forbids: every other row has a distribution over the allowed
+    tokens.
     """
     if masks is None:
         return {

@@ -1,4 +1,5 @@
-"""All that sampling a step needs besides logits: parameters, edits, and which rows have a grammar or log-probabilities.
+"""Everything that sampling a step needs besides logits: parameters, edits, and which rows have a grammar or
+log-probabilities.
 
 Made while a step is laid out, on the step loop; `engine.sampling.sampler` takes it on the thread that computes the
 step. Only rows with a grammar name their sequences: their masks are computed from the texts, which must not change
@@ -30,7 +31,7 @@ class StepSampling:
     rows: SamplingRows
     edits: RowEdits | None  # None: no row is edited
     num_top_R: np.ndarray | None  # int64, alternatives whose log-probability is wanted, -1: no log-probabilities at all
-    ruled: Mapping[int, Sequence]  # those with a grammar, by row
+    ruled: Mapping[int, Sequence]  # sequences with a grammar, by row
 
     @classmethod
     def of(cls, sequences: Seq[Sequence], vocab_size: int, eos_token_ids: Collection[int]) -> StepSampling:

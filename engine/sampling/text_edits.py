@@ -1,4 +1,4 @@
-"""Keeps what one sequence's parameters do to its logits up to date as its text grows.
+"""Keeps the logit edits of one sequence up to date as its text grows.
 
 Its sequence holds it (`Sequence.edits`) and `engine.sampling.row_edits` reads it while a step is laid out, on the step
 loop. Each text is read once: a step costs what was appended since the last one, not the length of the text. Nothing of
@@ -37,7 +37,7 @@ class TextEdits:
         if sampling.allowed_token_ids:
             self._allowed = self._known(sampling.allowed_token_ids) | self._ending
             self.allowed_tokens = np.array(sorted(self._allowed), np.int64)
-        # Of tokens that penalties apply to: how often each is in the output.
+        # How often each token that penalties apply to is in the output.
         self._first = 0 if sampling.repetition_penalty != 1.0 else sequence.num_prompt_tokens
         self._place: dict[int, int] = {}
         self._num_read = self._first
@@ -51,7 +51,7 @@ class TextEdits:
     def seen(self, token_ids: Seq[int]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the distinct tokens that penalties apply to, and how often each is in the output.
 
-        Those of the prompt are among them if there is a repetition penalty. The arrays change with the next call.
+        They include the prompt's tokens if there is a repetition penalty. The arrays change with the next call.
         """
         if self._num_read == self._first:
             self._read_all(token_ids)

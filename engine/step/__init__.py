@@ -1,4 +1,5 @@
-"""An engine step on the host: what is computed (`sequence`, `plan`, `row_table`), as tensors (`batch`), and by whom.
+"""The host side of an engine step: its work (`sequence`, `plan`, `row_table`), its tensors (`batch`), and the threads
+that run it.
 
 Others take `Sequence`, `ScheduledSequence`, `StepPlan`, `RowTable`, `StepTokens`, `StepLoop`, `StepThread` and
 `finish_reason`. `sequence`, `plan`, `row_table` and `finish` import no torch: schedulers and the simulator use them.

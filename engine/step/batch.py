@@ -2,11 +2,13 @@
 
 `build_host_batch` reads sequences and rows, on the step loop, and returns plain arrays; with those, another thread or
 process can compute the step. `to_device` makes tensors of them. Neither changes a sequence. Sequences with one token to
-compute come first in the batch, because attention treats them apart; `sampled_places` leads back to the caller's order.
+compute come first in the batch, because attention treats them separately; `sampled_places` maps rows back to the
+caller's order.
 
 A sequence with proposed tokens takes a batch row for its last token and one for each of these, with the same pages and
 a context that grows by one. A layer writes the KV of the whole batch before it attends, so each row sees the tokens
-before it, and it is computed by the kernels of plain decode steps: its logits are those of a step of its own.
+before it, and it is computed by the kernels of plain decode steps: its logits are those that a separate step would
+give.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 `prepare_step` reads sequences and rows, on the step loop. `compute` gives the device its work; on a GPU it returns
 before the device is done, and the next step may follow at once, with the tokens of this one fed back on the device.
-`SampledTokens.wait` brings the tokens to the host. The last two stages read no sequence unless a grammar rules its next
-token, whose mask follows from the text: then the text must be known before the step samples, and must not change until
-it is over. A step that is given to the device ahead of such a text is computed in two parts: `forward_step` at once,
-and `sample_forwarded` when the tokens before it are known.
+`SampledTokens.wait` brings the tokens to the host. The last two stages read a sequence only if a grammar rules its next
+token, because the mask follows from the text: then the text must be known before the step samples, and must not change
+until the step is over. A step that is given to the device ahead of such a text is computed in two parts: `forward_step`
+at once, and `sample_forwarded` when the tokens before it are known.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StepTokens:
     logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)  # by place in the plan
     failed: list[tuple[Sequence, PenstockError]] = field(default_factory=list)  # their tokens mean nothing
     scores: Mapping[int, PromptScores] = field(default_factory=dict)  # by place in the plan
-    # What follows the first token of a sequence whose proposed tokens were right, by place in the plan.
+    # The tokens after the first one of a sequence whose proposed tokens were right, by place in the plan.
     further: Mapping[int, list[SampledToken]] = field(default_factory=dict)
 
     @classmethod
@@ -63,13 +63,13 @@ class StepTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedStep:
-    """All that computing a step needs."""
+    """Everything needed to compute a step."""
 
     work: Seq[ScheduledSequence]
     host: HostBatch
     sampling: StepSampling  # a row for each row of logits
     awaited_rows: np.ndarray | None  # int64, batch rows whose token the previous step samples; None if all are known
-    awaited_places: np.ndarray | None  # ... and the place of each in that step's work
+    awaited_places: np.ndarray | None  # the place of each awaited row in that step's work
 
     @property
     def num_rows(self) -> int:
@@ -77,7 +77,7 @@ class PreparedStep:
         return len(self.work.rows) if isinstance(self.work, StepPlan) else 0
 
     def sampled_index(self, places: np.ndarray) -> np.ndarray:
-        """Returns the indexes among the sampled tokens of these places of `work`, all of which are sampled."""
+        """Returns the index among the sampled tokens of each of these places of `work`, all of which are sampled."""
         if self.num_rows == len(self.work):
             return places
         by_place = np.zeros(len(self.work), np.int64)
@@ -115,7 +115,7 @@ def _sampling_rows(work: Seq[ScheduledSequence], host: HostBatch) -> tuple[Sampl
         if not work.chunks:
             return rows, special
     sequences: list[Sequence] = []
-    ahead: list[int] = []  # how many proposed tokens each row's token comes after
+    ahead: list[int] = []  # how many proposed tokens precede each row's token
     for place, repeats in itertools.groupby(host.sampled_places[num_rows:].tolist()):
         item = work[place]
         for count, _ in enumerate(repeats):
@@ -138,7 +138,7 @@ class ForwardedStep:
 
     logits_RV: torch.Tensor  # of the sampled rows
     scores: Mapping[int, PromptScores]
-    awaited: torch.Tensor | None  # the tokens of the step before that this one has taken from the device
+    awaited: torch.Tensor | None  # the previous step's tokens, which this one has read on the device
 
 
 class SampledTokens:
@@ -159,7 +159,7 @@ class SampledTokens:
         if sampled.token_ids_R.is_cuda:
             logprobs = sampled.logprobs and sampled.logprobs.on_host(_start_copy)
             self._host = Sampled(_start_copy(sampled.token_ids_R), _start_copy(sampled.valid_R), logprobs)
-            self._copied = torch.cuda.Event(blocking=True)  # waiting must not take a core
+            self._copied = torch.cuda.Event(blocking=True)  # waiting must not occupy a core
             self._copied.record()
 
     def at(self, places: np.ndarray) -> torch.Tensor:
@@ -190,14 +190,14 @@ class SampledTokens:
             token_ids[:num_rows],
             chunks,
             {int(step.host.sampled_places[row]): found for row, found in by_row.items() if row in firsts},
-            # What fails behind the first token of a sequence is found again once its text is known to get there.
+            # A failure after the first token of a sequence occurs again once its text is known to get there.
             [(self._sequence(row), error) for row, error in failed.items() if row in firsts],
             self._scores,
             further,
         )
 
     def _held(self, place: int, first_row: int, failed: Collection[int]) -> Iterable[int]:
-        """Returns the rows behind the first one of a place whose tokens follow from proposed tokens that hold."""
+        """Returns the rows after a place's first one whose tokens follow from proposed tokens that hold."""
         proposed = self._step.work[place].proposed
         sampled = self._host.token_ids_R[first_row : first_row + len(proposed)].tolist()
         rows = range(first_row + 1, first_row + 1 + num_accepted(proposed, sampled))
@@ -227,7 +227,7 @@ def compute(
 ) -> SampledTokens:
     """Computes a step and samples its tokens; on a GPU it returns before the device is done.
 
-    `previous` is the step before, required if this step awaits tokens of it. `masks` are required if a grammar rules a
+    `previous` is the previous step, required if this one awaits its tokens. `masks` are required if a grammar rules a
     token.
     """
     ruled = step.sampling.ruled
@@ -261,7 +261,8 @@ def sample_forwarded(
     step: PreparedStep, forwarded: ForwardedStep, masks: MaskThread, discarded: Collection[Sequence] = ()
 ) -> SampledTokens:
     """Samples a step whose texts have become known. The tokens of `discarded` sequences mean nothing: their texts have
-    ended or continue otherwise, so that no mask can be computed for them."""
+    ended or changed, so no mask can be computed for them.
+    """
     sampling = step.sampling
     if discarded:
         ruled = {row: sequence for row, sequence in sampling.ruled.items() if sequence not in discarded}

@@ -1,7 +1,7 @@
 """Decides whether a generation is over.
 
-Both workers ask after every appended token. Stop strings are handled elsewhere: whoever detokenizes finds them in the
-text and cancels the request.
+Both kinds of worker call it after every appended token. Stop strings are handled elsewhere: the router finds them in
+the detokenized text and cancels the request.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def finish_reason(sequence: Sequence, eos_token_ids: Collection[int], context_le
     """Returns why the sequence ends with its last token, or None while it continues.
 
     None of the first `min_tokens` output tokens counts as a stop. A stop token that is also the last one that fits
-    counts as a stop. With a grammar, every end-of-sequence token does: one that is to be ignored, or comes too early,
-    is sampled only where the grammar allows nothing else.
+    counts as a stop. With a grammar, every end-of-sequence token counts: one that should be ignored, or comes too
+    early, is sampled only where the grammar allows nothing else.
     """
     sampling = sequence.sampling
     num_output_tokens = sequence.num_output_tokens

@@ -26,7 +26,7 @@ class IsolatedOutput:
 
 
 def step_isolated(step: Callable[[Seq[ScheduledSequence]], StepOutput], work: Seq[ScheduledSequence]) -> IsolatedOutput:
-    """Runs a step; if it fails as a whole, runs each sequence alone and reports those that fail again."""
+    """Runs a step; if it fails as a whole, runs each sequence by itself and reports those that fail again."""
     try:
         return IsolatedOutput(list(work), step(work), [])
     except PenstockError as error:

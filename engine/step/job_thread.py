@@ -1,4 +1,4 @@
-"""Runs what it is given on one thread, in order; a GPU engine has one for as long as it lives.
+"""Runs jobs on one thread, in order. A GPU engine keeps one such thread for its lifetime.
 
 Libraries keep workspaces, handles and the current device by thread. CUDA graphs are captured over such workspaces, so
 the thread that captured them must outlive them, and steps are launched where their graphs were captured.
@@ -22,27 +22,27 @@ ResultT = TypeVar("ResultT")
 
 
 def use_device(device: torch.device) -> None:
-    """Makes a GPU the current device of this thread: kernels and libraries are launched on that one."""
+    """Makes a GPU the current device of this thread: kernels and libraries launch work there."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 class JobThread:
-    """Safe from any thread. Jobs raise nothing."""
+    """Runs jobs in order. Safe from any thread. Jobs raise nothing."""
 
     def __init__(self, name: str, device: torch.device | None = None) -> None:
-        """`device` is the current one of the thread, if it is a GPU."""
+        """`device` becomes the thread's current device, if it is a GPU."""
         self._device = device
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     def post(self, job: _Job) -> None:
-        """Runs a job behind those given before. Never blocks."""
+        """Runs a job after those given before. Never blocks."""
         self._jobs.put(job)
 
     def run(self, call: Callable[[], ResultT]) -> ResultT:
-        """Runs a call behind the jobs given before, and returns what it returns. Blocks; raises what it raises."""
+        """Runs a call after the jobs given before, and returns its result. Blocks; raises what the call raises."""
         results: list[ResultT] = []
         errors: list[BaseException] = []
 

@@ -1,6 +1,6 @@
 """The thread that owns a worker's state: calls posted from outside run first, then one step, then the next.
 
-Everything a worker holds (scheduler, page pool, requests) is touched on this thread alone, so it needs no locks. The
+Everything a worker holds (scheduler, page pool, requests) is touched only on this thread, so it needs no locks. The
 thread blocks while there is nothing to do; a posted call wakes it at once, and so does the time that the last sweep
 returned: deadlines are handled whether or not there is work.
 """

@@ -1,9 +1,8 @@
 """Plans one step: the next token of every row, then chunks of prompts and sequences with proposed tokens.
 
 A scheduler makes the plan, `engine.step.batch` turns it into arrays, and the scheduler reads it again to record the
-step. What a row asks for is the same in every step, so one `RowMembers` is shared by all steps until a sequence joins
-or leaves. Where the rows stand changes every step: `DecodeRows` is the copy that `engine.step.row_table` makes for one
-of them.
+step. A row's parameters stay the same, so all steps share one `RowMembers` until a sequence joins or leaves. Its
+position changes every step: `engine.step.row_table` makes a copy for each, `DecodeRows`.
 
 Imports numpy but no torch. Shapes: `R` rows, `W` pages of a row.
 """
@@ -22,7 +21,7 @@ from penstock.types import SamplingParams
 
 _NEVER = np.iinfo(np.int64).max
 
-# One record per row: what its request asks for.
+# One record per row: its request's parameters.
 ROW_PARAMS = np.dtype(
     [
         ("end", np.int64),  # length at which the sequence ends in any case, in tokens
@@ -111,7 +110,7 @@ class RowMembers:
         return len(self.items)
 
     def select(self, rows: np.ndarray) -> RowMembers:
-        """Returns the members of these rows alone."""
+        """Returns the members of only these rows."""
         chosen = rows.tolist()
         return RowMembers(
             [self.items[row] for row in chosen], [self.texts[row] for row in chosen], self.params.take(rows)
@@ -130,10 +129,10 @@ class DecodeRows:
     step: int
     positions_R: np.ndarray  # of the token that is computed
     token_ids_R: np.ndarray  # that token, unless it is awaited
-    awaited_rows: np.ndarray | None  # rows whose token the previous step samples; None if all are known ...
-    awaited_places: np.ndarray | None  # ... and the place of each in that step's plan
-    page_R: np.ndarray  # index of the row's page that takes the KV ...
-    offset_R: np.ndarray  # ... and the place in that page
+    awaited_rows: np.ndarray | None  # rows whose token the previous step samples; None if all are known
+    awaited_places: np.ndarray | None  # the place of each awaited row in that step's plan
+    page_R: np.ndarray  # index of the row's page that takes the KV
+    offset_R: np.ndarray  # the place in that page
     pages_RW: np.ndarray  # int32, wide enough for the longest row; 0 past a row's last page
 
     def __len__(self) -> int:
@@ -184,7 +183,7 @@ class StepPlan(Seq[ScheduledSequence]):
 
     @property
     def speculates(self) -> bool:
-        """Whether it verifies proposed tokens, so that how many tokens it yields is not known before it is over."""
+        """Whether it verifies proposed tokens, so that the number of its tokens is unknown until it is over."""
         return any(chunk.proposed for chunk in self.chunks)
 
     def __len__(self) -> int:

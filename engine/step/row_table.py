@@ -43,8 +43,8 @@ class RowTable:
         self._params = np.zeros(16, ROW_PARAMS)
         self._position = np.zeros(16, np.int64)  # of the token that is computed next
         self._token = np.zeros(16, np.int64)  # that token, unless it is awaited
-        self._awaited_step = np.zeros(16, np.int64)  # the step that samples that token, or `_KNOWN` ...
-        self._awaited_place = np.zeros(16, np.int64)  # ... and its place in that step's plan
+        self._awaited_step = np.zeros(16, np.int64)  # the step that samples that token, or `_KNOWN`
+        self._awaited_place = np.zeros(16, np.int64)  # its place in that step's plan
         self._room = np.zeros(16, np.int64)  # tokens that the row's pages hold
         self._pages_RW = np.zeros((16, 16), np.int32)
 
@@ -199,7 +199,7 @@ class RowTable:
     ) -> list[Sequence]:
         """Appends the tokens of the oldest launched step to their sequences, except to those in `discarded`.
 
-        `chunk_tokens` are the tokens sampled behind the rows of the same plan, already appended by the caller. Returns
+        `chunk_tokens` are the tokens sampled after the rows of the same plan, already appended by the caller. Returns
         the sequences that have filled a page.
         """
         token_ids_R, items = np.asarray(tokens_R, np.int64), launched.items

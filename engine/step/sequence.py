@@ -26,8 +26,8 @@ class Sequence:
 
     Invariant: `num_computed_tokens < len(token_ids)` between steps, and `pages` holds at least
     `ceil(num_computed_tokens / page_size)` pages. The KV of token i is in `pages[i // page_size]`, except that the
-    first `num_dropped` entries stand for pages that lie behind the model's window and were given back: they are 0, as
-    in a page table, and what is found there counts for nothing.
+    first `num_dropped` entries stand for pages that lie behind the model's window and were released: they are 0, as in
+    a page table, and attention ignores what is there.
     """
 
     request_id: RequestId
@@ -39,7 +39,7 @@ class Sequence:
     num_dropped: int = 0
     page_hashes: list[PageHash] = field(default_factory=list)  # of leading full pages, grown by `hash_full_pages`
     lane: Lane = Lane.STANDARD  # its priority class, for schedulers and links
-    is_decoding: bool = False  # all tokens but the last have their KV; no count is kept while this holds
+    is_decoding: bool = False  # all tokens but the last have their KV; `_num_prefilled` is not kept while this holds
     matcher: GrammarMatcher | None = None  # of `sampling.grammar`; set before the sequence is scheduled
     edits: TextEdits | None = None  # what `sampling` does to its logits; set by the first step that samples
     adapter: AdapterRef | None = None
@@ -67,11 +67,11 @@ class Sequence:
 
     @property
     def held_pages(self) -> list[PageId]:
-        """The pages that it has a reference on, in order."""
+        """The pages that it holds a reference to, in order."""
         return self.pages[self.num_dropped :]
 
     def drop_pages(self, num_dropped: int) -> list[PageId]:
-        """Drops the pages before that many leading ones, and returns them; the caller releases them."""
+        """Drops that many leading pages and returns those it still held; the caller releases them."""
         dropped = self.pages[self.num_dropped : num_dropped]
         self.pages[self.num_dropped : num_dropped] = [PageId(0)] * len(dropped)
         self.num_dropped += len(dropped)
@@ -95,7 +95,7 @@ class Sequence:
     def sampling_needs_text(self) -> bool:
         """Whether its next token can be scheduled only once the host knows every token before it.
 
-        With a few allowed tokens, bad sequences may ban all of them, which is an error that names the place.
+        With only a few allowed tokens, bad sequences may ban all of them, and that error names the position.
         """
         return bool(self.sampling.bad_sequences and self.sampling.allowed_token_ids)
 
@@ -107,7 +107,7 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of its prompt are still owed: they go out with the first token."""
+        """Whether log-probabilities of its prompt are still to be returned; they are sent with the first token."""
         return self.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
 
     def hash_full_pages(self, page_size: int) -> list[PageHash]:

@@ -1,7 +1,8 @@
-"""Computes steps off the step loop, which keeps taking calls: one thread, and on a GPU a second one that waits for it.
+"""Computes steps off the step loop, which keeps taking calls. One thread computes; on a GPU a second one waits for the
+device.
 
-Steps are computed in the order in which they were given. The outcome of each is posted to the step loop as a call. A
-step that awaits tokens of a failed step is not computed.
+Steps are computed in the order in which they were given. Each outcome is posted to the step loop as a call. A step that
+awaits tokens of a failed step is not computed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _OnDone = Callable[[StepTokens | PenstockError], None]
 
 
 class PendingTokens(Protocol):
-    """The tokens of a step that the device has been given; `engine.step.compute.SampledTokens`."""
+    """The tokens of a launched step. Implemented by `engine.step.compute.SampledTokens`."""
 
     def wait(self) -> StepTokens: ...
 
@@ -29,25 +30,26 @@ ForwardT = TypeVar("ForwardT")
 
 
 class ForwardInProgress(Generic[ForwardT]):
-    """A step given to the device ahead of the text that its sampling needs. `StepThread` alone uses it."""
+    """A step given to the device before the text that its sampling needs is known. Only `StepThread` uses it."""
 
     def __init__(self) -> None:
-        self.forwarded: ForwardT | None = None  # until it is computed, and if that has failed
+        self.forwarded: ForwardT | None = None  # None until it is computed, and if that has failed
 
 
 class StepThread(Generic[PendingT]):
-    """The owner calls it on the step loop."""
+    """Computes steps in order. Call it only on the step loop."""
 
     def __init__(
         self, name: str, post: Callable[[_Job], None], is_async: bool, device_thread: JobThread | None = None
     ) -> None:
-        """`post` runs a call on the step loop. `is_async`: the device computes on after a step was given to it.
-        `device_thread` computes the steps and outlives this object; without it they have a thread of their own."""
+        """`post` runs a call on the step loop. With `is_async`, the device keeps computing after a step was given to
+        it. `device_thread` computes the steps and outlives this object; without it, this object starts its own thread.
+        """
         self._post = post
         self._own = device_thread is None
         self._jobs = device_thread or JobThread(f"{name} steps")
         self._waits = JobThread(f"{name} tokens") if is_async else None
-        self._is_dead = False  # an error that is not ours ends the loop, and nothing more is computed
+        self._is_dead = False  # set by an unexpected error, which ends the loop; nothing more is computed
         self._previous: PendingT | None = None
         self._failed = False
 
@@ -133,7 +135,7 @@ class StepThread(Generic[PendingT]):
         self._post(lambda: on_done(tokens))
 
     def _after_waits(self, call: _Job) -> None:
-        """Posts `call` behind the outcomes of earlier steps, which the device may still be computing."""
+        """Posts `call` after the outcomes of earlier steps, which the device may still be computing."""
         if self._waits is not None:
             self._waits.post(lambda: self._post(call))
         else:

@@ -27,7 +27,7 @@ _SAMPLE_BYTES = 4096
 _MAX_TENSOR_SAMPLES = 4096
 CODE_SUFFIXES = ("_blocks", "_scales")  # of stacked experts in MXFP4: bytes
 _FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
-_DERIVED_SUFFIX = ".rotary_emb.inv_freq"  # old exports store what follows from the configuration
+_DERIVED_SUFFIX = ".rotary_emb.inv_freq"  # stored by old exports, though it follows from the configuration
 
 
 @dataclass(frozen=True, slots=True)

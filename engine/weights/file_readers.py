@@ -20,7 +20,7 @@ import torch
 from penstock.errors import CheckpointError
 
 STRIPE_BYTES = 16 * 1024 * 1024
-AHEAD_BYTES = 1024 * 1024 * 1024  # on the device but not taken yet; a tensor that is cast is there twice for a moment
+AHEAD_BYTES = 1024 * 1024 * 1024  # on the device but not taken yet; a tensor that is cast is briefly held twice
 NUM_READERS = 4  # for a GPU: NVMe drives and network file systems reach their rate with three or four
 
 
@@ -102,8 +102,9 @@ class _Load:
 
 
 class DeviceReaders:
-    """Reads `spans` to the device in order, but a tensor that `take` waits for first. `close` ends the reader
-    threads."""
+    """Reads `spans` to the device in order, except that a tensor which `take` waits for comes first. `close` ends the
+    reader threads.
+    """
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Fetches checkpoints of the Hugging Face Hub into its cache, by their ids: `org/name`, or `org/name@revision`.
 
-The library `huggingface_hub` does the work and shows its progress; this module says which files are wanted, and what to
-do where it fails. HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE are obeyed as everywhere.
+The library `huggingface_hub` does the work and shows its progress; this module names the wanted files and says what to
+do if it fails. HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE apply as usual.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from penstock.errors import CheckpointError, PenstockError, Unavailable
 
 _ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 _WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
-# Weights in subfolders and under these names are the same ones for other programs.
+# Files in subfolders and under these names hold the same weights for other programs.
 _UNWANTED = ("*/*", "consolidated*")
 
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A model of the Hub. Without a revision it is that of the default branch."""
+    """A model of the Hub. Without a revision, the default branch is meant."""
 
     repo: str
     revision: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> HubModel | None:
-        """Returns the model that `text` is the id of; None for a path that exists, or one that is no id."""
+        """Returns the model with the id `text`; None for a path that exists, or for text that is not an id."""
         found = _ID.fullmatch(text)
         if found is None or Path(text).exists():
             return None
@@ -40,14 +40,14 @@ class HubModel:
     def fetch(self, *, config_only: bool = False) -> Path:
         """Downloads what is not in the cache yet, and returns the folder. Blocks for as long as that takes.
 
-        With `config_only`, that is config.json; other files are in the folder if they were there before. Raises
+        With `config_only`, it downloads only config.json; the folder may hold other files from before. Raises
         CheckpointError, or Unavailable where the Hub cannot be reached, with what to do.
         """
         try:
             from huggingface_hub import snapshot_download
         except ImportError as error:
             raise CheckpointError(
-                f"{self} is no folder here; to download it from the Hugging Face Hub, run `pip install "
+                f"{self} is not a folder; to download it from the Hugging Face Hub, run `pip install "
                 "huggingface_hub`, or give a folder that has it"
             ) from error
         wanted = [CONFIG_FILE] if config_only else list(_WANTED)
@@ -55,7 +55,7 @@ class HubModel:
             folder = snapshot_download(
                 self.repo, revision=self.revision, allow_patterns=wanted, ignore_patterns=list(_UNWANTED)
             )
-        except Exception as error:  # of the library, or of the HTTP client that it has at the time
+        except Exception as error:  # of the library, or of whichever HTTP client it uses
             raise self._explain(error) from error
         return Path(folder)
 
@@ -72,7 +72,7 @@ class HubModel:
             )
         if _holds(causes, errors.RepositoryNotFoundError):
             return CheckpointError(
-                f"{self.repo} is no folder here, and {place} has no such model, or hides it: check the name; a private "
+                f"{self.repo} is not a folder, and {place} has no such model, or hides it: check the name; a private "
                 "model needs a token in HF_TOKEN or by `hf auth login`"
             )
         if _holds(causes, errors.RevisionNotFoundError):

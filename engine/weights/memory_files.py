@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-FILL_TIMEOUT_S = 120.0  # how long another process may take to fill a file before the caller does without
+FILL_TIMEOUT_S = 120.0  # how long another process may take to fill a file before the caller does without it
 SEARCH_TIMEOUT_S = 10.0  # how long another process may search; that takes milliseconds, unless it is stopped
 _MAX_LABEL = 200  # a memfd's name has 249 characters
 _SEALS = sum(getattr(fcntl, f"F_SEAL_{name}", 0) for name in ("SEAL", "SHRINK", "GROW", "WRITE"))

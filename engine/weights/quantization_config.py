@@ -2,8 +2,7 @@
 
 Supported are GPTQ, AWQ (gemm packing), fp8 (a scale for a tensor or a block), and the compressed-tensors formats
 pack-quantized, int-quantized and float-quantized. The stored tensors decide which weights are quantized; the config's
-list of weights that should not be is checked against them. `engine.weights.quantized_layouts` has the tensors of each
-layout.
+list of unquantized weights is checked against them. `engine.weights.quantized_layouts` has the tensors of each layout.
 """
 
 from __future__ import annotations

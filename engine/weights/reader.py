@@ -112,8 +112,9 @@ class WeightReader:
         return LayerReader(self, prefix)
 
     def weight(self, name: str, is_expert: bool = False) -> Weight:
-        """Returns the weight of a matrix product, quantized if it is stored or to be kept so and the machine can
-        multiply with it."""
+        """Returns the weight of a matrix product, quantized if it is stored so or quantized while loading, and the
+        machine can multiply with it.
+        """
         path = name.removesuffix(".weight")
         if self._device.type == "meta" or (path not in self._layouts and self._quantization is None):
             return self.read(name)
@@ -133,7 +134,7 @@ class WeightReader:
         return self.multipliable(quantize_weight(self.read(name) if tied is None else tied, "int8"))
 
     def multipliable(self, quantized: QuantizedWeight, is_expert: bool = False) -> Weight:
-        """Returns the weight as it is where the machine can multiply with it, and else its values."""
+        """Returns the weight as it is if the machine can multiply with it, and otherwise its values."""
         self._num_quantized += 1
         if self._can_multiply(quantized, self._dtype, is_expert):
             return quantized

@@ -9,11 +9,11 @@ from engine.cache.kv_layout import KVLayout
 from penstock.errors import ConfigError
 
 _DTYPES = ("bfloat16", "float16")
-_HEAD_DIMS = {"flashinfer": (64, 128, 256), "varlen": (64, 96, 128, 192, 256)}  # that they have kernels for
+_HEAD_DIMS = {"flashinfer": (64, 128, 256), "varlen": (64, 96, 128, 192, 256)}  # for which they have kernels
 
 
 def check_library(name: str, layout: KVLayout, *, has_latents: bool, has_softcap: bool, has_sinks: bool) -> None:
-    """Raises ConfigError where `name` is a library that does not support the model's pages. Accepts other backends."""
+    """Raises ConfigError if `name` is a library that does not support the model's pages. Accepts all other backends."""
     if name not in _HEAD_DIMS:
         return
     problem = fix = ""

@@ -18,7 +18,7 @@ from engine.kernels.metadata import AttentionMetadata
 from engine.kernels.upload import upload
 
 WORKSPACE_BYTES = 128 << 20  # for partial results; the size that the library recommends
-_GROUP_FOR_TENSOR_CORES = 4  # query heads per KV head from which decodes are faster with them, by the documentation
+_GROUP_FOR_TENSOR_CORES = 4  # query heads per KV head from which they make decodes faster, by its documentation
 _LAYOUT = "HND"
 
 
@@ -44,8 +44,8 @@ class PageLists:
 @dataclass(slots=True)
 class _PlannedWrapper:
     wrapper: Any
-    step: AttentionMetadata | None = None  # that the wrapper is planned for
-    is_sent: torch.cuda.Event | None = None  # the plan's copy to the device has ended
+    step: AttentionMetadata | None = None  # the step that the wrapper is planned for
+    is_sent: torch.cuda.Event | None = None  # set when the plan's copy to the device has ended
 
 
 class FlashInferAttention:

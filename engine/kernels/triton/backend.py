@@ -142,7 +142,9 @@ class TritonAttention:
 
 
 class TritonOps(TorchOps):
-    """`LayerOps` by one kernel each, the experts' products too: nothing waits for where their rows end."""
+    """Implements `LayerOps` with one kernel each, including the experts' products, so the host never waits to learn
+    where their rows end.
+    """
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x, weight, eps)

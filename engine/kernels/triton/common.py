@@ -1,4 +1,4 @@
-"""Holds what the wrappers of several Triton kernels compute on the host before a launch."""
+"""What the wrappers of several Triton kernels compute on the host before a launch."""
 
 from __future__ import annotations
 

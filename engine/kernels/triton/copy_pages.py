@@ -66,7 +66,7 @@ def _copy_kernel(
     mask = word < num_words
     source_ptr = source_address.to(tl.pointer_type(WORD)) + source_page * num_words
     to_ptr = to_address.to(tl.pointer_type(WORD)) + to_page * num_words
-    if IS_ALIGNED:  # known of tensors, not of numbers; without it words are moved one by one
+    if IS_ALIGNED:  # Triton knows this of tensors but not of addresses; without it, it copies word by word
         source_ptr = tl.multiple_of(source_ptr, 16)
         to_ptr = tl.multiple_of(to_ptr, 16)
     words = tl.load(source_ptr + word, mask=mask)

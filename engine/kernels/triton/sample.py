@@ -36,9 +36,9 @@ def sample_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns tokens, int64 [B], and the sums of the weights that they were sampled from, float64 [B].
 
-    If a sum is not finite and above 0, the row holds no distribution (of a greedy row: no likeliest token, or a NaN).
-    Its token means nothing, but is one of the vocabulary, so that it may be embedded. `logits_BV` is fp32, bf16 or fp16
-    with last stride 1. Never waits for the device; a CUDA graph can capture the call.
+    If a sum is not finite and above 0, the row holds no distribution (a greedy row then has no likeliest token, or
+    holds a NaN). Its token means nothing, but is one of the vocabulary, so that it may be embedded. `logits_BV` is
+    fp32, bf16 or fp16 with last stride 1. Never waits for the device; a CUDA graph can capture the call.
     """
     num_rows, vocab_size = logits_BV.shape
     _check(logits_BV, params)

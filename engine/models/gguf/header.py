@@ -1,8 +1,8 @@
 """Reads the header of a GGUF file: its metadata, and where its tensors lie. Torch-free.
 
-A header claims counts and lengths before what they count, so each claim is held against the file's size and a limit
-before anything is done about it. Arrays are skipped: they hold the vocabulary, which is taken from tokenizer.json. (The
-reader of the `gguf` package makes Python objects of every value, as many as a file claims; its block formats are used.)
+A header states counts and lengths before the items themselves, so each is checked against the file's size and a limit
+before it is used. Arrays are skipped: they hold the vocabulary, which is taken from tokenizer.json. (Only the block
+formats of the `gguf` package are used: its reader makes a Python object of every value, however many a file claims.)
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -32,7 +32,7 @@ _SCALARS = {
     GGUFValueType.UINT32: "<I", GGUFValueType.INT32: "<i", GGUFValueType.FLOAT32: "<f", GGUFValueType.BOOL: "<?",
     GGUFValueType.UINT64: "<Q", GGUFValueType.INT64: "<q", GGUFValueType.FLOAT64: "<d",
 }  # fmt: skip
-# With a decoder in the `gguf` package that tests hold against another one.
+# The `gguf` package decodes these, and tests compare its decoders with another one.
 SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 Value = int | float | bool | str
@@ -132,7 +132,7 @@ class _HeaderReader:
             if start + offset + num_bytes > self._size:
                 raise self._cut_short(f"tensor {name} ends at byte {start + offset + num_bytes}")
             if name in tensors:
-                raise CheckpointError(f"{self._file}: tensor {name} is there twice; fetch the file again")
+                raise CheckpointError(f"{self._file}: tensor {name} appears twice; fetch the file again")
             tensors[name] = GgufTensor(name, known, shape, start + offset, num_bytes)
         if sum(tensor.num_bytes for tensor in tensors.values()) > self._size:
             raise CheckpointError(f"{self._file}: its tensors overlap; fetch the file again")

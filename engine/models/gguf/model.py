@@ -1,6 +1,6 @@
 """Translates a GGUF file's metadata to `config.json`, and the names of its tensors. Pure, torch-free.
 
-What is not translated is refused: a model that answers slightly wrong is worse than none.
+Refuses whatever it does not translate: a model that answers slightly wrong is worse than none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from engine.models.gguf.header import GgufHeader, Value
 from penstock.errors import CheckpointError
 
-FREQUENCIES = "rope_freqs.weight"  # what Llama 3.1 divides the frequencies of its rotary embedding by
+FREQUENCIES = "rope_freqs.weight"  # the divisors of Llama 3.1's rotary frequencies
 _TOKENS, _HEAD = "token_embd.weight", "output.weight"
 _WHOLE = {_TOKENS: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", _HEAD: "lm_head.weight"}
 _PARTS = {
@@ -31,7 +31,7 @@ _PARTS = {
     "ffn_down": "mlp.down_proj",
 }
 _LAYER = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
-# Of what Meta published: the factor of Llama 3.1 and 3.3, and that of Llama 3.2.
+# As Meta published them: the factor of Llama 3.1 and 3.3, and that of Llama 3.2.
 _LLAMA3_FACTORS = (8.0, 32.0)
 _LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
@@ -181,7 +181,7 @@ def _rope_scaling(
 
 
 def llama3_divisors(factor: float, theta: float, head_dim: int) -> list[float]:
-    """Returns what Llama 3.1 divides each frequency by."""
+    """Returns Llama 3.1's divisor of each frequency."""
     original, low, high = (float(_LLAMA3[key]) for key in (
         "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"
     ))  # fmt: skip

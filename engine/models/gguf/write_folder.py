@@ -1,7 +1,7 @@
-"""Writes the checkpoint folder of a GGUF file: config.json, safetensors, and the tokenizer that lies beside the file.
+"""Writes the checkpoint folder of a GGUF file: config.json, safetensors, and the tokenizer that lies next to the file.
 
-A tensor is dequantized a few rows at a time, so that memory holds one file of the folder and no more. The folder
-appears once it is complete.
+A tensor is dequantized a few rows at a time, so memory never holds more than one file of the folder. The folder appears
+only when it is complete.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock.errors import CheckpointError
 
 Dtype = Literal["bfloat16", "float32"]
 TOKENIZER = "tokenizer.json"
-# What a server reads besides; each is copied where it is there.
+# Further files that a server reads; each is copied if it exists.
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
 _FILE_BYTES = 1 << 30  # of weights, in one file of the folder
 _CHUNK_VALUES = 1 << 22  # dequantized at once: 16 MiB of float32
@@ -60,10 +60,10 @@ def import_gguf(
     if not (source / TOKENIZER).is_file():
         raise CheckpointError(
             f"{source / TOKENIZER} is missing, and a GGUF file holds no tokenizer that can be read exactly; fetch the "
-            f"{TOKENIZER} of the original model, put it beside the file or name its folder with --tokenizer"
+            f"{TOKENIZER} of the original model, put it next to the file or name its folder with --tokenizer"
         )
     if folder.exists():
-        raise CheckpointError(f"{folder} is there already; name a folder that is not")
+        raise CheckpointError(f"{folder} exists already; name a folder that does not")
     _check_room(header, folder.absolute().parent, dtype)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.absolute().parent) as made:
         target = Path(made, "folder")
@@ -79,7 +79,7 @@ def import_gguf(
 def _check_room(header: GgufHeader, disk: Path, dtype: Dtype) -> None:
     needed = sum(_num_values(tensor) for tensor in header.tensors.values()) * getattr(torch, dtype).itemsize
     if not disk.is_dir():
-        raise CheckpointError(f"{disk} is no folder; name a place that is there")
+        raise CheckpointError(f"{disk} is not a folder; name one that exists")
     free = shutil.disk_usage(disk).free
     if needed + _SPARE_BYTES > free:
         raise CheckpointError(

@@ -28,10 +28,10 @@ from penstock.errors import InternalError, PenstockError
 from penstock.text.grammars import FIELD
 
 _BITS = 32
-_NUM_THREADS = max(1, min(8, (os.cpu_count() or 1) - 1))  # the step has a core of its own
-_HAND_OVER_S = 0.1e-3  # of masks that are not worth a thread: handing them over and back takes about as long
+_NUM_THREADS = max(1, min(8, (os.cpu_count() or 1) - 1))  # leaves a core for the step
+_HAND_OVER_S = 0.1e-3  # masks that take less are not worth a thread: handing them over and back takes about as long
 _AVERAGED = 0.1  # weight of the newest masks in the average
-_WAIT_S = 30.0  # llguidance's own limits end a mask within milliseconds; this is for a machine that stands still
+_WAIT_S = 30.0  # llguidance's own limits end a mask within milliseconds; this bounds the wait on a machine that stalls
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class TokenMasks:
     failed: Mapping[Sequence, PenstockError] = field(default_factory=dict)  # whose rows of `words_GW` allow every token
 
     def allows(self, sequences: Seq[Sequence], token_ids: Seq[int]) -> list[bool]:
-        """Returns for each sequence, all of which have a mask, whether it allows the sequence's token."""
+        """Returns whether each sequence's mask allows its token; every sequence must have a mask."""
         tokens_G = np.array(token_ids, np.int64)
         words_G = self.words_GW[self.rows_of(sequences), tokens_G // _BITS]
         allowed: list[bool] = (words_G >> (tokens_G % _BITS) & 1).astype(np.bool_).tolist()
@@ -54,8 +54,7 @@ class TokenMasks:
 
 
 def apply_masks(logits_RV: torch.Tensor, sequences: Seq[Sequence | None], masks: TokenMasks) -> None:
-    """Sets, in place, the logits of tokens that the grammar of a row's sequence, if any, does not allow to minus
-    infinity."""
+    """Sets the logits of tokens that a row's grammar does not allow to minus infinity, in place."""
     ruled = {row: one for row, one in enumerate(sequences) if one is not None and one in masks.places}
     if not ruled:
         return
@@ -77,7 +76,7 @@ def mask_on_host(logits_RV: torch.Tensor, rows: Seq[int], words_GW: np.ndarray) 
 
 
 def mask_on_device(logits_RV: torch.Tensor, rows: Seq[int], words_GW: np.ndarray) -> None:
-    """Masks these rows of logits where they are: one bit for each token travels, and nothing waits."""
+    """Masks these rows of logits on the device, which receives one bit for each token; the host does not wait."""
     device = logits_RV.device
     shifts = torch.arange(_BITS, dtype=torch.int32, device=device)
     allowed_GWB = (upload(words_GW, device)[:, :, None] >> shifts) & 1
@@ -87,15 +86,15 @@ def mask_on_device(logits_RV: torch.Tensor, rows: Seq[int], words_GW: np.ndarray
 
 
 class MaskThread:
-    """Computes masks beside the step, one step at a time. Its threads start with the first masks that take long.
+    """Computes masks while the step runs, one step at a time. Its threads start with the first masks that take long.
 
     Only llguidance's own work runs there, without the interpreter's lock: Python on two threads would delay the step.
-    Masks that take less than handing them to a thread are computed by the step's own thread, when it asks for them:
-    on a GPU that is beside the step, too.
+    Masks that take less than handing them to a thread are computed by the step's own thread, when it asks for them: on
+    a GPU that overlaps with the step, too.
     """
 
     def __init__(self, vocab_size: int, hand_over_s: float = _HAND_OVER_S) -> None:
-        """Masks of a step that take less than `hand_over_s` together have no thread."""
+        """The masks of a step are computed without a thread if they take less than `hand_over_s` together."""
         self._hand_over_s = hand_over_s
         self._num_words = -(-vocab_size // _BITS)
         self._jobs: SimpleQueue[_MaskJob | None] = SimpleQueue()
@@ -106,7 +105,7 @@ class MaskThread:
     def start(self, sequences: Seq[Sequence]) -> PendingMasks | None:
         """Starts on the masks of those sequences that have a grammar, whose texts must not change until they are done.
 
-        Returns None if none of them has one. Never blocks for long.
+        Returns None if no sequence has a grammar. Never blocks for long.
         """
         wanted = [sequence for sequence in sequences if sequence.sampling.grammar is not None]
         if not wanted:
@@ -180,13 +179,13 @@ class _MaskJob:
         self._error: BaseException | None = None
         self._done = threading.Lock()
         self._done.acquire()
-        self.mask_s = 0.0  # of a mask, at most; known once it is done
+        self.mask_s = 0.0  # upper bound for one mask; known once the job is done
 
     def run(self) -> None:
         started_s = time.perf_counter()
         try:
             self._call()
-        except BaseException as error:  # a panic of the library is no Exception; the step that waits raises it
+        except BaseException as error:  # a panic of the library is not an Exception; the waiting step raises it
             self._error = error
         num_threads = min(_NUM_THREADS, self._num_masks)
         self.mask_s = (time.perf_counter() - started_s) * num_threads / self._num_masks

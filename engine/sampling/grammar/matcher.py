@@ -1,8 +1,8 @@
 """Follows one sequence through its grammar: which tokens may come next, and which ones must.
 
-A matcher reads the output tokens that the sequence has got since it was last asked, so it needs no notice of them: a
-token that a step sampled and that was then discarded is never read. Its caller makes sure that no two threads ask it at
-once: the step that samples the sequence, and then the step loop that records the token.
+A matcher reads the output tokens that were appended to the sequence since its last call, so nobody needs to notify it,
+and a token that was sampled and then discarded is never read. Its callers never overlap: first the step that samples
+the sequence, then the step loop that records the token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class GrammarMatcher:
     """Belongs to one sequence; nothing is carried over when the sequence moves."""
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: Collection[int]) -> None:
-        """`matcher` stands at the grammar's start and is the caller's no longer."""
+        """`matcher` is at the grammar's start; this object takes it over."""
         self._matcher = matcher
         self._eos_token_ids = frozenset(eos_token_ids)
         self._num_read = 0
@@ -39,7 +39,7 @@ class GrammarMatcher:
         """Reads the output tokens that are new. Raises PenstockError if they leave the grammar."""
         fresh = token_ids[num_prompt_tokens + self._num_read :]
         if fresh and fresh[-1] in self._eos_token_ids:
-            fresh = fresh[:-1]  # it ends the output, whether or not the grammar names it
+            fresh = fresh[:-1]  # it ends the output, whether or not it is part of the grammar
         if not fresh:
             return
         self._num_read += len(fresh)

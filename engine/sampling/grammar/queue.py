@@ -1,8 +1,8 @@
 """Gives sequences their matchers before they are scheduled: grammars compile on threads, never on the step loop.
 
-A grammar that was compiled lately costs microseconds. Any other waits for one of two threads, and its sequence waits
-with it; the step loop continues. How long a grammar compiles is bounded by `penstock.text.grammars`, how long it waits
-for a thread by `_MAX_WAIT_S`.
+A recently compiled grammar costs microseconds. Any other waits for one of two threads, and its sequence waits with it;
+the step loop continues. How long a grammar compiles is bounded by `penstock.text.grammars`, how long it waits for a
+thread by `_MAX_WAIT_S`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _MAX_QUEUED = 4096
 _MAX_WAIT_S = 10.0
 _RETRY_AFTER_S = 1.0
 
-OnReady = Callable[[PenstockError | None], None]  # takes the error of a grammar that cannot be obeyed
+OnReady = Callable[[PenstockError | None], None]  # takes the error of a grammar that cannot be used
 
 
 class GrammarQueue:
-    """Called on the step loop."""
+    """Compiles the grammars of sequences. Call it only on the step loop."""
 
     def __init__(
         self, compiler: GrammarCompiler, eos_token_ids: Collection[int], post: Callable[[Callable[[], None]], None]

@@ -1,7 +1,7 @@
-"""Which proposed tokens hold, and how often they did. Pure.
+"""Decides which proposed tokens hold, and tracks how often they do. Pure.
 
-A sampled token depends on the text, the seed and its position alone. So a step that verifies proposed tokens samples
-the token of every position as a step of its own would, and a proposal holds as long as it equals what was sampled. The
+A sampled token depends only on the text, the seed and its position. So a step that verifies proposed tokens samples at
+every position the token that a separate step would, and a proposal holds as long as it equals what was sampled. The
 output is bit for bit that of decoding one token at a time, greedy or seeded: no distribution is corrected.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_DECAY = 0.9  # of what is known of a sequence, by each verification after it
-_PRIOR_WEIGHT = 2.0  # tokens that what is known of other sequences counts for
+_DECAY = 0.9  # by which a sequence's earlier observations shrink with each verification
+_PRIOR_WEIGHT = 2.0  # the observed tokens that the prior counts as
 
 
 def num_accepted(proposed: Sequence[int], sampled: Sequence[int]) -> int:
@@ -24,7 +24,7 @@ def num_accepted(proposed: Sequence[int], sampled: Sequence[int]) -> int:
 
 
 class AcceptanceRate:
-    """The probability that a proposed token holds if those before it do, by what was seen last."""
+    """The probability that a proposed token holds if those before it do, from recent observations."""
 
     def __init__(self, accepted: float = 0.0, tried: float = 0.0, decay: float = _DECAY) -> None:
         self._accepted = accepted
@@ -37,5 +37,5 @@ class AcceptanceRate:
         self._tried = self._tried * self._decay + num_held + (num_held < num_proposed)
 
     def given(self, prior: float) -> float:
-        """Returns the rate; `prior` is what to assume where little was seen."""
+        """Returns the rate; `prior` is assumed where little was observed."""
         return (self._accepted + _PRIOR_WEIGHT * prior) / (self._tried + _PRIOR_WEIGHT)

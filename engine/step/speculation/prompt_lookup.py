@@ -1,4 +1,4 @@
-"""Proposes what followed the last tokens where they stood before, in the prompt or in the output. Pure.
+"""Proposes the tokens that followed an earlier occurrence of the last tokens, in the prompt or in the output. Pure.
 
 Texts that copy from their prompt, code and answers that quote documents repeat long runs of tokens. The last eight
 tokens are looked up first, then the last three: a long match is right more often (Saxena, "Prompt Lookup Decoding",
@@ -23,12 +23,12 @@ _BULK = 64  # tokens from which on numpy is faster than a loop
 
 
 class _NgramIndex:
-    """Maps each n-gram of a text to where it ended last. A slot may hold another one's, so places are compared."""
+    """Maps each n-gram of a text to where it ended last. Slots may collide, so the tokens at the place are compared."""
 
     def __init__(self, length: int, num_slots: int) -> None:
         self._length = length
         self._shift = 33 - num_slots.bit_length()  # the upper bits of a hash are its best
-        self._ends = np.zeros(num_slots, np.int32)  # 0: none
+        self._ends = np.zeros(num_slots, np.int32)  # where the n-gram of the slot ended; 0: none
         self._num_read = 0
 
     def read(self, token_ids: Sequence[int]) -> None:
@@ -69,7 +69,7 @@ class PromptLookup:
         self._indexes = [(kind, _NgramIndex(length, num_slots)) for kind, length in LENGTHS.items()]
 
     def propose(self, token_ids: list[int], count: int) -> Proposal | None:
-        """Returns `count` tokens that may follow, or None if the last ones stand nowhere before."""
+        """Returns `count` tokens that may follow, or None if the last tokens did not occur before."""
         for kind, index in self._indexes:
             index.read(token_ids)
             end = index.find(token_ids)
@@ -101,8 +101,9 @@ class PromptLookups:
 
 
 def _follow(token_ids: list[int], first: int, count: int) -> tuple[int, ...]:
-    """Returns `count` tokens from `first` on, which go around where the text ends: it repeats itself with that
-    period."""
+    """Returns `count` tokens from `first` on; at the end of the text it wraps around, because the text repeats with
+    that period.
+    """
     found = token_ids[first : first + count]
     period = len(token_ids) - first
     while len(found) < count:

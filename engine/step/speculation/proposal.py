@@ -1,4 +1,4 @@
-"""What is proposed, and who proposes it. Pure."""
+"""Defines proposals and the interfaces of their proposers. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Proposer(Protocol):
     """Proposes tokens for many sequences, each of which only grows."""
 
     def propose(self, counts: Mapping[Sequence, int]) -> Mapping[Sequence, Proposal]:
-        """Returns up to so many tokens that may follow each text, for the sequences of which it has any idea."""
+        """Returns up to so many tokens that may follow each text, for the sequences for which it finds any."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
@@ -39,8 +39,8 @@ class Proposer(Protocol):
 
 
 class DraftProposer(Proposer, Protocol):
-    """Computes its proposals token by token, so that they cost time that is known before."""
+    """Computes its proposals token by token, so their cost can be predicted."""
 
     def predict_s(self, num_sequences: int) -> float | None:
-        """Returns the seconds that a token more of each of so many sequences takes; None: never measured."""
+        """Returns the seconds that one more token for each of so many sequences takes; None if never measured."""
         ...

@@ -1,5 +1,6 @@
-"""How many tokens are drafted, and how many proposed ones a step verifies: as many as raise the expected tokens per
-second. Pure."""
+"""Decides how many tokens are drafted and how many proposed ones a step verifies: those that raise the expected tokens
+per second. Pure.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from dataclasses import dataclass
 
 from engine.step.speculation.step_cost_table import StepCostTable
 
-_LEAST_GAIN = 1.05  # of expected tokens per second; less is within the errors of what is predicted
-_ALLOWANCE = 0.004  # share of the time that attempts may lose
-_FIRST_CREDIT_STEPS = 8.0  # what may be lost before anything was gained, in plain steps
-_MAX_CREDIT_STEPS = 32.0  # gains that are kept to be lost again, in plain steps
-_HOPEFUL_RATE = 0.95  # if no proposal pays with this rate, none is looked for
+_LEAST_GAIN = 1.05  # of expected tokens per second; a smaller gain is within the prediction's error
+_ALLOWANCE = 0.004  # share of the time that failed attempts may cost
+_FIRST_CREDIT_STEPS = 8.0  # in plain steps: what may be lost before anything was gained
+_MAX_CREDIT_STEPS = 32.0  # in plain steps: the gains that may be lost again
+_HOPEFUL_RATE = 0.95  # if no proposal would pay even at this rate, none is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +98,16 @@ class SpeculationLedger:
         return self._has_begun and self._credit_s > 0
 
     def on_step(self, plain_s: float) -> None:
-        """Notes that a step has ended; `plain_s` is what one of as many sequences takes with a token each."""
+        """Notes that a step has ended; `plain_s` is the time of a step of as many sequences with one token each."""
         if not self._has_begun:
             self._has_begun, self._credit_s = True, _FIRST_CREDIT_STEPS * plain_s
         self.add(_ALLOWANCE * plain_s, plain_s)
 
     def on_verified(self, cost_s: float, num_plain: float, plain_s: float) -> None:
-        """Notes a step that has verified proposals and yielded what takes `num_plain` steps of `plain_s` without.
+        """Notes a step that has verified proposals, and whose tokens would have taken `num_plain` steps of `plain_s`.
 
-        `cost_s` is what such a step takes, not what this one took: both sides are means of the same kind, so that what
-        else runs on the machine counts as neither gain nor loss.
+        `cost_s` is the mean time of such a step, not the time of this one: both sides are means of the same kind, so
+        other load on the machine counts as neither gain nor loss.
         """
         self.add(num_plain * plain_s - cost_s, plain_s)
 

@@ -1,7 +1,7 @@
 """Proposes tokens for the sequences of a step where that pays, and learns from their outcomes.
 
-The decode scheduler owns it, on the step loop. What it knows of a sequence is rebuilt from its tokens wherever the
-sequence goes: nothing of it crosses a hand-off.
+The decode scheduler owns it, on the step loop. Its state for a sequence is rebuilt from the tokens wherever the
+sequence goes: none of it crosses a hand-off.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from engine.step.speculation.speculation_policy import (
 )
 from engine.step.speculation.step_cost_table import StepCostTable
 
-# Rates assumed of each kind until any was seen.
+# The rate assumed for each kind until one was observed.
 _FIRST_RATES = {ProposalKind.LONG_MATCH: 0.8, ProposalKind.SHORT_MATCH: 0.5, ProposalKind.DRAFT: 0.7}
-_FLEET_DECAY = 0.98  # of what is known of all sequences, by each proposal after it
-_GATE_STEPS = 16  # for which the answer holds whether proposals could pay at all
-_DRAFT_PROBE_STEPS = 128  # after which a few tokens are drafted although that should not pay: texts change
+_FLEET_DECAY = 0.98  # by which earlier observations of all sequences shrink with each proposal
+_GATE_STEPS = 16  # for which the answer holds to whether proposals could pay at all
+_DRAFT_PROBE_STEPS = 128  # after which a few tokens are drafted even if that should not pay, because texts change
 _PROBE_TOKENS = 2
 
 
@@ -39,7 +39,7 @@ class _State:
         default_factory=lambda: {kind: AcceptanceRate() for kind in ProposalKind}
     )
     kind: ProposalKind = ProposalKind.LONG_MATCH  # of the proposal that is verified
-    # A proposal that was not verified, and the length of its text: what is sampled says later whether it was right.
+    # A proposal that was not verified, and the length of its text: the tokens sampled later show whether it was right.
     unverified: Proposal | None = None
     unverified_at: int = 0
 
@@ -50,10 +50,10 @@ class _Gate(NamedTuple):
 
 
 def may_speculate(sequence: Sequence) -> bool:
-    """Returns whether the sequence's tokens are ever proposed.
+    """Returns whether tokens are ever proposed for the sequence.
 
-    A grammar's are not: its mask follows from the text, and what it leaves no choice about follows unsampled already.
-    Log-probabilities of the prompt go out with a first token of their own.
+    None are for a sequence with a grammar: its mask follows from the text, and forced tokens are already appended
+    unsampled. Nor while log-probabilities of the prompt are due, which are sent with the first token.
     """
     return sequence.sampling.grammar is None and sequence.num_output_tokens > 0
 
@@ -67,9 +67,10 @@ class Speculator:
         lookups: Proposer | None = None,
         draft: DraftProposer | None = None,
     ) -> None:
-        """`num_tokens`: at most so many are proposed to a sequence at a time. `clock` returns seconds, with which the
-        search for proposals is charged. `always`: whatever is proposed is verified, whether or not it pays. `draft` is
-        asked for the sequences of which `lookups`, by default of the text itself, have no idea."""
+        """`num_tokens` bounds a proposal. `clock` returns seconds and times the search for proposals. With `always`,
+        every proposal is verified, whether or not it pays. `draft` proposes for the sequences for which `lookups`, by
+        default in the text itself, find nothing.
+        """
         self._num_tokens = num_tokens
         self._clock = clock
         self._always = always
@@ -81,13 +82,13 @@ class Speculator:
         self._rates = {kind: AcceptanceRate(decay=_FLEET_DECAY) for kind in ProposalKind}
         self._gates: dict[int, _Gate] = {}  # by number of sequences
         self._num_steps = 0
-        self._drafted_at = 0  # the step before which tokens were drafted last
-        self._looked_s = 0.0  # for proposals since the last step ended
+        self._drafted_at = 0  # the step for which tokens were drafted last
+        self._looked_s = 0.0  # seconds spent looking for proposals since the last step ended
 
     # Proposals.
 
     def may_pay(self, num_sequences: int) -> bool:
-        """Returns whether looking for proposals is worth while in a step of so many sequences."""
+        """Returns whether looking for proposals is worthwhile in a step of so many sequences."""
         if self._always:
             return True
         if not self._ledger.is_open or not self._costs.knows(num_sequences):
@@ -99,7 +100,7 @@ class Speculator:
         return gate.pays
 
     def would_propose(self, sequences: Collection[Sequence], num_left: Callable[[Sequence], int]) -> bool:
-        """Returns whether `propose` would find anything worth while; drafts nothing."""
+        """Returns whether `propose` would find anything worthwhile; drafts nothing."""
         return bool(self._propose(sequences, num_left, 1 << 30, drafts=False)) or (
             self._draft is not None
             and any(map(may_speculate, sequences))
@@ -188,7 +189,7 @@ class Speculator:
     def _rate(self, state: _State, kind: ProposalKind) -> float:
         return state.rates[kind].given(self._rates[kind].given(_FIRST_RATES[kind]))
 
-    # What becomes of them.
+    # Outcomes.
 
     def on_verified(self, sequence: Sequence, num_proposed: int, num_held: int) -> ProposalKind:
         """Notes how much of a proposal was right, and returns its kind."""

@@ -1,17 +1,18 @@
-"""What a step costs by the number of tokens that it computes, learned from steps without chunks of prompts. Pure."""
+"""Learns what a step costs by the number of tokens that it computes, from steps without chunks of prompts. Pure."""
 
 from __future__ import annotations
 
 import bisect
 
 _SMOOTHING = 0.1  # weight of the newest measurement
-_OUTLIER = 3.0  # times what is known: something else took the machine, and it counts for no more
-_ASSUMED_SLOPE = 0.02  # share of a step by which a token more is assumed to lengthen it, until two sizes are known
+_OUTLIER = 3.0  # times the known cost: a longer step counts as this, since something else took the machine
+_ASSUMED_SLOPE = 0.02  # share of a step by which one more token is assumed to lengthen it, until two sizes are known
 
 
 class StepCostTable:
-    """Owns a running mean for each number of tokens. Between those, costs are interpolated; beyond them, a step
-    lengthens by as much a token as among them, and at most by its own share."""
+    """Owns a running mean for each number of tokens. Between those, costs are interpolated; beyond them, each token
+    lengthens a step as much as among them, and at most by its proportional share.
+    """
 
     def __init__(self) -> None:
         self._tokens: list[int] = []  # ascending

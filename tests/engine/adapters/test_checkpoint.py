@@ -97,7 +97,7 @@ REFUSED_TENSORS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
         _add(f"{MODULE}.lora_A.weight", 4, 31),
         "[4, 31], expected floats [4, 32]; give an adapter of this model",
     ),
-    "one side": (lambda tensors: {f"{MODULE}.lora_A.weight": torch.ones(4, 32)}, "has lora_A alone"),
+    "one side": (lambda tensors: {f"{MODULE}.lora_A.weight": torch.ones(4, 32)}, "has only lora_A"),
     "nothing": (lambda tensors: {}, "holds no tensors"),
     "nan": (
         lambda tensors: tensors | {f"{MODULE}.lora_A.weight": torch.full((4, 32), float("nan"))},

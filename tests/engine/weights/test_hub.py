@@ -163,7 +163,7 @@ def test_what_the_hub_refuses_is_explained(hub: str) -> None:
         CheckpointError, match=f"org/gated is gated: accept its terms at {hub}/org/gated, then give a tok"
     ):
         HubModel("org/gated").fetch()
-    with pytest.raises(CheckpointError, match=f"org/none is no folder here, and {hub} has no such model, or hides it"):
+    with pytest.raises(CheckpointError, match=f"org/none is not a folder, and {hub} has no such model, or hides it"):
         HubModel("org/none").fetch()
 
 
@@ -185,7 +185,7 @@ def test_a_hub_that_is_away_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_without_the_library_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(CheckpointError, match=r"org/tiny is no folder here; .*`pip install huggingface_hub`"):
+    with pytest.raises(CheckpointError, match=r"org/tiny is not a folder; .*`pip install huggingface_hub`"):
         HubModel("org/tiny").fetch()
 
 

@@ -37,7 +37,7 @@ class Scores:
 
 @triton.jit
 def begin_with_sinks(sink_ptr_R, is_row_R, split, max_R, sum_R):
-    """Returns the largest score and the sum of weights with each row's sink, which is the first split's alone."""
+    """Returns the largest score and the sum of weights with each row's sink, which only the first split counts."""
     sink_R = tl.load(sink_ptr_R, mask=is_row_R, other=float("-inf")).to(tl.float32) * 1.4426950408889634  # log2
     return tl.where(split == 0, sink_R, max_R), tl.where(split == 0, sum_R + 1.0, sum_R)
 

@@ -48,7 +48,7 @@ def shared_bytes(device: torch.device) -> int:
         return HOPPER_SHARED_BYTES
     from triton.runtime.driver import driver
 
-    found: dict[str, int] = driver.active.utils.get_device_properties(device.index or 0)  # what launches are held to
+    found: dict[str, int] = driver.active.utils.get_device_properties(device.index or 0)  # a launch's limit
     return found["max_shared_mem"]
 
 
@@ -66,7 +66,7 @@ def fitted(config: KernelConfig, needed: Callable[[KernelConfig], int], device: 
         elif config.tile > 16:
             config = replace(config, tile=config.tile // 2)
         else:
-            return config  # the launch says what is missing
+            return config  # the launch then reports the shortage
     return config
 
 

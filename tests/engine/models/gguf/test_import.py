@@ -191,7 +191,7 @@ def test_what_cannot_be_imported_is_named(tmp_path: Path, capsys: pytest.Capture
     assert main(["import-gguf", str(file), str(tmp_path / "imported")]) == 0
     assert "LlamaForCausalLM, 21 tensors" in capsys.readouterr().out
     assert main(["import-gguf", str(file), str(tmp_path / "imported")]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match=r"is a GGUF file; run `penstock import-gguf .*model\.gguf FOLDER`"):
         ModelConfig.from_folder(file)
 

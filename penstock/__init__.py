@@ -1,4 +1,4 @@
-"""Penstock: the shared vocabulary and the public client. `from penstock import AsyncClient, Chat, Client`."""
+"""Penstock's shared vocabulary and public client: `from penstock import AsyncClient, Chat, Client`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["AsyncClient", "Chat", "Client"]
 
 
 def __getattr__(name: str) -> object:
-    # On first use: the engine imports this package for its types and must not pay for, or need, gRPC.
+    # Imported on first use, because the engine imports this package for its types and must not need gRPC.
     if name == "Client":
         from penstock.client.sync_client import Client
 

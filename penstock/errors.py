@@ -15,7 +15,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 DOMAIN = "penstock"
 STATUS_DETAILS = "grpc-status-details-bin"  # trailing metadata with the google.rpc.Status of an error
-_MAX_TEXT_BYTES = 800  # of a message, which is sent twice: percent-encoded and in base64
+_MAX_TEXT_BYTES = 800  # limit of a message, which is sent twice: percent-encoded and in base64
 
 
 class PenstockError(Exception):
@@ -31,7 +31,7 @@ class PenstockError(Exception):
 
 
 class InvalidInput(PenstockError):
-    """An error that the caller can correct: `field` is at fault; the message holds its value and the fix."""
+    """The caller can correct this error: `field` is at fault, and the message holds its value and the fix."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     http_status = 400
@@ -44,7 +44,7 @@ class InvalidInput(PenstockError):
 
 
 class Unauthenticated(PenstockError):
-    """The caller gave no valid credentials. The message never repeats those that it sent."""
+    """The caller sent no valid credentials. The message never repeats the ones it sent."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
     http_status = 401
@@ -52,7 +52,7 @@ class Unauthenticated(PenstockError):
 
 
 class PermissionDenied(PenstockError):
-    """The caller is known and may not do this."""
+    """The caller is known but may not do this."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
     http_status = 403
@@ -66,7 +66,7 @@ class ModelNotFound(PenstockError):
 
 
 class CheckpointError(PenstockError):
-    """A model folder that cannot be served; the message names the file, what it holds and the fix."""
+    """A model folder cannot be served; the message names the file, its content and the fix."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     http_status = 500
@@ -74,7 +74,7 @@ class CheckpointError(PenstockError):
 
 
 class ConfigError(PenstockError):
-    """Configuration that cannot work; the message names the key, its value and the fix."""
+    """The configuration cannot work; the message names the key, its value and the fix."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     http_status = 500
@@ -87,7 +87,7 @@ class DeadlineExceeded(PenstockError):
     reason = "DEADLINE_EXCEEDED"
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
-        """`retry_after_s` is set if the request was refused at once, since it could not have met its deadline."""
+        """`retry_after_s` is set if the request was refused at once because it could not have met its deadline."""
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
@@ -117,14 +117,14 @@ class Overloaded(Unavailable):
 
 
 class AdapterUnavailable(Unavailable):
-    """This worker cannot serve the adapter, or not now; another may. The message names the adapter and the fix."""
+    """This worker cannot serve the adapter now, but another may. The message names the adapter and the fix."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "ADAPTER"
 
 
 class SequenceMoved(Unavailable):
-    """The sequence has migrated: continuing it elsewhere costs no recompute and counts as no retry."""
+    """The sequence has migrated: continuing it elsewhere needs no recompute and does not count as a retry."""
 
     reason = "MOVED"
 
@@ -146,7 +146,7 @@ class TransferError(PenstockError):
 
 
 class TransferRefused(TransferError):
-    """The pages of two workers do not fit together; the message holds both layout digests."""
+    """The page layouts of two workers are incompatible; the message holds both digests."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "TRANSFER_REFUSED"
@@ -202,13 +202,13 @@ def to_status(error: PenstockError) -> status_pb2.Status:
 
 
 def clip(text: str) -> str:
-    """Shortens a text that may repeat a caller's value, since gRPC limits a call's trailers to 8 KiB in all."""
+    """Shortens a text that may repeat a caller's value, since gRPC limits all trailers of a call to 8 KiB."""
     encoded = text.encode(errors="replace")
     return text if len(encoded) <= _MAX_TEXT_BYTES else encoded[:_MAX_TEXT_BYTES].decode(errors="ignore") + "..."
 
 
 def from_status(status: status_pb2.Status) -> PenstockError:
-    """Returns the typed error behind a status; an unknown reason gives the base type of the status code."""
+    """Returns the typed error of a status; an unknown reason gives the base type of the status code."""
     found = _read_details(status)
     if found.field is not None:
         return InvalidInput(found.field, found.problem or status.message)
@@ -221,12 +221,12 @@ def from_status(status: status_pb2.Status) -> PenstockError:
 
 
 def refuses_connections(error: grpc.aio.AioRpcError) -> bool:
-    """Whether the call failed because no process listens at the address any more."""
+    """Returns whether the call failed because no process listens at the address any more."""
     return error.code() is grpc.StatusCode.UNAVAILABLE and "refused" in (error.details() or "").lower()
 
 
 def from_rpc_error(error: grpc.RpcError) -> PenstockError:
-    """Returns the typed error behind a failed call of `grpc` or `grpc.aio`."""
+    """Returns the typed error of a failed call of `grpc` or `grpc.aio`."""
     for key, value in error.trailing_metadata() or ():  # type: ignore[attr-defined]
         if key == STATUS_DETAILS:
             return from_status(status_pb2.Status.FromString(value))

@@ -1,4 +1,4 @@
-"""Sets up what every process of a deployment needs, once: logging, and an answer to the signals that end it."""
+"""Sets up what every process of a deployment needs once, such as logging and signal handling."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 def set_up_logging(name: str, level: str | None = None) -> None:
     """Sends this process's logs to stderr, each line prefixed with `name`; the level defaults to PENSTOCK_LOG.
 
-    Logs have one line for each event: transitions and not tokens, and never a prompt.
+    Logs have one line for each transition, never one per token, and never contain a prompt.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"{name} {_FORMAT}"))
@@ -33,7 +33,7 @@ def set_up_logging(name: str, level: str | None = None) -> None:
 
 
 def raise_file_limit() -> int:
-    """Lets this process open as many files as it may, since each connection is one. Returns how many."""
+    """Raises this process's limit of open files to the maximum, since each connection takes one. Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -42,41 +42,41 @@ def raise_file_limit() -> int:
 
 
 def return_freed_memory() -> None:
-    """Has large blocks returned to the system as soon as they are freed. Without glibc it has no effect.
+    """Makes malloc return large blocks to the system as soon as they are freed. It has no effect without glibc.
 
-    glibc raises the size from which it does so to that of the largest block freed yet, up to 32 MiB. Messages of
-    megabytes would stay with the process that way, for each of its threads.
+    By default glibc raises the threshold to the size of the largest block freed so far, up to 32 MiB, and each thread
+    of the process would retain the memory of large messages.
     """
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def favour_event_loop() -> None:
-    """Has threads of this process give way to its event loop after half a millisecond of Python each, not after five.
+    """Makes threads yield to the event loop after half a millisecond of Python instead of five.
 
-    The loop gives up the interpreter's lock whenever it waits, and gets it back after every other thread's turn.
+    The loop releases the interpreter's lock whenever it waits, and gets it back only after every other thread's turn.
     """
     sys.setswitchinterval(_SWITCH_S)
 
 
 def freeze_heap() -> None:
-    """Exempts what this process holds now from garbage collection. Call it once it is ready.
+    """Exempts all objects that this process has now from garbage collection. Call it once the process is ready.
 
-    Modules and models stay to the end; walking them would stop everything else for tens of milliseconds each time.
+    Modules and models live until the end, and walking them would block the process for tens of milliseconds each time.
     """
     gc.collect()
     gc.freeze()
 
 
 class Shutdown:
-    """Turns signals into events: SIGTERM asks for an orderly end, SIGINT or a second SIGTERM for an immediate one.
+    """Turns signals into events: SIGTERM requests an orderly shutdown, SIGINT or a second SIGTERM an immediate one.
 
     Must be created on the event loop of the process, whose signal handlers it replaces.
     """
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()
-        self.immediate = asyncio.Event()  # ends without waiting for requests in flight; implies `requested`
+        self.immediate = asyncio.Event()  # do not wait for requests in flight; implies `requested`
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._on_term)
         loop.add_signal_handler(signal.SIGINT, self._on_interrupt)

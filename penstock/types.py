@@ -1,4 +1,4 @@
-"""The types that all planes share: identities, sampling parameters, members, loads.
+"""Defines the types that all planes share: identities, sampling parameters, members, loads.
 
 Plain frozen data without I/O. The wire forms are in `proto/penstock/v1`, the conversions in `penstock.wire`.
 """
@@ -20,29 +20,30 @@ PageId = NewType("PageId", int)  # index of a page in one worker's pool
 PageHash = NewType("PageHash", bytes)  # 16 bytes, see penstock.kv.page_hash
 
 
-_EPOCH_BITS = 57  # at random: a thousand workers that start share an epoch once in 3e11 times
-RANK_BITS = 6  # left to a worker's ranks, which count on from its epoch
+_EPOCH_BITS = 57  # random; two of a thousand workers share an epoch with probability 3e-12
+RANK_BITS = 6  # reserved for a worker's ranks, which count up from its epoch
 
 
 def new_epoch() -> Epoch:
-    """Returns the epoch of a new incarnation, below 2**63. No clock is asked: one that steps back, stands still or is
-    restored from a snapshot would repeat itself."""
+    """Returns the random epoch of a new incarnation, below 2**63. It does not come from the clock, which may step back,
+    stand still or be restored from a snapshot, and so repeat an epoch.
+    """
     return Epoch((secrets.randbelow((1 << _EPOCH_BITS) - 1) + 1) << RANK_BITS)
 
 
 class WorkerEnd(StrEnum):
-    """The way a worker's life ended: a word for each planned end, and for the unplanned ones."""
+    """How a worker's life ended, as planned or not."""
 
-    DRAINED = "drained"  # by an operator
+    DRAINED = "drained"  # an operator drained it
     SCALED_DOWN = "scaled down"
-    FLIPPED = "flipped"  # its process serves in the other role
+    FLIPPED = "flipped"  # its process now serves in the other role
     UPGRADED = "upgraded"
-    ROLLED_BACK = "rolled back"  # a new worker of an upgrade that failed
-    RELOCATED = "relocated"  # its node goes
-    TERMINATED = "terminated"  # its process was asked to end
-    STOPPED = "stopped"  # with the deployment
+    ROLLED_BACK = "rolled back"  # it was a new worker of a failed upgrade
+    RELOCATED = "relocated"  # its node goes away
+    TERMINATED = "terminated"  # its process was asked to stop
+    STOPPED = "stopped"  # the deployment was stopped
     DIED = "died"  # lost: its process crashed or was killed
-    HUNG = "hung"  # lost: its process gave no sign of life any more
+    HUNG = "hung"  # lost: its process stopped answering
     NOT_STARTED = "not started"  # lost before it was ready
     QUARANTINED = "quarantined"
 
@@ -76,8 +77,7 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The rule that the text of an output must match; `proto/penstock/v1/common.proto` says what each kind's source
-    is."""
+    """The rule that an output's text must match; `proto/penstock/v1/common.proto` defines the source of each kind."""
 
     kind: GrammarKind
     source: str
@@ -85,7 +85,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The parameters of sampling, with every default resolved. Validated by `router.api.sampling_fields.resolve`."""
+    """Sampling parameters with all defaults resolved, validated by `router.api.sampling_fields.resolve`."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -97,18 +97,18 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
-    seed: int = 0  # uint64; the token sampled at a position depends on (seed, position) and the distribution alone
+    seed: int = 0  # uint64; a sampled token depends only on (seed, position) and the distribution
     n: int = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # alternatives per token; None: no log-probabilities
-    prompt_logprobs: int | None = None  # alternatives per prompt token; None: none of the prompt
-    allowed_token_ids: tuple[int, ...] = ()  # if any, only these and those that end the output are sampled
+    prompt_logprobs: int | None = None  # alternatives per prompt token; None: no log-probabilities of the prompt
+    allowed_token_ids: tuple[int, ...] = ()  # if given, only these and tokens that end the output are sampled
     bad_words: tuple[str, ...] = ()
-    bad_sequences: tuple[tuple[int, ...], ...] = ()  # the tokens of `bad_words`, which the output never holds
+    bad_sequences: tuple[tuple[int, ...], ...] = ()  # the tokens of `bad_words`, which never appear in the output
     grammar: Grammar | None = None
-    include_stop: bool = False  # the text of an output ends with the stop string that ended it
+    include_stop: bool = False  # whether the output's text includes the stop string that ended it
     keep_special_tokens: bool = False
 
     @property
@@ -126,12 +126,12 @@ class SamplingParams:
 
     @property
     def edits_beside_grammar(self) -> bool:
-        """Whether they are edited by more than a grammar."""
+        """Whether the logits are edited by more than a grammar."""
         return bool(self.has_penalties or self.logit_bias or self.allowed_token_ids or self.bad_sequences)
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The client's keyword arguments for sampling. An option left out takes the model's default.
+    """The client's keyword arguments for sampling. An omitted option takes the model's default.
 
     The names are those of `SamplingParams`; proto/penstock/v1/common.proto documents them.
     """
@@ -171,14 +171,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TransferKey:
-    """An attempt to move one request's pages between two incarnations. Minted by the decode worker."""
+    """Identifies an attempt to transfer one request's pages between two incarnations. Created by the decode worker."""
 
     transfer_id: TransferId
     sender_epoch: Epoch
     receiver_epoch: Epoch
 
 
-OLD_COHORT, NEW_COHORT = "", "new"  # of members; all are in the first unless an upgrade is in flight
+OLD_COHORT, NEW_COHORT = "", "new"  # cohorts of members; all are in the first unless an upgrade is in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,19 +189,19 @@ class Member:
     epoch: Epoch
     role: Role
     address: str  # host:port of its gRPC server
-    cohort: str = ""  # NEW_COHORT while an upgrade tries it beside the old workers
+    cohort: str = ""  # NEW_COHORT while an upgrade tries it next to the old workers
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """The prefix cache of a worker, in pages: counts since its start, and what its lower tiers hold now."""
+    """A worker's prefix cache, in pages: counts since its start, and what its lower tiers hold now."""
 
     queries: int = 0  # pages looked up
     device_hits: int = 0
     host_hits: int = 0  # copied back from host memory
     disk_hits: int = 0  # read back from disk
-    evictions: int = 0  # from the device
-    spoiled_pages: int = 0  # whose contents on disk had changed
+    evictions: int = 0  # pages evicted from the device
+    spoiled_pages: int = 0  # pages whose contents on disk had changed
     host_pages: int = 0
     total_host_pages: int = 0
     disk_pages: int = 0
@@ -217,8 +217,8 @@ class RequestTotals:
     """The outcomes of a worker's requests since its start."""
 
     ended: int = 0
-    failed: int = 0  # through the worker's fault
-    first_token_s: float = 0.0  # this and decode_s are sums over the ended requests
+    failed: int = 0  # failed through the worker's fault
+    first_token_s: float = 0.0  # summed over the ended requests, like decode_s
     decode_s: float = 0.0
     decode_tokens: int = 0
 
@@ -228,8 +228,8 @@ class StepTotals:
     """The steps of one kind since a worker's start. The difference of two reports describes the time between them."""
 
     steps: int = 0
-    tokens: int = 0  # computed
-    contexts: float = 0.0  # sum over these tokens of the number of tokens before each
+    tokens: int = 0  # tokens computed
+    contexts: float = 0.0  # for each of these tokens the number of tokens before it, summed
     seconds: float = 0.0
 
     def plus(self, tokens: int, contexts: float, seconds: float) -> StepTotals:
@@ -246,7 +246,9 @@ class StepTotals:
         )
 
     def since(self, before: StepTotals) -> StepTotals:
-        """Returns the difference to an earlier report. Written out: `dataclasses.astuple` costs ten times as much."""
+        """Returns the difference to an earlier report. The fields are written out, as `dataclasses.astuple` takes ten
+        times as long.
+        """
         return StepTotals(
             self.steps - before.steps,
             self.tokens - before.tokens,
@@ -257,7 +259,7 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """The location of a worker; empty strings are unknown."""
+    """The location of a worker; empty strings mean unknown."""
 
     host: str = ""
     rack: str = ""
@@ -276,18 +278,18 @@ class WorkerLoad:
     prefill_tokens_per_s: float = 0.0  # 0: not measured yet
     step_s: float = 0.0
     cache: CacheStats = CacheStats()
-    prefill_steps: StepTotals = StepTotals()  # steps that computed chunks of prompts, alone or beside decoding
-    decode_steps: StepTotals = StepTotals()  # steps that computed one token for each sequence and nothing else
+    prefill_steps: StepTotals = StepTotals()  # steps that computed chunks of prompts, with or without decoding
+    decode_steps: StepTotals = StepTotals()  # steps that only computed one token for each sequence
     num_open: int = 0  # requests held, in any state
     requests: RequestTotals = RequestTotals()
-    leaving: bool = False  # its process is about to end and takes no new work
-    metrics: Mapping[str, float] = field(default_factory=dict)  # by name (penstock.worker_metrics)
-    adapters: tuple[str, ...] = ()  # revisions of those that are loaded
-    adapter_load_s: float = 0.0  # recent mean of the time to load one; 0: not known yet
+    leaving: bool = False  # its process is about to stop and takes no new work
+    metrics: Mapping[str, float] = field(default_factory=dict)  # values by name (penstock.worker_metrics)
+    adapters: tuple[str, ...] = ()  # revisions of the loaded adapters
+    adapter_load_s: float = 0.0  # recent mean time to load one; 0: not known yet
 
 
 class CachedPage(NamedTuple):
-    """A page of a prefix cache and its place in the chain, which identify it to any other cache."""
+    """A page of a prefix cache and its place in the chain, which together identify it to any other cache."""
 
     page_hash: PageHash
     parent: PageHash | None  # None for a prompt's first page

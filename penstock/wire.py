@@ -1,4 +1,4 @@
-"""Conversions between the protobuf messages of `proto/penstock/v1` and `penstock.types`."""
+"""Converts between the protobuf messages of `proto/penstock/v1` and `penstock.types`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock.types import (
 )
 from penstock.v1 import admin_pb2, common_pb2, worker_pb2
 
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # of one gRPC message: a million token ids fit
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # limit of one gRPC message, enough for a million token ids
 
 _LOAD_KINDS = {"cache": CacheStats, "requests": RequestTotals, "prefill_steps": StepTotals, "decode_steps": StepTotals}
 _LOAD_PARTS = {name: (kind, attrgetter(*(field.name for field in fields(kind)))) for name, kind in _LOAD_KINDS.items()}
@@ -97,7 +97,7 @@ def lane_from_name(name: str, field: str = "lane") -> Lane:
 
 
 def sampling_to_wire(sampling: SamplingParams) -> common_pb2.SamplingParams:
-    """Returns a message with every field set, so that a worker resolves no defaults."""
+    """Returns a message with every field set, so that workers need not resolve defaults."""
     wire = common_pb2.SamplingParams()
     set_sampling(wire, sampling)
     return wire
@@ -119,7 +119,7 @@ def set_sampling(wire: common_pb2.SamplingParams, sampling: SamplingParams) -> N
 
 
 def sampling_from_wire(wire: common_pb2.SamplingParams) -> SamplingParams:
-    """Reads a message that `sampling_to_wire` made. Clients' messages go through `router.api.sampling_fields`."""
+    """Reads a message from `sampling_to_wire`. Clients' messages go through `router.api.sampling_fields` instead."""
     values: dict[str, Any] = dict(zip(_SAMPLING_SCALARS, _read_scalars(wire), strict=True))
     for name in _OPTIONAL_SCALARS:
         if not wire.HasField(name):
@@ -138,7 +138,7 @@ def grammar_to_wire(grammar: Grammar) -> common_pb2.Grammar:
 
 
 def grammar_from_wire(wire: common_pb2.Grammar, field: str = "sampling.grammar") -> Grammar:
-    """Raises InvalidInput for a kind that this version does not know."""
+    """Reads a grammar. Raises InvalidInput for a kind that this version does not know."""
     kind = _GRAMMAR_FROM_WIRE.get(wire.kind)
     if kind is None:
         raise InvalidInput(f"{field}.kind", f"is {wire.kind}; give one of {', '.join(GrammarKind)}")
@@ -147,7 +147,7 @@ def grammar_from_wire(wire: common_pb2.Grammar, field: str = "sampling.grammar")
 
 def logprob_to_wire(logprob: TokenLogprob) -> common_pb2.TokenLogprob:
     made = common_pb2.TokenLogprob(token_id=logprob.token_id, logprob=logprob.logprob)
-    add = made.top.add  # half the time of a list of messages, which protobuf copies
+    add = made.top.add  # takes half the time of a list of messages, which protobuf would copy
     for token, value in logprob.top:
         add(token_id=token, logprob=value)
     return made
@@ -188,7 +188,7 @@ def adapter_to_wire(adapter: AdapterRef | None) -> worker_pb2.Adapter | None:
 
 
 def adapter_from_wire(wire: worker_pb2.Adapter) -> AdapterRef | None:
-    """Returns None for a message that is absent, which reads as an empty one."""
+    """Returns None for an absent message, which reads as an empty one."""
     return AdapterRef(wire.name, wire.revision, wire.path) if wire.revision else None
 
 

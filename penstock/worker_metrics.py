@@ -1,7 +1,8 @@
-"""Metrics that workers measure, report with their load, and routers export as `penstock:worker_NAME` by worker.
+"""Declares the metrics that workers measure and report with their load, and that routers export by worker as
+`penstock:worker_NAME`.
 
 To add a metric, declare it here and observe it in the worker. Values travel by name, so routers and workers of
-different versions ignore what they do not know.
+different versions ignore unknown ones.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WorkerMetric:
-    """The declaration of one metric: a counter grows while its worker lives, a gauge is a value of the moment."""
+    """Declares one metric: a counter grows while its worker lives; a gauge is a current value."""
 
     name: str
     help_text: str
@@ -57,7 +58,7 @@ METRICS = {
 
 
 class WorkerMetrics:
-    """The values of one worker. Not thread-safe: its step loop owns it."""
+    """The metric values of one worker. Not thread-safe: its step loop owns it."""
 
     def __init__(self) -> None:
         self._values: dict[str, float] = {}

@@ -1,7 +1,7 @@
-"""Marks that a worker of this machine has finished its start, for a probe that imports nothing of this package.
+"""Marks that a worker on this machine has started, for a probe that imports nothing from this package.
 
-The folder is PENSTOCK_READY_DIR; without it nothing is marked. `penstock-health worker` reads the marks: a file for
-each worker, with the number of its process, since a process that is killed cannot remove it.
+The folder is PENSTOCK_READY_DIR; without it nothing is marked. `penstock-health worker` reads the marks. Each worker
+has a file with its process id, since a process that is killed cannot remove its file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def leave_ready_mark(worker_id: str) -> None:
-    """Marks this process as the worker that has started."""
+    """Marks this process as a started worker."""
     if folder := os.environ.get("PENSTOCK_READY_DIR"):
         try:
             Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)

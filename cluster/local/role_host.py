@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-IDLE_TIMEOUT_S = 5.0  # a drained worker's last transfers end long before
+IDLE_TIMEOUT_S = 5.0  # the last transfers of a drained worker take far less
 _NO_EPOCH = Epoch(0)
 
 
@@ -32,8 +32,9 @@ class RoleHost:
     """A worker server whose role can change. After a failed flip only `stop` may be called."""
 
     def __init__(self, config: WorkerConfig, *, is_spare: bool = False, launch: Launch | None = None) -> None:
-        """A spare loads what `config` names and serves only once `flip` has given it a name and a role. `launch` starts
-        the processes of other ranks, by default plain ones."""
+        """A spare loads what `config` names, and serves only once `flip` has given it a name and a role. `launch`
+        starts the processes of the other ranks; by default they are plain processes.
+        """
         self._config = config
         self._launch = launch
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -43,7 +44,7 @@ class RoleHost:
         self._serving: PrefillServer | DecodeServer | None = None if is_spare else self._make(config, None)
 
     def _make(self, config: WorkerConfig, replica: Replica | None) -> PrefillServer | DecodeServer:
-        # Imported here: only a worker's process loads torch, after its thread bounds are set.
+        # Imported here, because only a worker's process may load torch, after its thread limits are set.
         server: PrefillServer | DecodeServer
         if config.role is Role.PREFILL:
             from prefill_worker.server import PrefillServer
@@ -90,7 +91,7 @@ class RoleHost:
         """Loads the model and serves, unless this is a spare; reports progress to `stages`. Raises CheckpointError or
         ConfigError."""
         stages = stages or StartReporter()
-        if self._warming.is_alive():  # it builds kernels that it finds nowhere
+        if self._warming.is_alive():  # it may be compiling kernels
             await asyncio.to_thread(report_build, stages)
         await asyncio.to_thread(self._warming.join)
         if self._serving is not None:
@@ -98,10 +99,10 @@ class RoleHost:
             return
         from kv_transfer.ranks.rank_main import launch_ranks
 
-        self._make(self._config, None)  # imports what it will serve with
+        self._make(self._config, None)  # imports the code that it will serve with
         launch = self._launch or launch_ranks
         self._replica = await asyncio.to_thread(load_replica, self._config.engine, stages, launch)
-        if self._config.role is Role.DECODE:  # the first thing a decode server would do
+        if self._config.role is Role.DECODE:  # a decode server would start with this
             largest = self._config.decode.max_batch_sequences
             await asyncio.to_thread(self._replica.engine.capture_graphs, stages.on_graphs, largest)
         loop = asyncio.get_running_loop()
@@ -109,13 +110,13 @@ class RoleHost:
         def on_lost(error: BaseException) -> None:
             loop.call_soon_threadsafe(self._fail, error)
 
-        self._replica.engine.when_lost(on_lost)  # while it is a spare; once it serves, its server is notified too
+        self._replica.engine.when_lost(on_lost)  # for a spare; the server of a serving worker is notified too
 
     async def flip(self, worker_id: WorkerId, role: Role) -> None:
-        """Changes the role, or gives a spare its first one, under this name and a new epoch.
+        """Changes the role, or gives a spare its first role, under this name and a new epoch.
 
-        The worker must have been drained: requests that are left end. Raises InvalidInput for the role that it has, and
-        Unavailable if a peer may still write into its pages, which cannot be used then.
+        The worker must have been drained, as requests that are left are aborted. Raises InvalidInput if it has this
+        role already, and Unavailable if a peer may still write into its pages, which are then unusable.
         """
         before, replica = self.worker_id, self._replica
         if self._serving is not None:

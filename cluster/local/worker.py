@@ -1,7 +1,7 @@
 """`python -m cluster.local.worker --config FILE`: a worker as a plain process that can change its role.
 
-Like `python -m prefill_worker` and `python -m decode_worker`, with one more service, `WorkerHost`, at `host` of the
-ready line: the process's supervisor calls it to change the role.
+Works like `python -m prefill_worker` and `python -m decode_worker`, with one more service, `WorkerHost`, at the address
+`host` of the ready line. The process's supervisor calls it to change the role.
 """
 
 from __future__ import annotations

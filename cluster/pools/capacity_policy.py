@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from cluster.pools.resources import NodeResources, ResourceShare, matches_labels
 
 _GIB = 2**30
-_ACCELERATOR = "accelerator_type:"  # a mark on nodes of one type, no amount
+_ACCELERATOR = "accelerator_type:"  # a label on nodes of one type rather than an amount
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,25 +32,25 @@ class MemoryRoom:
     """The memory of one machine that holds all workers."""
 
     free_bytes: float
-    worker_bytes: float  # of the largest worker that runs
+    worker_bytes: float  # the largest running worker's
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The machines' resources in all, used or not."""
+    """The total resources of the machines, used or not."""
 
     nodes: Mapping[str, NodeResources]  # by node id
-    growth: Mapping[str, float] | None = None  # totals that a cluster may grow to; None: it has the nodes that it has
+    growth: Mapping[str, float] | None = None  # totals that the cluster may grow to; None: it cannot grow
     memory: MemoryRoom | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """A pool's workers: the nodes of those that have one, and how many there should be."""
+    """A pool's workers: how many there should be, and the nodes of those already placed."""
 
     need: WorkerNeed
     replicas: int
-    nodes: Sequence[str] = field(default=())  # one entry for each worker that has its place
+    nodes: Sequence[str] = field(default=())  # one entry for each placed worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Fit:
 
 
 def count_fitting(capacity: Capacity, pool: PoolPlan, others: Sequence[PoolPlan]) -> Fit:
-    """Returns how many workers `pool` can have beside those that the `others` should have."""
+    """Returns how many workers `pool` can have once the `others` have theirs."""
     amounts = pool.need.amounts
     if not amounts:
         fit = Fit(2**31, "")
@@ -81,7 +81,7 @@ def count_fitting(capacity: Capacity, pool: PoolPlan, others: Sequence[PoolPlan]
 
 
 def _count_on_nodes(capacity: Capacity, pool: PoolPlan, others: Sequence[PoolPlan]) -> tuple[int, int]:
-    """Returns how many workers of `pool` have a place, and how many more would find one after all others."""
+    """Returns how many workers of `pool` are placed, and how many more would fit after all others are."""
     free = {name: dict(node.resources) for name, node in capacity.nodes.items()}
     for plan in (pool, *others):
         for node in plan.nodes:
@@ -125,7 +125,7 @@ def _take(left: dict[str, float], amounts: Mapping[str, float]) -> None:
 
 
 def _ratio(left: float, amount: float) -> float:
-    return left / amount + 1e-6  # sums of hundredths are not exact
+    return left / amount + 1e-6  # the tolerance absorbs rounding in sums of hundredths
 
 
 def _total(capacity: Capacity, name: str) -> float:

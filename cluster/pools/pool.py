@@ -1,7 +1,7 @@
 """Bookkeeping of the pools: how many workers each should have, which it has, and what to do about the difference.
 
 Pure: no Ray, no clock, no I/O. The controller reports what happened and carries out the actions that `reconcile`
-returns. Every report names the incarnation it speaks of, so that news of a dead one cannot change its successor.
+returns. Every report names its incarnation, so that a late report of a dead one cannot change its successor.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from penstock.types import Epoch, Member, Role, WorkerEnd, WorkerId
 NO_EPOCH = Epoch(0)
 ROUTER = "router"  # the name of the routers' pool; the others are named after their roles
 SPARE = "spare"  # decode-spare-0: the first spare of the decode pool
-FIRST_RETRY_S = 1.0  # after the second loss in a row before the worker was ready; the first is replaced at once
+FIRST_RETRY_S = 1.0  # after the second failed start in a row; the first is retried at once
 MAX_RETRY_S = 30.0
 FIRST_QUARANTINE_S = 10.0  # doubled each time
 MAX_QUARANTINE_S = 600.0
 
 
 class WorkerState(StrEnum):
-    WAITING = "waiting"  # for its turn to start
-    UNPLACED = "unplaced"  # waits for a node that can hold it
+    WAITING = "waiting"  # it is not its turn to start yet
+    UNPLACED = "unplaced"  # no node can hold it now
     STARTING = "starting"
     READY = "ready"
-    SILENT = "silent"  # was ready and gives no sign of life: no new work until it answers or counts as lost
+    SILENT = "silent"  # was ready and stopped answering: gets no new work until it answers or counts as lost
     DRAINING = "draining"  # gets no new work; its requests finish or migrate
-    ENDING = "ending"  # as planned: it holds no requests any more
-    LOST = "lost"  # to be replaced
-    QUARANTINED = "quarantined"  # answered wrongly and was ended; its successor waits a while
+    ENDING = "ending"  # stops as planned: it holds no requests any more
+    LOST = "lost"  # it will be replaced
+    QUARANTINED = "quarantined"  # answered wrongly and was stopped; its successor starts after a delay
 
 
 _UP = (WorkerState.READY, WorkerState.SILENT)
 COMING = (WorkerState.WAITING, WorkerState.UNPLACED, WorkerState.STARTING)
 _GONE = (WorkerState.LOST, WorkerState.QUARANTINED)
-# Which workers a smaller pool keeps: those that serve before those that do not yet.
+# A pool that shrinks keeps serving workers before starting ones.
 _KEEPING_ORDER = {WorkerState.READY: 0, WorkerState.SILENT: 1, WorkerState.STARTING: 2}
 
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """A life of one worker. `number` counts from 1 within the worker."""
+    """One life of a worker. `number` counts the worker's lives from 1."""
 
     worker_id: WorkerId
     number: int
@@ -89,19 +89,19 @@ class Slot:
     epoch: Epoch = NO_EPOCH
     address: str = ""
     pid: int = 0
-    node: str = ""  # where it runs, if the deployment has nodes
-    detail: str = ""  # progress while starting, the reason when lost
-    failures_in_a_row: int = 0  # losses since it was last ready
+    node: str = ""  # the node it runs on, if the deployment has nodes
+    detail: str = ""  # its progress while it starts, the reason once it is lost
+    failures_in_a_row: int = 0  # losses since the worker was last ready
     num_restarts: int = 0
     num_quarantines: int = 0
-    retry_at_s: float | None = None  # None: the lost process is not removed yet
-    has_served: bool = False  # a worker was ready here before: its successor starts before newcomers
-    is_placed: bool = False  # its process has the resources that it needs
-    is_loaded: bool = False  # its process has started, and answers its first request next
-    is_ending: bool = False  # its process was asked to end (SIGTERM) and must be drained
-    is_node_leaving: bool = False  # it serves beside its successor, and no sequence migrates to it
-    is_leaving: bool = False  # its place goes away with it
-    planned_end: WorkerEnd | None = None  # why it goes, unless it is lost before
+    retry_at_s: float | None = None  # None: the lost process still has to be removed
+    has_served: bool = False  # a worker was ready here before, so its successor starts before newcomers
+    is_placed: bool = False  # its process has its resources
+    is_loaded: bool = False  # its process has started; its first request comes next
+    is_ending: bool = False  # its process received SIGTERM and must be drained
+    is_node_leaving: bool = False  # its node goes away: it serves until replaced, and takes in no sequences
+    is_leaving: bool = False  # the pool loses this place with the worker
+    planned_end: WorkerEnd | None = None  # why it will stop, unless it is lost first
     loss: WorkerEnd | None = None  # how it was lost
     is_replaced: bool = (
         False  # a leaving worker counts as a replica until it is gone: its successor needs its resources
@@ -113,15 +113,15 @@ class Slot:
 
 
 class Pool:
-    """Workers `NAME-0`, `NAME-1` and so on, one a replica. Owns which incarnation of each is the current one."""
+    """Workers `NAME-0`, `NAME-1` and so on, one for each replica. Knows the current incarnation of each."""
 
     def __init__(self, name: str, replicas: int, last_numbers: Mapping[WorkerId, int] = MappingProxyType({})) -> None:
-        """`last_numbers` are those of the incarnations that an earlier controller started."""
+        """`last_numbers` are the incarnation numbers that an earlier controller had reached."""
         self.name = name
         self._replicas = replicas
-        self._num_successors = 0  # workers to start in the place of drained ones
+        self._num_successors = 0  # replacements to start for drained workers
         self._slots: dict[WorkerId, Slot] = {}
-        # Never reused, not even when the pool shrank in between.
+        # A number is never reused, even if the pool shrinks in between.
         self._last_number: dict[WorkerId, int] = dict(last_numbers)
 
     @property
@@ -129,7 +129,7 @@ class Pool:
         return self._replicas
 
     def set_replicas(self, replicas: int) -> None:
-        """Sets the size that the next `reconcile` starts or stops workers for; the highest numbers go first."""
+        """Sets the size that the next `reconcile` starts or stops workers to reach; the highest numbers go first."""
         self._replicas = replicas
 
     @property
@@ -141,8 +141,9 @@ class Pool:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every desired worker is ready and no other one is left. Workers that wait for a node or are
-        quarantined count as ready: both may take any time."""
+        """Whether every desired worker is ready and no other is left. Unplaced and quarantined workers count as ready,
+        since either state may last any time.
+        """
         settled = (WorkerState.READY, WorkerState.UNPLACED, WorkerState.QUARANTINED)
         return len(self._slots) == self._replicas == sum(slot.state in settled for slot in self._slots.values())
 
@@ -151,13 +152,13 @@ class Pool:
         return MappingProxyType(self._last_number)
 
     def restore(self, incarnation: Incarnation, num_restarts: int = 0) -> None:
-        """Adds an incarnation that an earlier controller started; it reports like one that starts."""
+        """Adds an incarnation that an earlier controller started; it reports its start like a new one."""
         number = max(incarnation.number, self._last_number.get(incarnation.worker_id, 0))
         self._last_number[incarnation.worker_id] = number
         self._slots[incarnation.worker_id] = Slot(incarnation, WorkerState.STARTING, num_restarts=num_restarts)
 
     def reconcile(self, now_s: float) -> list[Action]:
-        """Returns what to do now. The pool takes each action as begun and does not return it again."""
+        """Returns what to do now. The pool counts each action as begun and does not return it again."""
         num_replaced = sum(slot.is_replaced for slot in self._slots.values())
         wanted = self._choose_places(max(0, self._replicas - num_replaced))
         actions: list[Action] = []
@@ -197,7 +198,7 @@ class Pool:
         return (place for place in places if place not in self._slots)
 
     def stop(self) -> None:
-        """Removes every worker that is not leaving anyway; the caller ends the processes."""
+        """Removes every worker that is not leaving already; the caller stops the processes."""
         self._replicas = 0
         for slot in [slot for slot in self._slots.values() if not slot.is_leaving]:
             slot.planned_end = WorkerEnd.STOPPED
@@ -211,9 +212,9 @@ class Pool:
         at_once: bool = False,
         end: WorkerEnd = WorkerEnd.DRAINED,
     ) -> None:
-        """Stops new work for a ready worker; the caller ends it when it is empty.
+        """Stops new work for a ready worker; the caller stops it once it is empty.
 
-        With `replaced` a new worker takes its place, once it is gone or `at_once`; else the pool is one smaller.
+        With `replaced` a new worker takes its place, `at_once` or after it is gone; otherwise the pool shrinks by one.
         """
         slot = self._current(incarnation)
         if slot and slot.state in _UP:
@@ -223,7 +224,7 @@ class Pool:
             self._num_successors += replaced
 
     def remove_place(self, worker_id: WorkerId, end: WorkerEnd) -> Stop | None:
-        """Removes a worker without draining it; the pool is one smaller. Returns how to stop its process, if any."""
+        """Removes a worker without draining it; the pool shrinks by one. Returns how to stop its process, if any."""
         slot = self._slots.get(worker_id)
         if slot is None or slot.is_leaving:
             return None
@@ -233,27 +234,27 @@ class Pool:
         return None if slot.state in _GONE else Stop(slot.incarnation)
 
     def add_place(self, detail: str, *, has_served: bool = False) -> Incarnation:
-        """Adds a worker, which succeeds one that serves if it `has_served`; the pool is one larger."""
+        """Adds a worker; the pool grows by one. `has_served`: it succeeds a serving worker."""
         worker_id = next(self._free_places())
         self._replicas += 1
         slot = self._slots[worker_id] = Slot(self._next_incarnation(worker_id), detail=detail, has_served=has_served)
         return slot.incarnation
 
     def begin(self, incarnation: Incarnation) -> None:
-        """Notes that it is the worker's turn to start."""
+        """Records that it is the worker's turn to start."""
         slot = self._current(incarnation)
         if slot and slot.state is WorkerState.WAITING:
             slot.state = WorkerState.STARTING
 
     def begin_flip(self, incarnation: Incarnation) -> None:
-        """Notes that a serving worker's process becomes this worker: it has its place, and nothing is loaded."""
+        """Records that a serving worker's process becomes this worker: it is placed, and has nothing to load."""
         slot = self._current(incarnation)
         if slot and slot.state is WorkerState.WAITING:
             slot.state = WorkerState.STARTING
             slot.has_served = slot.is_placed = slot.is_loaded = True
 
     def withdraw(self, incarnation: Incarnation) -> None:
-        """Makes a worker wait for its turn again, as another incarnation: the names of this one are taken."""
+        """Makes a worker wait for its turn again under a new incarnation number: this one's names are in use."""
         slot = self._current(incarnation)
         if slot and slot.state in COMING:
             slot.state, slot.detail, slot.is_placed = WorkerState.WAITING, "", False
@@ -274,7 +275,9 @@ class Pool:
             slot.state, slot.detail = WorkerState.STARTING, detail
 
     def on_placed(self, incarnation: Incarnation) -> None:
-        """Notes that the worker's process has what it needs. One that had to wait for it waits for its turn next."""
+        """Records that the worker's process has its resources. A worker that had to wait for them now waits for its
+        turn.
+        """
         slot = self._current(incarnation)
         if slot and slot.state in COMING:
             slot.is_placed = True
@@ -282,13 +285,13 @@ class Pool:
                 slot.state, slot.detail = WorkerState.WAITING, ""
 
     def on_loaded(self, incarnation: Incarnation) -> None:
-        """Notes that the worker's process has started."""
+        """Records that the worker's process has started."""
         slot = self._current(incarnation)
         if slot:
             slot.is_loaded = True
 
     def on_unplaced(self, incarnation: Incarnation, reason: str) -> None:
-        """Notes that no node can hold the worker now; any progress ends this."""
+        """Records that no node can hold the worker now; any progress ends this state."""
         slot = self._current(incarnation)
         if slot and slot.state in COMING:
             slot.state, slot.detail = WorkerState.UNPLACED, reason
@@ -302,8 +305,7 @@ class Pool:
             slot.has_served = True
 
     def on_doubt(self, incarnation: Incarnation, reason: str) -> bool:
-        """Stops new work for the worker while there is a `reason`; "" ends the doubt. Returns whether that changed
-        anything."""
+        """Stops new work for the worker while it has a `reason` to; "" resumes it. Returns whether anything changed."""
         slot = self._current(incarnation)
         wanted = WorkerState.SILENT if reason else WorkerState.READY
         if slot is None or slot.state not in _UP or slot.state is wanted:
@@ -312,7 +314,7 @@ class Pool:
         return True
 
     def on_ending(self, incarnation: Incarnation) -> bool:
-        """Notes that the worker's process was asked to end. Returns whether that is news."""
+        """Records that the worker's process was asked to stop. Returns whether that was unknown."""
         slot = self._current(incarnation)
         if slot is None or slot.is_ending:
             return False
@@ -320,14 +322,14 @@ class Pool:
         return True
 
     def on_wrong_answer(self, incarnation: Incarnation, reason: str) -> None:
-        """Quarantines the worker: it must be ended, `on_removed` must follow, and its place stays empty for a while."""
+        """Quarantines the worker: the caller stops it and calls `on_removed`, and its place stays empty for a while."""
         slot = self._current(incarnation)
         if slot and slot.state not in _GONE:
             slot.state, slot.detail, slot.retry_at_s = WorkerState.QUARANTINED, reason, None
             slot.num_quarantines += 1
 
     def on_ended(self, incarnation: Incarnation) -> None:
-        """Notes that the worker's process ends as planned. `on_removed` must follow."""
+        """Records that the worker's process stops as planned. `on_removed` must follow."""
         slot = self._current(incarnation)
         if slot and slot.state not in _GONE:
             slot.state = WorkerState.ENDING
@@ -342,7 +344,7 @@ class Pool:
             slot.planned_end = None
 
     def on_removed(self, incarnation: Incarnation, now_s: float) -> None:
-        """Notes that a lost worker's process is gone: its resources and ports are free for the next one."""
+        """Records that a lost worker's process is gone: its resources and ports are free for the next one."""
         slot = self._current(incarnation)
         if slot and slot.is_leaving:
             del self._slots[incarnation.worker_id]
@@ -350,7 +352,7 @@ class Pool:
             wait_s = FIRST_QUARANTINE_S * 2.0 ** (slot.num_quarantines - 1)
             slot.retry_at_s = now_s + min(MAX_QUARANTINE_S, wait_s)
         elif slot and slot.state is WorkerState.LOST:
-            # A worker that was ready is replaced at once; one that never gets ready is retried ever less often.
+            # A worker that was ready is replaced at once; failed starts are retried at growing intervals.
             slot.retry_at_s = now_s + _backoff_s(slot.failures_in_a_row)
 
     def _current(self, incarnation: Incarnation) -> Slot | None:
@@ -359,7 +361,7 @@ class Pool:
 
 
 def _loss_in(state: WorkerState) -> WorkerEnd:
-    """Returns how a worker that was in this state is lost."""
+    """Returns the kind of loss for a worker that was in this state."""
     if state in COMING:
         return WorkerEnd.NOT_STARTED
     return WorkerEnd.HUNG if state is WorkerState.SILENT else WorkerEnd.DIED
@@ -370,7 +372,7 @@ def _backoff_s(failures: int) -> float:
 
 
 def member_of(slot: Slot) -> Member:
-    """Returns a worker's slot as a member."""
+    """Converts a worker's slot to a member."""
     return Member(slot.worker_id, slot.epoch, Role(slot.incarnation.pool_name), slot.address)
 
 
@@ -378,8 +380,9 @@ class Pools:
     """The prefill, decode and router pools of a deployment, by name."""
 
     def __init__(self, config: ServeConfig, replicas: Mapping[str, int], last_numbers: Mapping[str, int]) -> None:
-        """`replicas`, by pool name, and `last_numbers`, by worker id, come from an earlier controller; a pool that
-        `replicas` lacks gets its size from `config`."""
+        """`replicas`, by pool name, and `last_numbers`, by worker id, come from an earlier controller; pools missing
+        from `replicas` get their size from `config`.
+        """
         sizes = {
             Role.PREFILL.value: config.prefill_pool.replicas,
             Role.DECODE.value: config.decode_pool.replicas,
@@ -406,7 +409,7 @@ class Pools:
 
     @property
     def worker_slots(self) -> list[Slot]:
-        """The slots of all workers, routers left out."""
+        """The slots of all workers; routers are left out."""
         return [slot for role in Role for slot in self[role.value].slots]
 
     def slot_of(self, incarnation: Incarnation) -> Slot | None:

@@ -1,4 +1,4 @@
-"""Pure choices over a pool's slots: which workers leave a smaller pool, and how many spares it should have now."""
+"""Chooses which workers leave a shrinking pool, and how many spares a pool should have now. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _COMING = (WorkerState.WAITING, WorkerState.STARTING, WorkerState.LOST)
 def choose_workers_to_remove(
     slots: Sequence[Slot], loads: Mapping[WorkerId, worker_pb2.Load], count: int
 ) -> list[Slot]:
-    """Returns `count` workers, or as many as are not leaving anyway: first those that serve no request, then those with
-    the least KV to migrate; among equals the highest numbers."""
+    """Returns `count` workers, or fewer if fewer are not leaving already: first those that serve no request, then those
+    with the least KV to migrate; among equals the highest numbers.
+    """
 
     def cost(slot: Slot) -> tuple[int, int, int, int]:
         load = loads.get(slot.worker_id, worker_pb2.Load())
@@ -44,5 +45,5 @@ def choose_num_spares(configured: int, present: int, pool: Sequence[Slot], deplo
     if any(slot.state is WorkerState.SILENT for slot in pool):
         return max(configured, present, 1)
     if any(slot.state in _COMING for slot in deployment):
-        return present  # a silent worker's spare may be taken any moment
+        return present  # a silent worker's spare may be needed at any moment
     return configured

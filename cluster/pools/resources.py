@@ -1,7 +1,7 @@
 """Divides the machines among processes: cores and GPUs in Ray's bookkeeping, and threads for the math libraries.
 
-Pure. By default the workers share the machine evenly, so that a start never waits for resources that the machine does
-not have: two cores hold a router and three workers. Also explains why no node can hold a worker.
+Pure. By default the workers share the machine evenly, so that even a small one can place them all: two cores hold a
+router and three workers. Also explains why no node can hold a worker.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from penstock.config import PoolConfig, ServeConfig
 from penstock.types import Role
 
-# Every math library that a worker may load takes its bound from one of these.
+# Every math library that a worker may load takes its thread limit from one of these.
 _THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -29,32 +29,32 @@ class ResourceShare:
     """The resources of one process (one rank of a worker)."""
 
     num_cpus: float
-    num_threads: int  # of the math libraries
+    num_threads: int  # threads of the math libraries
     num_gpus: float = 0.0
     resources: dict[str, float] = field(default_factory=dict)  # custom Ray resources
-    accelerator_type: str = ""  # as Ray names it, such as H100
-    node_labels: dict[str, str] = field(default_factory=dict)  # required of the node, in Ray's selector syntax
+    accelerator_type: str = ""  # Ray's name for it, such as H100
+    node_labels: dict[str, str] = field(default_factory=dict)  # labels the node must have, in Ray's selector syntax
 
     def bundle(self) -> dict[str, float]:
         """Returns what Ray must reserve for one rank."""
         amounts = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
         if self.accelerator_type:
-            amounts[f"accelerator_type:{self.accelerator_type}"] = 0.001  # each node of the type has 1
+            amounts[f"accelerator_type:{self.accelerator_type}"] = 0.001  # each node of this type has 1
         return {name: amount for name, amount in amounts.items() if amount}
 
     def environment(self) -> dict[str, str]:
-        """Returns the variables that bound the libraries' threads; set them before the process loads the libraries."""
+        """Returns the variables that limit the libraries' threads; set them before the process loads the libraries."""
         bounds = dict.fromkeys(_THREAD_VARIABLES, str(self.num_threads))
         return {**bounds, "TOKENIZERS_PARALLELISM": "false"}
 
 
 def rank_environment() -> dict[str, str]:
-    """Returns this process's library bounds, for the processes of its other ranks."""
+    """Returns this process's thread limits, for the processes of its other ranks."""
     names = (*_THREAD_VARIABLES, "TOKENIZERS_PARALLELISM", "PYTHONPATH")
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-# The router and the controller wait far more than they compute: they take no worker's cores.
+# The router and the controller mostly wait, so no core is reserved for them.
 NO_CPU_SHARE = ResourceShare(num_cpus=0.0, num_threads=1)
 
 
@@ -68,7 +68,7 @@ def divide_resources(config: ServeConfig, num_cores: float, num_gpus: float = 0.
 
 
 def num_cpus_needed(config: ServeConfig, shares: dict[str, ResourceShare]) -> float:
-    """Returns the cores that Ray must know of to place every worker."""
+    """Returns how many cores Ray must count to place every worker."""
     counts = num_processes(config)
     return sum(share.num_cpus * counts[name] for name, share in shares.items())
 
@@ -98,14 +98,14 @@ def _shares_gpus_evenly(config: ServeConfig) -> bool:
 
 
 def _gpus_each(num_ranks: int, num_gpus: float) -> float:
-    """Returns a whole GPU, or an equal part with as few ranks a GPU as possible: a part never spans two GPUs."""
+    """Returns a whole GPU, or an equal part of one with as few ranks per GPU as possible: a part never spans GPUs."""
     if num_gpus < 1:
         return 0.0
     return _round_down(1.0 / math.ceil(num_ranks / num_gpus))
 
 
 def _round_down(amount: float) -> float:
-    """Rounds down to hundredths: Ray counts in ten-thousandths, and rounded up the sum could exceed the whole."""
+    """Rounds down to hundredths, well above Ray's resolution; rounding up could make the sum exceed the whole."""
     return math.floor(amount * 100) / 100
 
 
@@ -118,7 +118,7 @@ class NodeResources:
 
 
 def why_unplaced(share: ResourceShare, nodes: Sequence[NodeResources], num_ranks: int = 1) -> str:
-    """Returns why Ray has not placed a worker yet, in words that say what to change.
+    """Explains why Ray has not placed a worker yet, and what to change.
 
     Each of the worker's `num_ranks` ranks needs `share`, all on one node.
     """

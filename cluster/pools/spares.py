@@ -1,9 +1,9 @@
-"""Spares: warm processes with Python, torch and this package imported and device and weights ready, but no role yet. A
-worker that is to start takes one instead of importing for seconds, and another one warms up behind it.
+"""Keeps spares: warm processes with all imports done and device and weights ready, but no role yet. A starting worker
+takes one over instead of importing for seconds, and another spare warms up.
 
-Each spare holds a reservation of its own, a worker's whole share of its pool, so its place is where a worker may be. It
-runs what the pool's workers run, but has no address, no epoch and no requests until it takes a role, which works like a
-flip. Owns these processes until they are taken.
+Each spare holds its own reservation of a worker's whole share, so it stands where a worker may run. It runs the same
+program as the pool's workers, but has no address, epoch or requests until it takes a role, which works like a flip.
+This module owns the processes until they are taken.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from penstock.v1 import admin_pb2
 
 log = logging.getLogger(__name__)
 
-TAKE_TIMEOUT_S = 10.0  # for a warm spare to serve: longer than any that is not frozen needs
-FIRST_RETRY_S = 5.0  # after a spare that was lost while starting; doubled each time until one is warm
+TAKE_TIMEOUT_S = 10.0  # deadline for a warm spare to serve; only a frozen process needs longer
+FIRST_RETRY_S = 5.0  # delay after a spare is lost while starting; doubles until one is warm
 MAX_RETRY_S = 300.0
-REPLACE_AFTER_S = 4.5  # of silence; a worker is not waited for any longer once its spare is warm
+REPLACE_AFTER_S = 4.5  # a worker that is silent this long is replaced if a spare is warm
 
 Respawn = Callable[[Incarnation], SupervisedProcess]
 
@@ -39,20 +39,20 @@ class SpareState(StrEnum):
     STARTING = "starting"
     WARM = "warm"
     TAKEN = "taken"
-    ENDED = "ended"  # as planned
+    ENDED = "ended"  # stopped as planned
     LOST = "lost"
 
 
 @dataclass(slots=True, eq=False)
 class Spare:
-    name: Incarnation  # of the process; never a worker's
+    name: Incarnation  # the process's own name, never a worker's
     process: SupervisedProcess
     state: SpareState = SpareState.STARTING
     is_placed: bool = False
     pid: int = 0
     detail: str = ""
     taken_by: Incarnation | None = None
-    warming: asyncio.Task[Started] | None = None  # until it can be taken
+    warming: asyncio.Task[Started] | None = None  # runs until the spare can be taken
     watching: asyncio.Task[None] | None = None
 
 
@@ -66,7 +66,9 @@ class Spares:
         events: EventLog,
         publish: Callable[[Mapping[str, int]], None],
     ) -> None:
-        """`counts` are the configured ones; `publish` takes the number of warm spares by pool after each change."""
+        """`counts` are the configured numbers of spares; `publish` is called with the warm ones by pool after each
+        change.
+        """
         self._counts = dict(counts)
         self._pools = pools
         self._spawn = spawn
@@ -74,15 +76,15 @@ class Spares:
         self._events = events
         self._publish = publish
         self._spares: list[Spare] = []
-        self._taken: dict[Incarnation, Spare] = {}  # by their names, while they become workers
+        self._taken: dict[Incarnation, Spare] = {}  # spares that are becoming workers, by name
         self._ending: set[asyncio.Task[None]] = set()
         self._failures_in_a_row = dict.fromkeys(counts, 0)
-        self._retry_s = dict.fromkeys(counts, 0.0)  # not before
+        self._retry_s = dict.fromkeys(counts, 0.0)  # earliest time of the next start
         self._next_number = 0
         self._is_closed = False
 
     def reconcile(self, now_s: float, *, upgrading: bool) -> None:
-        """Starts and ends spares; returns at once. During an upgrade there are none: they run the old code."""
+        """Starts and stops spares; returns at once. There are none during an upgrade: they would run the old code."""
         if self._is_closed:
             return
         for role, configured in self._counts.items():
@@ -96,7 +98,7 @@ class Spares:
                     self._start(role)
 
     def next_retry_s(self, now_s: float) -> float | None:
-        """Returns when `reconcile` may start again what failed before."""
+        """Returns when `reconcile` may retry failed starts."""
         return min((retry_s for retry_s in self._retry_s.values() if retry_s > now_s), default=None)
 
     def _of(self, role: Role) -> list[Spare]:
@@ -105,8 +107,8 @@ class Spares:
         return sorted(own, key=lambda spare: (spare.state is not SpareState.WARM, not spare.is_placed))
 
     def _start(self, role: Role) -> None:
-        # The incarnation number is one that no earlier controller used: a spare of its may run on as a worker, under
-        # the name that it had as a spare.
+        # No earlier controller used this incarnation number: one of its spares may still run as a worker under the name
+        # that it had as a spare.
         name = Incarnation(WorkerId(f"{role.value}-{SPARE}-{self._next_number}"), time.time_ns() // 1_000_000)
         self._next_number += 1
         spare = Spare(name, self._spawn(name))
@@ -122,7 +124,7 @@ class Spares:
             return await spare.process.start()
 
     async def _watch(self, spare: Spare) -> None:
-        """Follows a spare from its start to its loss; cancelled once it is taken or removed."""
+        """Follows a spare from its start to its loss; cancelled once the spare is taken or removed."""
         assert spare.warming is not None
         role = Role(spare.name.spare_of)
         try:
@@ -139,14 +141,14 @@ class Spares:
         except Exception as error:
             log.exception("%s failed", spare.name.worker_id)
             reason = f"{type(error).__name__}: {error}"
-        if spare.state is SpareState.STARTING:  # a spare that was warm is replaced at once
+        if spare.state is SpareState.STARTING:  # a spare that was already warm is replaced at once
             wait_s = FIRST_RETRY_S * 2.0 ** self._failures_in_a_row[role]
             self._retry_s[role] = time.monotonic() + min(MAX_RETRY_S, wait_s)
             self._failures_in_a_row[role] += 1
         self._remove(spare, SpareState.LOST, reason)
 
     def _remove(self, spare: Spare, state: SpareState, reason: str) -> None:
-        """Begins to end a spare; `close` waits for its end."""
+        """Begins to stop a spare; `close` waits until it is gone."""
         assert spare.warming is not None
         assert spare.watching is not None
         self._spares.remove(spare)
@@ -168,7 +170,7 @@ class Spares:
             self._publish(self.count_warm())
 
     def on_progress(self, name: Incarnation, detail: str) -> Incarnation | None:
-        """Notes how far the process of this name has started. Returns the worker that it is becoming, if taken."""
+        """Records how far the process of this name has started. Returns the worker it is becoming, if it was taken."""
         for spare in self._spares:
             if spare.name == name:
                 self._note_progress(spare, detail)
@@ -176,7 +178,7 @@ class Spares:
         return taken.taken_by if taken is not None else None
 
     def has_warm(self, pool_name: str) -> bool:
-        """Returns whether a worker of this pool would start in an instant."""
+        """Returns whether a worker of this pool would start from a warm spare."""
         return self.count_warm().get(pool_name, 0) > 0
 
     def count_warm(self) -> dict[str, int]:
@@ -184,8 +186,9 @@ class Spares:
         return dict(Counter(spare.name.spare_of for spare in self._spares if spare.state is SpareState.WARM))
 
     def take(self, incarnation: Incarnation, respawn: Respawn) -> SupervisedProcess | None:
-        """Returns a process that becomes this worker, the warmest there is, or None if no spare has its place yet.
-        `respawn` makes a new process in case the spare fails."""
+        """Returns the warmest spare's process, which becomes this worker, or None if no spare is placed yet. `respawn`
+        makes a new process in case the spare fails.
+        """
         if incarnation.pool_name not in list(Role):
             return None
         spare = next((spare for spare in self._of(Role(incarnation.pool_name)) if spare.is_placed), None)
@@ -212,7 +215,7 @@ class Spares:
         ]
 
     async def close(self) -> None:
-        """Ends every spare that is not taken, and returns once their processes are gone."""
+        """Stops every spare that is not taken, and returns once their processes are gone."""
         self._is_closed = True
         for spare in list(self._spares):
             self._remove(spare, SpareState.ENDED, "the deployment ends")
@@ -223,7 +226,7 @@ class TakenSpare:
     """A `SupervisedProcess`: a warm process that becomes a worker, or a new one if that fails."""
 
     def __init__(self, spare: Spare, incarnation: Incarnation, respawn: Respawn, on_over: Callable[[], Any]) -> None:
-        """`on_over` is called once it has become a worker, or never will."""
+        """`on_over` is called once the spare has become a worker or failed to."""
         self._spare: Spare | None = spare
         self._process = spare.process
         self._incarnation = incarnation
@@ -232,7 +235,9 @@ class TakenSpare:
         self._on_unplaced: OnUnplaced = lambda reason: None
 
     async def place(self, on_unplaced: OnUnplaced) -> None:
-        """Returns at once: a spare has its place. A new process started in its stead reports to `on_unplaced`."""
+        """Returns at once, since a spare is placed already. A new process started instead of it reports to
+        `on_unplaced`.
+        """
         self._on_unplaced = on_unplaced
 
     async def start(self) -> Started:

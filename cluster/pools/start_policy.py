@@ -1,8 +1,8 @@
-"""Decides which workers may start now, so that starts never cost a serving worker its place. Pure.
+"""Decides which workers may start now, so that a start never makes a serving worker look lost. Pure.
 
-Loading a model takes every core that it can get, and a worker that gets no core is silent and soon counts as lost. So
-newcomers start a few at a time, none while a serving worker is silent, and none before the successor of a lost worker
-has its place. Successors start at once: fewer than before serve until they are ready.
+Loading a model takes every core it can get, and a worker that gets no core falls silent and soon counts as lost. So
+newcomers start a few at a time, none while a serving worker is silent, and none before a lost worker's successor is
+placed. Successors start at once, because capacity is missing until they are ready.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from dataclasses import dataclass
 from cluster.pools.pool import ROUTER, Incarnation, Slot, WorkerState
 from penstock.types import Role
 
-_CORES_A_START = 2.0  # while workers serve: one start at a time on two cores, two on four
-_STARTS_A_CORE = 2.0  # while none serves: nothing suffers, and processes also wait for disks
-_FIRST_STARTS = 4  # while none serves, at least: a small deployment starts at once
-_PATIENCE = 3  # failures in a row of a successor, after which newcomers no longer wait for it
+_CORES_A_START = 2.0  # while workers serve: two cores allow one start at a time, four allow two
+_STARTS_A_CORE = 2.0  # while none serves: a start harms nobody, and also waits for disks
+_FIRST_STARTS = 4  # lower limit while none serves: a small deployment starts all at once
+_PATIENCE = 3  # newcomers stop waiting for a successor after it fails this often in a row
 
 
 @dataclass(frozen=True, slots=True)
 class StartDecision:
-    """The action for workers that do not run yet."""
+    """The actions for workers that do not run yet."""
 
     begin: tuple[Incarnation, ...]
-    withdraw: tuple[Incarnation, ...]  # newcomers that would take the place of a lost worker's successor
+    withdraw: tuple[Incarnation, ...]  # newcomers that would take the resources of a lost worker's successor
 
 
 def max_starts(num_cores: float, *, serving: bool) -> int:
-    """Returns how many workers may load at once on machines with so many cores in all."""
+    """Returns how many workers may load at once on machines with `num_cores` cores in total."""
     if serving:
         return max(1, int(num_cores / _CORES_A_START))
     return max(_FIRST_STARTS, int(num_cores * _STARTS_A_CORE))
 
 
 def choose_starts(slots: Sequence[Slot], num_cores: float | None) -> StartDecision:
-    """`slots` are all of the deployment, `num_cores` those of its machines; None: starts are not bounded.
+    """Chooses from the deployment's `slots`. `num_cores` counts its machines' cores; None leaves starts unbounded.
 
-    Decode workers come before prefill workers, which can only answer their first request through one.
+    Decode workers come before prefill workers, whose first request has to pass through one.
     """
     waiting = [slot for slot in slots if slot.state is WorkerState.WAITING and not slot.is_leaving]
     at_once = [slot for slot in waiting if slot.has_served or slot.incarnation.pool_name == ROUTER]
@@ -52,7 +52,7 @@ def choose_starts(slots: Sequence[Slot], num_cores: float | None) -> StartDecisi
 
 
 def _find_intruders(slots: Sequence[Slot]) -> tuple[Incarnation, ...]:
-    """Returns the newcomers that ask for a place and have none: each would get one that a lost worker leaves."""
+    """Returns the unplaced newcomers that ask for a place: each could get the one that a lost worker leaves."""
     asking = (WorkerState.UNPLACED, WorkerState.STARTING)
     return tuple(
         slot.incarnation
@@ -62,7 +62,7 @@ def _find_intruders(slots: Sequence[Slot]) -> tuple[Incarnation, ...]:
 
 
 def _needs_place(slot: Slot) -> bool:
-    """Returns whether a lost worker's successor has not asked for its place yet, or has no answer."""
+    """Returns whether a lost worker's successor is not placed yet."""
     if not slot.has_served or slot.is_leaving or slot.incarnation.pool_name == ROUTER:
         return False
     if slot.state is WorkerState.LOST:

@@ -1,6 +1,6 @@
 """Starts or joins Ray, and runs the controller, workers and routers as its actors.
 
-`cli` takes `launch` and `RayDeployment` from `launch`; everything else is used here alone. `process` implements
-`SupervisedProcess`, and `recovery` finds what an earlier controller left running.
-This room must not decide anything about pools, and no prompt, token or page passes through an actor call.
+`cli` takes `launch` and `RayDeployment` from `launch`; nothing else is used outside this package. `process` implements
+`SupervisedProcess`, and `recovery` finds what an earlier controller left running. It must not decide anything about
+pools, and no prompt, token or page passes through an actor call.
 """

@@ -1,7 +1,7 @@
-"""Sends Ray's autoscaler what the deployment needs of a cluster that grows and shrinks.
+"""Tells Ray's autoscaler which resources the deployment needs.
 
-Pending placement groups ask for missing nodes. The hint sent here keeps the nodes of workers that are being replaced.
-It is one global, persistent setting of the cluster: nothing else may write it, and it must be withdrawn.
+Pending placement groups already ask for missing nodes. This hint keeps the nodes of workers that are being replaced. It
+is a single persistent setting of the whole cluster: nothing else may write it, and it must be withdrawn.
 """
 
 from __future__ import annotations
@@ -46,5 +46,5 @@ def _request(shares: Sequence[ResourceShare]) -> None:
     labels = [dict(share.node_labels) for share in shares]
     try:
         request_resources(bundles=bundles, bundle_label_selectors=labels if any(labels) else None)
-    except Exception as error:  # whatever Ray raises while its head is away
+    except Exception as error:  # Ray raises various types while its head is down
         log.warning("the request for %d workers did not reach Ray's autoscaler: %s", len(bundles), type(error).__name__)

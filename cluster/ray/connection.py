@@ -1,6 +1,6 @@
-"""Starts Ray for one deployment, or joins a running cluster, and ends it with nothing left of it.
+"""Starts Ray for one deployment or joins a running cluster, and on shutdown leaves nothing behind.
 
-Knows nothing of workers beyond what Ray must know of the machine to place them.
+Knows nothing about workers except the resources that Ray needs to place them.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from penstock.rpc.addresses import LOOPBACK
 
 logger = logging.getLogger(__name__)
 
-MINIMUM_RAY = "2.52"  # the first that authenticates callers by a token
+MINIMUM_RAY = "2.52"  # the first version that authenticates callers by a token
 _CONNECT_TIMEOUT_S = 5.0
-_EXIT_TIMEOUT_S = 5.0  # until Ray's own processes are gone after its shutdown, before they are killed
-_KILLED_TIMEOUT_S = 10.0  # until killed ones are gone
-_START_WAITS_S = (30, 60)  # for the port of an embedded Ray's control store, by attempt
-_START_TIMEOUTS = ("Timed out waiting for file", "timed out during startup")  # how Ray words it: it has no type for it
-_PR_SET_CHILD_SUBREAPER = 36  # of Linux's prctl
-# Times the real cores, in Ray's bookkeeping: an upgrade's new workers find a place beside the old ones, whatever their
-# number, and a pool can be scaled up on one machine, to workers of half the cores that they had before.
+_EXIT_TIMEOUT_S = 5.0  # time for Ray's processes to exit after shutdown before they are killed
+_KILLED_TIMEOUT_S = 10.0  # time for killed processes to be gone
+_START_WAITS_S = (30, 60)  # wait for the port of an embedded Ray's control store, by attempt
+_START_TIMEOUTS = ("Timed out waiting for file", "timed out during startup")  # in Ray's messages: it has no type for it
+_PR_SET_CHILD_SUBREAPER = 36  # from Linux's <sys/prctl.h>
+# Ray is given this multiple of the real cores. An upgrade's new workers then fit next to the old ones, however many
+# there are, and a pool can be scaled up on one machine, where each worker has half the cores it had before.
 _CPU_HEADROOM = 2
-_OBJECT_STORE_BYTES = 100 * 1024 * 1024  # close to Ray's minimum: nothing of ours goes through it
+_OBJECT_STORE_BYTES = 100 * 1024 * 1024  # close to Ray's minimum: Penstock does not use the object store
 
 
 def check_ray_version(found: str) -> None:
@@ -61,8 +61,9 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def protect_token() -> None:
-    """Makes the file of Ray's token readable by its owner alone, and makes the token itself where there is none: Ray
-    would leave it readable by every account. Raises ConfigError for another account's file."""
+    """Makes the file of Ray's token readable only by its owner, and creates the token if there is none, since Ray would
+    leave it readable by every account. Raises ConfigError for another account's file.
+    """
     if "RAY_AUTH_TOKEN" in os.environ or os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         return
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
@@ -86,7 +87,7 @@ def protect_token() -> None:
 def connect(config: ServeConfig) -> tuple[dict[str, ResourceShare], list[psutil.Process]]:
     """Starts Ray, or joins the one at `config.address`. Returns the workers' shares and the processes it started.
 
-    Raises ConfigError, and leaves nothing that it started then.
+    Raises ConfigError, in which case everything it started is stopped.
     """
     protect_token()
     if config.address:
@@ -97,7 +98,7 @@ def connect(config: ServeConfig) -> tuple[dict[str, ResourceShare], list[psutil.
 def _leaving_nothing(
     start: Callable[[], dict[str, ResourceShare]],
 ) -> tuple[dict[str, ResourceShare], list[psutil.Process]]:
-    """Calls `start`. Returns its shares and the processes that it started, which are ended if it fails."""
+    """Calls `start`. Returns its shares and the processes it started; stops those processes if it fails."""
     bystanders = {child.pid for child in psutil.Process().children()}
     try:
         with _keep_sigterm_handler():
@@ -110,7 +111,7 @@ def _leaving_nothing(
 
 @contextlib.contextmanager
 def _keep_sigterm_handler() -> Iterator[None]:
-    """Puts the caller's SIGTERM handler back, which Ray replaces, so that SIGTERM stops things in order."""
+    """Restores the caller's SIGTERM handler, which Ray replaces, so that SIGTERM still stops things in order."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -122,11 +123,11 @@ def _keep_sigterm_handler() -> Iterator[None]:
 
 
 def _start_embedded(config: ServeConfig) -> tuple[dict[str, ResourceShare], list[psutil.Process]]:
-    """Starts a Ray of its own, a second time if its daemons do not come up the first time."""
+    """Starts an embedded Ray, and tries once more if its daemons do not come up."""
     first_wait_s, last_wait_s = _START_WAITS_S
     try:
         return _leaving_nothing(lambda: _init_embedded(config, first_wait_s))
-    except Exception as error:  # Ray raises RuntimeError for one daemon and a bare Exception for another
+    except Exception as error:  # Ray raises RuntimeError for some daemons and a bare Exception for others
         if not any(text in str(error) for text in _START_TIMEOUTS):
             raise
         logger.warning("Ray did not start (%s): its processes were ended, and it is started once more", error)
@@ -146,7 +147,7 @@ def _init_embedded(config: ServeConfig, wait_s: int) -> dict[str, ResourceShare]
     _become_subreaper()
     with _on_loopback_alone():
         ray.init(
-            address="local",  # even where RAY_ADDRESS is set
+            address="local",  # also if RAY_ADDRESS is set
             num_cpus=_CPU_HEADROOM * max(num_cores, math.ceil(num_cpus_needed(config, shares))),
             num_gpus=num_gpus,
             object_store_memory=_OBJECT_STORE_BYTES,
@@ -162,9 +163,9 @@ def _init_embedded(config: ServeConfig, wait_s: int) -> dict[str, ResourceShare]
 
 @contextlib.contextmanager
 def _on_loopback_alone() -> Iterator[None]:
-    """Has Ray keep the loopback address that it is given, and listen there alone.
+    """Makes Ray keep the loopback address it is given, and listen only there.
 
-    Where it may be part of a cluster, it replaces that address by the machine's and listens on every interface.
+    Otherwise, where it may be part of a cluster, Ray uses the machine's address and listens on every interface.
     """
     may_be_cluster = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -176,10 +177,11 @@ def _on_loopback_alone() -> Iterator[None]:
 
 def _daemon_settings() -> dict[str, object]:
     """Returns settings of Ray's own that make the loss of one daemon harmless to the other processes."""
-    # The control store would declare the only node dead, and every process of it would end: `DaemonWatch` decides that.
+    # By default the control store would declare the only node dead, which ends all its processes: `DaemonWatch` decides
+    # about that.
     settings: dict[str, object] = {"health_check_failure_threshold": 1000}
-    # Ray runs actors at niceness 15. Beside any other work that keeps the cores busy, a router would be silent and
-    # workers would stand still.
+    # By default Ray runs actors at niceness 15. Next to other work that keeps the cores busy, routers and workers would
+    # starve.
     settings["worker_niceness"] = 0
     if keeps_state():
         folder = tempfile.mkdtemp(prefix="penstock-ray-")
@@ -189,13 +191,13 @@ def _daemon_settings() -> dict[str, object]:
 
 
 def _become_subreaper() -> None:
-    """Makes this process the parent of what a lost node manager leaves behind, so that `disconnect` finds it."""
-    with contextlib.suppress(OSError, AttributeError):  # on Linux alone
+    """Makes this process the parent of whatever a lost node manager leaves behind, so that `disconnect` finds it."""
+    with contextlib.suppress(OSError, AttributeError):  # only Linux has it
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _count_gpus(config: ServeConfig) -> int:
-    """Counts GPUs as Ray would: by what the driver lists, without importing torch here."""
+    """Counts GPUs as Ray does, from what the driver lists, without importing torch."""
     if config.engine_config().device == "cpu":
         return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -215,12 +217,12 @@ def _join(config: ServeConfig) -> dict[str, ResourceShare]:
 
 
 def _check_address(address: str) -> None:
-    """Connects to the port first, since Ray itself tries for more than a minute where nothing listens."""
+    """Checks first that the port answers, since Ray retries for more than a minute if nothing listens."""
     if address.startswith("ray://"):
         raise ConfigError(f"address = {address!r}: run this on a node of the cluster and give auto, or its host:port")
     host, colon, port = address.rpartition(":")
     if not colon:
-        return  # auto, or another word that Ray itself looks up
+        return  # "auto" or another word that Ray resolves itself
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
     except (OSError, ValueError, OverflowError) as error:
@@ -235,7 +237,7 @@ def _no_cluster(address: str, problem: str) -> ConfigError:
 
 
 def disconnect(daemons: Sequence[psutil.Process]) -> None:
-    """Disconnects from Ray, and ends these daemons of ours and everything that they started."""
+    """Disconnects from Ray, and stops these daemons and everything they started."""
     family = with_descendants([*daemons, *_orphans()] if daemons else [])
     ray.shutdown()
     _, alive = psutil.wait_procs(family, _EXIT_TIMEOUT_S)
@@ -245,7 +247,7 @@ def disconnect(daemons: Sequence[psutil.Process]) -> None:
 
 
 def _orphans() -> list[psutil.Process]:
-    """Returns what Ray's workers have become whose node manager is lost. Ray names their processes."""
+    """Returns Ray's worker processes that a lost node manager left behind, found by the names that Ray gives them."""
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -264,5 +266,5 @@ def with_descendants(processes: Sequence[psutil.Process]) -> list[psutil.Process
         try:
             family += [process, *process.children(recursive=True)]
         except psutil.NoSuchProcess:
-            continue  # it has ended, and its children are no longer its own
+            continue  # it has ended, so its children have a new parent
     return family

@@ -1,7 +1,7 @@
-"""The controller's Ray actor: hosts it and its Admin service, and gives it workers and routers as Ray actors.
+"""The Ray actor that hosts the controller and its Admin service, and runs workers and routers as Ray actors for it.
 
-Ray carries configuration, readiness, progress and orders to stop. No prompt, token or page passes through an actor
-call: the servers inside `cluster.ray.server_actor` speak gRPC and kv_transfer with each other.
+Ray carries configuration, readiness, progress and stop orders. No prompt, token or page passes through an actor call:
+the servers inside `cluster.ray.server_actor` talk gRPC and kv_transfer to each other.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ from router.api.identity import CANARY
 
 log = logging.getLogger(__name__)
 
-_NUM_THREADS = 64  # that may block on Ray's head at once while it is away
-# The first request outlasts the moment in which the router does not know the workers yet; the caller sets its deadline.
+_NUM_THREADS = 64  # for calls that block while Ray's head is down
+# The first request is retried until the router knows the workers; the caller sets its deadline.
 _FIRST_REQUEST_RETRY = RetryPolicy(max_attempts=1000, initial_s=0.05, max_s=0.5)
 
 
 class ControllerActor:
     """Hosts the controller and its Admin service.
 
-    Ray restarts it when its process dies; the new one takes over what the old one left running.
+    Ray restarts it when its process dies; the new one takes over the running processes.
     """
 
     def __init__(
@@ -75,15 +75,16 @@ class ControllerActor:
         embedded: bool,
         token_file: str,
     ) -> None:
-        """`config` names the files of keys and secrets and holds none: Ray keeps and logs what actors are made with.
-        `token_file` is where operators' commands find the Admin service's token."""
+        """`config` holds the paths of keys and secrets, never their content: Ray stores and logs an actor's arguments.
+        `token_file` is where operators' commands find the Admin service's token.
+        """
         set_up_logging("controller")
         self._config = parse(ServeConfig, config)
         self._trust = Trust(self._config.security, self._on_key_file)
         self._token_file = Path(token_file)
         self._watching: asyncio.Task[None] | None = None
         self._shares = shares
-        self._embedded = embedded  # the Ray cluster is ours and on this machine only
+        self._embedded = embedded  # the Ray cluster belongs to this deployment and spans only this machine
         context = ray.get_runtime_context()
         self._context = ActorContext(ray.remote(ServerActor), python_path, context.current_actor, self._trust.channel)
         self._node_id = context.get_node_id()
@@ -97,12 +98,14 @@ class ControllerActor:
         self._retiring: asyncio.Task[None] | None = None
         self._is_successor = context.was_current_actor_reconstructed
         if self._is_successor:
-            # Nothing else may be there to start it: the process that launched the deployment may be gone.
+            # A restarted actor starts itself, as the process that launched the deployment may be gone.
             context.current_actor.start.remote()
             context.current_actor.live.remote()
 
     async def start(self) -> tuple[str, bytes]:
-        """Begins to start everything. Returns the Admin service's host:port, and a google.rpc.Status if that failed."""
+        """Starts everything in the background. Returns the Admin service's host:port, and a google.rpc.Status on
+        failure.
+        """
         if self._beginning is None:
             self._beginning = asyncio.create_task(self._begin())
         try:
@@ -110,13 +113,13 @@ class ControllerActor:
         except Exception:
             if not self._is_successor:
                 raise
-            # No caller sees the error, and what runs would stay without a controller. The next one tries again.
+            # No caller sees this error, and the running processes need a controller, so the next one tries again.
             log.exception("recovery failed; the next controller tries again")
             os._exit(1)
         return self._admin_address, failure
 
     async def _begin(self) -> bytes:
-        # Exit at once: Ray restarts the actor, and its record is written. Ray's own exit waits for threads.
+        # Exit at once, since Ray's own exit waits for threads. The record is written, and Ray restarts the actor.
         on_sigterm(lambda: os._exit(1))
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_NUM_THREADS, "ray calls"))
         earlier = await load_record() if self._is_successor else None
@@ -136,7 +139,7 @@ class ControllerActor:
             machines=await self._find_machines(),
         )
         self._watching = asyncio.create_task(self._trust.watcher.follow(), name="key files")
-        # Routers keep the last membership until the service is back, so it must know every member by then.
+        # Routers keep the last membership until this service is back, so it must know every member by then.
         self._admin_address = f"{LOOPBACK}:{self._config.admin_port}"
         if earlier and not earlier.stopping:
             found = await find_running(self._take_over)
@@ -158,12 +161,14 @@ class ControllerActor:
         return b""
 
     def _is_left_behind(self, found: FoundProcess) -> bool:
-        """Returns whether this is a router of the node that an earlier controller has left."""
+        """Returns whether this router runs on the node that an earlier controller left."""
         is_router = found.incarnation.pool_name == ROUTER
         return is_router and found.started is not None and found.started.node != self._node_id
 
     async def _retire(self, routers: Sequence[FoundProcess]) -> None:
-        """Ends routers that were left behind: new ones serve here first, then their streams have `drain_s` to end."""
+        """Stops routers that were left behind. New ones serve here first; the old ones' streams then have `drain_s` to
+        end.
+        """
         if not routers:
             return
         version, until_s = 0, time.monotonic() + self._config.start_timeout_s
@@ -178,7 +183,7 @@ class ControllerActor:
         await asyncio.gather(*(each.process.kill() for each in routers), return_exceptions=True)
 
     async def _exit(self) -> None:
-        """Ends this process, which Ray starts again; on another node if its own is about to go."""
+        """Exits. Ray starts this actor again, on another node if its own is about to go."""
         await self._records.flush()
         os._exit(1)
 
@@ -187,7 +192,7 @@ class ControllerActor:
             role: WorkerNeed(self._shares[role], self._config.engine_config(role).tensor_parallel) for role in Role
         }
         machines = RayMachines(needs, embedded=self._embedded)
-        with contextlib.suppress(Unavailable):  # it is read again before each change
+        with contextlib.suppress(Unavailable):  # the record is read again before each change
             await machines.read([])
         return machines
 
@@ -196,7 +201,7 @@ class ControllerActor:
         leave_token(self._token_file, self._trust.secrets.current.token(ADMIN))
 
     def _on_key_file(self, files: WatchedFiles[Any]) -> None:
-        """Notes that files were read again, or refused, for operators; a new secret makes a new token."""
+        """Records for operators that files were read again or refused. A new secret makes a new token."""
         self._controller.events.note(files.setting, KEYS_REFUSED if files.problem else KEYS_READ, files.problem)
         if self._admin is not None:
             self._leave_token()
@@ -218,7 +223,7 @@ class ControllerActor:
     def _spec(self, incarnation: Incarnation, config: ServeConfig) -> ActorSpec:
         kind = incarnation.pool_name
         if kind == ROUTER:
-            # Beside the controller: its ports are the ones that the user was given.
+            # Routers run on the controller's node, where the user expects their ports.
             router = config.router_config(self._admin_address, incarnation.place)
             peer_host = LOOPBACK if self._embedded else ray.util.get_node_ip_address()
             plain = router.model_copy(update={"peer_host": peer_host}).model_dump(mode="json")
@@ -236,7 +241,7 @@ class ControllerActor:
         )
 
     async def _send_first_request(self, address: str) -> None:
-        """Asks the router for one real token, outside every tenant's budget. The caller sets the deadline."""
+        """Asks the router for one real token, which no tenant's budget pays for. The caller sets the deadline."""
         secrets = self._trust.secrets
         assert secrets is not None, "a deployment has a secret"
         async with AsyncClient(address, retry=_FIRST_REQUEST_RETRY, api_key=secrets.current.token(CANARY)) as client:
@@ -254,9 +259,9 @@ class ControllerActor:
         return snapshot.version, snapshot.status.SerializeToString(), failure, snapshot.stopped
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Ends the routers, whose streams may take `grace_s` to end, and every worker, then the Admin service."""
+        """Stops the routers, whose streams get `grace_s` to end, then every worker, then the Admin service."""
         if not self._began.is_set():
-            return  # the start failed, or never began
+            return  # the start failed or never began
         await self._controller.stop(grace_s)
         await self._records.delete()
         if self._autoscaler_hint is not None:
@@ -268,7 +273,7 @@ class ControllerActor:
             await self._admin.stop()
 
     async def live(self) -> None:
-        """Returns once the deployment is stopped; a detached controller then ends itself."""
+        """Returns once the deployment is stopped; a detached controller then exits."""
         await self._began.wait()
         version = 0
         while not (snapshot := await self._controller.wait(version, timeout_s=3600.0)).stopped:

@@ -1,8 +1,8 @@
-"""Watches the two daemons of an embedded Ray, which nobody else supervises: what it can restart it restarts.
+"""Watches the two daemons of an embedded Ray, which nothing else supervises, and restarts the one that it can.
 
-Ray's control store (`gcs_server`) keeps its state on disk and is started again; nothing else notices. Ray's node
-manager (`raylet`) cannot be replaced: workers and routers continue without it, but none can be started any more, so the
-deployment must be started again (`cluster.cli.commands.running.serve`).
+Ray's control store (`gcs_server`) keeps its state on disk, so it is restarted and no other process notices. Ray's node
+manager (`raylet`) cannot be replaced: workers and routers continue without it, but no new one can start, so the
+deployment has to be restarted (`cluster.cli.commands.running.serve`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import ray
 log = logging.getLogger(__name__)
 
 STORE, NODE_MANAGER = "gcs_server", "raylet"
-_MAX_RESTARTS = 5  # of the control store
+_MAX_RESTARTS = 5  # restarts of the control store
 _RESTARTS_WITHIN_S = 60.0
 _CLOSE_TIMEOUT_S = 5.0
 
 
 class DaemonWatch:
-    """Watches from its making to `close`.
+    """Watches the daemons from its construction until `close`.
 
-    The control store ends with the thread that started it, so `close` comes after Ray's shutdown.
+    The control store dies with the thread that started it, so `close` comes after Ray's shutdown.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class DaemonWatch:
         self._closing.wait()
 
     def _wait_for_end(self) -> str:
-        """Returns which daemon has ended, or "" once it is woken."""
+        """Blocks until a daemon has exited, and returns which, or until it is woken, and returns ""."""
         watched = {}
         try:
             for kind in (STORE, NODE_MANAGER):
@@ -61,7 +61,7 @@ class DaemonWatch:
                     watched[os.pidfd_open(self._process_of(kind).pid)] = kind
             if len(watched) < len((STORE, NODE_MANAGER)):
                 return next(kind for kind in (STORE, NODE_MANAGER) if kind not in watched.values())
-            poll = select.poll()  # takes descriptors of any number, unlike `select.select`
+            poll = select.poll()  # unlike `select.select`, takes descriptors of any value
             for each in (*watched, self._wake):
                 poll.register(each, select.POLLIN)
             return next((watched[each] for each, _ in poll.poll() if each in watched), "")
@@ -82,11 +82,11 @@ class DaemonWatch:
         try:
             self._node.kill_gcs_server(check_alive=False)
             self._node.start_gcs_server()
-        except Exception as error:  # Ray raises a bare one
+        except Exception as error:  # Ray raises a bare Exception
             self.lost = f"its control store (gcs_server) ended and does not start: {error}"
 
     def disarm(self) -> None:
-        """Leaves the daemons alone from now on: they are about to be ended on purpose."""
+        """Stops reacting to the daemons, which are about to be stopped on purpose."""
         self._is_armed = False
 
     def close(self) -> None:

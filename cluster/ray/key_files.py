@@ -1,6 +1,6 @@
-"""Files of keys that a deployment's processes read: where its own secret lies, and paths that hold in every process.
+"""Locates the key files that a deployment's processes read, and makes their paths valid in every process.
 
-Ray stores and logs what actors are made with, so that configurations name these files and no key is an argument.
+Ray stores and logs an actor's arguments, so configurations name these files and no key is ever an argument.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from penstock.rpc.secret import ClusterSecret, write_private
 def secret_file(port: int, environment: Mapping[str, str] = os.environ) -> Path:
     """Returns the path of the secret of the deployment whose Admin service listens on `port`.
 
-    It must outlast a login: replaced workers read it for as long as the deployment runs.
+    The file must outlast the login session, as replaced workers read it for as long as the deployment runs.
     """
     base = environment.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(base, "penstock", f"secret-{port}")
 
 
 def leave_secret(port: int) -> Path:
-    """Makes a secret and writes it where its owner alone reads it. Raises ConfigError."""
+    """Creates a secret in a file that only its owner can read. Raises ConfigError."""
     path = secret_file(port)
     try:
         write_private(path, ClusterSecret.make().reveal())
@@ -39,15 +39,15 @@ def leave_secret(port: int) -> Path:
 
 
 def remove_secret(path: Path) -> None:
-    with contextlib.suppress(OSError):  # it opens nothing any more
+    with contextlib.suppress(OSError):  # an old token opens nothing any more
         path.unlink(missing_ok=True)
 
 
 def with_absolute_paths(config: ServeConfig) -> ServeConfig:
-    """Returns `config` with absolute paths of key files, "~" being this account's home: actors have working directories
-    of their own.
+    """Returns `config` with absolute paths of key files and "~" expanded, because every actor has its own working
+    directory.
 
-    Symbolic links stay, since mounted secrets change by them.
+    Symbolic links are kept, since mounted secrets are updated through them.
     """
     security = config.security
     security = security.model_copy(

@@ -1,7 +1,7 @@
 """Starts a deployment and follows it until it is ready, for `penstock serve`, `make demo` and tests.
 
-Owns the Ray that it starts; the controller owns what runs in it. With `address` it joins a running Ray cluster instead,
-and what it starts there outlives this process.
+Owns the Ray it starts; the controller owns what runs in it. With `address` it joins a running Ray cluster instead,
+where the deployment outlives this process.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from penstock.rpc.secret import ADMIN, ClusterSecrets
 from penstock.v1 import admin_pb2
 
 CONTROLLER = "controller"
-_POLL_S = 10.0  # of one long poll; a change answers it at once
-_WATCH_S = 2.0  # of one long poll while Ray is watched
-_CALL_TIMEOUT_S = 30.0  # of a call to the controller beyond what the call itself waits for
+_POLL_S = 10.0  # length of one long poll; a change answers it at once
+_WATCH_S = 2.0  # length of one long poll while Ray is watched
+_CALL_TIMEOUT_S = 30.0  # deadline of a controller call, on top of what the call itself waits for
 _STOP_TIMEOUT_S = 45.0
 
-_QUIET_PORTS = range(20_000, 30_000)  # above Ray's worker ports, below what systems give to outgoing connections
+_QUIET_PORTS = range(20_000, 30_000)  # above Ray's worker ports, below the system's range for outgoing connections
 _PORT_TRIES = 50
 
 OnStatus = Callable[[admin_pb2.StatusResponse], None]
@@ -56,14 +56,14 @@ OnStatus = Callable[[admin_pb2.StatusResponse], None]
 class StartUp:
     """The parts of the time until ready, in seconds."""
 
-    ray_s: float  # Ray itself
+    ray_s: float  # start of Ray itself
     controller_s: float
-    workers_s: float  # until the last worker and the router were ready
-    first_request_s: float  # until a real request had succeeded; without routers of its own nothing sends one
+    workers_s: float  # then until the last worker and the router were ready
+    first_request_s: float  # then until a real request succeeded; 0 without routers
 
 
 def resolve_ports(config: ServeConfig) -> ServeConfig:
-    """Returns `config` with every port of 0 replaced by a free one. Raises ConfigError for a port that is taken.
+    """Returns `config` with every port 0 replaced by a free port. Raises ConfigError for a port that is taken.
 
     Ports are resolved only here, so that a replaced router listens where the first one did.
     """
@@ -79,7 +79,7 @@ def resolve_ports(config: ServeConfig) -> ServeConfig:
 
 
 def _metrics_ports(config: ServeConfig, taken: set[int]) -> tuple[int, ...]:
-    """Returns a port for each router, or none for a single one, which shares its public ports with nobody."""
+    """Returns a metrics port for each router, or none if there is only one: its public ports serve its metrics."""
     key = "metrics_ports"
     found: list[int] = []
     for port in config.metrics_ports or (0,) * (config.routers if config.routers > 1 else 0):
@@ -91,10 +91,10 @@ def _metrics_ports(config: ServeConfig, taken: set[int]) -> tuple[int, ...]:
 
 
 def _free_port(key: str, host: str, taken: set[int]) -> int:
-    """Returns a port that stays free until it is listened on: the system uses none of them for outgoing connections.
+    """Returns a free port outside the system's range for outgoing connections, so that it is likely to stay free.
 
-    Binding to 0 would return a port of the system's own range, which a connection that is made meanwhile may get; Ray
-    alone makes dozens.
+    Binding to 0 would return a port in the system's own range, which a connection made in the meantime could take; Ray
+    makes dozens.
     """
     tries = random.sample(_QUIET_PORTS, _PORT_TRIES)
     for port in (port for port in tries if port not in taken):
@@ -118,16 +118,16 @@ def _bind_once(key: str, host: str, port: int) -> int:
 
 
 def launch(config: ServeConfig, on_status: OnStatus = lambda status: None, *, attach: bool = False) -> RayDeployment:
-    """Starts a deployment and blocks until a real request has succeeded, or, where it has no routers of its own, until
-    every worker is ready; calls `on_status` at each change until then.
+    """Starts a deployment and blocks until a real request has succeeded or, if it has no routers of its own, until
+    every worker is ready. Calls `on_status` at each change until then.
 
-    With `attach`, a deployment that the Ray cluster has already is followed instead, whatever its configuration.
-    Raises ConfigError, CheckpointError, or Unavailable if it is not ready within `start_timeout_s`; nothing is left
-    running then.
+    With `attach`, follows the deployment that already runs in the Ray cluster instead, whatever its configuration.
+    Raises ConfigError, CheckpointError, or Unavailable if it is not ready within `start_timeout_s`; in each case
+    nothing is left running.
     """
     check_ray_version(ray.__version__)
     config = config.model_copy(update={"model": str(Path(config.model).resolve())})
-    ModelConfig.from_folder(config.model)  # a folder that cannot be served is refused before anything starts
+    ModelConfig.from_folder(config.model)  # refuses a folder that cannot be served before anything starts
     config = with_absolute_paths(config if attach else resolve_ports(config))
     began_s = time.monotonic()
     shares, daemons = connect(config)
@@ -152,14 +152,14 @@ class RayDeployment:
         self.admin_address = f"{LOOPBACK}:{config.admin_port}"
         self.grpc_address = f"{callable_host(config.host)}:{config.grpc_port}"
         self.http_address = f"{callable_host(config.host)}:{config.http_port}"
-        self._daemons = daemons  # of the Ray that was started for this deployment
+        self._daemons = daemons  # processes of the Ray that was started for this deployment
         self._controller: Any = None
         self._watch: DaemonWatch | None = None
         self._token_file = token_file(config.admin_port)
-        self._own_secret: Path | None = None  # of a deployment whose configuration names none
+        self._own_secret: Path | None = None  # made for a configuration that names no secret
 
     def start(self, shares: dict[str, ResourceShare], began_s: float, on_status: OnStatus, found: Any = None) -> None:
-        """`found` is the controller of a deployment that is there already."""
+        """Starts the controller, or follows `found`, a running deployment's controller, until everything is ready."""
         ray_s = time.monotonic() - began_s
         if found is None and not self.config.security.secret_file:
             self._own_secret = leave_secret(self.config.admin_port)
@@ -188,15 +188,15 @@ class RayDeployment:
             "num_cpus": 0,
             "memory": ONE_BYTE,
             "max_restarts": -1,
-            "max_task_retries": -1,  # a call waits for the restarted controller
+            "max_task_retries": -1,  # calls wait for a restarted controller
             "lifetime": None if embedded else "detached",
             "runtime_env": {"env_vars": {**NO_CPU_SHARE.environment(), "PYTHONPATH": python_path}},
         }
         home = _home_node()
         if not embedded and is_head(home):
-            options["resources"] = {HEAD: 0.001}  # on the head, also on the next one
+            options["resources"] = {HEAD: 0.001}  # on the head node, also after the head has been replaced
         else:
-            # On this node, where the user expects the ports; on another one only once this node is gone.
+            # On this node, where the user expects the ports; on another only once this one is gone.
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(home, soft=not embedded)
         try:
             return (
@@ -211,7 +211,7 @@ class RayDeployment:
             ) from error
 
     def _follow_until_ready(self, began_s: float, on_status: OnStatus) -> float:
-        """Returns when every worker was ready, in seconds since `began_s`."""
+        """Returns how long after `began_s` every worker was ready, in seconds."""
         version, workers_s = 0, None
         deadline_s = began_s + self.config.start_timeout_s
         status = admin_pb2.StatusResponse()
@@ -228,13 +228,13 @@ class RayDeployment:
 
     @property
     def admin_token(self) -> str:
-        """The token that opens the Admin service now."""
+        """The Admin service's current token."""
         secrets = ClusterSecrets.of(self.config.security)
         assert secrets is not None, "start first"
         return secrets.current.token(ADMIN)
 
     def wait(self, version: int, timeout_s: float) -> tuple[int, admin_pb2.StatusResponse, bool]:
-        """Returns version, status and whether it was stopped, once newer than `version` or after `timeout_s`."""
+        """Returns version, status and whether it was stopped, once there is a newer `version` or after `timeout_s`."""
         found, status, failure, stopped = self._get(
             self._controller.wait.remote(version, timeout_s), timeout_s + _CALL_TIMEOUT_S
         )
@@ -254,8 +254,9 @@ class RayDeployment:
         return self.wait(-1, 0.0)[1]
 
     def wait_until_stopped(self, on_status: OnStatus = lambda status: None) -> str:
-        """Blocks until the deployment is stopped through its Admin service, or until the Ray that was started for it is
-        lost. Returns the reason then."""
+        """Blocks until the deployment is stopped through its Admin service or its embedded Ray is lost. Returns the
+        reason.
+        """
         version, stopped = 0, False
         while not stopped:
             if self._watch is not None and self._watch.lost:
@@ -270,12 +271,13 @@ class RayDeployment:
         return ""
 
     def processes(self) -> list[psutil.Process]:
-        """Returns every process of the Ray that was started for it, workers and routers included."""
+        """Returns every process of the Ray that was started for this deployment, including workers and routers."""
         return with_descendants(self._daemons)
 
     def stop(self, grace_s: float = 0.0) -> None:
-        """Ends the deployment, whose streams may take `grace_s` to end, and the Ray that was started for it. May be
-        called twice."""
+        """Stops the deployment, whose streams get `grace_s` to end, and the Ray that was started for it. May be called
+        twice.
+        """
         if not ray.is_initialized():
             return
         if self._watch is not None:
@@ -308,7 +310,7 @@ class RayDeployment:
 
 
 def running_controller() -> Any:
-    """Returns the controller of the deployment that the Ray cluster has; None if it has none."""
+    """Returns the controller of the deployment in this Ray cluster; None if there is none."""
     try:
         return ray.get_actor(CONTROLLER, namespace=NAMESPACE)
     except ValueError:

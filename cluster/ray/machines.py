@@ -1,4 +1,4 @@
-"""Reads what Ray's nodes have, what a growing cluster may have, and the memory of a single machine.
+"""Reads the resources of Ray's nodes, what the cluster may grow to, and the memory of a single machine.
 
 Implements `capacity_check.Machines`. Calls to Ray block on its head and run on a thread.
 """
@@ -28,7 +28,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 class RayMachines:
     def __init__(self, needs: Mapping[Role, WorkerNeed], *, embedded: bool) -> None:
-        """`embedded`: Ray is ours, and on this machine alone."""
+        """`embedded`: Ray belongs to this deployment and spans only this machine."""
         self.needs = needs
         self.num_cores = float(len(os.sched_getaffinity(0)))
         self._embedded = embedded
@@ -37,7 +37,7 @@ class RayMachines:
         try:
             async with asyncio.timeout(_READ_TIMEOUT_S):
                 nodes, growth = await asyncio.to_thread(_read_ray)
-        except Exception as error:  # whatever Ray raises while its head is away
+        except Exception as error:  # Ray raises various types while its head is down
             raise Unavailable(
                 f"Ray's head does not answer which resources the nodes have: {type(error).__name__}"
             ) from error
@@ -60,13 +60,13 @@ def _read_growth() -> dict[str, float] | None:
     """Returns the totals that Ray's autoscaler may grow the cluster to; None without one."""
     try:
         most = ray._private.state.state.get_max_resources_from_cluster_config()
-    except AttributeError:  # an older Ray does not say it: the nodes alone count
+    except AttributeError:  # an older Ray does not report it, so only present nodes count
         return None
     return {str(name): float(amount) for name, amount in most.items()} if most else None
 
 
 def _read_memory(pids: list[int]) -> MemoryRoom | None:
-    """Returns the free memory and what the largest of these processes has to itself; None if none of them runs."""
+    """Returns the free memory and the private memory of the largest of these processes; None if none of them runs."""
     taken = []
     for pid in pids:
         with contextlib.suppress(psutil.Error):
@@ -77,7 +77,7 @@ def _read_memory(pids: list[int]) -> MemoryRoom | None:
 
 
 def _free_in_cgroup() -> float:
-    """Returns what the container may still take, page cache counted as free; infinite without a limit."""
+    """Returns how much more memory the container may use, counting page cache as free; infinite without a limit."""
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
         used = int((_CGROUP / "memory.current").read_text())

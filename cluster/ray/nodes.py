@@ -1,7 +1,7 @@
 """Asks Ray which nodes are about to go, and makes Ray drain a node.
 
-Ray's autoscalers, KubeRay and `ray drain-node` mark a node that is idle, preempted or asked to end. Ray notifies
-nobody, so it is polled once a second. Every call here blocks on Ray's head and therefore runs on a thread.
+Ray's autoscalers, KubeRay and `ray drain-node` mark a node that is idle, preempted or asked to stop. Ray sends no
+notice of it, so this module polls once a second. Every call blocks on Ray's head and therefore runs on a thread.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 import ray
-from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]  # made at run time
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # type: ignore[attr-defined]  # generated at run time
 
 from cluster.lifecycle.relocation_policy import NodeNotice
 from penstock.errors import InvalidInput, Unavailable
 
 log = logging.getLogger(__name__)
 
-HEAD = "node:__internal_head__"  # a resource that Ray's head alone offers
+HEAD = "node:__internal_head__"  # a resource that only Ray's head node offers
 _POLL_S = 1.0
 _ASK_TIMEOUT_S = 5.0
 
@@ -29,14 +29,15 @@ class RayNodes:
     """Implements `relocation_service.NodeWatch`."""
 
     def __init__(self, own_node: str, exit_process: Callable[[], Awaitable[None]]) -> None:
-        """`own_node` is the id of the node that holds the controller and the routers. `exit_process` ends the
-        controller in a way that Ray starts it again."""
+        """`own_node` is the id of the node with the controller and the routers. `exit_process` exits the controller
+        such that Ray restarts it.
+        """
         self.own_node = own_node
         self._exit_process = exit_process
-        self._is_stuck = False  # Ray has started this controller on a node that was to go already
+        self._is_stuck = False  # Ray started this controller on a node that was already about to go
 
     async def watch(self, note: Callable[[Sequence[NodeNotice]], None]) -> None:
-        """Calls `note` with all nodes that are about to go, each time that they have changed."""
+        """Calls `note` with all nodes that are about to go, each time the set changes."""
         noted: dict[str, int] = {}
         away, is_first = False, True
         while True:
@@ -44,7 +45,7 @@ class RayNodes:
                 found = await asyncio.to_thread(_draining)
                 self._is_stuck |= is_first and self.own_node in found
                 away = is_first = False
-            except Exception as error:  # whatever Ray raises while its head is away
+            except Exception as error:  # Ray raises various types while its head is down
                 if not away:
                     log.info("Ray does not answer which nodes are leaving: %s", type(error).__name__)
                 found, away = noted, True
@@ -54,8 +55,9 @@ class RayNodes:
             await asyncio.sleep(_POLL_S)
 
     async def find_dead(self, nodes: Collection[str]) -> Collection[str]:
-        """Returns those of the nodes that Ray holds for dead, which is for good: a node that comes back gets a new id.
-        None while Ray's head is away."""
+        """Returns which of the nodes are dead, according to Ray; none while Ray's head is down. A node stays dead: if
+        it comes back, it gets a new id.
+        """
         try:
             known = await asyncio.to_thread(ray.nodes)
         except Exception as error:  # as above
@@ -64,8 +66,9 @@ class RayNodes:
         return {node["NodeID"] for node in known if not node["Alive"]}.intersection(nodes)
 
     async def leave(self, name: str, within_s: float | None) -> NodeNotice:
-        """Makes Ray drain a node, so that it places nothing there any more. `name` is the node's id or a prefix of it,
-        its address or its host name. Raises InvalidInput and Unavailable."""
+        """Makes Ray drain a node, so that Ray places nothing more there. `name` is the node's address, its host name,
+        its id or a prefix of the id. Raises InvalidInput and Unavailable.
+        """
         node = await asyncio.to_thread(_find, name)
         if await asyncio.to_thread(is_head, node):
             problem = f"is {name!r}, Ray's head: Ray ends with it, so nothing there can move"
@@ -99,18 +102,18 @@ def _notice(node: str, deadline_ms: int, reason: str = "Ray drains it") -> NodeN
 
 
 def _client() -> Any:
-    worker: Any = ray._private.worker.global_worker  # Ray has no public interface for this
+    worker: Any = ray._private.worker.global_worker  # Ray has no public interface for its dashboard client
     return worker.gcs_client
 
 
 def _draining() -> dict[str, int]:
-    """Returns deadlines in Unix milliseconds by node id; 0: none."""
+    """Returns the draining nodes' deadlines in Unix milliseconds by node id; 0 means no deadline."""
     return dict(_client().get_draining_nodes(timeout=_ASK_TIMEOUT_S))
 
 
 def _drain(node: str, deadline_ms: int) -> str:
-    """Returns why Ray refuses, or ""."""
-    reason = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION  # which Ray does not refuse
+    """Asks Ray to drain the node. Returns why Ray refuses, or ""."""
+    reason = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION  # Ray never refuses this reason
     accepted, refusal = _client().drain_node(node, reason, "penstock drain --node", deadline_ms, timeout=_ASK_TIMEOUT_S)
     return "" if accepted else str(refusal)
 
@@ -121,7 +124,7 @@ def is_head(node: str) -> bool:
 
 
 def _others(node: str) -> list[str]:
-    """Returns the other nodes that live and are not about to go."""
+    """Returns the other nodes that are alive and not about to go."""
     draining = _draining()
     return [each["NodeID"] for each in ray.nodes() if each["Alive"] and each["NodeID"] not in {node, *draining}]
 

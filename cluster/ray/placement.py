@@ -1,7 +1,7 @@
 """Reserves resources for a worker: one placement group with a bundle for each rank, all on one node.
 
-A pending group is also how Ray's autoscaler learns that a node is missing. Every call here blocks on Ray's head and
-therefore runs on a thread.
+Ray's autoscaler learns from a pending group that a node is missing. Every call here blocks on Ray's head and therefore
+runs on a thread.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from cluster.pools.resources import NodeResources, ResourceShare, why_unplaced
 
 log = logging.getLogger(__name__)
 
-_MAKE_TIMEOUT_S = 5.0  # for a request in flight, once its worker is no longer wanted
-_REPORT_INTERVAL_S = 2.0  # before an unplaced worker is reported, and between two reports
+_MAKE_TIMEOUT_S = 5.0  # how long to wait for a reservation in flight that is no longer wanted
+_REPORT_INTERVAL_S = 2.0  # delay before the first report of an unplaced worker and between reports
 
 
 async def place(name: str, share: ResourceShare, on_unplaced: OnUnplaced, num_ranks: int = 1) -> PlacementGroup:
-    """Returns once the group is reserved, however long that takes; reports meanwhile why it is not."""
+    """Returns once the group is reserved, however long that takes; until then reports why it is not."""
     making = asyncio.ensure_future(asyncio.to_thread(_make, name, share, num_ranks))
     try:
         group = await asyncio.shield(making)
     except asyncio.CancelledError:
-        await asyncio.wait([making], timeout=_MAKE_TIMEOUT_S)  # else it would be made after its release, and stay
+        await asyncio.wait([making], timeout=_MAKE_TIMEOUT_S)  # else the group could outlive its release
         raise
     while True:
         placed, _ = await asyncio.wait([asyncio.ensure_future(group.ready())], timeout=_REPORT_INTERVAL_S)
@@ -45,7 +45,7 @@ def _make(name: str, share: ResourceShare, num_ranks: int) -> PlacementGroup:
         [share.bundle()] * num_ranks,
         strategy="STRICT_PACK",
         name=name,
-        lifetime="detached",  # outlives the controller, like the worker in it
+        lifetime="detached",  # the group outlives the controller, like the worker in it
         bundle_label_selector=selectors,
     )
 
@@ -55,12 +55,12 @@ def _nodes() -> list[NodeResources]:
 
 
 def release(name: str) -> None:
-    """Gives the reservation of that name back, if there is one."""
-    with contextlib.suppress(ValueError):  # there is none of that name
+    """Releases the reservation of that name, if there is one."""
+    with contextlib.suppress(ValueError):  # there is no group of that name
         remove_placement_group(get_placement_group(name))
 
 
 def group_names() -> list[str]:
-    """Returns the names of all groups that hold or want resources; ours are named after their workers."""
+    """Returns the names of all groups that hold or want resources; a worker's group is named after the worker."""
     table: dict[str, Any] = ray.util.placement_group_table()
     return [str(group["name"]) for group in table.values() if group["state"] != "REMOVED" and group["name"]]

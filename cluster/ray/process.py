@@ -1,7 +1,8 @@
-"""Runs one supervised process as a Ray actor: makes it or takes it over, watches it and removes it. Decides nothing.
+"""Runs one supervised process as a Ray actor: creates or takes over the actor, watches it and removes it. Decides
+nothing.
 
-Actors and their reservations are detached: they outlive the controller that made them, and its successor finds them by
-name. Calls that block on Ray's head run on threads, so that leases are watched while the head is away.
+Actors and their reservations are detached: they outlive their controller, whose successor finds them by name. Calls
+that block on Ray's head run on threads, so that leases are still watched while the head is down.
 """
 
 from __future__ import annotations
@@ -33,30 +34,30 @@ from penstock.v1 import worker_pb2
 log = logging.getLogger(__name__)
 
 NAMESPACE = "penstock"
-# Of memory, for actors that belong on their maker's node. Ray lets a random node place an actor that asks for nothing,
-# and a node that has just joined and does not know the maker's node yet keeps it.
+# Memory requested for actors that belong on their creator's node. For an actor that requests nothing Ray lets a random
+# node decide, and a node that has just joined and does not know the creator's node yet keeps the actor for itself.
 ONE_BYTE = 1
-_REMOVE_TIMEOUT_S = 5.0  # until Ray has confirmed that a killed router is gone
+_REMOVE_TIMEOUT_S = 5.0  # time for Ray to confirm that a killed router is gone
 _WORKER_REMOVE_TIMEOUT_S = 2.0
-_KILL_TIMEOUT_S = 3.0  # of a signal sent through Ray to another node
-_LEAVE_MARGIN_S = 5.0  # beyond its streams' time, for a router that was asked to end
+_KILL_TIMEOUT_S = 3.0  # deadline of a signal sent through Ray to another node
+_LEAVE_MARGIN_S = 5.0  # time a stopping router gets on top of its streams' grace period
 
 
 @dataclass(frozen=True, slots=True)
 class ActorSpec:
-    """Everything that decides how one incarnation's actor is made."""
+    """Everything that determines how one incarnation's actor is created."""
 
     kind: str  # prefill, decode, router or spare
     incarnation: Incarnation
-    config: Mapping[str, object]  # of the worker or router, plain data
+    config: Mapping[str, object]  # the worker's or router's configuration as plain data
     share: ResourceShare
-    node_id: str | None = None  # a node that it must run on, without a reservation
-    use_node_address: bool = False  # listen on the node's address instead of loopback
-    num_ranks: int = 1  # processes that hold a part of the model each; each gets a share
+    node_id: str | None = None  # the node that it must run on, without a reservation
+    use_node_address: bool = False  # whether to listen on the node's address instead of loopback
+    num_ranks: int = 1  # processes that each hold a part of the model and get a share
 
     @property
     def name(self) -> str:
-        """A name of its own for each incarnation: the previous one's may still be taken when its successor is made."""
+        """A name unique to the incarnation, since its predecessor's name may still be in use when it is created."""
         return f"{self.incarnation.worker_id}.{self.incarnation.number}"
 
 
@@ -67,7 +68,7 @@ class StartReport:
     started: Started | None
     node_id: str
     error: bytes = b""
-    incarnation: Incarnation | None = None  # which it serves as; after a flip not the one that it is named after
+    incarnation: Incarnation | None = None  # the incarnation it serves as; differs from its name after a flip
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def actor_options(spec: ActorSpec, python_path: str) -> dict[str, Any]:
         "num_cpus": spec.share.num_cpus,
         "num_gpus": spec.share.num_gpus,
         "resources": dict(spec.share.resources),
-        "max_restarts": 0,  # the controller replaces it, with a new epoch
+        "max_restarts": 0,  # the controller replaces it under a new epoch
         "runtime_env": {"env_vars": {**spec.share.environment(), "PYTHONPATH": python_path}},
     }
 
@@ -97,13 +98,13 @@ class RayProcess:
     """Implements `SupervisedProcess`. Runs on the controller's event loop."""
 
     def __init__(self, spec: ActorSpec, context: ActorContext, found: ActorHandle | None = None) -> None:
-        """`found` is the actor of an incarnation that an earlier controller made."""
+        """`found` is the actor of an incarnation that an earlier controller started."""
         self._spec = spec
         self._context = context
         self._actor = found
-        self._life: Any = found.live.remote() if found is not None else None  # ends when the server or its process does
+        self._life: Any = found.live.remote() if found is not None else None  # ends with the server or its process
         self._report: StartReport | None = None
-        self._stopped = False  # in order
+        self._stopped = False  # whether it was stopped in order
 
     async def place(self, on_unplaced: OnUnplaced) -> None:
         if self._actor is not None:
@@ -124,7 +125,7 @@ class RayProcess:
         return made.remote(spec.kind, spec.incarnation.worker_id, dict(spec.config), spec.use_node_address)
 
     async def start(self) -> Started:
-        """Starts the server. A found actor repeats its report, or continues starting."""
+        """Starts the server. A found actor repeats its report or continues to start."""
         assert self._actor is not None, "place first"
         try:
             report: StartReport = await self._actor.start.remote(self._context.controller, self._spec.incarnation)
@@ -137,7 +138,7 @@ class RayProcess:
         assert self._report is not None
         assert self._report.started is not None
         started = self._report.started
-        if not started.address:  # a spare listens nowhere
+        if not started.address:  # a spare does not listen
             return await self._outlive()
         if self._is_router:
             following = follow_router(started.address, on_doubt, started.pid, _drain_s(self._spec))
@@ -153,7 +154,7 @@ class RayProcess:
 
     @property
     def serves_as(self) -> Incarnation:
-        """The incarnation that the actor says it is; before it has answered, the one that it was made for."""
+        """The incarnation that the actor reports; until it has answered, the one it was created for."""
         reported = self._report.incarnation if self._report is not None else None
         return reported or self._spec.incarnation
 
@@ -189,12 +190,11 @@ class RayProcess:
             await asyncio.to_thread(placement.release, self._spec.name)
 
     async def _kill_actor(self, actor: ActorHandle) -> None:
-        """Kills the actor, first by SIGKILL: Ray asks a process to end, which a stopped (SIGSTOP) process cannot hear.
-        After an orderly stop there is no signal, since Ray would report a process that died unexpectedly.
+        """Kills the actor, by SIGKILL first: Ray only asks a process to exit, which a suspended (SIGSTOP) process
+        cannot do. Sends no signal after an orderly stop, since Ray would report an unexpected death.
 
-        A router's successor needs its ports, so a router must be gone. A worker's successor may start as soon as the
-        process is certain to end, and soon even if nothing is certain (its node does not answer): epochs tell the two
-        apart.
+        A router must be gone before its successor starts, which needs its ports. A worker's successor may start as soon
+        as the process is certain to end, or after a short wait if its node does not answer: epochs distinguish the two.
         """
         gone: set[asyncio.Task[Any]] = {asyncio.create_task(self._outlive())}
         report = self._report
@@ -234,9 +234,9 @@ def _first_line(error: RayError) -> str:
 
 
 async def kill_process(node_id: str, pid: int) -> bool:
-    """Sends SIGKILL to a process of ours on any node; a stopped process cannot put it off.
+    """Sends SIGKILL to one of this deployment's processes on any node; even a suspended process cannot delay it.
 
-    Returns whether the process is certain to end, which nothing is on a node that is gone.
+    Returns whether the process is certain to end; on an unreachable node it never is.
     """
     if node_id == ray.get_runtime_context().get_node_id():
         _kill(pid)
@@ -251,7 +251,7 @@ async def kill_process(node_id: str, pid: int) -> bool:
 
 
 def _kill_on_node(node_id: str, pid: int) -> Any:
-    """Starts a Ray task on the node. Blocks on Ray's head, which may be away."""
+    """Starts a Ray task on the node that sends the signal. Blocks while Ray's head is down."""
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return ray.remote(_kill).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(pid)
 

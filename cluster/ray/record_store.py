@@ -1,6 +1,6 @@
 """Stores the controller's record in Ray's own key-value store, which lives as long as the cluster does.
 
-One thread writes, and always the newest record: the head may be away, and the controller continues meanwhile.
+One thread always writes the newest record, so that the controller continues while the head is down.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FLUSH_TIMEOUT_S = 5.0
 
 
 async def load_record() -> ControllerRecord | None:
-    """Returns what an earlier controller left, if there was one."""
+    """Returns the record that an earlier controller left, if any."""
     data = await asyncio.to_thread(_internal_kv_get, _KEY, namespace=_NAMESPACE)
     return ControllerRecord.from_json(data) if data else None
 
@@ -52,7 +52,7 @@ class RecordWriter:
             assert record is not None
             try:
                 _internal_kv_put(_KEY, record.to_json(), overwrite=True, namespace=_NAMESPACE)
-            except Exception as error:  # whatever Ray raises while its head is away
+            except Exception as error:  # Ray raises various types while its head is down
                 log.warning("the controller's record was not written and will be retried: %s", type(error).__name__)
                 with self._changed:
                     self._newest = self._newest or record
@@ -73,7 +73,7 @@ class RecordWriter:
                 log.warning("the controller's newest record was not written within %g s", _FLUSH_TIMEOUT_S)
 
     async def delete(self) -> None:
-        """Deletes the record of a deployment that is over; nothing is written any more."""
+        """Deletes the record of a deployment that is over, and writes none from then on."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Finds what runs already when a controller starts: by name among Ray's actors and reservations, then by asking."""
+"""Finds what already runs when a controller starts: looks Ray's actors and reservations up by name, then asks them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.types import Role, WorkerId
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(rf"((?:{'|'.join(role.value for role in Role)})(?:-{SPARE})?-\d+|{ROUTER}-\d+)\.(\d+)")
-_ANSWER_TIMEOUT_S = 2.0  # of a running worker, which answers from memory
+_ANSWER_TIMEOUT_S = 2.0  # deadline for a running worker, which answers from memory
 
 
 def parse_name(name: str) -> Incarnation | None:
@@ -35,7 +35,7 @@ def parse_name(name: str) -> Incarnation | None:
 async def find_running(make_process: Callable[[Incarnation, ActorHandle], RayProcess]) -> list[FoundProcess]:
     """Returns the newest incarnation of each worker and router that Ray knows.
 
-    Ends older ones, and spares that have not become workers: each controller makes its own.
+    Removes older ones, and spares that have not become workers: each controller starts its own.
     """
     actors = await asyncio.to_thread(_named_actors)
     asked = await asyncio.gather(*(_ask(make_process(name, actor)) for name, actor in actors.items()))
@@ -46,20 +46,22 @@ async def find_running(make_process: Callable[[Incarnation, ActorHandle], RayPro
 
 
 def newest(found: Mapping[Incarnation, FoundProcess]) -> dict[Incarnation, FoundProcess]:
-    """Returns each worker's last incarnation, by the name of its actor. A spare is not a worker yet."""
+    """Returns each worker's last incarnation by the name of its actor; spares are left out."""
     order = sorted(found, key=lambda name: found[name].incarnation.number)
     last = {found[name].incarnation.worker_id: name for name in order}
     return {name: found[name] for name in last.values() if not found[name].incarnation.spare_of}
 
 
 async def remove_everything() -> None:
-    """Ends what is left of a deployment whose controller is gone for good."""
+    """Removes what is left of a deployment whose controller is gone for good."""
     actors = await asyncio.to_thread(_named_actors)
     await asyncio.to_thread(_remove, list(actors.values()), ())
 
 
 async def _ask(process: RayProcess) -> FoundProcess:
-    """Asks a process who it is. One that does not answer is taken over as well: its supervision finds out."""
+    """Asks a process which incarnation it is. A process that does not answer is taken over too, and supervision deals
+    with it.
+    """
     try:
         async with asyncio.timeout(_ANSWER_TIMEOUT_S):
             started = await process.start()
@@ -74,13 +76,13 @@ def _named_actors() -> dict[Incarnation, ActorHandle]:
     for name in ray.util.list_named_actors():
         incarnation = parse_name(name)
         if incarnation is not None:
-            with contextlib.suppress(ValueError):  # it died meanwhile
+            with contextlib.suppress(ValueError):  # it has died since
                 named[incarnation] = ray.get_actor(name, namespace=NAMESPACE)
     return named
 
 
 def _remove(actors: Sequence[Any], kept: Iterable[Incarnation]) -> None:
-    """Kills these actors, and then releases our reservations other than those named after `kept` incarnations."""
+    """Kills these actors, then releases the deployment's reservations except those named after `kept` incarnations."""
     for actor in actors:
         with contextlib.suppress(RayError, ValueError):
             ray.kill(actor, no_restart=True)

@@ -1,6 +1,6 @@
-"""The Ray actor of one worker or router: hosts its server, reports the progress of its start, and ends it in order.
+"""The Ray actor of one worker or router: hosts its server, reports the progress of its start, and stops it in order.
 
-It starts and replaces nothing by itself: the controller makes it, and finds it again by name (`cluster.ray.process`).
+It starts and replaces nothing by itself: the controller creates it and finds it again by name (`cluster.ray.process`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_CONTROLLER_PATIENCE_S = 5.0  # for the controller to stop an empty worker that was asked to end
+_CONTROLLER_PATIENCE_S = 5.0  # how long a worker asked to stop waits, once empty, for the controller
 
 
 class HostedServer(Protocol):
@@ -46,7 +46,7 @@ class HostedServer(Protocol):
     async def start(self, stages: StartReporter) -> Started: ...
 
     async def flip(self, worker_id: WorkerId, role: Role) -> Started:
-        """Changes the role that the server has."""
+        """Changes the server's role."""
         ...
 
     async def wait_failed(self) -> str:
@@ -54,14 +54,14 @@ class HostedServer(Protocol):
         ...
 
     async def leave(self, drain_s: float) -> None:
-        """Refuses new requests, and returns once none is left, or after `drain_s`. `stop` follows."""
+        """Refuses new requests, and returns once none is left or after `drain_s`. `stop` follows."""
         ...
 
     async def stop(self) -> None: ...
 
 
 class HostedWorker:
-    """A prefill or decode worker: the same server that `python -m decode_worker` runs."""
+    """Hosts a prefill or decode worker: the same server that `python -m decode_worker` runs."""
 
     def __init__(self, config: WorkerConfig, *, is_spare: bool, launch: Launch | None) -> None:
         self._host = RoleHost(config, is_spare=is_spare, launch=launch)
@@ -118,7 +118,7 @@ class HostedRouter:
         )
 
     async def wait_failed(self) -> str:
-        await asyncio.get_running_loop().create_future()  # a router does not fail by itself
+        await asyncio.get_running_loop().create_future()  # a router never fails by itself
         raise AssertionError("unreachable")
 
     async def flip(self, worker_id: WorkerId, role: Role) -> Started:
@@ -172,7 +172,7 @@ class ServerActor:
         return await _report(make_and_start(), incarnation)
 
     async def flip(self, incarnation: Incarnation) -> StartReport:
-        """Makes this process the given incarnation, in its pool's role; a later `start` reports it."""
+        """Turns this process into the given incarnation, with its pool's role; a later `start` reports it."""
         assert self._server is not None
         started = self._server.flip(incarnation.worker_id, Role(incarnation.pool_name))
         self._starting = asyncio.create_task(_report(started, incarnation))
@@ -197,8 +197,9 @@ class ServerActor:
         self._leaving = self._leaving or asyncio.create_task(self._leave())
 
     async def _leave(self) -> None:
-        """Leaves as a plain process does. A worker's controller notices, drains it and stops it; a router, and a worker
-        without a controller, ends by itself."""
+        """Leaves like a plain process on SIGTERM. The controller notices, drains a worker and stops it; a router, or a
+        worker without a controller, exits by itself.
+        """
         assert self._server is not None
         drain_s = self._config["drain_s"]
         assert isinstance(drain_s, int | float)
@@ -216,7 +217,7 @@ class ServerActor:
 
 
 async def _report(starting: Awaitable[Started], incarnation: Incarnation) -> StartReport:
-    """Awaits a start or a flip, and reports how it ended."""
+    """Awaits a start or a flip and reports the outcome."""
     node_id = ray.get_runtime_context().get_node_id()
     try:
         return StartReport(await starting, node_id, incarnation=incarnation)
@@ -235,8 +236,9 @@ def _make_server(kind: str, config: Mapping[str, object], launch: Launch | None)
 
 
 def at_node_address(config: Mapping[str, object]) -> dict[str, object]:
-    """Returns a worker's config for a cluster of several machines: it listens where the others, and with lookaside its
-    clients, can reach it, and only there."""
+    """Returns a worker's config for a cluster of several machines. The worker listens only on its node's address, where
+    other workers and, with lookaside, clients can reach it.
+    """
     address = ray.util.get_node_ip_address()
     transfer = config["transfer"]
     assert isinstance(transfer, Mapping)
@@ -249,13 +251,13 @@ def at_node_address(config: Mapping[str, object]) -> dict[str, object]:
 class RankActor:
     """A rank of a tensor-parallel worker other than the first, which is the worker's own actor.
 
-    It belongs to that actor: Ray ends it with it, as does the channel between them. No batch and no page passes
-    through an actor call.
+    It belongs to that actor: when the actor or the channel between them ends, so does this one. No batch and no page
+    passes through an actor call.
     """
 
     def serve(self, control: str) -> None:
-        """Serves until rank 0 is gone; the process then ends at once."""
-        # Imported here: torch must come after this process's thread bounds are set.
+        """Serves until rank 0 is gone; then the process exits at once."""
+        # Imported here, because torch must load after this process's thread limits are set.
         from engine.parallel.spawn import serve_rank
         from kv_transfer.ranks.rank_main import extend
 
@@ -265,7 +267,7 @@ class RankActor:
 
 def _launch_actors(group: PlacementGroup, environment: Mapping[str, str]) -> Launch:
     """Returns a function that starts ranks in the worker's own placement group, with `environment`."""
-    actors: list[ActorHandle] = []  # Ray ends an actor whose last handle is gone
+    actors: list[ActorHandle] = []  # keeps the handles, as Ray ends an actor without any
 
     def launch(control: Path, num_processes: int) -> None:
         for bundle in range(1, num_processes + 1):

@@ -1,7 +1,7 @@
-"""Changes what a SIGTERM does in a Ray process: by itself, Ray ends the process at once.
+"""Changes what SIGTERM does in a Ray process, where by default it ends the process at once.
 
-Ray sets its handler on the main thread, where an actor's code never runs, so no other can be set from here. The
-function that the handler calls is replaced instead; in a Ray without it, processes end at once, as before.
+A signal handler can only be set on the main thread, where Ray sets its own and an actor's code never runs. So this
+module replaces the function that Ray's handler calls. If a version of Ray lacks it, the default stays.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ _EXIT = "raise_sys_exit_with_custom_error_message"  # in ray._private.worker; on
 
 
 def on_sigterm(call: Callable[[], None]) -> None:
-    """Makes the first SIGTERM run `call` on the main thread, which must return at once. The next one ends the
-    process."""
+    """Makes the first SIGTERM run `call` on the main thread; `call` must return at once. A second SIGTERM ends the
+    process.
+    """
     worker: Any = ray._private.worker
     end_at_once = getattr(worker, _EXIT, None)
     if end_at_once is None:

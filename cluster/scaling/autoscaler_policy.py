@@ -1,8 +1,8 @@
-"""Decides how many workers each pool has, and which change their role. Pure: signals and the time in, changes with
-their reasons out.
+"""Decides how many workers each pool has and which ones change their role. Pure: takes signals and the time, and
+returns changes with their reasons.
 
-A new worker takes as long as its start, a role flip seconds. Sizes come from `sizing_policy`; this module has the rules
-for acting on them. A pool grows at once and shrinks late. Nothing is decided on missing data, an operator's override
+Sizes come from `sizing_policy`; this module has the rules for acting on them. A pool grows at once and shrinks late,
+and flips a worker where that is faster than starting one. Nothing is decided on missing data, an operator's override
 holds for its time, and workers that never become ready neither count nor block other changes.
 """
 
@@ -31,17 +31,17 @@ from penstock.config.autoscaler import AutoscalerConfig
 from penstock.types import Role
 
 _IN_TIME_OVER_S = 60.0
-_MIN_GROWTH = 0.1  # of a pool's size: growing worker by worker is many changes for little
+_MIN_GROWTH = 0.1  # share of a pool's size; growing one worker at a time takes too many changes
 _MIN_SHRINKAGE = 0.25
 _AGAIN_S = 300.0  # a pool that grew this recently grows by more, so that a rising load takes few steps
 _MIN_GROWTH_AGAIN = 0.25
-_TYPICAL_PROMPT = 2.0  # times the mean, where squared lengths are unknown
+_TYPICAL_PROMPT = 2.0  # multiple of the mean prompt length, used while squared lengths are unknown
 _START_SMOOTHING = 0.3  # weight of the newest start's time
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """A pool's size as set by an operator, and until when it holds."""
+    """A pool's size as an operator set it, and how long it holds."""
 
     replicas: int
     until_s: float
@@ -49,7 +49,7 @@ class Override:
 
 @dataclass(slots=True)
 class _PoolState:
-    """State of one pool between decisions."""
+    """The state of one pool between decisions."""
 
     changed_s: float = float("-inf")
     grew_s: float = float("-inf")
@@ -58,10 +58,10 @@ class _PoolState:
 
 
 class AutoscalerPolicy:
-    """Decides once an interval; remembers traffic, costs and recent changes."""
+    """Decides once per interval; remembers traffic, costs and recent changes."""
 
     def __init__(self, config: AutoscalerConfig, bounds: Mapping[Role, PoolBounds], max_batch: int) -> None:
-        """`max_batch` is how many sequences a decode worker runs at once at most."""
+        """`max_batch` is the most sequences that a decode worker runs at once."""
         self.config = config
         self._bounds = bounds
         self._profiles = WorkerProfiles()
@@ -69,7 +69,7 @@ class AutoscalerPolicy:
         self._prefill = PrefillSizer(config)
         self._decode = DecodeSizer(config, max_batch)
         self._max_batch = max_batch
-        self._num_for_decode = 0  # requests that wait in routers for decode workers
+        self._num_for_decode = 0  # requests waiting in routers for decode workers
         self._pools = {role: _PoolState() for role in Role}
         self._demands: deque[tuple[float, DemandSignal]] = deque()
         self._last_s: float | None = None
@@ -77,7 +77,7 @@ class AutoscalerPolicy:
         self._start_s = config.start_s
 
     def override(self, role: Role, replicas: int, until_s: float) -> None:
-        """Leaves a pool at the size that an operator set, until `until_s`."""
+        """Holds a pool at the size that an operator set, until `until_s`."""
         self._pools[role].override = Override(self._bounds[role].clip(replicas), until_s)
 
     def release(self, role: Role) -> None:
@@ -85,14 +85,14 @@ class AutoscalerPolicy:
         self._pools[role].override = None
 
     def on_started(self, after_s: float) -> None:
-        """Learns how long a new worker took from its request to readiness."""
+        """Records how long a new worker took from its request to being ready."""
         self._start_s += _START_SMOOTHING * (after_s - self._start_s)
 
     def decide(self, signals: Signals, now_s: float) -> ScalingDecision:
-        """Returns the changes to make now. The next signals are expected to show them."""
+        """Returns the changes to make now, which the next signals are expected to show."""
         missing = _find_missing(signals, self.config.stale_s)
         if missing:
-            self._last_s = None  # the gap is unknown: the next bin starts after it
+            self._last_s = None  # the length of the gap is unknown, so the next bin starts after it
             return ScalingDecision((), tuple(self._hold(role, signals, now_s, missing) for role in Role))
         if not self._observe(signals, now_s):
             reason = "first observation: traffic is counted from now on"
@@ -163,7 +163,7 @@ class AutoscalerPolicy:
         tokens, squared = now.prompt_tokens - before.prompt_tokens, now.squared_prompt_tokens
         squared -= before.squared_prompt_tokens
         ended, cached = now.ended_prompt_tokens - before.ended_prompt_tokens, now.cached_tokens - before.cached_tokens
-        # Routers of an older version do not report squares.
+        # Older routers do not report squares.
         typical = squared / tokens if squared else _TYPICAL_PROMPT * now.prompt_tokens / max(1, now.requests)
         return PromptMix(typical, max(0.0, 1.0 - cached / ended) if ended else 1.0)
 

@@ -1,4 +1,4 @@
-"""Sums the traffic reports of all routers into totals that never fall, even as routers come, go or restart."""
+"""Sums the traffic reports of all routers into totals that never fall, even when routers come, go or restart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from cluster.scaling.signals import DemandSignal
 from penstock.v1 import admin_pb2
 
-_GAUGES = {"waiting", "waiting_tokens"}  # values of the moment; all others are counters
+_GAUGES = {"waiting", "waiting_tokens"}  # current values; all other fields are counters
 _COUNTERS = [each.name for each in fields(DemandSignal) if each.name not in _GAUGES]
 
 
@@ -34,7 +34,7 @@ class DemandTotals:
         self._reports[report.router] = _RouterReport(report, now_s)
 
     def signal(self, routers: Collection[str], now_s: float, stale_s: float) -> DemandSignal | None:
-        """Returns the totals, or None without routers or with one that has not reported for `stale_s`."""
+        """Returns the totals; None if there are no routers or one has not reported for `stale_s`."""
         for gone in self._reports.keys() - set(routers):
             del self._reports[gone]
         reports = self._reports

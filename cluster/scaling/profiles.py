@@ -1,4 +1,4 @@
-"""Learns what an average worker of each pool can do from load reports (`router.routing.costs`). Pure."""
+"""Learns from load reports what an average worker of each pool can do (`router.routing.costs`). Pure."""
 
 from __future__ import annotations
 
@@ -10,48 +10,50 @@ from penstock.scheduling.linear_cost import LinearCost
 from penstock.types import Role, StepTotals, WorkerId, WorkerLoad
 from router.routing.costs.cost_model import DECODE_PRIOR, CostBook, StepCost
 
-_PAGE_SIZE = 16  # used by the cost book only for workers that report no totals
+_PAGE_SIZE = 16  # the cost book needs it only for workers that report no totals
 _SMOOTHING = 0.3
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerProfile:
-    """An average worker's speed and capacity. None: not learnt yet."""
+    """An average worker's speed and capacity; None where not learnt yet."""
 
-    prefill_per_s: float | None = None  # uncached tokens of prompts
+    prefill_per_s: float | None = None  # uncached prompt tokens per second
     decode: StepCost | None = None
-    pages: float | None = None  # available to sequences
+    pages: float | None = None  # pages available to sequences
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedWork:
     """Work since the last observation."""
 
-    prefill_tokens: float  # computed, plus the growth of the queues
+    prefill_tokens: float  # prompt tokens computed, plus the growth of the queues
     num_running: int
     num_held: int  # sequences at decode workers, in any state
     pages: float
-    context: float  # mean context tokens of a running sequence
+    context: float  # mean context of a running sequence, in tokens
 
 
 class WorkerProfiles:
-    """Follows every worker's totals.
+    """Follows every worker's totals and fits costs to them.
 
     Decode costs are fitted over the whole pool, as a cost for each sequence and each token of its context: one worker's
-    batch hardly changes between two reports while those of several workers differ, and a worker's tokens per second say
-    more about the contexts of the moment than about the worker.
+    batch hardly changes between two reports, while the batches of several workers differ, and a worker's tokens per
+    second depend more on its current contexts than on the worker.
     """
 
     def __init__(self) -> None:
         self._costs = CostBook()
         self._seen: dict[WorkerId, tuple[int, StepTotals, StepTotals]] = {}
         self._queued: float | None = None
-        self._decoded = StepTotals()  # by all workers since the last observation
-        self._context = 0.0  # mean context tokens of a generated token
+        self._decoded = StepTotals()  # decode steps of all workers since the last observation
+        self._context = 0.0  # mean context of a generated token, in tokens
         self._decode = LinearCost((DECODE_PRIOR.fixed_s, DECODE_PRIOR.token_s, DECODE_PRIOR.context_s))
 
     def observe(self, signals: Signals, waiting_tokens: float) -> ObservedWork:
-        """Takes the newest reports; every ready worker must have one. `waiting_tokens` wait in the routers."""
+        """Takes the newest reports; every ready worker must have one. `waiting_tokens` counts tokens that wait in the
+        routers.
+        """
         ready = [worker for pool in signals.pools.values() for worker in pool.ready]
         for gone in self._seen.keys() - {worker.worker_id for worker in ready}:
             del self._seen[gone]
@@ -93,7 +95,7 @@ class WorkerProfiles:
         return float(computed)
 
     def profile(self, signals: Signals) -> WorkerProfile:
-        """Returns the medians over the ready workers."""
+        """Returns the medians over the ready workers as one profile."""
         known = {
             role: [(worker.worker_id, worker.load) for worker in pool.ready if worker.load]
             for role, pool in signals.pools.items()

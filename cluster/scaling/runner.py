@@ -1,6 +1,6 @@
 """Runs the autoscaler: gathers signals from workers and routers, asks `autoscaler_policy`, carries out its changes.
 
-Part of the controller's event loop. Keeps the newest records for `penstock explain`.
+Runs on the controller's event loop. Keeps the newest records for `penstock explain`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.v1 import admin_pb2, worker_pb2
 
 log = logging.getLogger(__name__)
 
-HOLD_S = 3600.0  # default time for which an operator's size holds
+HOLD_S = 3600.0  # how long an operator's size holds by default
 BY = "the autoscaler"
 _MAX_RECORDS = 1024
 _COMING = (*COMING, WorkerState.LOST)
@@ -41,7 +41,7 @@ class ScalableDeployment(Protocol):
     def replicas(self, pool_name: str) -> int: ...
 
     def loads(self) -> Mapping[Incarnation, tuple[worker_pb2.Load, float]]:
-        """Returns each worker's latest report and when it came."""
+        """Returns each worker's latest report and its arrival time."""
         ...
 
     def routers(self) -> Collection[str]: ...
@@ -65,7 +65,7 @@ class ExplainedRecord:
 
     record: ScalingRecord
     unix_time_s: float
-    failed: str = ""  # why the change failed, or ""
+    failed: str = ""  # why the change failed, or "" if it did not
 
 
 class AutoscalerRunner:
@@ -92,7 +92,7 @@ class AutoscalerRunner:
         while True:
             await asyncio.sleep(self.config.interval_s)
             try:
-                with contextlib.suppress(PenstockError):  # unknown bounds nothing
+                with contextlib.suppress(PenstockError):  # an unknown capacity limits nothing
                     await self._deployment.refresh()
                 self.step(time.monotonic())
             except Exception:
@@ -112,7 +112,7 @@ class AutoscalerRunner:
                 )
 
     def hold(self, pool_name: str, replicas: int, hold_s: float) -> None:
-        """Leaves a pool at the size that an operator set, for `hold_s` or the default."""
+        """Holds a pool at the size that an operator set, for `hold_s` or the default time."""
         self._autoscaler.override(Role(pool_name), replicas, time.monotonic() + (hold_s or HOLD_S))
 
     def explain(self, pool_name: str, limit: int, *, changes: bool) -> list[ExplainedRecord]:
@@ -177,7 +177,7 @@ class AutoscalerRunner:
     # Changes.
 
     def _carry_out(self, changes: Sequence[Change]) -> dict[Role, str]:
-        """Makes the changes; returns by pool why one failed."""
+        """Makes the changes. Returns the reasons of those that failed, by pool."""
         failed: dict[Role, str] = {}
         for change in changes:
             try:

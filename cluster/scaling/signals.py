@@ -1,4 +1,4 @@
-"""Inputs and outputs of the autoscaler. Plain data.
+"""The inputs and outputs of the autoscaler, as plain data.
 
 None stands for unknown: a worker without a report is not an idle worker.
 """
@@ -17,8 +17,8 @@ class WorkerSignal:
 
     worker_id: WorkerId
     load: WorkerLoad | None
-    age_s: float = 0.0  # of the load
-    epoch: int = 0  # of the incarnation: its totals start at zero
+    age_s: float = 0.0  # age of the load report
+    epoch: int = 0  # identifies the incarnation, whose totals start at zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,32 +29,32 @@ class PoolSignal:
     ready: tuple[WorkerSignal, ...] = ()
     starting_s: tuple[float, ...] = ()  # start time of each worker that is starting
     unplaceable: str = ""  # why workers of this pool cannot be placed, or ""
-    fitting: int | None = None  # workers that the machines can hold beside the other pools; None: unknown
+    fitting: int | None = None  # workers that the machines can hold next to the other pools; None: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class DemandSignal:
-    """Totals of all routers since they started, and what waits in them now."""
+    """Totals over all routers since they started, and what waits in them now."""
 
     requests: int = 0
     prompt_tokens: int = 0
-    squared_prompt_tokens: int = 0  # each prompt's tokens squared
-    cached_tokens: int = 0  # of prompts of ended requests
+    squared_prompt_tokens: int = 0  # sum over prompts of their squared token counts
+    cached_tokens: int = 0  # cached prompt tokens of ended requests
     ended_prompt_tokens: int = 0
-    first_tokens: int = 0  # requests that received one
+    first_tokens: int = 0  # requests that received a first token
     first_tokens_in_time: int = 0
     ended: int = 0  # completions with more than one token
-    ended_in_time: int = 0  # of these, within the ITL target
-    waiting: int = 0  # requests
-    waiting_tokens: int = 0  # of their prompts
+    ended_in_time: int = 0  # those of them within the ITL target
+    waiting: int = 0  # requests that wait
+    waiting_tokens: int = 0  # prompt tokens of these requests
 
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """Everything that one decision rests on."""
+    """All inputs of one decision."""
 
     pools: Mapping[Role, PoolSignal]
-    demand: DemandSignal | None  # None: a router does not report
+    demand: DemandSignal | None  # None: some router does not report
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class PoolBounds:
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """A pool gets another size."""
+    """Changes a pool's size."""
 
     role: Role
     replicas: int
@@ -78,7 +78,7 @@ class Resize:
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """A worker of `from_role` changes its role; both pools' sizes follow."""
+    """Changes the role of a worker of `from_role`; both pools' sizes follow."""
 
     from_role: Role
     to_role: Role
@@ -89,12 +89,12 @@ Change = Resize | Flip
 
 @dataclass(frozen=True, slots=True)
 class ScalingRecord:
-    """The reason why a pool was changed or left alone at one moment."""
+    """Explains why a pool was changed or left as it is at one moment."""
 
     time_s: float
     role: Role
     current: int
-    wanted: int  # before cool-downs and bounds
+    wanted: int  # size wanted before cool-downs and bounds
     decided: int
     verdict: str  # hold, up, down, flip, override or missing
     reason: str
@@ -103,7 +103,7 @@ class ScalingRecord:
 
 @dataclass(frozen=True, slots=True)
 class ScalingDecision:
-    """Changes to make, and a record for each pool."""
+    """The changes to make, and a record for each pool."""
 
     changes: tuple[Change, ...]
     records: tuple[ScalingRecord, ...]

@@ -1,8 +1,8 @@
-"""Computes how many workers each pool needs: the fewest that would have served the recent traffic as it arrived, plus
-what is forecast and what waits now. Pure.
+"""Computes how many workers each pool needs: the fewest that would have served the recent traffic as it arrived, and
+that cope with the forecast and with what waits now. Pure.
 
-A size is tested against the traffic itself (`traffic.share_late`), not against its mean: how bursts compare with the
-time that a request may wait decides how much headroom they need.
+A size is tested against the traffic itself (`traffic.share_late`), not against its mean: how long bursts last compared
+with the time a request may wait determines the headroom.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from penstock.config.autoscaler import AutoscalerConfig
 from penstock.types import WorkerLoad
 from router.routing.costs.cost_model import StepCost
 
-_FULL = 0.9  # share of a worker's capacity that a plan uses; the rest absorbs uneven balancing
+_FULL = 0.9  # share of a worker's capacity that plans use; the rest absorbs uneven load
 _PAGES_FULL = 0.85
-_STEADY = 0.8  # share of a worker's capacity that traffic may use for long; bursts need the rest
+_STEADY = 0.8  # share of a worker's capacity for sustained traffic; bursts need the rest
 _RECENT_S = 60.0
-_MAX_GROWTH = 2.0  # forecast over recent traffic
+_MAX_GROWTH = 2.0  # most that the forecast may exceed recent traffic by, as a factor
 _MAX_CORRECTION = 1.5
-_CORRECTION_UP = 0.05  # for each decision with more late requests than planned
+_CORRECTION_UP = 0.05  # added at each decision with too many late requests
 _CORRECTION_DOWN_S = 600.0
-_LATE_FACTOR = 3.0  # times as many late requests as planned; one of the few in a minute says little
+_LATE_FACTOR = 3.0  # too many: this multiple of the planned share, as a minute holds few requests
 
 
 @dataclass(frozen=True, slots=True)
 class PoolNeed:
-    """The number of workers that a pool needs, and the reason.
+    """The number of workers that a pool needs, with the reason.
 
-    `replicas` is None while it is unknown. `fewer` would suffice with headroom: a pool shrinks no further than that.
+    `replicas` is None while unknown. `fewer` would suffice with headroom; a pool never shrinks below it.
     """
 
     replicas: int | None
@@ -43,21 +43,21 @@ class PoolNeed:
 
 @dataclass(frozen=True, slots=True)
 class PromptMix:
-    """The recent prompts."""
+    """Statistics of the recent prompts."""
 
-    typical: float  # tokens of the prompts that most work lies in, longer than the mean
+    typical: float  # length of the prompts that cause most work, longer than the mean
     uncached: float  # share of tokens that must be computed
 
 
 class SizeCorrection:
-    """A factor on the plan that grows while more requests are late than planned, and decays slowly."""
+    """A factor on the plan, which grows while more requests are late than planned and decays slowly."""
 
     def __init__(self, config: AutoscalerConfig) -> None:
         self._late = _LATE_FACTOR * (1 - config.attainment)
         self.factor = 1.0
 
     def learn(self, share_in_time: float | None, after_s: float) -> None:
-        """`share_in_time` is of the last minute; None if nothing happened."""
+        """Adapts the factor to the last minute's `share_in_time`; None means that nothing happened."""
         if share_in_time is not None and 1 - share_in_time > self._late:
             self.factor = min(_MAX_CORRECTION, self.factor + _CORRECTION_UP)
         else:
@@ -121,16 +121,17 @@ class PrefillSizer:
         return PoolNeed(reasons[reason], max(fewer, ahead, behind), reason, figures)
 
     def _slack_s(self, prompts: PromptMix, per_s: float) -> float:
-        """Returns how long a prompt may wait before its computation."""
+        """Returns how long a prompt may wait before its prefill starts."""
         limit_s = self._config.slo.first_token_s(int(prompts.typical))
         return max(limit_s / 5, limit_s - prompts.typical * prompts.uncached / per_s)
 
     def _to_catch_up(
         self, backlog: float, history: TrafficHistory, per_s: float, serving: int, start_s: float, slack_s: float
     ) -> int:
-        """Returns the size that catches up with what will still wait when a new worker is ready.
+        """Returns the size that clears what will still be waiting when a new worker is ready.
 
-        The rate over twice the start time stands for how a burst continues: one that is over by then needs no worker.
+        A burst is assumed to continue at the rate of the last two start times: one that is over by then needs no
+        worker.
         """
         rate = _mean([each.prefill_per_s for each in history.recent(max(_RECENT_S, 2 * start_s))])
         left = max(0.0, backlog + (rate - serving * per_s) * start_s)
@@ -140,7 +141,7 @@ class PrefillSizer:
 
 
 class DecodeSizer:
-    """Sizes the decode pool by what sequences and their contexts add to a step, by pages and by places."""
+    """Sizes the decode pool by step time, by pages and by batch slots."""
 
     def __init__(self, config: AutoscalerConfig, max_batch: int) -> None:
         self._config = config
@@ -194,7 +195,9 @@ class DecodeSizer:
         return PoolNeed(math.ceil(most), math.ceil(most / _FULL), reason, figures)
 
     def _share_of_step(self, moment: TrafficBin, cost: StepCost) -> float:
-        """Returns the time that a moment's sequences add to steps, in units of what a worker's ITL target allows."""
+        """Returns the time that one bin's sequences add to steps, as a multiple of what the ITL target allows one
+        worker.
+        """
         each_s = _each_s(cost, moment.contexts / moment.sequences) if moment.sequences else 0.0
         return moment.sequences * each_s / max(self._config.slo.itl_s - cost.fixed_s, each_s, 1e-9)
 
@@ -202,9 +205,9 @@ class DecodeSizer:
 def num_waiting_for_decode(
     work: ObservedWork, num_prefilling: int, loads: Sequence[WorkerLoad], max_batch: int, num_waiting: int
 ) -> int:
-    """Returns how many of the requests that wait in the routers wait for decode workers; 0 while these have room.
+    """Returns how many of the requests waiting in the routers wait for decode workers; 0 while these have room.
 
-    Counts no more than run at once now, so that a burst at most doubles the pool at a time.
+    The count is at most what runs now, so that a burst at most doubles the pool at a time.
     """
     slots = max_batch * len(loads)
     has_slots = work.num_held - num_prefilling < slots
@@ -215,8 +218,8 @@ def num_waiting_for_decode(
 def bin_of(work: ObservedWork, num_prefilling: int, after_s: float, num_waiting: int = 0) -> TrafficBin:
     """Returns the bin of one interval.
 
-    Of the sequences that decode workers hold without running them, `num_prefilling` wait for their prompts and the
-    others for room, so they count as demand, as do `num_waiting` that the routers keep back for want of room.
+    Decode workers hold sequences without running them: `num_prefilling` wait for their prompts, the others for room.
+    The latter count as demand, as do the `num_waiting` that the routers hold back for lack of room.
     """
     held_back = max(0, work.num_held - work.num_running - num_prefilling)
     each = work.pages / max(1, work.num_held - held_back)
@@ -240,7 +243,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _fewest(arrivals: Sequence[float], per_s: float, bin_s: float, slack_s: float, allowed: float) -> int:
-    """Returns the fewest workers with which at most `allowed` of the work is late, by bisection."""
+    """Finds by bisection the fewest workers with which at most `allowed` of the work is late."""
     low, high = 0, max(1, math.ceil(max(arrivals, default=0.0) / per_s))
     while low + 1 < high:
         middle = (low + high) // 2

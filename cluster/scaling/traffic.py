@@ -1,4 +1,4 @@
-"""Recent traffic in bins of equal length: prefill work, sequences, contexts and pages; forecasts of it. Pure."""
+"""Keeps recent traffic in bins of equal length (prefill work, sequences, contexts, pages), and forecasts it. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 class TrafficBin:
     """The traffic of one interval."""
 
-    prefill_per_s: float  # uncached prompt tokens that arrived, a second
-    sequences: float  # running, or waiting only for room
-    contexts: float  # sum of their context tokens
-    pages: float  # held by them
+    prefill_per_s: float  # uncached prompt tokens that arrived per second
+    sequences: float  # sequences that run, or wait only for room
+    contexts: float  # their context tokens, summed
+    pages: float  # pages they hold
 
 
 class TrafficHistory:
@@ -54,16 +54,16 @@ class TrafficHistory:
 
 
 def share_late(arrivals: Iterable[float], per_s: float, bin_s: float, slack_s: float, backlog: float = 0.0) -> float:
-    """Returns the share of arrivals that wait longer than `slack_s` if `per_s` is served; 0 without arrivals.
+    """Returns the share of arrivals that wait longer than `slack_s` when `per_s` are served; 0 without arrivals.
 
-    A fluid queue, first come first served: each arrival waits until everything before it is served.
+    Models a fluid FIFO queue: each arrival waits until everything before it is served.
     """
     queue, total, late = backlog, 0.0, 0.0
     for rate in arrivals:
         arrived = rate * bin_s
         total += arrived
         if arrived > 0.0:
-            # On average an arrival finds the queue of the bin's start and half of the bin's other arrivals.
+            # On average an arrival finds the queue at the bin's start and half of the bin's other arrivals.
             wait_s = (queue + max(0.0, arrived - per_s * bin_s) / 2) / per_s
             if wait_s > slack_s:
                 late += arrived
@@ -72,7 +72,7 @@ def share_late(arrivals: Iterable[float], per_s: float, bin_s: float, slack_s: f
 
 
 def weighted_quantile(values: Sequence[float], share: float) -> float:
-    """Returns the value below which `share` of the total lies: a moment weighs as much as happens in it."""
+    """Returns the value below which `share` of the total lies, each value weighted by itself."""
     total = sum(values)
     reached = 0.0
     for value in sorted(values):
@@ -85,8 +85,8 @@ def weighted_quantile(values: Sequence[float], share: float) -> float:
 class Trend:
     """Holt's linear method (Holt, 1957) over irregular steps: a level and its slope, both exponentially smoothed.
 
-    `ahead` extrapolates at most over half the time observed and never below zero, and uses only the part of the change
-    that exceeds the noise of the values: noise has a slope too.
+    `ahead` extrapolates over at most half the observed time and never below zero. It uses only the part of the change
+    that exceeds the values' noise, since noise has a slope too.
     """
 
     def __init__(self, level_s: float = 60.0, trend_s: float = 240.0) -> None:
@@ -96,7 +96,7 @@ class Trend:
         self._slope = 0.0
         self._seen_s = 0.0
         self._error = 0.0  # running mean of the absolute forecast error
-        self._bias = 0.0  # running mean of the signed error, which a trend not yet learnt leaves
+        self._bias = 0.0  # running mean of the signed error; not zero while the trend is not learnt
 
     def add(self, value: float, after_s: float) -> None:
         if self._level is None:
@@ -118,7 +118,7 @@ class Trend:
         return max(0.0, self._level + self._sure_change(horizon_s))
 
     def rises(self, horizon_s: float) -> bool:
-        """Whether the value certainly rises over the horizon."""
+        """Returns whether the value certainly rises over the horizon."""
         return self._sure_change(horizon_s) > 0.0
 
     def _sure_change(self, horizon_s: float) -> float:

@@ -1,5 +1,5 @@
 """The load generator: `penstock bench` sends planned requests to any OpenAI-compatible server, or to a deployment's
-gRPC address, and says what its users would have seen.
+gRPC address, and reports the latencies and failures its users would have seen.
 
 | room | what it holds |
 |---|---|
@@ -8,5 +8,5 @@ gRPC address, and says what its users would have seen.
 | `results/` | figures of what came back, their file, and comparisons between two files |
 | `pages/` | the report as text, and as a self-contained HTML page |
 
-It imports nothing of Penstock beside `penstock/`, neither torch nor numpy; HTTP needs aiohttp (the extra `bench`).
+It imports nothing of Penstock outside `penstock/`, and neither torch nor numpy; HTTP needs aiohttp (the extra `bench`).
 """

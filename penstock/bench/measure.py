@@ -21,27 +21,27 @@ from penstock.bench.workloads.schedule import Arrivals, Extras, schedule
 from penstock.errors import Unavailable
 
 _PROBE_TOKENS = (64, 320)
-_MAX_WARM_UP_TOKENS = 16  # of an answer: warming up is about paths, not about lengths
+_MAX_WARM_UP_TOKENS = 16  # warming up needs no long answers
 
 
 @dataclass(frozen=True, slots=True)
 class SweepSpec:
-    """The measurements to make. Each point has prompts of its own, which no point before it has put into a cache."""
+    """The measurements to make. Each point has its own prompts, which no earlier point has put into a cache."""
 
     source: Source
     points: Sequence[Arrivals]
     slos: Sequence[SloSet] = ()
     extras: Extras = field(default_factory=Extras)
     seed: int = 0
-    warm_up: int = 3  # requests that are sent first, one after another, and not counted
+    warm_up: int = 3  # number of requests sent first, one after another, and not counted
     token_ids: range = TOKEN_IDS
     words_per_token: float = 1.0
-    max_requests_s: float | None = None  # of arrivals, at a rate: the number of requests follows from it
+    max_requests_s: float | None = None  # length of the arrivals; with a rate it determines the number of requests
     is_quiet: bool = False
 
 
 async def measure(spec: SweepSpec, endpoint: Endpoint) -> list[PointResult]:
-    """Measures the points one after another. Raises Unavailable where the warm-up fails; later failures are figures."""
+    """Measures the points one by one. Raises Unavailable if the warm-up fails; later failures are only counted."""
     results = []
     for index, arrivals in enumerate(spec.points):
         source = _source_for(spec, arrivals)
@@ -60,7 +60,7 @@ async def measure(spec: SweepSpec, endpoint: Endpoint) -> list[PointResult]:
 
 
 def _source_for(spec: SweepSpec, arrivals: Arrivals) -> Source:
-    """Returns the first requests of the source, as many as arrive within the time, if one is set."""
+    """Returns the source, cut to the requests that arrive within `max_requests_s` if it is set."""
     if spec.max_requests_s is None or arrivals.rate is None:
         return spec.source
     count = max(1, round(arrivals.rate * spec.max_requests_s))
@@ -69,11 +69,11 @@ def _source_for(spec: SweepSpec, arrivals: Arrivals) -> Source:
 
 
 async def warm_up(plan: LoadPlan, endpoint: Endpoint, spec: SweepSpec, salt: str) -> None:
-    """Sends the first requests of a plan with other prompts. Raises Unavailable with what the server answered."""
+    """Sends the first requests of a plan with different prompts. Raises Unavailable with the server's answer."""
     writer = PromptWriter(salt, spec.token_ids, spec.words_per_token)
     for index, request in zip(range(spec.warm_up), plan.requests(), strict=False):
         prompt = request.prompt
-        if not isinstance(prompt, PromptBlocks):  # a dataset's own text would be cached when it is sent to be measured
+        if not isinstance(prompt, PromptBlocks):  # a dataset's text would then be cached when it is measured
             prompt = PromptBlocks(((index, 1),), _PROBE_TOKENS[0], _PROBE_TOKENS[0])
         log, short = StreamLog(), min(request.num_output_tokens, _MAX_WARM_UP_TOKENS)
         await endpoint.send(endpoint.encode(LoadRequest(0, prompt, short, lane=request.lane), writer), log)
@@ -82,8 +82,9 @@ async def warm_up(plan: LoadPlan, endpoint: Endpoint, spec: SweepSpec, salt: str
 
 
 async def words_per_token(endpoint: Endpoint, seed: int) -> float:
-    """Measures how many common words the server counts as one token, from prompts of two lengths: their difference is
-    free of what a chat template adds. Returns 1 where the server counts nothing."""
+    """Measures how many common words the server counts as one token. It sends prompts of two lengths, as their
+    difference leaves out what a chat template adds. Returns 1 if the server counts no tokens.
+    """
     writer, counted = PromptWriter(f"{seed}/calibration"), []
     for index, num_words in enumerate(_PROBE_TOKENS):
         log = StreamLog()
@@ -100,7 +101,7 @@ async def words_per_token(endpoint: Endpoint, seed: int) -> float:
 def make_result(
     spec: SweepSpec, points: Sequence[PointResult], *, target: str, label: str = "", settings: Mapping[str, Any]
 ) -> BenchResult:
-    """Returns the result of a sweep, with the machine that ran the generator."""
+    """Returns the result of a sweep, including the machine that ran the generator."""
     notes = list(spec.source.notes)
     if len(points) > 1 and any(not isinstance(draft.prompt, PromptBlocks) for draft in spec.source.drafts):
         notes.append("every point sends the same texts, which prefix caches know from the second point on")

@@ -1,4 +1,4 @@
-"""Values of two or more kinds beside each other as horizontal bars, as SVG text."""
+"""Renders values of two or more kinds side by side as horizontal bars in SVG."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.charts.elements import COLORS, box, document, note, text, text_width
 
-_LEFT, _MAX_LEFT, _BAR, _RIGHT = 300, 460, 400, 80  # room for labels, for bars and for the values, in pixels
+_LEFT, _MAX_LEFT, _BAR, _RIGHT = 300, 460, 400, 80  # widths for labels, bars and values, in pixels
 _LEGEND, _TOP, _LEGEND_ROW = 42, 54, 16
 _NOTE = 22
 _THICKNESS, _GAP = 12, 8
@@ -15,10 +15,10 @@ _THICKNESS, _GAP = 12, 8
 
 @dataclass(frozen=True, slots=True)
 class BarChart:
-    """Labelled rows with a value of each kind; None leaves a bar out.
+    """Labelled rows with one value per kind; None leaves a bar out.
 
-    By default every row has its own unit, so its largest value has the whole width. With `shared_scale` the largest
-    value of all rows has it. A bar of a negative value has no length. The note stands below the rows.
+    By default every row has its own unit, so its largest value takes the full width. With `shared_scale` only the
+    largest value of all rows does. A negative value's bar has no length. The note is below the rows.
     """
 
     title: str
@@ -29,7 +29,7 @@ class BarChart:
 
 
 def render_bars(chart: BarChart) -> str:
-    """Returns the chart as one `<svg>` element, which is a whole file too."""
+    """Returns the chart as one `<svg>` element, which is also a complete file."""
     label_width = max((text_width(label) for label, _ in chart.rows), default=0.0) + 20
     start = _LEFT if label_width <= _LEFT else min(_MAX_LEFT, round(label_width))
     width = start + _BAR + _RIGHT
@@ -54,7 +54,7 @@ def render_bars(chart: BarChart) -> str:
 
 
 def _legend(kinds: Sequence[str], start: float, width: float) -> tuple[list[str], int]:
-    """Returns the names of the kinds, in as many rows as they need, and the number of rows."""
+    """Returns the legend of the kinds, in as many rows as needed, and the number of rows."""
     parts, left, row = [], start, 0
     for kind, color in zip(kinds, COLORS, strict=False):
         needed = 36 + text_width(kind)

@@ -1,7 +1,7 @@
-"""The parts of an SVG: its frame, lines and text.
+"""Writes the parts of an SVG: its frame, lines and text.
 
-Attributes give the colours of a file that stands alone: dark on white. The classes and the root's fill let the style of
-a page replace them.
+Attributes set the colours of a standalone file, dark on white. Through the classes and the root's fill, the style of a
+page can replace them.
 """
 
 from __future__ import annotations
@@ -9,14 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-COLORS = ("#3b6fb6", "#d1603d", "#3f9a6b", "#9456a8", "#b8902a", "#5c6b7a", "#c2447a", "#2e9aa8")  # on white and black
+COLORS = (
+    "#3b6fb6",
+    "#d1603d",
+    "#3f9a6b",
+    "#9456a8",
+    "#b8902a",
+    "#5c6b7a",
+    "#c2447a",
+    "#2e9aa8",
+)  # for white and black
 FONT_SIZE, _TITLE_SIZE, _NOTE_SIZE = 12, 14, 11
 _INK, _PAPER, _LINE = "#1c2430", "#ffffff", "#d8dde4"
-_WIDTH_OF_LETTER = 0.56  # of the font's size, on average
+_WIDTH_OF_LETTER = 0.56  # average letter width as a share of the font size
 
 
 def document(title: str, width: int, height: int, parts: Iterable[str]) -> str:
-    """Returns one `<svg>` element with its title above the parts, smaller if it would not fit."""
+    """Returns one `<svg>` element with its title above the parts; the title shrinks if it would not fit."""
     size = min(_TITLE_SIZE, width / max(1, len(title)) / _WIDTH_OF_LETTER)
     return "\n".join(
         [
@@ -33,25 +42,25 @@ def document(title: str, width: int, height: int, parts: Iterable[str]) -> str:
 
 
 def text(left: float, top: float, content: str, anchor: str = "start") -> str:
-    """Returns text on the base line `top`. The anchor is start, middle or end."""
+    """Returns text on the baseline `top`. The anchor is start, middle or end."""
     return f'<text x="{left:.1f}" y="{top:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
 
 
 def note(left: float, top: float, content: str, width: float) -> str:
-    """Returns small text on the base line `top`, smaller still where it would be wider than `width`."""
+    """Returns small text on the baseline `top`; it shrinks further if it would be wider than `width`."""
     size = min(_NOTE_SIZE, width / max(1, len(content)) / _WIDTH_OF_LETTER)
     return f'<text x="{left:.1f}" y="{top:.1f}" font-size="{size:.3g}" opacity="0.75">{escape(content)}</text>'
 
 
 def upright_text(left: float, middle: float, content: str) -> str:
-    """Returns text that reads from the bottom to the top."""
+    """Returns text that reads from bottom to top."""
     return (
         f'<text transform="translate({left:g} {middle:.1f}) rotate(-90)" text-anchor="middle">{escape(content)}</text>'
     )
 
 
 def text_width(content: str) -> float:
-    """Returns about how many pixels a text takes."""
+    """Returns the approximate width of a text in pixels."""
     return len(content) * FONT_SIZE * _WIDTH_OF_LETTER
 
 
@@ -72,7 +81,7 @@ def color_line(points: Iterable[tuple[float, float]], color: str, dashed: bool =
 
 
 def dot(left: float, top: float, radius: float, color: str, hint: str) -> str:
-    """Returns a filled circle that shows the hint under the pointer."""
+    """Returns a filled circle that shows the hint when the pointer is over it."""
     return (
         f'<circle cx="{left:.1f}" cy="{top:.1f}" r="{radius:g}" fill="{color}"><title>{escape(hint)}</title></circle>'
     )

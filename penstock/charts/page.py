@@ -1,4 +1,4 @@
-"""An HTML page of headings, paragraphs, tables and charts in one file, readable on a phone, in light and in dark."""
+"""Renders headings, paragraphs, tables and charts as one HTML file, readable on a phone, in light and in dark mode."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from html import escape
 
 from penstock.charts.svg import Chart, render_svg
 
-_NUMBER = re.compile(r"[+-]?\d|-?$")  # a cell that begins so stands to the right
+_NUMBER = re.compile(r"[+-]?\d|-?$")  # cells that begin like this are right-aligned
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --paper: #ffffff; --line: #d8dde4; --soft: #f3f5f8; --bad: #b3261e }
 @media (prefers-color-scheme: dark) {
@@ -31,7 +31,7 @@ svg .paper { fill: none } svg .grid { stroke: var(--line) } svg .ink { stroke: v
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """A table. Columns of numbers stand to the right, except the first, which names the rows."""
+    """A table. Columns of numbers are right-aligned except the first, which names the rows."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -39,7 +39,7 @@ class PageTable:
 
 @dataclass(frozen=True, slots=True)
 class PageSection:
-    """A heading with what stands below it, in the order of the fields."""
+    """A heading and its content, in the order of the fields."""
 
     title: str
     paragraphs: Sequence[str] = ()
@@ -51,7 +51,7 @@ class PageSection:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A report. Its paragraphs stand before the sections."""
+    """A report. Its paragraphs come before the sections."""
 
     title: str
     sections: Sequence[PageSection] = ()

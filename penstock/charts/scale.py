@@ -1,4 +1,4 @@
-"""Axes: which range of values one shows, where a value lies in pixels, and the ticks."""
+"""Scales axes: chooses the range of values and the ticks, and maps values to pixels."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _STEPS = (1.0, 2.0, 5.0)
-_MAX_LOG_RATIO = 1e9  # of the bounds that a logarithmic axis chooses; lower values stand at its end
-_MIN_SPREAD = 1e-9  # of the larger bound: ticks of a narrower range would look alike
+_MAX_LOG_RATIO = 1e9  # widest range that a logarithmic axis chooses; lower values are clamped
+_MIN_SPREAD = 1e-9  # of the larger bound; ticks of a narrower range would read the same
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis. Without bounds it fits the points; a logarithmic one leaves out what is not positive."""
+    """An axis. Without bounds it fits the points; a logarithmic one omits values that are not positive."""
 
     label: str
     log: bool = False
@@ -23,10 +23,10 @@ class Axis:
 
 
 class Scale:
-    """Maps values of one axis to pixels between `start` and `end`. Values beyond the bounds stand at the ends."""
+    """Maps values of one axis to pixels between `start` and `end`. Values beyond the bounds are clamped."""
 
     def __init__(self, axis: Axis, values: Sequence[float], start: float, end: float) -> None:
-        """Fits the bounds that the axis leaves open to the values, of which there is at least one."""
+        """Fits the bounds that the axis leaves open to `values`, which must not be empty."""
         self.start, self.end, self._log = start, end, axis.log
         low = min(values) if axis.low is None else axis.low
         high = max(values) if axis.high is None else axis.high
@@ -49,9 +49,9 @@ class Scale:
         return self._low <= value <= self._high
 
     def ticks(self) -> list[float]:
-        """Returns about 5 even values, or on a logarithmic axis 1, 2 and 5 in each decade.
+        """Returns about 5 evenly spaced values, or on a logarithmic axis 1, 2 and 5 in each decade.
 
-        A wide logarithmic axis has decades alone, and one too narrow for three of those has even ones.
+        A wide logarithmic axis has only decades, and one too narrow for three ticks has evenly spaced ones.
         """
         found = self._log_ticks() if self._log else []
         return found if len(found) > 2 else self._even_ticks()
@@ -72,7 +72,7 @@ class Scale:
 
 
 def _widen(axis: Axis, low: float, high: float) -> tuple[float, float]:
-    """Returns bounds apart from each other; those that the axis gives stay where they are."""
+    """Returns bounds that differ; those given by the axis are kept."""
     if axis.log:
         return (low, 2 * low) if axis.high is None else (high / 10, high)
     if axis.high is not None:
@@ -83,7 +83,7 @@ def _widen(axis: Axis, low: float, high: float) -> tuple[float, float]:
 
 
 def format_tick(value: float, percent: bool = False) -> str:
-    """Returns a short form of a tick's value: 25%, 1.5k, 20M, 0.05."""
+    """Formats a tick's value briefly: 25%, 1.5k, 20M, 0.05."""
     if percent:
         return f"{value * 100:.4g}%"
     for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):

@@ -1,4 +1,4 @@
-"""Charts with lines, steps or dots over linear or logarithmic axes, as SVG text."""
+"""Renders charts with lines, steps or dots over linear or logarithmic axes as SVG text."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from penstock.charts.scale import Axis, Scale, format_tick
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 34, 46  # margins around the plot, in pixels
 _LEGEND_ROW = 16
 _NOTE = 22
-_LEGEND_TEXT = 26  # where the label begins, behind its line
-_MAX_POINTS = 600  # of a line: more would not be seen
+_LEGEND_TEXT = 26  # offset of the label from the start of its line
+_MAX_POINTS = 600  # points of a line; more would not be visible
 _CUMULATIVE_POINTS = 400
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points in the order of x. `step` keeps a value until the next point; `marked` sets a dot on each of a line.
+    """Points in the order of x. `step` keeps a value until the next point; `marked` puts a dot on each point of a line.
 
     A series without a label is not in the legend.
     """
@@ -46,7 +46,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A titled plot of several series. `marks` are vertical lines with labels. The note stands below the legend."""
+    """A titled plot of several series. `marks` are vertical lines with labels. The note is below the legend."""
 
     title: str
     x: Axis
@@ -54,12 +54,12 @@ class Chart:
     series: Sequence[Series]
     marks: Sequence[tuple[float, str]] = ()
     width: int = 480
-    height: int = 300  # without the legend and the note, which stand below
+    height: int = 300  # excludes the legend and the note below
     note: str = ""
 
 
 def cumulative_points(values: Iterable[float]) -> list[tuple[float, float]]:
-    """Returns (value, share of the values up to it), at most 401 of them, evenly spaced in rank."""
+    """Returns pairs of a value and the share of values up to it, at most 401 of them, evenly spaced in rank."""
     ordered = sorted(values)
     last = _CUMULATIVE_POINTS
     ranks = sorted({round(index * (len(ordered) - 1) / last) for index in range(last + 1)}) if ordered else []
@@ -67,7 +67,7 @@ def cumulative_points(values: Iterable[float]) -> list[tuple[float, float]]:
 
 
 def render_svg(chart: Chart) -> str:
-    """Returns the chart as one `<svg>` element, which is a whole file too. A chart without points says so."""
+    """Returns the chart as one `<svg>` element, which is also a complete file. A chart without points says so."""
     legend, rows = _legend(chart)
     height = chart.height + _LEGEND_ROW * rows
     if chart.note:
@@ -119,7 +119,7 @@ def _grid(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
 
 
 def _marks(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
-    """Yields the vertical lines. Labels stand at different heights, to the left of a line near the right end."""
+    """Yields the vertical lines. Labels are at different heights, and left of their line near the right end."""
     for index, (at, label) in enumerate(chart.marks):
         if x.holds(at):
             yield mark_line(x(at), y.start, x(at), y.end, dashed=True)
@@ -129,7 +129,7 @@ def _marks(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
 
 
 def _legend(chart: Chart) -> tuple[list[str], int]:
-    """Returns the labels below the chart and their rows: two labels in a row, one if they are long."""
+    """Returns the labels below the chart and the number of their rows: two labels per row, or one if they are long."""
     labels = [(series, COLORS[index % len(COLORS)]) for index, series in enumerate(chart.series) if series.label]
     half = (chart.width - _RIGHT - _LEFT) / 2
     fits = all(_LEGEND_TEXT + text_width(series.label) <= half for series, _ in labels)

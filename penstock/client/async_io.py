@@ -1,4 +1,4 @@
-"""Holds what the asyncio client does differently from the blocking one. `sync_io` has the same names for the latter."""
+"""Holds the differences of the asyncio client from the blocking one, for which `sync_io` has the same names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def start(method: Any, request: Any, **options: Any) -> Any:
 
 
 async def answer(call: Any) -> Any:
-    """Returns the answer of a started unary call. Raises RpcError, or Cancelled once it was cancelled."""
+    """Returns the answer of a started unary call. Raises RpcError, or Cancelled if it was cancelled."""
     return await call
 
 
@@ -46,7 +46,7 @@ async def next_message(call: Any, messages: AsyncIterator[Any], closed: Event) -
 
 
 async def wait(event: Event, timeout_s: float) -> bool:
-    """Waits for the event; False after `timeout_s`."""
+    """Waits for the event. Returns False after `timeout_s`."""
     try:
         await asyncio.wait_for(event.wait(), timeout_s)
     except TimeoutError:

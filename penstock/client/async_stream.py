@@ -1,4 +1,4 @@
-"""A running call of the asyncio client: its chunks, its retries, and lookaside attempts that read like it."""
+"""Running calls of the asyncio client: their chunks, their retries, and lookaside attempts with the same interface."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class AsyncGenerateStream:
         return self
 
     async def __anext__(self) -> Chunk:
-        """Waits for the next tokens. Raises the call's typed error, or Cancelled if it is closed meanwhile."""
+        """Waits for the next tokens. Raises the call's typed error, or Cancelled if the stream gets closed."""
         while True:
             if self._closed.is_set():
                 raise StopAsyncIteration
@@ -78,7 +78,7 @@ class AsyncGenerateStream:
         self._begin()
 
     async def complete(self) -> GenerateResult:
-        """Waits for the end and returns everything that is still to come."""
+        """Waits for the end and returns everything not read yet."""
         builder = ResultBuilder()
         async for chunk in self:
             builder.add(chunk)
@@ -88,21 +88,20 @@ class AsyncGenerateStream:
 
     # sync only: @property
     async def decision(self) -> dict[str, Any] | None:
-        """The reason why the request's workers were chosen: known once the stream has ended, if `explain` requested
-        it."""
+        """The reason why the request's workers were chosen; known once the stream has ended, if `explain` was set."""
         return await self._read_decision()
 
     async def _read_decision(self) -> dict[str, Any] | None:
         return read_decision(await self._call.trailing_metadata()) if self._call.done() else None
 
     def close(self) -> None:
-        """Cancels the call. May be called again, and while another reader waits."""
+        """Cancels the call. May be called repeatedly, and while a reader waits."""
         self._closed.set()
         self._call.cancel()
 
     def __del__(self) -> None:  # async only
-        # An abandoned stream must not keep workers busy. Garbage is collected on any thread.
-        call = getattr(self, "_call", None)  # missing if the very first attempt could not begin
+        # An abandoned stream must not keep workers busy. Any thread may run this.
+        call = getattr(self, "_call", None)  # missing if the first attempt could not begin
         if call is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call.cancel)
 
@@ -116,8 +115,10 @@ class AsyncGenerateStream:
 
 
 class AsyncRoutedCall:
-    """An attempt at a lookaside stream: `Route` at the router, then `Stream` at the worker. It reads like a `Generate`
-    call, and becomes one if the deployment has no lookaside. Sends `Route` at once and waits in the first read."""
+    """An attempt at a lookaside stream: `Route` at the router, then `Stream` at the worker. It has the interface of a
+    `Generate` call, and becomes one if the deployment has no lookaside. Sends `Route` at once and waits in the first
+    read.
+    """
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class AsyncRoutedCall:
         self._route = io.start(stub.Route, request, timeout=timeout_s, metadata=metadata)
         self._stream: Any = None
         self._messages: Any = None
-        self._address = ""  # of the worker while this call uses its channel
+        self._address = ""  # the worker's address while this call uses its channel
         self._lock = threading.Lock()
         self._cancelled = False
         self._has_answered = False
@@ -187,11 +188,11 @@ class AsyncRoutedCall:
 
     @property
     def has_failed_there(self) -> bool:
-        """Whether the call was routed to a worker and no token came."""
+        """Whether the call was routed to a worker but no token came."""
         return self._stream is not None and not self._has_answered
 
     def _release(self, *, broken: bool) -> Any | None:
-        """Gives the worker's channel back; returns it if it must be closed."""
+        """Releases the worker's channel. Returns it if the caller must close it."""
         with self._lock:
             address, self._address = self._address, ""
         return self._channels.release(address, broken=broken) if address else None

@@ -1,4 +1,4 @@
-"""Identifies a client: an API key in each call's metadata, a certificate in the TLS handshake."""
+"""Identifies a client by an API key in each call's metadata and a certificate in the TLS handshake."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 def auth_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
     """Returns the metadata of every call, empty without a key; the key defaults to PENSTOCK_API_KEY.
 
-    Raises InvalidInput, which does not repeat the key, for text that no key holds.
+    Raises InvalidInput for characters that no key contains; the message does not repeat the key.
     """
     key = api_key if api_key is not None else os.environ.get(API_KEY_VARIABLE, "")
     if not key:

@@ -1,4 +1,4 @@
-"""Configures the client's channels, and knows which of them lead to decode workers."""
+"""Configures the client's channels, and keeps those to decode workers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from penstock.wire import MAX_MESSAGE_BYTES
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.enable_retries", 0),  # the client retries by itself: it knows whether a first token has arrived
+    ("grpc.enable_retries", 0),  # the client retries itself, as it knows whether a token has arrived
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
-    # While a channel waits to connect again its calls fail at once; grpc's own limit of 120 s outlasts any restart.
+    # While a channel waits before it reconnects, calls fail at once; gRPC's default limit of 120 s outlasts any
+    # restart.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # bounds the time to connect, which grpc's own 20 s makes seem a hang
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # bounds the time to connect: gRPC's default of 20 s looks like a hang
 )
-# In grpc's own words, for which it has no code. A failed TLS handshake begins alike, and never goes away by itself.
+# gRPC has only these messages for it, no code. A failed TLS handshake begins the same way but is permanent.
 _NOT_CONNECTED = "failed to connect to all addresses"
 _REFUSED = ("Connection refused", "Connection reset", "timed out before receiving SETTINGS", "Connection timed out")
-# A router notices a frozen worker under its own streams; under lookaside streams the client has to.
+# A router notices that a worker of its own streams is frozen; with lookaside the client has to.
 _WORKER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 2_000),
@@ -40,7 +41,7 @@ _NO_LOOKASIDE = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.FAILED_PRECONDIT
 
 
 def has_no_lookaside(error: grpc.RpcError) -> bool:
-    """Whether `Route` failed because the deployment has lookaside turned off."""
+    """Returns whether `Route` failed because the deployment has lookaside turned off."""
     return error.code() in _NO_LOOKASIDE  # type: ignore[attr-defined]
 
 
@@ -49,7 +50,7 @@ def is_unreachable(error: grpc.RpcError) -> bool:
 
 
 def failure_of(error: grpc.RpcError) -> Failure:
-    """Returns how far a failed call came. Servers of this project send details with every error."""
+    """Returns how far a failed call got. Penstock's servers send details with every error."""
     if not is_unreachable(error) or is_answered(error):
         return Failure.ANSWERED
     text = error.details() or ""  # type: ignore[attr-defined]
@@ -63,7 +64,7 @@ def error_of(error: grpc.RpcError, targets: Sequence[str]) -> PenstockError:
 
 
 def worker_address(route: inference_pb2.RouteResponse, router: str) -> str:
-    """Returns the address of the routed worker; one without a host is at the router's host."""
+    """Returns the address of the routed worker; without a host it is on the router's host."""
     if not route.address.startswith(":"):
         return route.address
     scheme, separator, rest = router.rpartition("/")
@@ -77,15 +78,16 @@ def worker_options(options: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 
 class WorkerChannels:
-    """A client's channels to decode workers, opened on first use. A channel whose call broke closes with its last user.
+    """A client's channels to decode workers, opened on first use. A channel with a broken call closes after its last
+    user.
 
-    Safe from several threads.
+    Thread-safe.
     """
 
     def __init__(self, connect: Callable[[str], Any]) -> None:
         self._connect = connect
-        self._channels: dict[str, tuple[Any, int]] = {}  # by address, with the number of calls
-        self._lock = threading.RLock()  # garbage collection may release a channel while this thread holds the lock
+        self._channels: dict[str, tuple[Any, int]] = {}  # channel and number of calls by address
+        self._lock = threading.RLock()  # a finalizer may release a channel while this thread holds the lock
 
     def acquire(self, address: str) -> Any:
         with self._lock:

@@ -1,4 +1,4 @@
-"""A conversation as a prompt: messages, the tools that the model may call, and what its chat template takes.
+"""A conversation as a prompt: messages, tools that the model may call, and arguments of its chat template.
 
 Messages and tools have the form of OpenAI's API, so that the same lists serve both. No I/O.
 """
@@ -22,13 +22,14 @@ _MESSAGE = "'role' and 'content', and beside them 'name', 'reasoning', 'tool_cal
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A prompt that the model's chat template renders. Calls of the tools come in the answer's text, as the model
-    writes them."""
+    """A prompt that the model's chat template renders. Tool calls are part of the answer's text, as the model writes
+    them.
+    """
 
     messages: Sequence[ChatMessage]
     tools: Sequence[Mapping[str, Any]] = ()  # {"type": "function", "function": {"name": ..., "parameters": ...}}
-    add_generation_prompt: bool | None = None  # begin the assistant's answer; None: unless the last message continues
-    continue_final_message: bool = False  # the answer continues the last message
+    add_generation_prompt: bool | None = None  # begin the assistant's answer; None: if no message is continued
+    continue_final_message: bool = False  # let the answer continue the last message
     template_arguments: Mapping[str, Any] = field(default_factory=dict)  # such as enable_thinking
 
 
@@ -48,7 +49,7 @@ def set_chat(request: Request, chat: Chat) -> None:
 
 
 def checked_text(name: str, value: object) -> str:
-    """Returns a text as it is. Raises InvalidInput for anything else."""
+    """Returns `value` if it is valid text. Raises InvalidInput otherwise."""
     if not isinstance(value, str):
         raise InvalidInput(name, f"is {value!r}; give a string")
     try:

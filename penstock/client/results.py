@@ -1,4 +1,4 @@
-"""The public client's results, plain frozen data, and conversions of requests and results to and from the wire.
+"""Defines the public client's results as frozen data, and converts requests and results to and from protobuf.
 
 Shared by the blocking and the asyncio client. No I/O, no clock.
 """
@@ -27,24 +27,24 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPrice:
-    """A way to compute a prompt, with the times in milliseconds that its decode worker predicted."""
+    """A way to compute a prompt, with the decode worker's predicted times in milliseconds."""
 
-    place: str  # local: at the decode worker; remote: at a prefill worker; split: the first part there
+    place: str  # local (decode worker), remote (prefill worker) or split (first part remote)
     prefill_worker: str  # empty for local
-    remote_tokens: int  # leading tokens computed there
+    remote_tokens: int  # leading tokens that it computes
     first_token_ms: float
-    harm_ms: float  # by which others get tokens later, in all
+    harm_ms: float  # delay of other sequences' tokens, summed
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixPull:
-    """A prompt's prefix that the worker which computed the prompt has pulled from another one's cache, or tried to."""
+    """A prefix that the worker computing the prompt pulled, or tried to pull, from another worker's cache."""
 
     source: str  # worker id
     wanted_tokens: int
-    pulled_tokens: int  # of these, that arrived in time
+    pulled_tokens: int  # those of them that arrived in time
     pull_ms: float
-    problem: str  # empty: all arrived
+    problem: str  # empty if all arrived
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Timing:
 
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
-    transfer_ms: float = 0.0  # the part that the prefill did not hide
+    transfer_ms: float = 0.0  # the part that did not overlap the prefill
     first_token_ms: float = 0.0
     decode_ms: float = 0.0
     prefill_worker: str = ""
@@ -63,11 +63,11 @@ class Timing:
     num_redispatches: int = 0
     num_preemptions: int = 0
     num_migrations: int = 0
-    migration_pause_ms: float = 0.0  # sum over all migrations
-    prefill_cached_tokens: int = 0  # prompt tokens in the prefill worker's own cache
+    migration_pause_ms: float = 0.0  # summed over all migrations
+    prefill_cached_tokens: int = 0  # prompt tokens in the prefill worker's cache
     decode_cached_tokens: int = 0  # prompt tokens in the decode worker's cache
-    prices: tuple[PrefillPrice, ...] = ()  # the chosen way to compute the prompt, then other ways
-    decode_first_token_ms: float = 0.0  # what these predict: placed at the decode worker to first token there
+    prices: tuple[PrefillPrice, ...] = ()  # the chosen way to compute the prompt, then the others
+    decode_first_token_ms: float = 0.0  # predicted time from placement to the first token at the decode worker
     pull: PrefixPull | None = None
 
 
@@ -87,14 +87,14 @@ class Chunk:
 
     text: str
     token_ids: tuple[int, ...]
-    index: int = 0  # which of the n completions
+    index: int = 0  # which of the n completions this belongs to
     finish_reason: FinishReason | None = None  # set on the last chunk of this index
     usage: Usage | None = None  # set on the last chunk of the stream
     timing: Timing | None = None  # set on the last chunk of this index
     logprobs: tuple[Logprob, ...] = ()
     request_id: str = ""
     model: str = ""
-    granted_max_tokens: int | None = None  # with finish_reason, if overload has shortened the answer: to this many
+    granted_max_tokens: int | None = None  # with finish_reason: the limit to which overload shortened the answer
     prompt_logprobs: tuple[Logprob, ...] = ()  # set on the first chunk of this index, if requested
 
 
@@ -107,19 +107,19 @@ class Completion:
     finish_reason: FinishReason
     timing: Timing
     logprobs: tuple[Logprob, ...] = ()
-    granted_max_tokens: int | None = None  # if overload has shortened the answer: to this many tokens
-    prompt_logprobs: tuple[Logprob, ...] = ()  # one for each prompt token but the first, if requested
+    granted_max_tokens: int | None = None  # the limit to which overload shortened the answer
+    prompt_logprobs: tuple[Logprob, ...] = ()  # one for each prompt token except the first, if requested
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """A whole answer: n completions of one prompt. `text` and the other properties are those of the first."""
+    """A whole answer: n completions of one prompt. `text` and the other properties belong to the first."""
 
     completions: tuple[Completion, ...]
     usage: Usage
     request_id: str
     model: str
-    decision: Mapping[str, Any] | None = None  # why its workers were chosen, if `explain` requested it
+    decision: Mapping[str, Any] | None = None  # why its workers were chosen, if `explain` was set
 
     @property
     def text(self) -> str:
@@ -141,15 +141,15 @@ class GenerateResult:
 @dataclass(frozen=True, slots=True)
 class Tokens:
     token_ids: tuple[int, ...]
-    tokens: tuple[str, ...]  # the text of each
+    tokens: tuple[str, ...]  # the text of each token
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     id: str
-    context_length: int  # tokens, prompt and output together
+    context_length: int  # in tokens, prompt and output together
     revision: str
-    parent: str = ""  # of an adapter: the model that it belongs to
+    parent: str = ""  # for an adapter, the model that it belongs to
 
 
 @dataclass(slots=True)
@@ -180,12 +180,12 @@ class ResultBuilder:
 
     @property
     def finished(self) -> bool:
-        """Whether the stream was complete: every completion has ended and the usage has arrived."""
+        """Whether the stream is complete: every completion has ended and the usage has arrived."""
         ended = all(parts.last is not None for parts in self._parts.values())
         return ended and self._last is not None and self._last.usage is not None
 
     def result(self) -> GenerateResult:
-        """Call only when `finished`."""
+        """Returns the whole answer. Call only when `finished`."""
         assert self._last is not None
         assert self._last.usage is not None
         completions = tuple(_completion(self._parts[index]) for index in sorted(self._parts))
@@ -214,7 +214,7 @@ def build_request(
     request_id: str = "",
     lane: Lane | str | None = None,
 ) -> inference_pb2.GenerateRequest:
-    """Raises InvalidInput that names the prompt or the option at fault; the router checks the rest."""
+    """Builds a request. Raises InvalidInput that names a wrong prompt or option; the router checks the rest."""
     request = inference_pb2.GenerateRequest(model=model, request_id=request_id, sampling=_sampling_to_wire(options))
     if lane is not None:
         request.lane = lane_to_wire(lane_from_name(lane))
@@ -254,7 +254,7 @@ def _set_prompt(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeR
 
 
 def _sampling_to_wire(options: Mapping[str, object]) -> common_pb2.SamplingParams:
-    """Sets only the options that are given; an absent field takes the model's default."""
+    """Sets only the given options; absent fields take the model's defaults."""
     known = SamplingOptions.__annotations__
     wire = common_pb2.SamplingParams()
     for name, value in options.items():

@@ -1,4 +1,4 @@
-"""Whether, when and from where the client tries again. Decides without a clock or randomness of its own."""
+"""Decides whether, when and where from the client retries. Pure: takes the time and random numbers as arguments."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import grpc
 from penstock.errors import PenstockError, SequenceMoved, Unavailable
 from penstock.v1 import inference_pb2
 
-_MAX_CONNECT_DELAY_S = 1.0  # a successor that listens is found within about a second
+_MAX_CONNECT_DELAY_S = 1.0  # a successor is found within about a second of listening
 
 
 class Failure(Enum):
-    """The progress of an attempt that failed."""
+    """How far a failed attempt got."""
 
-    ANSWERED = auto()  # a server said so
-    BROKEN = auto()  # the connection broke: the server may have begun
+    ANSWERED = auto()  # a server answered with the error
+    BROKEN = auto()  # the connection broke, so the server may have begun
     REFUSED = auto()  # nothing accepted the connection
 
 
@@ -29,28 +29,28 @@ class Failure(Enum):
 class RetryPolicy:
     """Exponential backoff with full jitter (https://aws.amazon.com/builders-library/timeouts-retries-and-backoff-with-jitter/).
 
-    Only UNAVAILABLE is tried again: it says that no worker has begun. An overloaded deployment refuses with
-    RESOURCE_EXHAUSTED, which the caller must see instead of answering with more load.
+    Only UNAVAILABLE is retried: it means that no worker has begun. An overloaded deployment refuses with
+    RESOURCE_EXHAUSTED, which is passed to the caller, since retries would add load.
 
-    A connection that nobody accepts costs a deployment nothing: it counts neither as an attempt nor for the budget, and
-    is tried again until the call's deadline. `max_attempts` = 1 turns that off too.
+    A refused connection costs the deployment nothing: it counts neither as an attempt nor against the budget, and is
+    retried until the call's deadline. `max_attempts` = 1 turns this off too.
     """
 
     max_attempts: int = 4
     initial_s: float = 0.2
     multiplier: float = 2.0
     max_s: float = 5.0
-    connect_s: float = 60.0  # for which a call without a deadline tries to connect
+    connect_s: float = 60.0  # how long a call without a deadline tries to connect
 
     def connect_delay_s(self, refusals: int, draw: Callable[[], float]) -> float:
-        """Returns the seconds to wait after connections were refused `refusals` times in a row."""
+        """Returns the seconds to wait after `refusals` refused connections in a row."""
         return min(self.max_s, _MAX_CONNECT_DELAY_S, self.initial_s * self.multiplier ** (refusals - 1)) * draw()
 
     def delay_s(self, attempt: int, error: PenstockError, draw: Callable[[], float]) -> float | None:
         """Returns the seconds to wait after failed attempt number `attempt` (from 1), or None to give up.
 
-        `draw` returns a random number in [0, 1). The server's RetryInfo is the minimum; jitter is added to it, so that
-        clients do not return in step.
+        `draw` returns a random number in [0, 1). The server's RetryInfo is the minimum; jitter is added so that clients
+        do not return all at once.
         """
         if attempt >= self.max_attempts or not isinstance(error, Unavailable):
             return None
@@ -61,9 +61,9 @@ class RetryPolicy:
 
 
 class RetryBudget:
-    """Keeps retries a small share of successes, so that a failing deployment does not get more load.
+    """Limits retries to a small share of successes, so that a failing deployment does not get more load.
 
-    Safe from several threads. Reference: the retry budgets of Finagle, https://twitter.github.io/finagle/guide/Clients.html
+    Thread-safe. Reference: the retry budgets of Finagle, https://twitter.github.io/finagle/guide/Clients.html
     """
 
     def __init__(self, share: float = 0.2, reserve: float = 10.0, window_s: float = 10.0) -> None:
@@ -71,7 +71,7 @@ class RetryBudget:
         self._share = share
         self._reserve = reserve
         self._window_s = window_s
-        self._balance = reserve  # decays towards the reserve from above and below
+        self._balance = reserve  # decays toward the reserve from above and below
         self._seen_s: float | None = None
         self._lock = threading.Lock()
 
@@ -86,7 +86,7 @@ class RetryBudget:
             self._balance += self._share
 
     def take(self, now_s: float) -> bool:
-        """Counts one more retry; False if the budget does not allow it."""
+        """Counts one more retry. Returns False if the budget does not allow it."""
         with self._lock:
             self._decay(now_s)
             if self._balance < 1.0:
@@ -95,7 +95,7 @@ class RetryBudget:
             return True
 
     def _decay(self, now_s: float) -> None:
-        """Forgets earned and spent retries alike within the window."""
+        """Forgets earned and spent retries within the window."""
         passed_s = 0.0 if self._seen_s is None else max(0.0, now_s - self._seen_s)
         self._seen_s = now_s
         self._balance = self._reserve + (self._balance - self._reserve) * math.exp(-passed_s / self._window_s)
@@ -106,18 +106,18 @@ DEFAULT_RETRY = RetryPolicy()
 
 @dataclass(slots=True)
 class Attempts:
-    """Counts the attempts of one call against one deadline. Times are in the caller's monotonic seconds."""
+    """Counts the attempts of one call against one deadline. Times are seconds of the caller's monotonic clock."""
 
     policy: RetryPolicy
     deadline_s: float | None
-    budget: RetryBudget | None = None  # shared by a client's calls
+    budget: RetryBudget | None = None  # shared by all calls of a client
     number: int = 1
-    has_succeeded: bool = False  # a call counts once for the budget
-    refusals: int = 0  # of the connection, in a row
-    connect_by_s: float | None = None  # while connections are refused
+    has_succeeded: bool = False  # a call adds to the budget once
+    refusals: int = 0  # refused connections in a row
+    connect_by_s: float | None = None  # deadline while connections are refused
 
     def timeout_s(self, now_s: float) -> float | None:
-        """Returns the time left for an attempt that starts now, as gRPC takes it."""
+        """Returns the gRPC timeout of an attempt that starts now."""
         return None if self.deadline_s is None else max(self.deadline_s - now_s, 0.001)
 
     def next_delay_s(
@@ -129,14 +129,14 @@ class Attempts:
     ) -> float:
         """Counts one more attempt and returns how long to wait for it. Raises `error` if no attempt is left.
 
-        The first attempt after a broken connection is not charged to the budget: a router that dies breaks every
-        stream of a client at once, and nobody else is asked to carry more than they did before.
+        The first attempt after a broken connection is not charged to the budget: a dying router breaks all streams of a
+        client at once, and retrying them only restores the previous load.
         """
         if failure is Failure.REFUSED and self.policy.max_attempts > 1:
             return self._next_connect_delay_s(error, now_s, draw)
         self.refusals, self.connect_by_s = 0, None
         if isinstance(error, SequenceMoved) and self.number == 1 and self.has_succeeded:
-            self.number += 1  # a second move in a row, without a token between, is a failure
+            self.number += 1  # a second broken connection without a token in between counts
             return 0.0
         delay_s = self.policy.delay_s(self.number, error, draw)
         if delay_s is None or (self.deadline_s is not None and now_s + delay_s >= self.deadline_s):
@@ -157,7 +157,7 @@ class Attempts:
         return delay_s
 
     def progress(self, now_s: float) -> None:
-        """Records an answer or a part of it: attempts are counted from 1 again after it."""
+        """Records an answer or a part of it, after which attempts count from 1 again."""
         self.number, self.refusals, self.connect_by_s = 1, 0, None
         if self.budget is not None and not self.has_succeeded:
             self.budget.succeed(now_s)
@@ -165,8 +165,9 @@ class Attempts:
 
 
 class Continuation:
-    """The part of a stream that was received, so that another router can continue it. Fixes the seed, hence the sampled
-    tokens."""
+    """The received part of a stream, from which another router can continue. It fixes the seed and thus the sampled
+    tokens.
+    """
 
     def __init__(self, request: inference_pb2.GenerateRequest) -> None:
         self._request = inference_pb2.GenerateRequest()
@@ -185,12 +186,12 @@ class Continuation:
 
     @property
     def is_over(self) -> bool:
-        """Whether every completion has ended."""
+        """Returns whether every completion has ended."""
         num_completions = max(1, self._request.sampling.n)
         return len(self._emitted) == num_completions and all(emitted.finished for emitted in self._emitted.values())
 
     def request(self) -> inference_pb2.GenerateRequest:
-        """Returns the request for the tokens that are still to come."""
+        """Returns the request for the remaining tokens."""
         rest = inference_pb2.GenerateRequest()
         rest.CopyFrom(self._request)
         rest.emitted.extend(self._emitted.values())

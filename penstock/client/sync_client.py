@@ -5,9 +5,9 @@
         for chunk in client.generate("Once upon a time", max_tokens=40):
             print(chunk.text, end="", flush=True)
 
-Every call raises typed errors (`penstock.errors`). UNAVAILABLE is tried again with backoff, at the next router if there
-are several; a stream that has received tokens continues after them. A refused connection is tried again until the
-call's deadline: a router that is replaced costs a pause.
+Every call raises typed errors (`penstock.errors`). UNAVAILABLE is retried with backoff, at the next router if there are
+several; a stream continues after the tokens it has received. A refused connection is retried until the call's deadline,
+so a replaced router only causes a pause.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from penstock.rpc.hints import hints_metadata
 from penstock.types import Lane
 from penstock.v1 import inference_pb2, inference_pb2_grpc
 
-UNARY_TIMEOUT_S = 30.0  # of tokenize and list_models
+UNARY_TIMEOUT_S = 30.0  # default deadline of tokenize and list_models
 
 Method = Callable[[inference_pb2_grpc.InferenceStub], Any]
 
 
 class Client:
-    """A connection to one deployment's gRPC address. Thread-safe; connects on first use."""
+    """A connection to one deployment's gRPC address. Create and use it inside one running event loop."""
 
     def __init__(
         self,
@@ -61,14 +61,14 @@ class Client:
         credentials: grpc.ChannelCredentials | None = None,
         lookaside: bool = False,
     ) -> None:
-        """`target` is the host:port of a router, or those of several: calls and streams of a lost one continue at
-        another.
+        """`target` is the host:port of one router or a list of several; if one is lost, its calls and streams continue
+        at another.
 
         `timeout_s` is the deadline of calls that name none; without either, the router's default applies. `api_key`
-        defaults to PENSTOCK_API_KEY. `tls` turns encryption on, and so do `credentials` of your own.
+        defaults to PENSTOCK_API_KEY. `tls` turns encryption on, and so do your own `credentials`.
 
         With `lookaside`, streams come straight from the decode workers if the deployment allows it: routers admit and
-        place requests, and tokens do not pass them. A stream that breaks off continues through a router.
+        place requests, but do not relay tokens. A stream that breaks off continues through a router.
         """
         self._timeout_s = timeout_s
         self._retry = retry
@@ -82,7 +82,7 @@ class Client:
         self._targets = targets
         self._channels = [io.connect(address, credentials, options) for address in targets]
         self._stubs = [inference_pb2_grpc.InferenceStub(channel) for channel in self._channels]
-        self._next_target = 0  # index, modulo their number, of the target that the next call begins with
+        self._next_target = 0  # index of the next call's first target, modulo their number
         self._lookaside = lookaside
         near = worker_options(options)
         self._workers = WorkerChannels(lambda address: io.connect(address, credentials, near))
@@ -99,13 +99,13 @@ class Client:
         explain: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> GenerateStream:
-        """Starts to generate; iterate over the stream for chunks, or use its `complete()` for the whole answer.
+        """Starts a generation; iterate over the stream for chunks, or call its `complete()` for the whole answer.
 
         `prompt` is text, token ids, chat messages, or a `Chat` of them. `timeout_s` bounds the whole call, retries
         included. `lane` is interactive, standard or bulk, by default the tenant's own. Requests of one `session` go to
         the same workers if that costs little; with `explain`, the stream's `decision` says why they were chosen. A call
-        inside an OpenTelemetry span becomes a part of its trace. Raises InvalidInput at once for a prompt or an option
-        that no server could read; every other error comes from the stream.
+        inside an OpenTelemetry span becomes part of its trace. Raises InvalidInput at once for a malformed prompt or
+        option; every other error comes from the stream.
         """
         request = build_request(prompt, sampling, model=model, request_id=request_id, lane=lane)
         attempts = self._attempts(timeout_s, self._timeout_s)
@@ -152,7 +152,7 @@ class Client:
         return models_from_wire(answer.models)
 
     def _begin(self, method: Method, hints: tuple[tuple[str, str], ...] = ()) -> Callable[[Any, float | None], Any]:
-        """Returns a function that starts an attempt with the time left for it, each further one at the next router."""
+        """Returns a function that starts an attempt with the time left; each further attempt takes the next router."""
         tried, metadata = False, (*self._metadata, *hints)
 
         def attempt(request: Any, left_s: float | None) -> Any:
@@ -165,8 +165,9 @@ class Client:
         return attempt
 
     def _begin_routed(self, hints: tuple[tuple[str, str], ...]) -> Start:
-        """Does the same with lookaside. After an attempt without a token it goes through the router, since the worker
-        may be out of the client's reach."""
+        """Does the same with lookaside. After an attempt without a token the next one goes through the router, since
+        the client may be unable to reach the worker.
+        """
         metadata, last = (*self._metadata, *hints), None
 
         def attempt(request: inference_pb2.GenerateRequest, left_s: float | None) -> Any:

@@ -1,5 +1,4 @@
-"""Holds what the blocking client does differently from the asyncio one. `async_io` has the same names for the
-latter."""
+"""Holds the differences of the blocking client from the asyncio one, for which `async_io` has the same names."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ def start(method: Any, request: Any, **options: Any) -> Any:
 
 
 def answer(call: Any) -> Any:
-    """Returns the answer of a started unary call. Raises RpcError, or Cancelled once it was cancelled."""
+    """Returns the answer of a started unary call. Raises RpcError, or Cancelled if it was cancelled."""
     try:
         return call.result()
     except grpc.FutureCancelledError:
@@ -49,5 +48,5 @@ def next_message(call: Any, messages: Iterator[Any], closed: Event) -> Any:
 
 
 def wait(event: Event, timeout_s: float) -> bool:
-    """Waits for the event; False after `timeout_s`."""
+    """Waits for the event. Returns False after `timeout_s`."""
     return event.wait(timeout_s)

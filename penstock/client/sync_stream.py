@@ -1,5 +1,5 @@
 # Generated from penstock/client/async_stream.py by tests/support/repository/blocking_client.py (make client).
-"""A running call of the blocking client: its chunks, its retries, and lookaside attempts that read like it."""
+"""Running calls of the blocking client: their chunks, their retries, and lookaside attempts with the same interface."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class GenerateStream:
         return self
 
     def __next__(self) -> Chunk:
-        """Blocks until the next tokens. Raises the call's typed error, or Cancelled if it is closed meanwhile."""
+        """Blocks until the next tokens. Raises the call's typed error, or Cancelled if the stream gets closed."""
         while True:
             if self._closed.is_set():
                 raise StopIteration
@@ -77,7 +77,7 @@ class GenerateStream:
         self._begin()
 
     def complete(self) -> GenerateResult:
-        """Blocks until the end and returns everything that is still to come."""
+        """Blocks until the end and returns everything not read yet."""
         builder = ResultBuilder()
         for chunk in self:
             builder.add(chunk)
@@ -87,15 +87,14 @@ class GenerateStream:
 
     @property
     def decision(self) -> dict[str, Any] | None:
-        """The reason why the request's workers were chosen: known once the stream has ended, if `explain` requested
-        it."""
+        """The reason why the request's workers were chosen; known once the stream has ended, if `explain` was set."""
         return self._read_decision()
 
     def _read_decision(self) -> dict[str, Any] | None:
         return read_decision(self._call.trailing_metadata()) if self._call.done() else None
 
     def close(self) -> None:
-        """Cancels the call. May be called again, and from another thread."""
+        """Cancels the call. May be called repeatedly, and while a reader waits."""
         self._closed.set()
         self._call.cancel()
 
@@ -109,8 +108,10 @@ class GenerateStream:
 
 
 class RoutedCall:
-    """An attempt at a lookaside stream: `Route` at the router, then `Stream` at the worker. It reads like a `Generate`
-    call, and becomes one if the deployment has no lookaside. Sends `Route` at once and waits in the first read."""
+    """An attempt at a lookaside stream: `Route` at the router, then `Stream` at the worker. It has the interface of a
+    `Generate` call, and becomes one if the deployment has no lookaside. Sends `Route` at once and waits in the first
+    read.
+    """
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class RoutedCall:
         self._route = io.start(stub.Route, request, timeout=timeout_s, metadata=metadata)
         self._stream: Any = None
         self._messages: Any = None
-        self._address = ""  # of the worker while this call uses its channel
+        self._address = ""  # the worker's address while this call uses its channel
         self._lock = threading.Lock()
         self._cancelled = False
         self._has_answered = False
@@ -180,11 +181,11 @@ class RoutedCall:
 
     @property
     def has_failed_there(self) -> bool:
-        """Whether the call was routed to a worker and no token came."""
+        """Whether the call was routed to a worker but no token came."""
         return self._stream is not None and not self._has_answered
 
     def _release(self, *, broken: bool) -> Any | None:
-        """Gives the worker's channel back; returns it if it must be closed."""
+        """Releases the worker's channel. Returns it if the caller must close it."""
         with self._lock:
             address, self._address = self._address, ""
         return self._channels.release(address, broken=broken) if address else None

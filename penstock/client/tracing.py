@@ -1,4 +1,4 @@
-"""Passes the caller's trace on to the deployment, in the terms of W3C Trace Context."""
+"""Propagates the caller's trace to the deployment as W3C Trace Context."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 def trace_metadata() -> tuple[tuple[str, str], ...]:
     """Returns the metadata that makes a call part of the active OpenTelemetry span; empty without one.
 
-    A program that has not imported OpenTelemetry has no span, and does not pay for its import.
+    A program that has not imported OpenTelemetry has no span, so this never imports it.
     """
     if "opentelemetry.trace" not in sys.modules:
         return ()

@@ -1,7 +1,7 @@
-"""Configuration: frozen, validated once at the edge, unknown keys refused; every default lives here.
+"""Configuration: frozen, validated once at the edge, without unknown keys. Every default is defined here.
 
-A `ServeConfig` describes a deployment and is read from TOML or JSON (`load`). From it follow the `RouterConfig` of
-each router process and the `WorkerConfig` of each worker process. Each model's module is named for what it configures;
+A `ServeConfig` describes a deployment and is read from TOML or JSON (`load`). The `RouterConfig` of each router process
+and the `WorkerConfig` of each worker process derive from it. Each model's module is named for what it configures;
 docs/configuration.md lists every key. Nothing here knows how a setting is used.
 """
 

@@ -1,4 +1,4 @@
-"""Settings of admission: lanes, tenants' limits, and what a router gives up under overload."""
+"""Settings of admission: lanes, tenants' limits, and a router's concessions under overload."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class TenantLimits(FrozenConfig):
     tokens_per_s: float | None = Field(None, gt=0)
     """Prompt and output tokens per second."""
     burst_tokens: int | None = Field(None, ge=1)
-    """Tokens at once after a pause; by default 60 seconds of `tokens_per_s`."""
+    """Largest burst of tokens after a pause; by default 60 seconds of `tokens_per_s`."""
     max_inflight_tokens: int | None = Field(None, ge=1)
-    """Tokens of KV at the workers: prompts and `max_tokens`; without `max_tokens` 4096 tokens as they come."""
+    """Tokens of KV at the workers: prompts and `max_tokens`, or without it 4096 output tokens at a time."""
     max_requests: int | None = Field(None, ge=1)
-    """Requests at once, waiting ones included."""
+    """Concurrent requests, including waiting ones."""
     max_unused_tickets: int = Field(64, ge=1)
-    """Lookaside tickets at once that no stream has used, at most a quarter of the decode slots; then `Route` fails."""
+    """Unused lookaside tickets, at most a quarter of the decode slots; `Route` fails beyond them."""
 
     @model_validator(mode="after")
     def _check_burst_has_rate(self) -> TenantLimits:
@@ -65,13 +65,14 @@ class TenantLimits(FrozenConfig):
 
 
 class OverloadConfig(FrozenConfig):
-    """The router's concessions under overload; by default none. Saturation is 0 when idle; at 1 a new request would
-    wait its lane's `target_wait_s`."""
+    """The router's concessions under overload; by default none. Saturation is 0 when idle, and 1 when a new request
+    would wait for its lane's `target_wait_s`.
+    """
 
     shed: bool = False
-    """Refuses early what would miss `target_wait_s`: short waits for those admitted, refusals for the others."""
+    """Refuses requests early if they would miss `target_wait_s`, so that those admitted wait only briefly."""
     max_tokens: int | None = Field(None, ge=1)
-    """Tokens of one completion from `shorten_at` on, which the answer then reports; by default none is shortened."""
+    """Most tokens of one completion from `shorten_at` on, which the answer then reports; by default unlimited."""
     shorten_at: float = Field(0.6, gt=0)
     """Saturation from which completions end at `max_tokens`, if that is set."""
     pause_bulk_at: float = Field(0.8, gt=0)
@@ -79,9 +80,9 @@ class OverloadConfig(FrozenConfig):
     refuse_at: float = Field(0.95, gt=0)
     """Saturation from which `shed` lets only interactive requests queue."""
     margin: float = Field(0.2, gt=0)
-    """How far below its beginning a stage ends."""
+    """How far saturation must fall below the start of a stage to end it."""
     hold_s: float = Field(3.0, ge=0)
-    """Seconds that saturation must stay there before a stage ends."""
+    """Seconds that saturation must stay that low before a stage ends."""
 
     @model_validator(mode="after")
     def _check_order(self) -> OverloadConfig:
@@ -94,7 +95,7 @@ class OverloadConfig(FrozenConfig):
 
 
 class AdmissionConfig(FrozenConfig):
-    """Rules that dispatch a request, let it wait in the router or refuse it."""
+    """Rules for dispatching requests, queueing them in the router or refusing them."""
 
     interactive: InteractiveLane = InteractiveLane()
     """The lane `interactive`."""
@@ -113,7 +114,7 @@ class AdmissionConfig(FrozenConfig):
     max_page_use: float = Field(0.95, gt=0, le=1)
     """Share of the decode workers' pages in use above which nothing more is dispatched."""
     overload: OverloadConfig = OverloadConfig()
-    """What is given up under overload."""
+    """Concessions under overload."""
     retry_share: float = Field(0.2, ge=0)
     """Repeated dispatches, as a share of recent successes."""
     retry_reserve: int = Field(100, ge=1)

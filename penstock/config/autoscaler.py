@@ -35,7 +35,7 @@ class AutoscalerConfig(FrozenConfig):
     interval_s: float = Field(2.0, gt=0)
     """Seconds between two decisions."""
     history_s: float = Field(900.0, gt=0)
-    """Seconds of past traffic that a pool must be able to serve as it came."""
+    """Seconds of past traffic that a pool must be able to serve as it arrived."""
     up_cooldown_s: float = Field(20.0, ge=0)
     """Seconds after a change of a pool until it may grow."""
     down_cooldown_s: float = Field(60.0, ge=0)
@@ -43,7 +43,7 @@ class AutoscalerConfig(FrozenConfig):
     down_after_s: float = Field(300.0, ge=0)
     """Seconds for which fewer workers must have sufficed before one is removed."""
     flips: bool = True
-    """Lets a worker change its role if one pool lacks what the other has to spare."""
+    """Lets a worker change its role if one pool lacks workers and the other has some to spare."""
     flip_cooldown_s: float = Field(30.0, ge=0)
     """Seconds between two flips."""
     flip_after_s: float = Field(30.0, ge=0)

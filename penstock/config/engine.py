@@ -20,7 +20,7 @@ class EngineConfig(FrozenConfig):
     """Quantizes the weights of matrix products while a plain checkpoint loads; `none` keeps them as the checkpoint has
     them."""
     kv_dtype: Literal["auto", "fp8", "int8"] = "auto"
-    """Type of KV pages; `auto` takes `dtype`. Pools may differ in it."""
+    """Type of KV pages; `auto` takes `dtype`. It may differ between pools."""
     device: str = "auto"
     """Torch device, such as cuda or cuda:1; `auto` takes cuda if there is one, else cpu."""
     page_size: int = Field(16, ge=1, le=1024)
@@ -39,7 +39,7 @@ class EngineConfig(FrozenConfig):
     prefix_caching: bool = True
     """Reuses the pages of prefixes that were computed before."""
     kv_events: bool = True
-    """Publishes which pages are cached; without, routers estimate it from the prompts that they sent."""
+    """Publishes which pages are cached; otherwise routers estimate it from the prompts they sent."""
     host_memory_bytes: int = Field(0, ge=0)
     """Host memory of each rank for pages evicted from the device; 0 discards them."""
     disk_bytes: int = Field(0, ge=0)
@@ -57,13 +57,13 @@ class EngineConfig(FrozenConfig):
     num_threads: int | None = Field(None, ge=1)
     """Threads of each rank's math libraries; by default one for each core that it may use."""
     max_adapters: int = Field(0, ge=0, le=1024)
-    """LoRA adapters that a worker holds at once, in slots whose memory is set aside; 0 refuses requests for any."""
+    """LoRA adapters that a worker holds at once, in slots of reserved memory; 0 refuses requests for adapters."""
     max_adapter_rank: int = Field(16, ge=1, le=512)
-    """Largest rank of an adapter; each slot takes the memory of one."""
+    """Largest rank of an adapter, which determines the memory of each slot."""
     tensor_parallel: int = Field(1, ge=1, le=64)
     """Ranks that split each layer, as processes of one machine."""
     rank_timeout_s: float = Field(10.0, gt=0)
-    """Seconds without a sign of life from a rank after which the worker ends."""
+    """Seconds of silence from a rank after which the worker exits."""
 
     @model_validator(mode="after")
     def _check_tiers(self) -> EngineConfig:

@@ -15,7 +15,7 @@ from penstock.config.router import RouterConfig
 from penstock.config.workers import WorkerConfig
 from penstock.errors import ConfigError
 
-_SECRETIVE = {"keys", "secret"}  # settings whose values no message repeats
+_SECRETIVE = {"keys", "secret"}  # settings whose values messages must not repeat
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 ProcessT = TypeVar("ProcessT", WorkerConfig, RouterConfig)
@@ -32,8 +32,8 @@ def load_process(
     secret_file: str | None,
     own: Mapping[str, object] = MappingProxyType({}),
 ) -> ProcessT:
-    """Reads the configuration of one process, with the cluster secret at `secret_file` if that is given. The settings
-    `own`, which differ from one process of a shared file to the next, override the file's.
+    """Reads the configuration of one process, with the cluster secret from `secret_file` if that is given. `own` holds
+    the settings in which processes that share the file differ; they override the file's.
 
     Raises ConfigError.
     """
@@ -69,7 +69,7 @@ def parse(kind: type[ConfigT], data: object, source: str = "config") -> ConfigT:
 def _explain(problem: object) -> str:
     assert isinstance(problem, dict)
     key = ".".join(str(part) for part in problem["loc"]) or "(whole)"
-    # The input may be a key or a secret, and a whole table may hold one.
+    # The input may be a key or a secret, or a table that holds one.
     hidden = isinstance(problem["input"], dict) or not _SECRETIVE.isdisjoint(problem["loc"])
     shown = "" if hidden else f" = {problem['input']!r}"
     if problem["type"] == "extra_forbidden":

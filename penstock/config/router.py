@@ -39,9 +39,9 @@ class KvAwareConfig(FrozenConfig):
     decode_weight: float = Field(0.5, ge=0)
     """Cost of a second of decoding, relative to a second before the first token."""
     contention_weight: float = Field(4.0, ge=0)
-    """Cost of delaying waiting requests by a second, relative to a second of the request's own delay."""
+    """Cost of delaying other waiting requests by a second, relative to a second of the request's own delay."""
     temperature_s: float = Field(0.0, ge=0)
-    """Samples pairs with odds exp(-cost / temperature_s); 0 always takes the cheapest."""
+    """Samples pairs with odds exp(-cost / temperature_s); 0 always takes the cheapest pair."""
     affinity_s: float = Field(0.5, ge=0)
     """Seconds by which a session's own worker may cost more than the cheapest."""
     replica_s: float = Field(0.5, ge=0)
@@ -52,7 +52,7 @@ class RouterConfig(KvAwareConfig):
     """A router process. Its workers come from the Admin service or from the fixed list `workers`."""
 
     model: str
-    """Hugging Face checkpoint folder, of which only the tokenizer and the chat template are read."""
+    """Hugging Face checkpoint folder; only its tokenizer and chat template are read."""
     served_model: str = ""
     """Name that requests call the model by; by default the name of its folder."""
     adapters: dict[str, str] = Field(default_factory=dict)
@@ -71,7 +71,7 @@ class RouterConfig(KvAwareConfig):
     shares_ports: bool = False
     """Whether other routers listen at the same public ports; the system divides new connections among them."""
     metrics_port: int | None = Field(None, ge=0, le=65535)
-    """HTTP port of this router alone, with /metrics and /health and no model; 0 takes any free one; by default none."""
+    """HTTP port of this router only, with /metrics and /health but no models; 0 takes any free one; by default none."""
     cors_origins: tuple[str, ...] = ()
     """Origins, such as https://chat.example.com, whose pages may call the HTTP API from a browser; "*" is any."""
     admin: str = ""
@@ -85,18 +85,19 @@ class RouterConfig(KvAwareConfig):
     peers: tuple[str, ...] = ()
     """host:port of the other routers' peer services, if there is no Admin service."""
     default_timeout_s: float = Field(600.0, gt=0)
-    """Seconds for a request that names no deadline."""
+    """Deadline in seconds of a request that names none."""
     max_timeout_s: float = Field(3600.0, gt=0)
     """Longest deadline, in seconds, that a request may name."""
     max_inflight: int = Field(16384, ge=1)
-    """Requests in flight, waiting ones included; further ones are refused with RESOURCE_EXHAUSTED."""
+    """Requests in flight, including waiting ones; further ones are refused with RESOURCE_EXHAUSTED."""
     pull: bool = True
-    """Counts on workers to pull a prompt's prefix from each other where that is predicted to take less than computing
-    it, and names the source to them; only where all workers have `transfer.pull`."""
+    """Lets workers pull a prompt's prefix from each other if that is predicted to take less time than computing it, and
+    names the source to them; needs `transfer.pull` at all workers.
+    """
     ticket_lifetime_s: float = Field(5.0, gt=0, le=60)
     """Seconds between a ticket's signing and its use at the decode worker."""
     max_redispatches: int = Field(3, ge=0)
-    """Times that a request whose decode worker is lost is dispatched again."""
+    """How often a request is dispatched again after it loses its decode worker."""
     drain_s: float = Field(30.0, ge=0)
     """Seconds after SIGTERM for streams in flight to end."""
     admission: AdmissionConfig = AdmissionConfig()
@@ -117,7 +118,7 @@ class RouterConfig(KvAwareConfig):
     limits: LimitsConfig = LimitsConfig()
     """Largest calls to the public ports."""
     tls: TlsConfig | None = None
-    """Certificate of the gRPC and the HTTP port; by default plain text."""
+    """Certificate of the gRPC and the HTTP port; by default they use plain text."""
     metrics_token_file: str = ""
     """File with the bearer token that /metrics requires, read again when it changes; required if there are tenants."""
     security: SecurityConfig = SecurityConfig()
@@ -129,7 +130,7 @@ class RouterConfig(KvAwareConfig):
     tracing: TracingConfig = TracingConfig()
     """Traces of requests."""
     max_replicas: int = Field(8, ge=1)
-    """Workers that a hot prefix is copied to; 1 copies none."""
+    """Most workers that a hot prefix is spread to; 1 makes no copies."""
 
     @model_validator(mode="after")
     def _check_trust(self) -> RouterConfig:

@@ -12,14 +12,14 @@ from penstock.config.admission import TenantLimits
 from penstock.config.base import FrozenConfig
 from penstock.types import Lane
 
-TENANT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # it becomes a label of metrics
+TENANT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # the name becomes a metrics label
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 TenantName = Annotated[str, StringConstraints(pattern=f"^{TENANT_NAME.pattern}$")]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine's own processes reach a server that listens on `host`."""
+    """Returns whether only processes of this machine reach a server that listens on `host`."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -49,7 +49,7 @@ class TenantConfig(TenantLimits):
     @field_validator("keys")
     @classmethod
     def _check_digests(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
-        if not all(_DIGEST.fullmatch(key) for key in keys):  # the wrong value may be a key, so it is not repeated
+        if not all(_DIGEST.fullmatch(key) for key in keys):  # no message repeats the value, which may be a key
             raise ValueError(
                 "one of them is not a sha256 digest (its value is not shown); give sha256: and 64 hex digits, "
                 "as `penstock key new` prints them"
@@ -65,7 +65,7 @@ class TenantConfig(TenantLimits):
 
 
 class TlsConfig(_SecretiveConfig):
-    """PEM files of a listening side, read again when they change. An unreadable path is a ConfigError at the start."""
+    """PEM files of a listening side, read again when they change. At the start, unreadable ones raise ConfigError."""
 
     cert_file: str
     """Certificate chain."""
@@ -78,25 +78,28 @@ class TlsConfig(_SecretiveConfig):
 
 
 class TenantsFile(FrozenConfig):
-    """A file of tenants, which routers read again when it changes."""
+    """A file of tenants, which routers read again whenever it changes."""
 
     tenants: dict[TenantName, TenantConfig] = Field(min_length=1)
-    """Tenants by name, at least one: a router that knows tenants never opens to everybody."""
+    """Tenants by name, at least one, since a router with tenants never opens to everybody."""
 
 
 class SecurityConfig(_SecretiveConfig):
-    """Credentials that the processes of one deployment show each other; the same for all of them."""
+    """Credentials that the processes of one deployment present to each other; all have the same."""
 
     secret_file: str = ""
     """File with the cluster secret, at least 32 random bytes in hex or base64, not readable by everybody. A second line
-    is a secret that is accepted as well, while one replaces the other. It is read again when it changes."""
+    may hold another secret that is also accepted while one replaces the other. The file is read again when it changes.
+    """
     tls: TlsConfig | None = None
     """Certificates of every connection between routers, workers and the Admin service."""
     insecure: bool = False
-    """Lets a process without secret and certificates listen beyond loopback, where whoever reaches it commands it."""
+    """Lets a process without secret and certificates listen beyond loopback, where anybody who reaches it can command
+    it.
+    """
 
     def check_host(self, setting: str, host: str) -> None:
-        """Raises ValueError if a port that obeys its callers would listen beyond loopback without credentials."""
+        """Raises ValueError if a port that obeys all callers would listen beyond loopback without credentials."""
         if self.secret_file or self.tls is not None or self.insecure or is_loopback(host):
             return
         raise ValueError(
@@ -119,8 +122,9 @@ class LimitsConfig(_SecretiveConfig):
     header_bytes: int = Field(16 * 1024, ge=1024)
     """Bytes of gRPC metadata or HTTP headers."""
     prompt_characters: int = Field(4_000_000, ge=1)
-    """Characters of a text, or of all messages and tools together; of long ones also 64 for each token of the context
-    at most."""
+    """Characters of a text, or of all messages and tools together; long ones may also have at most 64 per token of the
+    context.
+    """
     prompt_tokens: int = Field(1 << 20, ge=1)
     """Tokens of a prompt, which must also fit into the workers' context."""
     messages: int = Field(4096, ge=1)
@@ -146,8 +150,9 @@ class LimitsConfig(_SecretiveConfig):
     calls: int = Field(16384, ge=1)
     """Concurrent gRPC calls of all connections; further ones are refused."""
     header_timeout_s: float = Field(30.0, gt=0)
-    """Seconds in which a new connection must begin its first request, and in which the headers of a later one must
-    arrive."""
+    """Seconds within which a new connection must begin its first request and the headers of a later request must
+    arrive.
+    """
     idle_timeout_s: float = Field(120.0, gt=0)
     """Seconds after which a connection without a request is closed."""
     connection_age_s: float = Field(3600.0, gt=0)
@@ -159,15 +164,16 @@ class LimitsConfig(_SecretiveConfig):
     """Bytes that a gRPC connection may send each second beyond its calls, such as pings; one that sends more is
     closed."""
     body_timeout_s: float = Field(30.0, gt=0)
-    """Seconds in which the message of a gRPC call or the body of an HTTP request must arrive."""
+    """Seconds within which the message of a gRPC call or the body of an HTTP request must arrive."""
     bodies_bytes: int = Field(1 << 30, ge=1024)
-    """Bytes of all HTTP bodies together that are received and not parsed yet; more of them are refused."""
+    """Bytes of all HTTP bodies together that are received but not parsed yet; further bodies are refused."""
     write_stall_s: float = Field(60.0, gt=0)
-    """Seconds for which a client may read nothing of its stream; then it is cut off."""
+    """Seconds for which a client may read nothing from its stream before it is disconnected."""
     read_grace_s: float = Field(60.0, ge=0)
-    """Seconds after a request's deadline in which its client may still read what was generated in time."""
+    """Seconds after a request's deadline during which its client may still read what was generated in time."""
     text_queue_characters: int = Field(1 << 28, ge=1)
-    """Characters of prompts that may wait for the threads that parse, template and tokenize them; when more come, the
-    tenant with most of them waiting is refused."""
+    """Characters of prompts that may wait for the threads that parse, template and tokenize them; beyond that, the
+    tenant with most of them waiting is refused.
+    """
     streams_per_connection: int = Field(1024, ge=1)
     """Concurrent gRPC calls of a connection; further ones wait."""

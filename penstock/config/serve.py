@@ -1,4 +1,4 @@
-"""Settings of a whole deployment, from which those of its routers and workers follow."""
+"""Settings of a whole deployment, from which the settings of its routers and workers derive."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PoolConfig(FrozenConfig):
     max_replicas: int | None = Field(None, ge=0)
     """Most workers that the autoscaler starts; by default `replicas`."""
     spares: int = Field(0, ge=0)
-    """Warm processes with loaded weights that take a role at once; each holds the resources of a worker."""
+    """Warm processes with loaded weights that can take a role at once; each holds the resources of a worker."""
     num_gpus: float = Field(0, ge=0)
     """GPUs of each rank."""
     num_cpus: float | None = Field(None, gt=0)
@@ -40,7 +40,7 @@ class PoolConfig(FrozenConfig):
     resources: dict[str, float] = Field(default_factory=dict)
     """Custom Ray resources of each rank."""
     accelerator_type: str = ""
-    """Accelerator that its nodes must have, as Ray names it, such as H100; empty accepts any."""
+    """Accelerator that its nodes must have, by Ray's name for it, such as H100; empty accepts any."""
     node_labels: dict[str, str] = Field(default_factory=dict)
     """Labels that its nodes must have, as Ray's selectors: a value, `!value` or `in(a, b)`."""
     engine: dict[str, object] = Field(default_factory=dict)
@@ -48,7 +48,7 @@ class PoolConfig(FrozenConfig):
     labels: LabelsConfig = LabelsConfig()
     """Location of its workers."""
     price_per_hour: float = Field(0.0, ge=0)
-    """What one worker costs an hour, in any currency; workers export it, so that graphs show the cost of tokens."""
+    """Cost of one worker per hour, in any currency; workers export it, so that graphs show the cost of tokens."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> PoolConfig:
@@ -91,23 +91,24 @@ class ServeConfig(FrozenConfig):
     grpc_port: int = Field(50051, ge=0, le=65535)
     """Port of the gRPC API, which all routers share; 0 takes any free one."""
     admin_host: str = "127.0.0.1"
-    """Address that the Admin service listens on, beside loopback: another one lets routers on other machines follow."""
+    """Address that the Admin service listens on in addition to loopback, for routers on other machines."""
     admin_port: int = Field(50052, ge=0, le=65535)
     """Port of the Admin service; 0 takes any free one."""
     routers: int = Field(2, ge=0)
     """Router processes, which share the public ports: while one of them is replaced, the others take all requests. With
     0, routers are started elsewhere, by `python -m router`, and follow the Admin service."""
     metrics_ports: tuple[int, ...] = ()
-    """HTTP port of each router alone, with /metrics and /health and no model; by default any free ones."""
+    """HTTP port of each single router, with /metrics and /health but no models; by default any free ones."""
     lookaside: bool = False
     """Lets decode workers stream to clients that ask for it, at ports of their own."""
     lookaside_port: int = Field(0, ge=0, le=65535)
     """Port of the decode workers' lookaside service, if no machine has two of them; 0 takes any free one."""
     worker_metrics: bool = True
-    """Gives each worker an HTTP port of its own for /metrics; routers list these at /metrics/targets."""
+    """Gives each worker its own HTTP port for /metrics; routers list these at /metrics/targets."""
     worker_metrics_ports: tuple[int, int] | None = None
-    """First and last of the ports that workers' metrics may have; each takes one that is free on its machine. By
-    default any free ones, which no firewall can name."""
+    """First and last port for workers' metrics; each worker takes one that is free on its machine. By default any free
+    port, which cannot be named in firewall rules.
+    """
     address: str = ""
     """Ray cluster to join; empty starts one here."""
     prefill_pool: PoolConfig = PoolConfig()
@@ -126,30 +127,31 @@ class ServeConfig(FrozenConfig):
     transfer: TransferConfig = TransferConfig()
     """Transfers of KV pages between workers."""
     router: dict[str, object] = Field(default_factory=dict)
-    """Router settings, without those that the deployment sets."""
+    """Router settings, except those that the deployment sets."""
     tenants: dict[TenantName, TenantConfig] = Field(default_factory=dict)
     """Tenants by name; without any, callers are not distinguished."""
     tenants_file: str = ""
     """File with the table `tenants`, TOML or JSON, instead of the setting; it is read again when it changes."""
     tls: TlsConfig | None = None
-    """Certificate of the public ports; by default plain text."""
+    """Certificate of the public ports; by default they use plain text."""
     autoscaler: AutoscalerConfig = AutoscalerConfig()
     """When pools grow and shrink."""
     balance: BalanceConfig = BalanceConfig()
     """When running sequences migrate between decode workers of uneven load."""
     security: SecurityConfig = SecurityConfig()
-    """Credentials of the deployment's processes. Where no secret is named, one is generated; with `address` each node
-    must have its file."""
+    """Credentials of the deployment's processes. If no secret is named, one is generated; with `address` each node must
+    have its file.
+    """
     canary_interval_s: float = Field(60.0, ge=0)
-    """Seconds between two canary prompts at a worker; 0 sends one at its start only."""
+    """Seconds between two canary prompts at a worker; 0 sends one only at its start."""
     start_timeout_s: float = Field(300.0, gt=0)
-    """Seconds until the deployment must be ready."""
+    """Seconds within which the deployment must be ready."""
     drain_s: float = Field(30.0, ge=0)
     """Seconds after SIGTERM for requests in flight to finish or migrate."""
     handover_bytes: int = Field(1 << 30, ge=0)
     """Bytes of cached pages that a draining worker hands over; 0 hands over none."""
     handover_s: float = Field(5.0, ge=0)
-    """Seconds that the hand-over may take."""
+    """Longest time of the hand-over, in seconds."""
 
     @model_validator(mode="after")
     def _check_parts(self) -> ServeConfig:
@@ -193,7 +195,7 @@ class ServeConfig(FrozenConfig):
         return self.prefill_pool if role is Role.PREFILL else self.decode_pool
 
     def engine_config(self, role: Role | None = None) -> EngineConfig:
-        """Returns the settings of one pool's workers, or those that all pools share."""
+        """Returns the settings of one pool's workers, or without a role the settings that all pools share."""
         own = self.pool(role).engine if role is not None else {}
         return EngineConfig.model_validate({"model": self.model, **self.engine, **own})
 

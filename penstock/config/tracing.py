@@ -11,16 +11,16 @@ from penstock.config.base import FrozenConfig
 
 
 class TracingConfig(FrozenConfig):
-    """Traces of requests, sent to an OpenTelemetry collector. docs/tracing.md says what they hold."""
+    """Traces of requests, sent to an OpenTelemetry collector. docs/tracing.md describes their content."""
 
     endpoint: str = ""
     """URL of the collector, such as http://collector:4317; empty turns traces off, and then they cost nothing."""
     protocol: Literal["grpc", "http"] = "grpc"
     """OTLP over gRPC, or as protobuf over HTTP."""
     sample_ratio: float = Field(0.01, ge=0, le=1)
-    """Share of requests that are traced if the caller has not decided: one that sends a `traceparent` has."""
+    """Share of requests that are traced unless the caller has decided by sending a `traceparent`."""
     headers_file: str = ""
-    """File with headers of every export, such as an API key, a `name: value` on each line; read at the start."""
+    """File with headers for every export, such as an API key, one `name: value` per line; read at the start."""
     service_name: str = "penstock"
     """Name under which the deployment's spans appear."""
 

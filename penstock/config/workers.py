@@ -44,23 +44,25 @@ class DecodeConfig(FrozenConfig):
     max_waiting: int = Field(1024, ge=1)
     """Requests held by a worker; further ones are refused with RESOURCE_EXHAUSTED."""
     ttft_target_s: float | None = Field(None, gt=0)
-    """Time to first token, in seconds, that `placement = "auto"` keeps to where it can; by default none."""
+    """Time to first token, in seconds, that `placement = "auto"` tries to keep; by default none."""
     placement: Literal["auto", "remote", "local", "split"] = "auto"
-    """Where prompts are computed: at prefill workers, here, half of each there and half here, or by the least predicted
-    time to first token and delay of others."""
+    """Where prompts are computed: at prefill workers, here, half at each, or wherever the predicted time to first token
+    and delay of others is least.
+    """
     max_local_tokens: int | None = Field(None, ge=0)
     """Longest part of a prompt, in tokens, that `placement = "auto"` computes here; by default any."""
     speculation: Literal["off", "auto", "always"] = "off"
-    """Proposes tokens that followed the same words before, and verifies several in one step: where that pays, or
-    always. Outputs are the same."""
+    """Proposes tokens that followed the same words before, and verifies several in one step, either where that pays or
+    always. Outputs do not change.
+    """
     speculation_tokens: int = Field(8, ge=1, le=32)
-    """Tokens proposed to a sequence at a time, at most."""
+    """Most tokens proposed to a sequence at a time."""
     draft_model: str | None = None
     """Checkpoint folder of a small model with the same tokenizer, which proposes tokens where no text repeats."""
     watermark: float = Field(0.02, ge=0, lt=1)
     """Share of the pages kept free for running sequences."""
     hedge_after_s: float = Field(0, ge=0)
-    """Seconds after which a prefill that has not begun is also requested from the next worker; 0 never does."""
+    """Seconds after which a prefill that has not begun is also requested from the next worker; 0 never does so."""
 
     @model_validator(mode="after")
     def _check_token_budget(self) -> DecodeConfig:
@@ -85,7 +87,7 @@ class TransferConfig(FrozenConfig):
     """Transfers of KV pages between workers."""
 
     transport: Literal["auto", "cuda_ipc", "shm", "nixl", "torch"] = "auto"
-    """What moves pages; `auto` takes the fastest one that both ends have."""
+    """Transport of pages; `auto` takes the fastest one that both ends have."""
     host: str = "127.0.0.1"
     """Address that transports listen on."""
     connect_timeout_s: float = Field(10.0, gt=0)
@@ -99,16 +101,17 @@ class TransferConfig(FrozenConfig):
     """Verifies the checksum of every page before it is used; set alike for all workers. It costs about as much as
     reading the pages once at either end."""
     pull: bool = True
-    """Pulls the cached pages of a prompt's prefix from another worker where that is predicted to take less than
-    computing them, and sends them to workers that ask. Such pages are verified by checksum in any case."""
+    """Pulls the cached pages of a prompt's prefix from another worker if that is predicted to take less time than
+    computing them, and sends them to workers that ask. Pulled pages are always verified by checksum.
+    """
     min_pull_tokens: int = Field(512, ge=1)
     """Fewest tokens whose pages are worth a pull."""
     max_pulls: int = Field(8, ge=1)
-    """Pulls in flight into one worker, and as many out of it; prompts beyond them are computed."""
+    """Pulls in flight into one worker, and the same number out of it; further prompts are computed."""
 
 
 class LabelsConfig(FrozenConfig):
-    """Location of a worker; routers expect transfers over short distances to be cheap."""
+    """Location of a worker; routers assume that transfers over short distances are cheap."""
 
     host: str = ""
     """Name of the machine; by default its own."""
@@ -119,16 +122,16 @@ class LabelsConfig(FrozenConfig):
 
 
 class LookasideConfig(FrozenConfig):
-    """Port at which a decode worker streams to clients that bring a ticket; public, unlike the worker's own port."""
+    """Port at which a decode worker streams to clients with a ticket; public, unlike the worker's own port."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = Field(0, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
     address: str = ""
-    """host:port that clients are given; by default where it listens."""
+    """host:port that clients are given; by default the one it listens on."""
     tls: TlsConfig | None = None
-    """Certificate of this port; by default plain text."""
+    """Certificate of this port; by default it uses plain text."""
 
 
 class WorkerConfig(FrozenConfig):
@@ -143,11 +146,11 @@ class WorkerConfig(FrozenConfig):
     port: int = Field(0, ge=0, le=65535)
     """Port to listen on; 0 takes any free one."""
     metrics_port: int | None = Field(None, ge=0, le=65535)
-    """HTTP port of this worker's own /metrics, on `host`; 0 takes any free one; by default none."""
+    """HTTP port of this worker's /metrics, on `host`; 0 takes any free one; by default none."""
     last_metrics_port: int | None = Field(None, ge=1, le=65535)
     """Lets /metrics have any port from `metrics_port` to this one."""
     price_per_hour: float = Field(0.0, ge=0)
-    """What this worker costs an hour, in any currency."""
+    """Cost of this worker per hour, in any currency."""
     served_model: str = ""
     """Name that requests call the model by; by default the name of its folder."""
     engine: EngineConfig
@@ -165,7 +168,7 @@ class WorkerConfig(FrozenConfig):
     drain_s: float = Field(30.0, ge=0)
     """Seconds after SIGTERM for requests in flight to finish or migrate."""
     lookaside: LookasideConfig | None = None
-    """Port for clients with tickets while the worker decodes; by default they get their tokens from routers only."""
+    """Port for clients with tickets while the worker decodes; by default clients get their tokens only from routers."""
 
     @model_validator(mode="after")
     def _check_trust(self) -> WorkerConfig:

@@ -1,7 +1,7 @@
-"""LoRA adapters as all planes know them: a name, the folder they are read from, and a revision that names the content.
+"""Identifies LoRA adapters by a name, the folder they are read from, and a revision that identifies the content.
 
 A request carries the whole reference through every hop, so that any worker can load an adapter that it has never seen.
-The revision is part of page hashes; a worker refuses an adapter whose files have another one.
+The revision is part of page hashes; a worker refuses an adapter whose files have a different revision.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _CHUNK_BYTES = 1 << 20
 class AdapterRef:
     """An adapter that a request asks for."""
 
-    name: str  # as clients know it
+    name: str  # its name for clients
     revision: str
-    path: str  # of its folder, at every worker
+    path: str  # its folder at every worker
 
     def __str__(self) -> str:
         return f"adapter {self.name!r} ({self.path})"
 
 
 def check_adapter_name(name: str, model: str) -> None:
-    """Raises InvalidInput for a name that no adapter may have; `model` is the name of the model that is served."""
+    """Raises InvalidInput if no adapter may have this name. `model` is the name of the served model."""
     if not _NAME.fullmatch(name):
         raise InvalidInput("adapter", f"is named {name!r}; give 1 to 128 letters, digits, '.', '_', ':', '/' or '-'")
     if name == model:
@@ -40,7 +40,7 @@ def check_adapter_name(name: str, model: str) -> None:
 
 
 def read_adapter_ref(name: str, path: str) -> AdapterRef:
-    """Reads the adapter's files for their revision; blocks. Raises CheckpointError where one is missing."""
+    """Reads the adapter's files to compute their revision; blocks. Raises CheckpointError if one is missing."""
     return AdapterRef(name, adapter_revision(Path(path)), path)
 
 
@@ -62,7 +62,7 @@ def adapter_revision(folder: Path) -> str:
 
 
 def revision_of(config: bytes, weights: bytes) -> str:
-    """Returns what `adapter_revision` returns for files of this content."""
+    """Returns the revision of files with this content."""
     digest = blake2b(digest_size=_DIGEST_BYTES)
     for content in (config, weights):
         digest.update(content)

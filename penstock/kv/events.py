@@ -3,8 +3,8 @@
 `KvEventLog` is the worker's side and owns the numbering; `router.routing.index.prefix_index` is the reader.
 Thread-safe, because the step loop appends while the server's event loop reads.
 
-An event says where pages are from then on, not what happened to them. Hence a reader may apply a batch again of which
-it knows the beginning, and adjacent events of one kind may be sent as one.
+An event says where pages are from then on, not what happened to them. So a reader may apply events a second time, and
+adjacent events of one kind may be sent as one.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _HASH_BYTES = 16
 class KvEventKind(IntEnum):
     """The best tier that holds a page now."""
 
-    STORED = 1  # the device
-    REMOVED = 2  # none
+    STORED = 1  # on the device
+    REMOVED = 2  # on no tier
     ON_HOST = 3
     ON_DISK = 4
 
@@ -55,15 +55,15 @@ class KvEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KvEventBatch:
-    """Events from `first_seq` on, or with `snapshot` the whole cache as it was before `first_seq`."""
+    """Events from `first_seq` on, or with `snapshot` the whole cache as it was just before `first_seq`."""
 
     first_seq: int
     events: tuple[KvEvent, ...]
     snapshot: bool = False
-    num_merged: int = 0  # events that are part of another one in `events`
-    part: int = 0  # number of this part of a snapshot
+    num_merged: int = 0  # events that were merged into another one of `events`
+    part: int = 0  # index of this part of a snapshot
     more: bool = False  # another part follows
-    num_strays: int | None = None  # after these events, as `PagePlaces` counts them; None if the worker does not
+    num_strays: int | None = None  # strays after these events (see `PagePlaces`); None: not counted
 
     @property
     def next_seq(self) -> int:
@@ -76,7 +76,7 @@ def encode_events(events: Iterable[KvEvent]) -> bytes:
 
 
 def decode_events(payload: bytes) -> tuple[KvEvent, ...]:
-    """Reverses `encode_events`. Raises ValueError for any other payload."""
+    """Decodes the output of `encode_events`. Raises ValueError for any other payload."""
     try:
         return tuple(KvEvent(_KINDS[kind], _split(joined)) for kind, joined in msgpack.unpackb(payload))
     except (KeyError, TypeError, struct.error) as error:
@@ -94,7 +94,7 @@ def _splitter(count: int) -> struct.Struct:
 
 
 def split_snapshot(batch: KvEventBatch, max_pages: int) -> Iterator[KvEventBatch]:
-    """Yields a snapshot in parts short enough for a reader's event loop, and any other batch as it is."""
+    """Yields a snapshot in parts small enough for a reader's event loop, and any other batch unchanged."""
     if not batch.snapshot:
         yield batch
         return
@@ -109,7 +109,7 @@ def split_snapshot(batch: KvEventBatch, max_pages: int) -> Iterator[KvEventBatch
 
 
 class KvEventLog:
-    """Numbers events and keeps the last `window` of them, and the tier of every page."""
+    """Numbers events, and keeps the last `window` of them and the tier of every page."""
 
     def __init__(self, window: int = 4096) -> None:
         self._lock = threading.Lock()
@@ -122,20 +122,21 @@ class KvEventLog:
         return self._next_seq
 
     def stored(self, hashes: Sequence[PageHash], parent: PageHash | None = None) -> None:
-        """Records a run of pages on the device, each the child of the one before.
+        """Records a run of pages on the device, each the child of the previous one.
 
-        `parent` is the first page's parent: ROOT if that begins a prompt, None if unknown, which slows readers' search.
+        `parent` is the first page's parent: ROOT if the page begins a prompt, None if unknown, which slows readers
+        down.
         """
         with self._lock:
             self._append(KvEventKind.STORED, self._places.put_run(hashes, parent))
 
     def stored_each(self, pages: Iterable[tuple[PageHash, PageHash]]) -> None:
-        """Records pages of different runs on the device, each given with its parent, as one event."""
+        """Records pages of different runs on the device as one event; each is given with its parent."""
         with self._lock:
             self._append(KvEventKind.STORED, [page for page, parent in pages if self._places.put(page, 0, parent)])
 
     def moved(self, hashes: Sequence[PageHash], kind: KvEventKind) -> None:
-        """Records that stored pages are on another tier now."""
+        """Records that stored pages have moved to another tier."""
         with self._lock:
             self._append(kind, [page for page in hashes if self._places.put(page, kind.rank)])
 

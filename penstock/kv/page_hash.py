@@ -1,8 +1,8 @@
-"""Names of full KV pages, computed alike by routers and workers.
+"""Computes the names of full KV pages, the same way for routers and workers.
 
 A page's hash chains over everything its KV depends on: the salt (model revision, tokenizer revision, adapter, tenant),
-every token before it, and its own tokens. It has no seed, so that it is the same in every process, and it resists
-collisions (BLAKE2b, 128 bits), since colliding prompts would read each other's KV and anybody may write prompts. It
+every token before it, and its own tokens. It has no seed, so that every process computes the same, and it resists
+collisions (BLAKE2b, 128 bits), since colliding prompts would read each other's KV and anybody can write prompts. It
 takes about 0.4 us for a page of 16 tokens.
 """
 
@@ -17,13 +17,13 @@ from penstock.types import PageHash
 
 HASH_VERSION = 1
 _DIGEST_BYTES = 16
-_FRESH = blake2b(digest_size=_DIGEST_BYTES)  # copying it is a quarter cheaper than a new state for each page
+_FRESH = blake2b(digest_size=_DIGEST_BYTES)  # copying this is a quarter cheaper than a new state for each page
 
 
 def make_salt(model_revision: str, *, adapter: str = "", tenant: str = "", key: bytes = b"") -> bytes:
     """Returns the root of a hash chain. Parts are length-prefixed, so that different tuples give different salts.
 
-    With a `key` (at most 64 bytes) it is a MAC: without the key, nobody can find out whose pages a hash names.
+    With a `key` (at most 64 bytes) the root is a MAC: without the key, nobody can find out whose pages a hash names.
     """
     digest = blake2b(digest_size=_DIGEST_BYTES, person=b"penstock-page", key=key)
     for part in (str(HASH_VERSION), model_revision, adapter, tenant):
@@ -37,7 +37,7 @@ def hash_pages(
 ) -> list[PageHash]:
     """Returns one hash for each full page of `token_ids`, `len(token_ids) // page_size` in all.
 
-    `parents` are known hashes of the leading pages, which are not computed again. A partial last page has no hash.
+    `parents` are the known hashes of leading pages, which are not recomputed. A partial last page has no hash.
     """
     num_full = len(token_ids) // page_size
     hashes = list(parents[:num_full])

@@ -1,9 +1,9 @@
 """Tracks the tier of each page of one worker's prefix cache, and counts strays. Pure.
 
 A page is useful only together with all pages before it. A cache that evicts leaves first keeps each page's parent on a
-tier at least as good. A prompt's pages then form a stretch on the device, a second one on the host and a third on disk,
-and a reader finds the end of each by bisection. A page whose parent is gone or on a worse tier is a stray: a single one
-makes the reader look at every page. Only the worker knows the parents, so it counts the strays.
+tier at least as good. A prompt's pages then form one stretch on the device, a second on the host and a third on disk,
+and a reader finds the end of each by bisection. A page whose parent is gone or on a worse tier is a stray, and while
+there is any the reader has to look at every page. Only the worker knows the parents, so it counts the strays.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Iterable
 
 from penstock.types import PageHash
 
-ROOT = PageHash(b"")  # parent of a prompt's first page
+ROOT = PageHash(b"")  # the parent of a prompt's first page
 NUM_RANKS = 3  # device, host, disk; this rank itself means nowhere
 _CHILD_BITS = 32
-_CHILD = (1, 1 << _CHILD_BITS, 1 << 2 * _CHILD_BITS, 0)  # by rank: the weight of one child in `_Place.children`
+_CHILD = (1, 1 << _CHILD_BITS, 1 << 2 * _CHILD_BITS, 0)  # the weight of one child in `_Place.children`, by rank
 
 
 class _Place:
-    """A page that is held or has held children."""
+    """A page that is held, or has children that are."""
 
     __slots__ = ("children", "page", "parent", "rank")
 
     def __init__(self, page: PageHash, rank: int, parent: _Place | None) -> None:
         self.page = page
         self.rank = rank
-        self.parent = parent  # None only for the two places that stand for no page
+        self.parent = parent  # None only for the two places that are not pages
         self.children = 0  # counts of held children on each tier, packed into one number
 
 
@@ -43,7 +43,9 @@ class PagePlaces:
         return sum(place.rank < NUM_RANKS for place in self._places.values())
 
     def put(self, page: PageHash, rank: int, parent: PageHash | None = None) -> bool:
-        """Moves a page to a tier; False if it is there. `parent` (None: unknown) matters only for a new page."""
+        """Moves a page to a tier. Returns False if it is there already. `parent` (None: unknown) matters only for new
+        pages.
+        """
         place = self._places.get(page)
         if place is None:
             if rank == NUM_RANKS:
@@ -65,11 +67,11 @@ class PagePlaces:
             if not place.children:
                 del self._places[page]
             if above.rank == NUM_RANKS and not above.children and above is not self._unknown:
-                del self._places[above.page]  # it was kept only for this child
+                del self._places[above.page]  # the place was kept only for this child
         return True
 
     def put_run(self, pages: Iterable[PageHash], parent: PageHash | None) -> list[PageHash]:
-        """Moves a run of pages to the device, each the child of the one before; returns those that were not there."""
+        """Moves a run of pages to the device, each the child of the previous one. Returns those that were not there."""
         places, new = self._places, []
         above: _Place | None = None
         for page in pages:
@@ -94,7 +96,7 @@ class PagePlaces:
         return place
 
     def by_rank(self) -> list[list[PageHash]]:
-        """Returns the pages of each tier in their order of arrival, parents before children."""
+        """Returns the pages of each tier in order of arrival, parents before children."""
         found: list[list[PageHash]] = [[] for _ in range(NUM_RANKS + 1)]
         for place in self._places.values():
             found[place.rank].append(place.page)

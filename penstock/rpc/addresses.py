@@ -1,4 +1,4 @@
-"""Addresses to listen on and addresses to call, which differ where a server listens on every interface."""
+"""Translates addresses to listen on into addresses to call, which differ if a server listens on every interface."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ def is_every_interface(host: str) -> bool:
 
 
 def callable_host(host: str) -> str:
-    """Returns the host at which this machine reaches a server that listens on `host`."""
+    """Returns the host by which this machine reaches a server that listens on `host`."""
     return LOOPBACK if is_every_interface(host) else host
 
 
 def needs_loopback_too(host: str) -> bool:
-    """Returns whether a server that listens on `host` alone is out of reach at this machine's loopback address."""
+    """Returns whether a server that listens only on `host` is unreachable through loopback."""
     return callable_host(host) != LOOPBACK and host != "localhost"
 
 
 def require_source_address(address: str) -> str:
-    """Returns `address`, a worker's own, if other machines can call it. Raises InvalidInput for a wildcard host."""
+    """Returns a worker's own `address` if other machines can call it. Raises InvalidInput for a wildcard host."""
     if is_every_interface(address.rpartition(":")[0]):
         raise InvalidInput(
             "source_address",

@@ -1,4 +1,4 @@
-"""Errors of calls that nothing of Penstock has answered: what is wrong at the address, and the fix."""
+"""Explains gRPC calls that no Penstock server answered: what is wrong at the address, and the fix."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from penstock.errors import (
 )
 
 _CLOSED = "it closed the connection; call it with TLS if it has a certificate"
-# Words of gRPC's details, for which it has no codes, and what they mean.
+# gRPC has no codes for these causes: phrases of its details, and their meaning.
 _MAY_PASS = {
     "connection refused": "nothing listens there (connection refused)",
     "domain name not found": "the host has no address",
     "socket closed": _CLOSED,
     "connection reset": _CLOSED,
-    "before receiving settings": "it accepts connections and says nothing",
+    "before receiving settings": "it accepts connections but does not answer",
     "timed out": "the host does not answer",
     "timeout": "the host does not answer",
-    "unreachable": "no network leads there",
-    "no route to host": "no network leads there",
+    "unreachable": "the network is unreachable",
+    "no route to host": "the network is unreachable",
 }
-_WILL_NOT_PASS = {  # with the fix, if it is not another address
+_WILL_NOT_PASS = {  # each with its fix, if that is not a different address
     "failed parsing http/2": ("speaks HTTP, not gRPC", ""),
     "misformatted domain name": ("is not of the form host:port", ""),
     "wrong_version_number": ("speaks no TLS", "call it without TLS"),
-    "hostname verification": ("has a certificate of another name", "call it by that name, or give it (--server-name)"),
+    "hostname verification": ("has a certificate for another name", "call it by that name, or give it (--server-name)"),
     "certificate_verify_failed": (
         "has a certificate that the given authority has not signed",
         "give the certificate of the authority that has (--ca)",
@@ -41,15 +41,15 @@ _WILL_NOT_PASS = {  # with the fix, if it is not another address
 
 
 def is_answered(error: grpc.RpcError) -> bool:
-    """Returns whether a server of Penstock raised the error; those send details with every one."""
+    """Returns whether a Penstock server raised the error; they send details with every error."""
     return any(key == STATUS_DETAILS for key, _ in error.trailing_metadata() or ())  # type: ignore[attr-defined]
 
 
 def failed_call(error: grpc.RpcError, address: str, advice: str) -> PenstockError:
     """Returns the typed error of a failed call to `address`.
 
-    If no server of Penstock answered, the message names the address, what is wrong there, and the fix: `advice` says
-    which address to give, as an imperative clause.
+    If no Penstock server answered, the message names the address, what is wrong there, and the fix. `advice` is an
+    imperative clause that says which address to give.
     """
     typed = from_rpc_error(error)
     code: grpc.StatusCode = error.code()  # type: ignore[attr-defined]

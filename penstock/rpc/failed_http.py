@@ -1,6 +1,6 @@
-"""Errors of HTTP requests, whichever library sent them: what is wrong at the URL, and the fix.
+"""Explains failed HTTP requests of any library: what is wrong at the URL, and the fix.
 
-The twin of `failed_call` for gRPC. Reads exceptions of urllib and aiohttp alike, by the causes that they carry.
+The counterpart of `failed_call` for gRPC. Reads the causes of exceptions of both urllib and aiohttp.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from collections.abc import Iterator
 
 from penstock.errors import ConfigError, PenstockError, PermissionDenied, Unauthenticated, Unavailable
 
-_MAX_TEXT = 300  # characters of an answer that a message repeats
+_MAX_TEXT = 300  # most characters of an answer that a message repeats
 _REFUSALS = {401: Unauthenticated, 403: PermissionDenied}
 _ERRNOS = {
     errno.ECONNREFUSED: "nothing listens there (connection refused)",
     errno.ECONNRESET: "it closed the connection; call it as https:// if it has a certificate",
-    errno.ENETUNREACH: "no network leads there",
-    errno.EHOSTUNREACH: "no network leads there",
+    errno.ENETUNREACH: "the network is unreachable",
+    errno.EHOSTUNREACH: "the network is unreachable",
 }
 
 
 def failed_http(error: BaseException, url: str, advice: str) -> PenstockError:
-    """Returns the typed error of a request that got no whole answer; `advice` says what to do, as an imperative clause.
+    """Returns the typed error of a request without a complete answer. `advice` is an imperative clause with the fix.
 
-    Repeats the library's own words where it does not know what they mean.
+    An unknown cause is given in the library's own words.
     """
     for cause in _causes(error):
         if isinstance(cause, ssl.SSLCertVerificationError):
@@ -53,7 +53,7 @@ def _is_no_http(error: BaseException) -> bool:
 
 
 def _why_unreached(error: BaseException) -> str:
-    """Returns what an exception says about the connection, or nothing."""
+    """Returns what an exception says about the connection, or ""."""
     if isinstance(error, socket.gaierror):
         return "the host has no address"
     if isinstance(error, TimeoutError):
@@ -78,7 +78,7 @@ def refused_http(status: int, text: str, url: str, advice: str) -> PenstockError
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yields what the error was raised from, the innermost first, then the error itself."""
+    """Yields the causes of the error, the innermost first, then the error itself."""
     chain: list[BaseException] = []
     each: BaseException | None = error
     while each is not None and each not in chain:

@@ -1,7 +1,7 @@
-"""Hints beside a request, in gRPC metadata or HTTP headers of the same names, and the decision record in return.
+"""Hints that accompany a request in gRPC metadata or HTTP headers, and the decision record that comes back.
 
-A session keeps a conversation at its workers. `explain` requests the decision record, which comes as JSON in the
-trailing metadata of a gRPC call, and as `penstock` in an HTTP answer: in a stream with the last event before `[DONE]`.
+A session keeps a conversation at its workers. `explain` requests the decision record. It comes as JSON in the trailing
+metadata of a gRPC call, and as the field `penstock` of an HTTP answer or of a stream's last event before `[DONE]`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read_hints(pairs: Mapping[str, str | bytes], user: str = "") -> Hints:
 
 
 def hints_metadata(session: str, explain: bool) -> tuple[tuple[str, str], ...]:
-    """Returns the metadata of a call. Raises InvalidInput for a session that metadata cannot hold."""
+    """Returns a call's metadata. Raises InvalidInput for a session that metadata cannot hold."""
     if not (session.isascii() and session.isprintable()):
         raise InvalidInput("session", f"is {session!r}; give printable ASCII")
     return (((SESSION, session),) if session else ()) + (((EXPLAIN, "1"),) if explain else ())

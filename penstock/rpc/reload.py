@@ -1,8 +1,8 @@
-"""Values read from files that an operator replaces while the process runs: keys, secrets, certificates.
+"""Reads keys, secrets and certificates from files that an operator may replace while the process runs.
 
-One task of each process looks at the files and reads those that have changed. What cannot be used is refused with a
-log line, and what was read before stays in force. Mounted Kubernetes secrets change by a symbolic link, which is
-followed.
+One task of each process checks the files and reads those that have changed. Unusable files are refused with a log line,
+and the previous value stays in force. Symbolic links are followed, since mounted Kubernetes secrets are replaced
+through one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.errors import PenstockError
 
 log = logging.getLogger(__name__)
 
-POLL_S = 1.0  # between two looks at the files
+POLL_S = 1.0  # time between two checks of the files
 ValueT = TypeVar("ValueT")
 _Mark = tuple[tuple[int, int, int, int] | None, ...]
 
@@ -27,30 +27,30 @@ class WatchedFiles(Generic[ValueT]):
     """A value read from files. `value` is the last good one; any thread may read it."""
 
     def __init__(self, setting: str, paths: Sequence[str], read: Callable[[], ValueT]) -> None:
-        """Reads the files, which `setting` names. `read` raises ConfigError for what cannot be used, as this does."""
+        """Reads the files that `setting` names. Like `read`, raises ConfigError for unusable files."""
         self.setting = setting
         self._paths = [path for path in paths if path]
         self._read = read
         self._mark = _mark(self._paths)
         self.value = read()
-        self.version = 1  # of the value
+        self.version = 1  # version of the value
         self.loaded_unix_s = time.time()
-        self.problem = ""  # why the files as they are now were refused
+        self.problem = ""  # why the current files were refused
 
     def refresh(self) -> bool:
-        """Reads the files if they have changed. Returns whether they were read, or refused. May block on the disk."""
+        """Reads the files if they have changed. Returns whether they were read or refused. May block on the disk."""
         mark = _mark(self._paths)
         if mark == self._mark:
             return False
         try:
             value = self._read()
-        except Exception as error:  # whatever the file holds, the task that looks at files continues
+        except Exception as error:  # no content of a file may stop the watching task
             self._mark = mark
             self.problem = error.message if isinstance(error, PenstockError) else type(error).__name__
             log.error("%s; what was read before stays in force (%s)", self.problem, self.setting)
             return True
         if _mark(self._paths) != mark:
-            return False  # they are still being written: the next look finds them changed
+            return False  # they are still being written, so the next check finds them changed
         self._mark = mark
         self.value, self.version, self.loaded_unix_s, self.problem = value, self.version + 1, time.time(), ""
         log.info("%s was read again: %s", self.setting, ", ".join(self._paths))
@@ -58,21 +58,21 @@ class WatchedFiles(Generic[ValueT]):
 
 
 class FileWatcher:
-    """Owns the looks at all watched files of a process. Whoever makes one awaits `follow` in a task."""
+    """Watches all reloadable files of a process. Its creator awaits `follow` in a task."""
 
     def __init__(self, on_read: Callable[[WatchedFiles[Any]], None] = lambda files: None) -> None:
-        """`on_read` is called on the event loop after files were read again, or refused."""
+        """`on_read` is called on the event loop after files were read again or refused."""
         self.files: list[WatchedFiles[Any]] = []
         self._on_read = on_read
 
     def watch(self, setting: str, paths: Sequence[str], read: Callable[[], ValueT]) -> WatchedFiles[ValueT]:
-        """Reads files now, and again when they change. Raises ConfigError, now only."""
+        """Reads files now, and again when they change. Raises ConfigError, but only now."""
         files = WatchedFiles(setting, paths, read)
         self.files.append(files)
         return files
 
     async def follow(self, poll_s: float = POLL_S) -> None:
-        """Looks at the files until it is cancelled."""
+        """Checks the files until it is cancelled."""
         while True:
             await asyncio.sleep(poll_s)
             for files in self.files:
@@ -81,7 +81,7 @@ class FileWatcher:
 
 
 def _mark(paths: Sequence[str]) -> _Mark:
-    """Returns what differs between two states of files that were replaced or written."""
+    """Returns a value that changes whenever the files are replaced or written."""
     marks: list[tuple[int, int, int, int] | None] = []
     for path in paths:
         try:

@@ -1,7 +1,7 @@
-"""A channel that connects with the credentials that were read last. On the event loop.
+"""A channel that connects with the latest credentials. Used on the event loop.
 
-gRPC reads a channel's certificates once, for all of its later connections. Calls that run keep the channel that they
-were made on, which closes with the last of them.
+gRPC reads a channel's certificates only once. Running calls keep the channel they were made on, which closes after the
+last of them.
 """
 
 from __future__ import annotations

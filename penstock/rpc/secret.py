@@ -1,4 +1,4 @@
-"""A deployment's secret and the keys derived from it. The secret appears in no repr, no error and no log.
+"""A deployment's secret and the keys derived from it. The secret never appears in a repr, an error or a log.
 
 Each use has its own key (HMAC-SHA256 of its name), so that the token in a call's metadata reveals nothing about the key
 that salts page hashes.
@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.config.security import SecurityConfig  # building its validators takes a command line 0.3 s
+    from penstock.config.security import SecurityConfig  # building its validators would cost a command 0.3 s
 
 SECRET_BYTES = 32
-PEER = "peer token"  # use of the secret between routers, workers and the controller
-ADMIN = "admin token"  # its use between an operator and the Admin service
+PEER = "peer token"  # used between routers, workers and the controller
+ADMIN = "admin token"  # used between an operator and the Admin service
 
 
 class ClusterSecret:
     def __init__(self, text: str) -> None:
-        """Raises ConfigError for a secret that is short enough to be guessed."""
+        """Raises ConfigError for a secret short enough to be guessed."""
         stripped = text.strip()
         if len(stripped) < SECRET_BYTES:
             raise ConfigError(
@@ -62,7 +62,7 @@ class ClusterSecret:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSecrets:
-    """The secret that this process shows others, and all that it accepts: two while one replaces the other."""
+    """The secret that this process presents, and all that it accepts: two while one replaces the other."""
 
     current: ClusterSecret
     accepted: tuple[ClusterSecret, ...]
@@ -73,7 +73,7 @@ class ClusterSecrets:
 
     @classmethod
     def read(cls, path: str, setting: str) -> ClusterSecrets:
-        """Reads a file with one or two lines. Raises ConfigError, which repeats no secret."""
+        """Reads a file with one or two lines. Raises ConfigError, which never repeats a secret."""
         lines = [line for line in read_private(path, setting).splitlines() if line.strip()]
         if not 1 <= len(lines) <= 2:
             raise ConfigError(
@@ -88,7 +88,7 @@ class ClusterSecrets:
 
     @classmethod
     def of(cls, config: SecurityConfig) -> ClusterSecrets | None:
-        """Reads the secrets that a process is configured with, if there are any. Raises ConfigError."""
+        """Reads the secrets that a process is configured with, if any. Raises ConfigError."""
         return cls.read(config.secret_file, "security.secret_file") if config.secret_file else None
 
     def tokens(self, use: str) -> tuple[str, ...]:
@@ -97,7 +97,7 @@ class ClusterSecrets:
 
 
 def digest_of(key: str) -> str:
-    """Returns the digest that configurations hold of an API key. Keys are random, so a fast hash is enough."""
+    """Returns an API key's digest as configurations hold it. Keys are random, so a fast hash is enough."""
     return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -117,7 +117,7 @@ def read_private(path: str, setting: str) -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a file that its owner alone may read, in place of an earlier one. Raises OSError."""
+    """Writes a file that only its owner may read, and replaces an earlier one. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

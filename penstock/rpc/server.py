@@ -1,6 +1,6 @@
 """Makes gRPC servers and channels: health, reflection, keepalive, limits, typed errors.
 
-A peer that is killed closes its sockets at once; a frozen one only leaves pings unanswered, so both ends ping.
+A killed peer closes its sockets at once, but a frozen one only leaves pings unanswered, so both ends ping.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ StartT = TypeVar("StartT", worker_pb2.PrefillCommand, worker_pb2.MigrationComman
 
 _PING_INTERVAL_MS = 1000
 _PING_TIMEOUT_MS = 1000  # a frozen peer is noticed within about 2 s; grpc's default is 60 s
-LIVE = "live"  # health service name: whether the process answers at all; "" is whether it takes work
+LIVE = "live"  # health service name: whether the process answers; "" tells whether it takes work
 _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
-_START_TIMEOUT_S = 10.0  # from opening a call to its first command
+_START_TIMEOUT_S = 10.0  # limit from the start of a call to its first command
 _OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -51,7 +51,7 @@ _KEEPALIVE: list[tuple[str, int]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
-# Of every server: how often callers may ping it.
+# Limits how often callers may ping any server.
 PING_POLICY: list[tuple[str, int]] = [
     ("grpc.http2.min_ping_interval_without_data_ms", _PING_INTERVAL_MS // 2),
     ("grpc.http2.max_ping_strikes", 0),
@@ -64,8 +64,8 @@ Dial = Callable[[str], grpc.aio.Channel]  # opens a channel to an address
 def make_channel(
     address: str, credentials: grpc.ChannelCredentials | None = None, options: Iterable[tuple[str, str]] = ()
 ) -> grpc.aio.Channel:
-    """Opens a channel that notices a frozen peer; in plain text without credentials."""
-    # With a pool of its own, a worker restarted on its old port does not meet its predecessor's dead subchannel.
+    """Opens a channel that notices a frozen peer; it uses plain text without credentials."""
+    # With its own subchannel pool, a channel to a restarted worker does not get the dead subchannel of its predecessor.
     all_options = [*_OPTIONS, *_KEEPALIVE, ("grpc.use_local_subchannel_pool", 1), *options]
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=all_options)
@@ -73,7 +73,7 @@ def make_channel(
 
 
 def log_level(error: Exception) -> int:
-    """Returns the log level for an unreachable peer: peers come and go, but a wrong token needs an operator."""
+    """Returns the log level for an unreachable peer: peers come and go, but a refused token needs an operator."""
     refused = isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
     return logging.WARNING if refused else logging.INFO
 
@@ -92,10 +92,11 @@ class GrpcServer:
         max_calls: int | None = None,
         shares_port: bool = False,
     ) -> None:
-        """`keepalive` pings callers, and is off for public ports, whose callers may be behind proxies. `credentials`
-        turn TLS on. `limits` are gRPC options that override the common ones. Of more calls than `max_calls` at
-        once, the later ones are refused with RESOURCE_EXHAUSTED. With `shares_port` other servers may listen at the
-        same port; the system gives each new connection to one of those that live."""
+        """`keepalive` pings callers; it is off for public ports, whose callers may be behind proxies. `credentials`
+        turn TLS on. `limits` are gRPC options that override the common ones. Concurrent calls beyond `max_calls` are
+        refused with RESOURCE_EXHAUSTED. With `shares_port` other servers may listen at the same port, and the system
+        gives each new connection to one of them.
+        """
         options = dict([*_OPTIONS, *PING_POLICY, *(_KEEPALIVE if keepalive else [])]) | dict(limits)
         options["grpc.so_reuseport"] = int(shares_port)
         self.server = grpc.aio.server(
@@ -138,13 +139,13 @@ class GrpcServer:
             await self._health.set(name, status)
 
     async def stop(self, grace_s: float = 0.5) -> None:
-        """Refuses new calls at once; calls in flight have `grace_s` to end."""
+        """Refuses new calls at once; calls in flight get `grace_s` to end."""
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
 
 
 def _add_reflection(server: grpc.aio.Server, names: Sequence[str]) -> None:
-    """Adds reflection in both of its versions, which have the same messages: tools ask for one or the other."""
+    """Adds both versions of reflection, which have the same messages, since tools ask for one or the other."""
     names = [*names, _REFLECTION_V1, reflection.SERVICE_NAME]
     reflection.enable_server_reflection(names, server)
     handler = grpc.stream_stream_rpc_method_handler(
@@ -157,14 +158,14 @@ def _add_reflection(server: grpc.aio.Server, names: Sequence[str]) -> None:
 
 
 async def abort(context: grpc.aio.ServicerContext, error: PenstockError) -> NoReturn:
-    """Ends a call with the google.rpc status of `error`, or with a reset if its client takes no status."""
+    """Ends a call with the google.rpc status of `error`, or with a reset if its client does not read."""
     status = to_status(error)
     metadata = ((STATUS_DETAILS, status.SerializeToString()),)
     try:
         await context.abort(error.code, status.message, trailing_metadata=metadata)
-    except grpc.aio.InternalError:  # what was written before is stuck, or the client is gone
+    except grpc.aio.InternalError:  # earlier writes are stuck, or the client is gone
         log.info("reset a call that takes no status: %s", status.message)
-        raise asyncio.CancelledError from None  # which ends the call without a traceback
+        raise asyncio.CancelledError from None  # ends the call without a traceback
     raise AssertionError("context.abort returned")
 
 
@@ -209,7 +210,7 @@ async def typed_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None]
         await abort(context, error)
     except grpc.aio.AbortError:
         raise
-    except grpc.aio.InternalError as error:  # a read or write of a call whose client is gone
+    except grpc.aio.InternalError as error:  # a read or write after the client was gone
         log.info("a call ended while it was served: %s", error)
         raise asyncio.CancelledError from None
     except Exception as error:

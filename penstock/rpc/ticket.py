@@ -1,7 +1,8 @@
-"""Tickets: permissions to stream one request from one decode worker, signed with the deployment's secret. Pure.
+"""Signs and verifies tickets: permissions to stream one request from one decode worker. Pure.
 
-A ticket is a `worker_pb2.Ticket` and its HMAC-SHA256. The bytes are verified before they are parsed, so that forged
-ones are never read. A ticket is valid once, at one incarnation of one worker, for seconds.
+A ticket is a `worker_pb2.Ticket` and its HMAC-SHA256 under the deployment's secret. The bytes are verified before they
+are parsed, so that forged ones are never read. A ticket is valid once, at one incarnation of one worker, for a few
+seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _FORGET_EVERY_S = 1.0
 
 
 class TicketKey:
-    """Derived from a cluster secret. Routers sign with it, decode workers verify."""
+    """A key derived from a cluster secret: routers sign with it, and decode workers verify."""
 
     def __init__(self, secret: ClusterSecret) -> None:
         self._key = secret.key(_USE)
@@ -37,9 +38,9 @@ class TicketKey:
 
 
 def open_ticket(signed: bytes, secrets: ClusterSecrets) -> tuple[worker_pb2.Ticket, ClusterSecret]:
-    """Verifies and parses a ticket; returns the secret that it is signed with, too.
+    """Verifies and parses a ticket; also returns the secret that signed it.
 
-    Raises Unauthenticated for bytes that no router here has signed.
+    Raises Unauthenticated for bytes that no router of this deployment has signed.
     """
     for secret in secrets.accepted:
         if TicketKey(secret).has_signed(signed):
@@ -53,7 +54,7 @@ class TicketVerifier:
     def __init__(self, worker_id: WorkerId, epoch: Epoch) -> None:
         self._worker_id = worker_id
         self._epoch = epoch
-        self._used: dict[str, float] = {}  # ticket id to the end of its memory, in unix seconds
+        self._used: dict[str, float] = {}  # time when each ticket id may be forgotten, in Unix seconds
         self._forget_at_s = 0.0
 
     @property
@@ -63,9 +64,9 @@ class TicketVerifier:
     def admit(
         self, signed: bytes, secrets: ClusterSecrets, now_unix_s: float
     ) -> tuple[worker_pb2.Ticket, ClusterSecret]:
-        """Returns the ticket, and which of the secrets it is signed with.
+        """Returns the ticket, and the secret that signed it.
 
-        Raises Unauthenticated, PermissionDenied for a used ticket, Unavailable if a fresh one would do.
+        Raises Unauthenticated; PermissionDenied for a used ticket; Unavailable if a new ticket would work.
         """
         ticket, secret = open_ticket(signed, secrets)
         if (ticket.worker_id, ticket.epoch) != (self._worker_id, self._epoch):
@@ -94,7 +95,7 @@ class TicketVerifier:
 
 
 def time_left_s(ticket: worker_pb2.Ticket, now_unix_s: float) -> float:
-    """Returns the time until the request's deadline, which clocks shift by at most a ticket's lifetime."""
+    """Returns the time until the request's deadline. Clock differences change it by at most a ticket's lifetime."""
     oldest_s = ticket.lifetime_ms / 1e3 + SKEW_S
     age_s = min(max(0.0, now_unix_s - ticket.issued_unix_ms / 1e3), oldest_s)
     return ticket.timeout_ms / 1e3 - age_s

@@ -1,5 +1,6 @@
-"""TLS credentials of both ends of a connection, read from PEM files, and by servers again when these change. The public
-client and every server use it."""
+"""TLS credentials for both ends of a connection, read from PEM files; servers read them again when the files change.
+The public client and every server use this module.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +15,17 @@ from penstock.errors import ConfigError
 from penstock.rpc.reload import FileWatcher, WatchedFiles
 
 if TYPE_CHECKING:
-    from penstock.config.security import TlsConfig  # the bare client does without configuration
+    from penstock.config.security import TlsConfig  # the bare client does not need configuration
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """PEM files of a calling side. Without `ca_file`, the server must be certified by an authority that gRPC knows."""
+    """PEM files of a calling side. Without `ca_file`, gRPC's default authorities must have certified the server."""
 
-    ca_file: str | None = None  # authority that certifies the server
-    cert_file: str | None = None  # the client's own certificate, if the server wants one
+    ca_file: str | None = None  # the authority that certifies the server
+    cert_file: str | None = None  # the client's own certificate, if the server asks for one
     key_file: str | None = None
-    server_name: str | None = None  # name in the server's certificate, if it is not the host that is called
+    server_name: str | None = None  # the name in the server's certificate, if it differs from the host
 
     @classmethod
     def from_config(cls, tls: TlsConfig) -> ClientTls:
@@ -41,7 +42,7 @@ class ClientTls:
         )
 
     def context(self) -> ssl.SSLContext:
-        """Returns the same for HTTP. Raises ConfigError that names the file at fault."""
+        """Returns the credentials for HTTP. Raises ConfigError that names the file at fault."""
         try:
             _read_pem(self.ca_file, "ca_file")
             context = ssl.create_default_context(cafile=self.ca_file)
@@ -55,23 +56,23 @@ class ClientTls:
         return context
 
     def options(self) -> list[tuple[str, str]]:
-        """Returns the channel options that go with the credentials."""
+        """Returns the channel options that belong to the credentials."""
         return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
 
 
 @dataclass(frozen=True, slots=True)
 class CertificateFiles:
-    """A listening side's files as they were read: certificate and key match, and everything is PEM."""
+    """The content of a listening side's files: valid PEM, with a key that matches the certificate."""
 
     chain: bytes
     key: bytes
     authority: bytes | None
-    context: ssl.SSLContext  # the same files, for servers that are not gRPC's
-    open_context: ssl.SSLContext  # one that asks no client for a certificate
+    context: ssl.SSLContext  # the same files for servers other than gRPC's
+    open_context: ssl.SSLContext  # a context that does not ask clients for a certificate
 
     @classmethod
     def read(cls, tls: TlsConfig, setting: str) -> CertificateFiles:
-        """Raises ConfigError that names the file at fault."""
+        """Reads the files. Raises ConfigError that names the file at fault."""
         key = _read_pem(tls.key_file, f"{setting}.key_file")
         chain = _read_pem(tls.cert_file, f"{setting}.cert_file")
         if key is None or chain is None:
@@ -82,8 +83,9 @@ class CertificateFiles:
 
 
 class ServerCertificate:
-    """The certificate of a listening side, for both kinds of server. New connections get the files that were read last;
-    open ones keep theirs."""
+    """The certificate of a listening side, for gRPC and HTTP servers. New connections use the files that were read
+    last; open ones keep theirs.
+    """
 
     def __init__(self, tls: TlsConfig, setting: str, watcher: FileWatcher) -> None:
         """`setting` names the configuration in messages. Raises ConfigError if the files cannot be used."""
@@ -95,7 +97,7 @@ class ServerCertificate:
         shown, configuration = self._files.version, _to_grpc(self._files.value)
 
         def fetch() -> grpc.ServerCertificateConfiguration:
-            """Runs on gRPC's threads, for each handshake."""
+            """Returns the current certificate. gRPC calls it on its own threads for each handshake."""
             nonlocal shown, configuration
             if shown != self._files.version:
                 shown, configuration = self._files.version, _to_grpc(self._files.value)
@@ -105,9 +107,9 @@ class ServerCertificate:
         return grpc.dynamic_ssl_server_credentials(configuration, fetch, require_client_authentication=wants_client)
 
     def ssl_context(self, *, asks_for_certificate: bool = True) -> ssl.SSLContext:
-        """Returns a context whose every handshake uses the files that were read last.
+        """Returns a context that uses the files that were read last in every handshake.
 
-        Clients need a certificate if an authority for them is named, unless the server does not ask for one.
+        If a client authority is configured, clients need a certificate, unless `asks_for_certificate` is off.
         """
 
         def newest() -> ssl.SSLContext:
@@ -118,7 +120,7 @@ class ServerCertificate:
             connection.context = newest()
 
         first = newest()
-        first.sni_callback = choose  # OpenSSL calls it for each handshake, whether or not the client names a server
+        first.sni_callback = choose  # OpenSSL calls it in each handshake, even if the client names no server
         return first
 
 
@@ -127,7 +129,7 @@ def _to_grpc(files: CertificateFiles) -> grpc.ServerCertificateConfiguration:
 
 
 def _make_context(tls: TlsConfig, setting: str) -> ssl.SSLContext:
-    """Raises ConfigError if certificate and key do not match, or hold what is not a certificate."""
+    """Makes an SSL context. Raises ConfigError if certificate and key do not match or are invalid."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(tls.cert_file, tls.key_file, password="")
@@ -142,14 +144,14 @@ def _make_context(tls: TlsConfig, setting: str) -> ssl.SSLContext:
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"{setting}.ca_file = {tls.ca_file}: {error}; give certificates in PEM") from error
         context.verify_mode = ssl.CERT_REQUIRED
-        # A resumed session would not show its certificate again, which may have been withdrawn meanwhile.
+        # A resumed session would not present its certificate again, which may have been withdrawn since.
         context.options |= ssl.OP_NO_TICKET
         context.num_tickets = 0
     return context
 
 
 def _read_pem(path: str | None, setting: str) -> bytes | None:
-    """Returns None without a path. Raises ConfigError that names the setting."""
+    """Returns the file's content, or None without a path. Raises ConfigError that names the setting."""
     if not path:
         return None
     try:

@@ -1,7 +1,7 @@
 """Authenticates the processes of one deployment to each other: a token in each call, certificates in TLS.
 
 The token is derived from the cluster secret. Secret and certificates are read again when their files change. A process
-without them trusts every caller, which is fit for loopback only. Health and reflection answer everybody, since they
+without them trusts every caller, which is only safe on loopback. Health and reflection answer everybody, since they
 reveal nothing about requests.
 """
 
@@ -25,21 +25,22 @@ from penstock.rpc.server import GrpcServer, abort, make_channel
 from penstock.rpc.tls import CertificateFiles, ClientTls, ServerCertificate
 
 _OPEN_SERVICES = ("/grpc.health.", "/grpc.reflection.")
-_REFUSAL = "authorization: this port takes the deployment's own tokens alone; models are called at the router's ports"
+_REFUSAL = "authorization: this port accepts only the deployment's own tokens; call models at the router's ports"
 
-Accept = Callable[[str], Collection[str]]  # method to its accepted tokens
+Accept = Callable[[str], Collection[str]]  # maps a method to its accepted tokens
 
 
 class Trust:
-    """A process's credentials, read from files that may change while it runs: whoever makes it awaits `watcher.follow`
-    in a task. Raises ConfigError if they cannot be read."""
+    """A process's credentials, read from files that may change while it runs. Its creator awaits `watcher.follow` in a
+    task. Raises ConfigError if they cannot be read.
+    """
 
     def __init__(
         self,
         config: SecurityConfig | None = None,
         on_read: Callable[[WatchedFiles[Any]], None] = lambda files: None,
     ) -> None:
-        """`on_read` is called after files were read again, or refused."""
+        """`on_read` is called after files were read again or refused."""
         config = config or SecurityConfig()
         self.watcher = FileWatcher(on_read)
         self._tls = config.tls
@@ -57,7 +58,7 @@ class Trust:
 
     @property
     def secrets(self) -> ClusterSecrets | None:
-        """The cluster secrets as they were read last; None where the process has none."""
+        """The cluster secrets as they were read last; None if the process has none."""
         return self._secrets.value if self._secrets is not None else None
 
     def tokens(self, use: str) -> tuple[str, ...]:
@@ -65,7 +66,7 @@ class Trust:
         return self.secrets.tokens(use) if self.secrets is not None else ()
 
     def channel(self, address: str, use: str = PEER) -> grpc.aio.Channel:
-        """Opens a channel to another process of the deployment, whose calls show the token of this use."""
+        """Opens a channel to another process of the deployment; its calls carry the token of this use."""
         channel = self._connect(address)
         secrets = self._secrets
         return TokenChannel(channel, lambda: secrets.value.current.token(use)) if secrets is not None else channel
@@ -79,7 +80,7 @@ class Trust:
         )
 
     def server(self, services: Sequence[ServiceDescriptor], accept: Accept | None = None) -> GrpcServer:
-        """Makes a server for other processes; `accept` gives methods other tokens than the peers' one."""
+        """Makes a server for other processes. `accept` lets methods accept tokens other than the peer token."""
         credentials = self._certificate.grpc_credentials() if self._tls else None
         interceptors = []
         if self._secrets is not None:
@@ -88,13 +89,13 @@ class Trust:
 
 
 def _to_call_with(tls: TlsConfig) -> grpc.ChannelCredentials:
-    """Raises ConfigError if the files cannot be used."""
+    """Returns a caller's credentials. Raises ConfigError if the files cannot be used."""
     CertificateFiles.read(tls, "security.tls")
     return ClientTls.from_config(tls).credentials()
 
 
 class TokenGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # untyped base
-    """Refuses calls whose token is not accepted by their method."""
+    """Refuses calls whose method does not accept their token."""
 
     def __init__(self, accept: Accept) -> None:
         self._accept = accept
@@ -110,10 +111,12 @@ class TokenGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # untyped ba
 
 
 class TokenChannel(grpc.aio.Channel):  # type: ignore[misc]  # untyped base
-    """Adds a token to every call. gRPC's own call credentials need TLS, and its interceptors slow every message."""
+    """Adds a token to every call. gRPC's own call credentials require TLS, and its interceptors slow every message
+    down.
+    """
 
     def __init__(self, channel: grpc.aio.Channel, token: Callable[[], str]) -> None:
-        """`token` returns the one to show now."""
+        """`token` returns the token to present now."""
         self._channel = channel
         self._token = token
 
@@ -157,7 +160,7 @@ class TokenChannel(grpc.aio.Channel):  # type: ignore[misc]  # untyped base
 
 
 def _refusing(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-    """Returns a handler of the same shape that refuses; gRPC reads a unary call's message before it calls a handler."""
+    """Returns a handler of the same kind that refuses calls; gRPC reads a unary message before it calls a handler."""
 
     async def refuse(request: object, context: grpc.aio.ServicerContext) -> None:
         await abort(context, Unauthenticated(_REFUSAL))

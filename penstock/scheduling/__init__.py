@@ -1,4 +1,4 @@
-"""Holds what the schedulers and policies of several folders share: the order of lanes, and costs learned from measured
+"""Shared parts of the schedulers and policies of several folders: the order of lanes, and costs learned from measured
 steps.
 
 Pure: no clock, no I/O.

@@ -1,9 +1,9 @@
-"""The order in which requests of different lanes are served when they compete: by age, with a head start. Pure.
+"""Orders competing requests of different lanes by age, with a head start for urgent lanes. Pure.
 
-The rank of a new request is the work done before its arrival plus a handicap for its lane (and what its owner adds);
-lower ranks go first. Ranks never change and the work done only grows, so every request's turn comes: once as much work
-as its handicap was done since its arrival, later requests of any lane go behind it. Work counts in the owner's own
-unit, not in time, so requests do not age in a queue that stands still.
+A new request's rank is the work done before its arrival plus a handicap for its lane (and whatever its owner adds);
+lower ranks go first. Ranks never change and the work done only grows, so every request gets its turn: once as much work
+as its handicap was done since its arrival, later requests of any lane queue behind it. Work is counted in the owner's
+own unit, not in time, so requests do not age in a queue that is not served.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class LaneOrder:
     """Owns the count of work done. Used by the prefill and decode schedulers and the sender's queue."""
 
     def __init__(self, handicaps: Mapping[Lane, float]) -> None:
-        """`handicaps` holds the work for later arrivals that may be done before a request of each lane."""
+        """`handicaps` holds, for each lane, how much work for later arrivals may go before a request."""
         self._handicaps = dict(handicaps)
         self._done = 0.0
 

@@ -1,6 +1,6 @@
-"""Learns seconds as a linear function of quantities while it is used: the regression under every learned cost. Pure.
+"""Learns online how seconds depend linearly on quantities: the regression behind every learned cost. Pure.
 
-Routers learn what steps and links cost from workers' reports by it, decode workers what their own steps cost.
+Routers learn the costs of steps and links from workers' reports, decode workers those of their own steps.
 """
 
 from __future__ import annotations
@@ -8,23 +8,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-_FORGETTING = 0.95  # an observation counts half after 13 more
-_VARIANCE = 25.0  # of a coefficient over its prior's, before anything is learned
-_NOISE_VARIANCE = 0.05  # of a measured time over the predicted one
-_MAX_OBSERVED = 1e6  # times the prediction: measurements are cut off there
-_MAX_RATIO = 1e4  # of a coefficient to its prior
-_OUTLIER = 3.0  # mean deviations; the further an error lies beyond them, the less it counts
-_MAX_STEP = 4.0  # times a coefficient: the most by which one observation raises it
+_FORGETTING = 0.95  # halves an observation's weight after 13 more
+_VARIANCE = 25.0  # initial variance of a coefficient, relative to its prior
+_NOISE_VARIANCE = 0.05  # variance of a measured time, relative to the predicted one
+_MAX_OBSERVED = 1e6  # measurements are capped at this multiple of the prediction
+_MAX_RATIO = 1e4  # largest ratio of a coefficient to its prior
+_OUTLIER = 3.0  # errors beyond this many mean deviations count less and less
+_MAX_STEP = 4.0  # the most by which one observation multiplies a coefficient
 _MIN_DEVIATION = 0.1
 _MAX_DEVIATION = 10.0
 _SMOOTHING = 0.1
 
 
 class LinearCost:
-    """Seconds as a sum of quantities times coefficients, which stay within [0, 1e4 * prior] and are never NaN.
+    """Predicts seconds as a sum of quantities times coefficients, which stay within [0, 1e4 * prior] and are never NaN.
 
-    Recursive least squares (Haykin, Adaptive Filter Theory, ch. 10) over ratios: quantities are scaled so that each
-    prior is 1 and the predicted time is 1, so that a late step counts the same on a slow worker as on a fast one.
+    Uses recursive least squares (Haykin, Adaptive Filter Theory, ch. 10) over ratios: quantities are scaled such that
+    each prior and the predicted time are 1, so that a late step counts the same on slow and fast workers.
     """
 
     def __init__(self, prior: Sequence[float]) -> None:
@@ -32,7 +32,7 @@ class LinearCost:
         self._prior = tuple(prior)
         self._ratios = [1.0] * len(prior)
         self._covariance = _prior_covariance(len(prior))
-        self._deviation = 1.0  # running mean of the error over the prediction
+        self._deviation = 1.0  # running mean of the error, relative to the prediction
         self.num_observed = 0
 
     @property
@@ -53,7 +53,7 @@ class LinearCost:
         if predicted_s <= 0.0:
             return
         row = [quantity * value / predicted_s for quantity, value in zip(quantities, prior, strict=True)]
-        # A figure beyond the maximum is false, whatever it is, and an infinite ratio would spoil all that follows.
+        # A figure beyond the maximum is wrong in any case, and an infinite ratio would spoil all later estimates.
         observed = seconds / predicted_s if seconds < _MAX_OBSERVED * predicted_s else _MAX_OBSERVED
         error = observed - _dot(row, self._ratios)
         limit = _OUTLIER * self._deviation
@@ -63,7 +63,7 @@ class LinearCost:
         self.num_observed += 1
 
     def _update(self, row: list[float], error: float, noise: float) -> None:
-        """Written out in plain loops: a router does this for every load report of every worker."""
+        """Updates the coefficients in plain loops, because a router does this for every load report of every worker."""
         covariance = self._covariance
         spread = [_dot(line, row) for line in covariance]
         scale = noise + _dot(row, spread)
@@ -76,16 +76,16 @@ class LinearCost:
             ratios.append(min(wanted if wanted > 0.0 else 0.0, limit))
         self._ratios = ratios
         if is_cut:
-            return  # not learned in full: the next observation may move the coefficients as far again
+            return  # the step was cut, so the next observation may move as far again
         for i, line in enumerate(covariance):
             at_i = spread[i]
             for j in range(i + 1):
                 line[j] = covariance[j][i] = line[j] - at_i * spread[j] / scale
         variances = [line[i] for i, line in enumerate(covariance)]
-        # Forgetting without news would let the covariance grow without bound: the prior's is the limit.
+        # Forgetting without new information would let the covariance grow without bound, so the prior's is the limit.
         if max(variances) < _VARIANCE * _FORGETTING:
             self._covariance = [[value / _FORGETTING for value in line] for line in covariance]
-        if min(variances) < 0:  # rounding
+        if min(variances) < 0:  # rounding error
             self._covariance = _prior_covariance(len(row))
 
 
@@ -101,5 +101,5 @@ def _prior_covariance(size: int) -> list[list[float]]:
 
 
 def positive(coefficients: Iterable[float], prior: Iterable[float]) -> tuple[float, ...]:
-    """Keeps a prior from calling something free: its coefficient could never be learned then."""
+    """Keeps every coefficient above zero for use as a prior: a prior of zero could never be learned."""
     return tuple(max(value, start / 1e3) for value, start in zip(coefficients, prior, strict=True))

@@ -1,7 +1,8 @@
-"""Sizes of models and peaks of accelerators: what weights, KV pages and matrix products take. Pure.
+"""Sizes of models and peaks of accelerators: the bytes and FLOPs of weights, KV pages and matrix products. Pure.
 
 * `model_shape`: `MODEL_SHAPES` and `find_shape(name or checkpoint folder)`: parameters, bytes of KV a token, FLOPs.
 * `accelerators`: `ACCELERATORS`, published peaks with assumed efficiencies; `accelerator_of(device name)`.
 
-Workers count FLOPs and bytes with it, `penstock plan` and the simulator derive costs from it. Nothing here measures.
+Workers count FLOPs and bytes with it, and `penstock plan` and the simulator derive costs from it. Nothing here
+measures.
 """

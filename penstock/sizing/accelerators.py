@@ -1,7 +1,7 @@
-"""Accelerators by their published peaks. Nothing here was measured on them: efficiencies are assumptions.
+"""Lists accelerators with their published peaks. Nothing was measured on them: efficiencies are assumptions.
 
-Peaks are dense (without sparsity), of one device. The link is what a worker has for KV to others: one 400 Gbit/s
-adapter for each device in a node of eight, 100 Gbit/s for PCIe cards.
+Peaks are those of one device, without sparsity. The link carries a worker's KV to other nodes: one 400 Gbit/s adapter
+per device in a node of eight, 100 Gbit/s for PCIe cards.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of the peaks that kernels reach; assumptions, to be replaced by a fit where there are measurements."""
+    """The shares of the peaks that kernels reach. They are assumptions, to be replaced by a fit to measurements."""
 
-    compute: float = 0.5  # large matrix products, and attention of prompts
+    compute: float = 0.5  # for large matrix products and prompt attention
     memory: float = 0.75
     link: float = 0.8
-    step_overhead_s: float = 0.001  # scheduling, launches and sampling of a step
-    sequence_overhead_s: float = 5e-6  # for each sequence of a step
-    collective_s: float = 12e-6  # latency of one all-reduce between the devices of a worker
+    step_overhead_s: float = 0.001  # time of a step for scheduling, launches and sampling
+    sequence_overhead_s: float = 5e-6  # time of a step for each sequence
+    collective_s: float = 12e-6  # latency of an all-reduce between a worker's devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +27,14 @@ class Accelerator:
 
     name: str
     flops: float  # bf16, dense
-    flops_8bit: float  # fp8 or int8, dense; equal to `flops` where there is none
+    flops_8bit: float  # fp8 or int8, dense; equal to `flops` if there is neither
     memory_bytes: float
     memory_bytes_per_s: float
     peer_bytes_per_s: float  # to the other devices of its node, one direction
-    link_bytes_per_s: float  # to other nodes, one direction; an assumption, since nodes are built differently
+    link_bytes_per_s: float  # to other nodes, one direction; assumed, since nodes differ
     source: str
     efficiency: Efficiency = Efficiency()
-    reads_e4m3: bool = True  # kernels multiply with fp8 codes (e4m3); elsewhere MXFP4 is decoded while loading
+    reads_e4m3: bool = True  # kernels multiply with fp8 (e4m3); otherwise MXFP4 is decoded on loading
 
 
 _GBIT_400, _GBIT_100 = 50e9, 12.5e9
@@ -59,9 +59,9 @@ ACCELERATORS: dict[str, Accelerator] = {
 
 
 def accelerator_of(device_name: str) -> Accelerator | None:
-    """Returns the accelerator that a driver names, such as `NVIDIA H100 80GB HBM3`; None where no peak is known.
+    """Returns the accelerator with a driver's name such as `NVIDIA H100 80GB HBM3`; None if its peaks are unknown.
 
-    Cards for PCIe have lower peaks than the modules of the same name, so that they are not taken for these.
+    PCIe cards have lower peaks than the modules of the same name, so they do not match.
     """
     words = device_name.replace("-", " ").split()
     if "PCIe" in words:

@@ -1,7 +1,7 @@
-"""The sizes of a model that decide its costs, from a `config.json` or by name. Needs no weights and no torch.
+"""Finds the sizes that determine a model's costs, from a `config.json` or by name, without weights or torch.
 
-Whether the engine can serve a checkpoint is for `engine.models.config` to say; this reads widths alone, and so takes
-any decoder that has the usual keys.
+`engine.models.config` decides whether the engine can serve a checkpoint. This module only reads widths, so it accepts
+any decoder with the usual keys.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.errors import InvalidInput
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Widths and counts of a decoder; weights and KV in bytes a value."""
+    """Widths and counts of a decoder; weights and KV in bytes per value."""
 
     name: str
     num_layers: int
@@ -30,24 +30,25 @@ class ModelShape:
     context_length: int
     ties_embeddings: bool = False
     num_experts: int = 0
-    num_chosen: int = 0  # experts of a token
+    num_chosen: int = 0  # experts chosen for each token
     expert_size: int = 0
-    shared_size: int = 0  # of the block that every token passes beside its experts
-    num_dense_layers: int = 0  # without experts, in a model that has them
-    latent_rank: int = 0  # above 0: latent attention (DeepSeek-V2, arXiv:2405.04434), all heads read one vector
+    shared_size: int = 0  # width of the block that every token passes besides its experts
+    num_dense_layers: int = 0  # layers without experts in a model that has experts
+    latent_rank: int = 0  # above 0: latent attention (DeepSeek-V2, arXiv:2405.04434)
     rope_dim: int = 0
     nope_dim: int = 0
     v_dim: int = 0
     q_rank: int = 0
-    window: int = 0  # tokens that layers with a window see
+    window: int = 0  # tokens that windowed layers attend to
     num_window_layers: int = 0
     weight_bytes_per_value: float = 2.0
     kv_bytes_per_value: float = 2.0
-    coded_expert_bytes: float | None = None  # a value of experts in a form of their own; None: as other weights
+    coded_expert_bytes: float | None = None  # per value of specially encoded experts; None: like other weights
 
     def quantized(self, weight_bits: int | None = None, kv_bits: int | None = None) -> ModelShape:
-        """Returns the shape with other widths of weights and of KV. Experts in a form of their own keep it, unless the
-        weights are float32: their codes are decoded then."""
+        """Returns the shape with other widths of weights and KV. Specially encoded experts keep their encoding unless
+        the weights are float32, for which they are decoded.
+        """
         return replace(
             self,
             weight_bytes_per_value=weight_bits / 8 if weight_bits else self.weight_bytes_per_value,
@@ -56,7 +57,7 @@ class ModelShape:
         )
 
     def with_decoded_experts(self) -> ModelShape:
-        """Returns the shape as devices hold it that cannot multiply with the experts' codes."""
+        """Returns the shape for devices that cannot multiply with the experts' codes."""
         return replace(self, coded_expert_bytes=None)
 
     # Parameters.
@@ -88,7 +89,9 @@ class ModelShape:
 
     @property
     def always_read_parameters(self) -> int:
-        """Returns the parameters that every step reads: all but experts and the embedding, of which it takes rows."""
+        """Returns the parameters that every step reads: all but the experts and the embedding, of which it only reads
+        rows.
+        """
         hidden = self.hidden_size
         dense = (self.num_layers - self.num_expert_layers) * 3 * hidden * self.intermediate_size
         shared = self.num_expert_layers * (3 * hidden * self.shared_size + hidden * self.num_experts)
@@ -101,7 +104,7 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Returns the parameters that one token is multiplied with."""
+        """Returns the number of parameters that one token is multiplied with."""
         chosen = self.num_expert_layers * self.num_chosen * 3 * self.hidden_size * self.expert_size
         return self.always_read_parameters + chosen
 
@@ -120,13 +123,13 @@ class ModelShape:
 
     @property
     def layer_kv_bytes(self) -> float:
-        """Returns the KV of one token in one layer."""
+        """Returns the KV bytes of one token in one layer."""
         values = self.latent_rank + self.rope_dim if self.latent_rank else 2 * self.num_kv_heads * self.head_dim
         return values * self.kv_bytes_per_value
 
     @property
     def kv_token_bytes(self) -> float:
-        """Returns the KV of one token in all layers, as pages hold it: layers with a window keep all of it, too."""
+        """Returns the KV bytes of one token in all layers, as pages hold it: windowed layers keep all of it too."""
         return self.num_layers * self.layer_kv_bytes
 
     @property
@@ -135,9 +138,9 @@ class ModelShape:
         return self.num_layers - self.num_window_layers
 
     def layer_attention_flops(self, *, of_prompts: bool) -> float:
-        """Returns what one token costs over one token of its context, in one layer.
+        """Returns the attention FLOPs of one token over one token of its context, in one layer.
 
-        Decode steps multiply with latents as they are stored; prompts expand them first, since that is cheaper there.
+        Decode steps multiply with latents as they are stored; prompts expand them first, which is cheaper for them.
         """
         if not self.latent_rank:
             return 4.0 * self.num_heads * self.head_dim
@@ -146,7 +149,7 @@ class ModelShape:
 
     @property
     def token_flops(self) -> float:
-        """Returns what one token costs without attention over its context."""
+        """Returns the FLOPs of one token without attention over its context."""
         return 2.0 * self.active_parameters
 
 
@@ -176,7 +179,7 @@ MODEL_SHAPES = _named(
 
 
 def find_shape(name: str) -> ModelShape:
-    """Returns the shape of that name, or of a checkpoint folder or `config.json`. Raises InvalidInput."""
+    """Returns the shape of a known name, a checkpoint folder or a `config.json`. Raises InvalidInput."""
     if name.lower() in MODEL_SHAPES:
         return MODEL_SHAPES[name.lower()]
     path = Path(name)
@@ -228,10 +231,10 @@ def shape_from_config(data: Mapping[str, Any], name: str) -> ModelShape:
     )
 
 
-# Without layer_types: every so manieth layer has no window.
+# Without layer_types, every n-th layer has no window.
 _WINDOW_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
-_TIED = ("gemma2", "gemma3_text")  # without tie_word_embeddings
-_MXFP4_BYTES = 1 + 4 / 32  # a value as the engine holds it: an fp8 code, and a float32 scale for each 32
+_TIED = ("gemma2", "gemma3_text")  # models that tie embeddings by default
+_MXFP4_BYTES = 1 + 4 / 32  # per value in the engine: an fp8 code, and a float32 scale per 32 values
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 

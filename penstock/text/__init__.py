@@ -1,4 +1,4 @@
-"""Turns token ids into text, and tokens into what a request streams. Shared by routers and decode workers.
+"""Turns token ids into text and into the outputs that a request streams. Shared by routers and decode workers.
 
 Others take `CompletionText`, `Spelling`, and `Output` with `to_response` from `completions`. Nothing here loads a
 tokenizer, so that the bare client needs none.

@@ -12,10 +12,10 @@ from penstock.v1 import common_pb2
 
 
 class CompletionText:
-    """Takes deltas in order. Once `stopped`, the completion is over, whatever its worker still sends."""
+    """Takes deltas in order. Once `stopped`, the completion is over even if its worker sends more."""
 
     def __init__(self, spelling: Spelling, sampling: SamplingParams, stops: StopStrings) -> None:
-        """`stops` are those of `sampling`, compiled once for all completions of the request."""
+        """`stops` are the stop strings of `sampling`, compiled once for all completions of the request."""
         self._spelling = spelling
         self._detokenizer = spelling.detokenizer(keep_special_tokens=sampling.keep_special_tokens)
         self._matcher = StopMatcher(stops, includes_match=sampling.include_stop)
@@ -31,8 +31,8 @@ class CompletionText:
         return self._matcher.stopped
 
     def resume(self, before: Emitted) -> None:
-        """Continues after what an earlier call has streamed. That call would have ended at a stop string, so that only
-        the tail can still be part of one: the work per token is the detokenizer's alone.
+        """Continues after what an earlier call has streamed. That call would have ended at a stop string, so only the
+        tail can still be part of one, and all but the tail is only detokenized.
         """
         self.num_tokens = len(before.token_ids)
         self.ended = before.finished
@@ -41,7 +41,7 @@ class CompletionText:
             self._matcher.skip(self._detokenizer.add(before.token_ids[self._min_tokens :]))
 
     def feed(self, delta: CompletionDelta) -> Output:
-        # With stop strings token by token, so that the tokens behind one are left out however they arrived.
+        # With stop strings, tokens are added one by one, so that those after a match are left out however they arrived.
         if self._has_stops:
             text, num_used = self._feed_until_stop(delta)
         else:
@@ -78,7 +78,7 @@ class CompletionText:
         return self._matcher.add(rest) + ("" if self._matcher.stopped else self._matcher.finish())
 
     def _text_tokens(self, delta: CompletionDelta) -> Sequence[int]:
-        """Returns the tokens that have text, without the one that stopped the worker unless stops are included."""
+        """Returns the tokens that have text. The one that stopped the worker is left out unless stops are included."""
         stops = delta.finish_reason is FinishReason.STOP and not self._includes_stop
         return delta.token_ids[:-1] if stops else delta.token_ids
 

@@ -1,6 +1,6 @@
-"""The completions of one request: how each is asked of a worker and what is streamed of it to the client. Pure.
+"""The completions of one request: how each is requested from a worker and streamed to the client. Pure.
 
-Routers and decode workers that stream to clients share this module, so that an answer does not depend on its path.
+Routers and decode workers both stream to clients through this module, so that an answer does not depend on its path.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _STAGGER_TOKENS = 64  # longer prompts are computed once, before the other compl
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """The tokens of one completion that an earlier call has streamed."""
+    """The tokens of a completion that an earlier call has streamed."""
 
     token_ids: tuple[int, ...]
     finished: bool
@@ -26,7 +26,7 @@ class Emitted:
 
 @dataclass(slots=True)
 class CompletionDelta:
-    """New tokens of one completion as its worker sends them, its end, or both."""
+    """New tokens of one completion from its worker, its end, or both."""
 
     index: int
     token_ids: list[int]
@@ -54,7 +54,7 @@ class Output:
     finish_reason: FinishReason | None = None
     timing: common_pb2.Timing | None = None  # with finish_reason
     usage: common_pb2.Usage | None = None  # on the last output of the stream
-    granted_tokens: int | None = None  # max_tokens, if the operator lets overload allow fewer than were requested
+    granted_tokens: int | None = None  # the limit to which overload shortened the answer
     decision: dict[str, Any] | None = None  # with usage, if requested
     prompt_logprobs: Sequence[common_pb2.TokenLogprob] = ()  # with the first token, if requested; with token texts
     stop_string: str | None = None  # the stop string that ended the completion, with finish_reason
@@ -77,8 +77,9 @@ def to_response(output: Output, request_id: str, model: str) -> inference_pb2.Ge
 
 
 def completion_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
-    """Returns what the worker of completion `index` samples with: a seed of its own, and no stop strings, which are
-    matched where the text is made."""
+    """Returns the sampling parameters for the worker of completion `index`: its own seed, and no stop strings, which
+    are matched where the text is made.
+    """
     if sampling.n == 1 and not index and not sampling.stop:
         return sampling
     return replace(sampling, n=1, seed=(sampling.seed + index) % (1 << 64), stop=())
@@ -90,7 +91,7 @@ def completion_id(request_id: str, index: int, num_completions: int) -> str:
 
 
 def num_sent_first(num_prompt_tokens: int, num_completions: int) -> int:
-    """Returns how many completions start at once; the others follow and find the prompt's pages cached."""
+    """Returns how many completions start at once; the others start later and find the prompt's pages cached."""
     return min(1, num_completions) if num_prompt_tokens >= _STAGGER_TOKENS else num_completions
 
 
@@ -104,9 +105,9 @@ def streamed_timing(
     decode_worker: str,
     num_prompt_tokens: int,
 ) -> common_pb2.Timing:
-    """Adds to the worker's report of a completion what only its streaming process observes.
+    """Adds to a worker's timing of a completion what only the streaming process observes.
 
-    `waited_s` is a duration; the other times are moments in monotonic seconds, `first_token_s` 0 without a token.
+    `waited_s` is a duration; the other times are in monotonic seconds. `first_token_s` is 0 without a token.
     """
     timing = common_pb2.Timing()
     timing.CopyFrom(reported)

@@ -1,8 +1,8 @@
-"""Incremental detokenizers: token ids to text in pieces of whole characters that add up to the decoding of the whole.
+"""Incremental detokenizers: turn token ids into pieces of whole characters that add up to the decoded whole.
 
-Each completion has one, in front of its stop strings. Byte-level vocabularies (Llama 3, Qwen, GPT-2) decode through a
-table of bytes and an incremental UTF-8 decoder; all others decode a short window twice, with and without the newest
-tokens (the prefix-offset method of text-generation-inference). Either does constant work per token.
+Each completion has one, before its stop strings. Byte-level vocabularies (Llama 3, Qwen, GPT-2) decode through a table
+of bytes and an incremental UTF-8 decoder; all others decode a short window twice, with and without the newest tokens
+(the prefix-offset method of text-generation-inference). Either does constant work per token.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 _REPLACEMENT = "\ufffd"
-_MAX_PENDING_TOKENS = 8  # an unfinished character has at most 3 bytes, hence 3 tokens; more are not UTF-8
+_MAX_PENDING_TOKENS = 8  # an unfinished character has at most 3 bytes and so 3 tokens; more are invalid
 
 Decode = Callable[[Sequence[int]], str]  # decodes a list of ids without special tokens
 
@@ -23,7 +23,7 @@ class Detokenizer(Protocol):
         ...
 
     def finish(self) -> str:
-        """Returns what is left at the end: U+FFFD for an unfinished character."""
+        """Returns the text left at the end: U+FFFD for an unfinished character."""
         ...
 
 
@@ -50,7 +50,7 @@ class WindowDetokenizer:
         self._decode = decode
         self._special_ids = special_ids
         self._window: list[int] = []
-        self._num_shown = 0  # leading tokens of the window whose text was returned
+        self._num_shown = 0  # leading tokens of the window whose text was already returned
         self._shown = ""  # their text
 
     def add(self, token_ids: Iterable[int]) -> str:
@@ -76,7 +76,7 @@ class WindowDetokenizer:
 
 
 def byte_table(vocabulary: Mapping[str, int], special_ids: frozenset[int]) -> dict[int, bytes]:
-    """Returns the bytes of each token of a byte-level vocabulary; a token outside its alphabet stands for itself."""
+    """Returns the bytes of each token of a byte-level vocabulary; tokens outside its alphabet are taken literally."""
     byte_of = {char: byte for byte, char in _byte_level_alphabet().items()}
     table = {}
     for token, token_id in vocabulary.items():

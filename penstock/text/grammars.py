@@ -1,7 +1,7 @@
-"""Compiles grammars for one checkpoint's tokens, for routers that check them and for workers that obey them.
+"""Compiles grammars for one checkpoint's tokens: for routers, which check them, and workers, which obey them.
 
-It stands on llguidance, which reads tokenizer.json itself. Masking tokens with a grammar is bounded by the fuel, the
-states and the items that `_LIMITS` grants for each step; compiling it by those and by `MAX_SOURCE_BYTES`, mostly.
+It uses llguidance, which reads tokenizer.json itself. The fuel, states and items that `_LIMITS` grants for each step
+bound the cost of masking tokens; they and `MAX_SOURCE_BYTES` mostly bound that of compiling.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from penstock.types import Grammar, GrammarKind
 FIELD = "sampling.grammar"
 MAX_SOURCE_BYTES = 128 << 10
 _CACHE_BYTES = 16 << 20
-_MAX_CHOICES = 1_900  # each takes an item of the grammar's first row, which has `max_items_in_row`
-_ENTRY_BYTES = 64 << 10  # of a compiled grammar besides its source, about
-_HIDDEN = "\u0001\ufdd0"  # begins no text: a control character and what Unicode gives to no character
-_MAX_PROBLEM = 400  # characters of llguidance's message
-# White space between two tokens of JSON: one space, or a new line with its indentation. A model that likes white space
-# would otherwise write nothing else.
+_MAX_CHOICES = 1_900  # each takes an item of the grammar's first row, limited by `max_items_in_row`
+_ENTRY_BYTES = 64 << 10  # approximate size of a compiled grammar besides its source
+_HIDDEN = "\u0001\ufdd0"  # occurs in no text: a control character and a noncharacter
+_MAX_PROBLEM = 400  # most characters taken from llguidance's message
+# White space between two tokens of JSON: one space, or a new line with its indentation. Without a limit a model could
+# write white space forever.
 _JSON_SPACE = r" |\r?\n[ \t]{0,32}"
-# Measured 2026-11: a real schema of 130 kB compiles in 20 ms within these limits, 500 random ones in 2 ms each at most.
-# Fuel does not bound all: a `multipleOf` of large numbers and a regex of many optional classes take seconds. Hence
-# routers compile each grammar first in a process that ends with its processor time (`router.text.grammar_sandbox`).
+# Measured 2026-11: within these limits a real schema of 130 kB compiles in 20 ms, and each of 500 random ones in at
+# most 2 ms. Fuel does not bound everything: a `multipleOf` of large numbers or a regex of many optional classes takes
+# seconds. So routers first compile each grammar in a process with limited processor time
+# (`router.text.grammar_sandbox`).
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=30_000,
     step_lexer_fuel=30_000,
@@ -47,7 +48,7 @@ _LIMITS = LLParserLimits(
 
 
 class GrammarCompiler:
-    """Owns the tokens' trie, built on first use, and the compiled grammars used last. Any thread may call it."""
+    """Owns the tokens' trie, built on first use, and a cache of recently used compiled grammars. Thread-safe."""
 
     def __init__(self, folder: str | Path, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
         """`vocab_size` is the number of logits; a checkpoint's tokenizer may know fewer tokens."""
@@ -55,8 +56,8 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         self._building = threading.Lock()
-        self._tokenizer: LLTokenizer | None = None  # takes the names of special tokens for text
-        self._naming_tokenizer: LLTokenizer | None = None  # knows the names; built for grammars that use any
+        self._tokenizer: LLTokenizer | None = None  # treats the names of special tokens as text
+        self._naming_tokenizer: LLTokenizer | None = None  # knows the names of special tokens; built when needed
         self._special_tokens: Mapping[str, int] = {}
         self._changing = threading.Lock()
         self._compiled: OrderedDict[Grammar, LLMatcher | InvalidInput] = OrderedDict()
@@ -64,11 +65,12 @@ class GrammarCompiler:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the cached grammars, about; never more than the cache's bound."""
+        """The approximate size of the cached grammars; never above the cache's bound."""
         return self._num_bytes
 
     def prepare(self) -> None:
-        """Builds the tokens' trie, a second for a large vocabulary; does nothing where the checkpoint has no tokens.
+        """Builds the tokens' trie, which takes a second for a large vocabulary; does nothing if the checkpoint has no
+        tokens.
 
         Blocks; raises CheckpointError.
         """
@@ -76,9 +78,9 @@ class GrammarCompiler:
             self._load_tokenizer()
 
     def cached(self, grammar: Grammar) -> LLMatcher | None:
-        """Returns a matcher at the grammar's start, or None if the grammar was not compiled lately. Takes microseconds.
+        """Returns a matcher at the grammar's start, or None if the grammar is not cached. Takes microseconds.
 
-        Raises InvalidInput for a grammar that was refused lately.
+        Raises InvalidInput for a grammar that was refused recently.
         """
         with self._changing:
             found = self._compiled.get(grammar)
@@ -90,10 +92,10 @@ class GrammarCompiler:
         return found.deep_copy()
 
     def compile(self, grammar: Grammar) -> LLMatcher:
-        """Returns a matcher at the grammar's start. Blocks without the interpreter's lock, for milliseconds.
+        """Returns a matcher at the grammar's start. Blocks for milliseconds without holding the interpreter's lock.
 
-        Raises InvalidInput for a grammar that cannot be obeyed, even if only its first step shows that, and
-        CheckpointError where the tokens are unknown.
+        Raises InvalidInput for a grammar that cannot be obeyed, even if only its first step shows it, and
+        CheckpointError if the checkpoint has no tokens.
         """
         known = self.cached(grammar)
         if known is not None:
@@ -104,7 +106,7 @@ class GrammarCompiler:
         try:
             matcher = self._compile(tokenizer, grammar)
         except InvalidInput as problem:
-            self._keep(grammar, problem)  # whoever sends it again is refused at once
+            self._keep(grammar, problem)  # a repeated request is refused at once
             raise
         self._keep(grammar, matcher)
         return matcher.deep_copy()
@@ -133,7 +135,7 @@ class GrammarCompiler:
                 try:
                     self._special_tokens = _special_tokens(text)
                     self._tokenizer = self._build(_without_names(text))
-                except Exception as error:  # the library raises nothing narrower
+                except Exception as error:  # the library raises no narrower type
                     raise CheckpointError(f"{self._path}: grammars cannot use it: {error}") from error
             return self._tokenizer
 
@@ -153,9 +155,9 @@ class GrammarCompiler:
 
 
 def to_llguidance(grammar: Grammar, special_tokens: Mapping[str, int]) -> str:
-    """Returns the grammar in llguidance's own form. Raises InvalidInput for a source that is not of its kind.
+    """Returns the grammar in llguidance's own form. Raises InvalidInput for a source that does not match its kind.
 
-    `special_tokens` (text to id) are those that texts of a structural tag may hold.
+    `special_tokens` (text to id) may occur in the texts of a structural tag.
     """
     num_bytes = len(grammar.source.encode())
     if num_bytes > MAX_SOURCE_BYTES:
@@ -181,10 +183,10 @@ def _special_tokens(tokenizer: str) -> dict[str, int]:
 
 
 def _without_names(tokenizer: str) -> str:
-    """Returns a tokenizer.json whose special tokens have names that no text holds.
+    """Returns a tokenizer.json whose special tokens have names that occur in no text.
 
-    llguidance splits a text that must follow into tokens by the tokenizer, which takes a special token's name for that
-    token; but a grammar's text is text, which the token does not match, so that nothing at all could follow.
+    llguidance splits a text that must follow into tokens by the tokenizer, which would turn a special token's name into
+    that token. But the token does not match the grammar's text, so that nothing at all could follow.
     """
     made = json.loads(tokenizer)
     model = made.get("model") or {}
@@ -196,7 +198,7 @@ def _without_names(tokenizer: str) -> str:
         token["content"] = _HIDDEN + name
         if isinstance(vocabulary, dict) and name in vocabulary:
             vocabulary[token["content"]] = vocabulary.pop(name)
-        elif isinstance(vocabulary, list):  # of pieces with their scores
+        elif isinstance(vocabulary, list):  # a list of pieces with their scores
             for piece in vocabulary:
                 piece[0] = token["content"] if piece[0] == name else piece[0]
     return json.dumps(made)
@@ -236,7 +238,7 @@ def _read_json(source: str) -> object:
 
 def _compute_mask(matcher: LLMatcher, vocab_size: int) -> None:
     """Computes the first mask, whose lexer states the matcher keeps; afterwards it may be in error."""
-    words = (ctypes.c_int32 * -(-vocab_size // 32))()  # a bit for each token
+    words = (ctypes.c_int32 * -(-vocab_size // 32))()  # one bit for each token
     matcher.unsafe_compute_mask_ptr(ctypes.addressof(words), ctypes.sizeof(words))
 
 
@@ -245,6 +247,6 @@ def _size(grammar: Grammar) -> int:
 
 
 def _first_lines(problem: str) -> str:
-    """Returns the part of llguidance's message that speaks of the grammar, on one line."""
+    """Returns the part of llguidance's message that is about the grammar, on one line."""
     lines = [line.strip() for line in problem.split("<state>")[0].splitlines()]
     return " ".join(line for line in lines if line)[:_MAX_PROBLEM]

@@ -1,4 +1,4 @@
-"""A Lark grammar in the making: its rules, literals that may hold special tokens, JSON schemas."""
+"""Builds a Lark grammar from rules, JSON schemas, and literals that may contain special tokens."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from penstock.text.schema_keywords import in_known_keywords
 ANY_TEXT = r"(.|\n)*"
 MAX_GRAMMAR = 1 << 20
 _JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_SLASH = re.compile(r"\\.|[/\n]", re.DOTALL)  # and pairs that begin with a backslash, which stay as they are
+_SLASH = re.compile(r"\\.|[/\n]", re.DOTALL)  # also matches escaped pairs, which stay unchanged
 _DEFINITIONS = ("$defs", "definitions")
 
 
 class LarkWriter:
-    """Collects rules. Marks among `special_tokens` (text to id) are written as tokens, since no text matches those."""
+    """Collects rules. Writes marks among `special_tokens` (text to id) as tokens, since text does not match them."""
 
     def __init__(self, special_tokens: Mapping[str, int], field: str) -> None:
-        """`field` names what the grammar is written for, in errors."""
+        """`field` names the request's field in errors."""
         self.special_tokens = special_tokens
         self._field = field
         self._rules: list[str] = []
-        self._size = 0  # characters of the rules
+        self._size = 0  # total characters of the rules
         found = [re.escape(mark) for mark in sorted(special_tokens, key=len, reverse=True) if mark]
         self._split = re.compile("(" + "|".join(found) + ")") if found else None
 
@@ -49,11 +49,11 @@ class LarkWriter:
         )
 
     def json(self, schema: Mapping[str, Any], form: Mapping[str, Any] = _JSON_FORM) -> str:
-        """Returns an expression that matches JSON of a schema, with white space of this form."""
+        """Returns an expression that matches JSON of a schema, with the white space of `form`."""
         return "%json " + json.dumps({**in_known_keywords(schema), "x-guidance": dict(form)})
 
     def until(self, mark: str) -> str:
-        """Returns an expression that matches any text up to the first `mark`, and the mark."""
+        """Returns an expression that matches any text up to and including the first `mark`."""
         if self._split and (token := self._split.search(mark)):
             before = mark[: token.start()]
             return self.rule(f"/{ANY_TEXT}{_quote(before)}/ {self.literal(mark[token.start() :])}")
@@ -70,10 +70,10 @@ class LarkWriter:
     def properties(
         self, schema: Mapping[str, Any], write: Callable[[str, Mapping[str, Any]], str], separator: str
     ) -> str:
-        """Returns an expression that matches the properties of an object's schema, in its order.
+        """Returns an expression that matches the properties of an object's schema in their order.
 
-        `write` returns the expression of one property from its name and schema. Raises InvalidInput if the schema
-        has no properties of its own.
+        `write` returns the expression of one property for its name and schema. Raises InvalidInput if the schema has no
+        properties of its own.
         """
         if any(word in schema for word in ("anyOf", "oneOf", "allOf", "$ref")):
             problem = "anyOf, oneOf, allOf or $ref at the top of a tool's parameters cannot be enforced with this model"
@@ -92,7 +92,7 @@ class LarkWriter:
         return first
 
     def finish(self, start: str) -> str:
-        """Returns the grammar, whose outputs match the expression `start`."""
+        """Returns the grammar whose outputs match the expression `start`."""
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
 
 

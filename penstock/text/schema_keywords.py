@@ -1,8 +1,8 @@
-"""Writes JSON schemas without keywords that llguidance does not know, if those that it knows can say the same. Pure.
+"""Rewrites JSON schemas without the keywords that llguidance does not know, where others can say the same. Pure.
 
-The written schema says the same as the given one, or less where that changes nothing for a writer: an IRI is written as
-a URI, and the names that `propertyNames` lists come in their order. Whatever is valid against it is valid against the
-given one. A keyword that cannot be written otherwise stays, so that llguidance refuses it by name.
+The result is equivalent to the given schema, or stricter where that does not limit a writer: an IRI becomes a URI, and
+the names listed by `propertyNames` come in order. Whatever is valid against the result is valid against the given
+schema. A keyword that cannot be rewritten stays, so that llguidance refuses it by name.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 Schema = dict[str, Any]
 
 _MAX_DEPTH = 32
-_MAX_DEPENDENCIES = 5  # of an object; llguidance combines the alternatives of all of them
-_MAX_NAMES = 4096  # written for `propertyNames` in the whole schema, which may refer to one list many times
+_MAX_DEPENDENCIES = 5  # of one object; llguidance combines all their alternatives
+_MAX_NAMES = 4096  # written for `propertyNames` in a whole schema, which may use a list many times
 _SCHEMAS = ("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames")
 _MORE_SCHEMAS = ("then", "unevaluatedItems", "unevaluatedProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _MAPS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
 _COUNTS = ("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties")
 _ANNOTATIONS = frozenset({"$comment", "default", "deprecated", "description", "examples", "title"})
-# With one of these, what is evaluated is not known from the keywords beside it alone.
+# With one of these, the evaluated properties do not follow from the neighbouring keywords.
 _APPLICATORS = frozenset(
     {"$dynamicRef", "$recursiveRef", "$ref", "allOf", "anyOf", "dependentSchemas", "if", "not", "oneOf"}
 )
-# A format whose texts all have the given one, too (RFC 3986, RFC 3987, RFC 6531, RFC 5890, RFC 6570).
+# Maps a format to a narrower one: all its texts have both (RFC 3986, RFC 3987, RFC 6531, RFC 5890, RFC 6570).
 _NARROWER_FORMATS = {
     "idn-email": "email",
     "idn-hostname": "hostname",
@@ -43,19 +43,19 @@ _TYPES = ("null", "boolean", "number", "string", "array", "object")
 
 
 def in_known_keywords(schema: Mapping[str, Any]) -> Schema:
-    """Returns the schema in keywords that llguidance knows, as far as possible. Does not change the given one."""
+    """Returns the schema in keywords that llguidance knows, as far as possible. Does not change its argument."""
     return _Writer(schema).write(dict(schema))
 
 
 class _Writer:
-    """Writes one schema. `root` is what its references point into."""
+    """Rewrites one schema. Its references point into `root`."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._num_names = 0
 
     def write(self, schema: Schema, depth: int = 0) -> Schema:
-        """Returns the schema, which is overwritten, with its parts; those nested too deep stay as they are."""
+        """Rewrites the schema and its parts in place, and returns it; parts nested too deeply stay unchanged."""
         if depth > _MAX_DEPTH or not isinstance(schema.get("allOf", []), list):
             return schema
         for keyword in (*_SCHEMAS, *_MORE_SCHEMAS):
@@ -105,7 +105,7 @@ class _Writer:
             _replace(schema, "propertyNames", {"patternProperties": {pattern: {}}})
 
     def _referred(self, part: Any) -> Any:
-        """Returns what a part refers to, if it only refers to a place of this document."""
+        """Returns the target of a part that is only a reference into this document."""
         reference = part.get("$ref") if isinstance(part, dict) else None
         if not isinstance(reference, str) or not reference.startswith("#/") or part.keys() - _ANNOTATIONS != {"$ref"}:
             return part
@@ -116,18 +116,18 @@ class _Writer:
 
 
 def _replace(schema: Schema, keyword: str, said: Schema) -> None:
-    """Replaces a keyword about the names of properties: there are no properties but these."""
+    """Replaces a keyword about property names: `said` lists the only properties allowed."""
     del schema[keyword]
     _require(schema, said | {"additionalProperties": False})
 
 
 def _require(schema: Schema, more: Schema) -> None:
-    """Adds what must hold, too."""
+    """Adds a condition that must also hold."""
     schema["allOf"] = [*schema.get("allOf", ()), more]
 
 
 def _pattern_of(said: Schema) -> str | None:
-    """Returns a regular expression for texts of which this is said, or None."""
+    """Returns a regular expression for the texts that match this schema, or None."""
     if said.keys() == {"pattern"} and isinstance(said["pattern"], str):
         return str(said["pattern"])
     if said.keys() <= {"minLength", "maxLength"}:
@@ -138,7 +138,7 @@ def _pattern_of(said: Schema) -> str | None:
 
 
 def _write_unevaluated(schema: Schema) -> None:
-    """Writes, without other parts, that what is not evaluated is what no keyword beside it names."""
+    """Rewrites `unevaluated*` keywords in terms of the neighbouring keywords, if no other part evaluates anything."""
     if not _APPLICATORS & schema.keys():
         if "unevaluatedProperties" in schema:
             schema.setdefault("additionalProperties", schema["unevaluatedProperties"])
@@ -153,7 +153,7 @@ def _write_unevaluated(schema: Schema) -> None:
 
 
 def _drop_idle(schema: Schema) -> None:
-    """Drops keywords that say nothing, unless they bear on what is evaluated."""
+    """Drops keywords without effect, unless they determine what counts as evaluated."""
     if "if" not in schema:
         schema.pop("then", None)
         schema.pop("else", None)
@@ -192,7 +192,7 @@ def _write_format(schema: Schema) -> None:
 
 
 def _write_dependencies(schema: Schema) -> None:
-    """A property is absent, or what depends on it holds."""
+    """Rewrites dependencies: either a property is absent, or what depends on it holds."""
 
     def write(keyword: str, kinds: type | tuple[type, ...], wanted: Callable[[str, Any], Schema]) -> None:
         parts = schema.get(keyword)
@@ -208,7 +208,7 @@ def _write_dependencies(schema: Schema) -> None:
 
 
 def _write_negation(schema: Schema) -> None:
-    """Writes what must not hold, if that is a type, the presence of properties, anything, or nothing."""
+    """Rewrites `not`, if it excludes a type, the presence of properties, anything, or nothing."""
     if "not" not in schema:
         return
     part = schema["not"]

@@ -1,6 +1,6 @@
 """Closes JSON schemas for generation: an object that names its properties gets no others. Pure.
 
-By its own rules a schema allows any further property, and a model would use that. Whatever is valid against the closed
+By default JSON schemas allow additional properties, and a model would write some. Whatever is valid against the closed
 schema is valid against the given one.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# With one of these, the properties beside it are not all that its object may have, or say so themselves.
+# With one of these, the object may have more than its listed properties, or the schema already says otherwise.
 _OPENING = frozenset(
     {
         "$dynamicRef",
@@ -32,9 +32,9 @@ _MAX_DEPTH = 32
 
 
 def closed(schema: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
-    """Returns the schema with `additionalProperties: false` where objects name their properties and say nothing else.
+    """Returns the schema with `additionalProperties: false` for objects that only list their properties.
 
-    Follows properties and items alone: a part that is combined with others may leave properties to them.
+    Follows only properties and items, since a part that is combined with others may leave properties to them.
     """
     found = dict(schema)
     if depth > _MAX_DEPTH or _OPENING & found.keys():

@@ -1,6 +1,6 @@
-"""Knows how one checkpoint's tokens are spelt, for routers and for decode workers that stream to clients.
+"""Turns one checkpoint's tokens into text, for routers and for decode workers that stream to clients.
 
-It works on a compiled tokenizer (`tokenizers.Tokenizer`) that its caller has loaded, so that the client needs none.
+It uses a compiled tokenizer (`tokenizers.Tokenizer`) that the caller has loaded, so that the client needs none.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Spelling:
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._special_texts = {token_id: token.content for token_id, token in added.items() if token.special}
         self._bytes_by_id: dict[int, bytes] | None = None
-        self._all_bytes: dict[int, bytes] = {}  # with special tokens; made when they are first kept
+        self._all_bytes: dict[int, bytes] = {}  # includes special tokens; built when they are first kept
         if (json.loads(compiled.to_str()).get("decoder") or {}).get("type") == "ByteLevel":
             self._bytes_by_id = byte_table(compiled.get_vocab(with_added_tokens=True), self._special_ids)
         self._token_texts: dict[int, str] = {}
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of the tokens without special ones."""
+        """Returns the text of the tokens; special tokens are left out."""
         return self._compiled.decode(token_ids, skip_special_tokens=True)
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of the tokens with special ones by their names."""
+        """Returns the text of the tokens; special tokens appear by name."""
         return self._compiled.decode(token_ids, skip_special_tokens=False)
 
     def detokenizer(self, *, keep_special_tokens: bool = False) -> Detokenizer:
@@ -57,7 +57,7 @@ class Spelling:
         return ByteDetokenizer(self._all_bytes)
 
     def token_text(self, token_id: int) -> str:
-        """Returns the text of one token alone, a special one by its name; part of a character shows as U+FFFD."""
+        """Returns the text of one token. A special token appears by name; part of a character becomes U+FFFD."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._compiled.decode([token_id], skip_special_tokens=False)
@@ -65,7 +65,7 @@ class Spelling:
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes behind `token_text`, exact for byte-level vocabularies."""
+        """Returns the bytes of `token_text`, which are exact for byte-level vocabularies."""
         if self._bytes_by_id is not None and token_id in self._bytes_by_id:
             return self._bytes_by_id[token_id]
         return self.token_text(token_id).encode()

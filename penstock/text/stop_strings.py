@@ -1,7 +1,7 @@
-"""Finds stop strings across token borders: text passes through, except what may be the start of a stop string.
+"""Finds stop strings across token borders: passes text through, except what may be the start of a stop string.
 
 `StopStrings` compiles the stop strings of a request once; `StopMatcher` follows them through the text of one
-completion, between the detokenizer and the client. Pure: text in, text out. The cost of a character does not depend on
+completion, between the detokenizer and the client. Pure: text in, text out. The cost per character does not depend on
 the stop strings: Aho and Corasick, "Efficient string matching", 1975, https://doi.org/10.1145/360825.360855.
 """
 
@@ -13,7 +13,7 @@ _ROOT = 0
 
 
 class StopStrings:
-    """An automaton whose states are the prefixes of the stop strings; immutable, shared by a request's completions.
+    """An automaton whose states are the prefixes of the stop strings. Immutable, and shared by a request's completions.
 
     Construction takes time and memory in proportion to the characters of all stop strings together, which
     `router.api.sampling_fields` limits.
@@ -23,10 +23,10 @@ class StopStrings:
         self.longest = max(map(len, stops), default=0)
         self._edges: dict[tuple[int, str], int] = {}  # (state, character) -> the state one character longer
         self._depth = [0]  # by state: the characters of its prefix
-        self._fallback = [_ROOT]  # by state: its longest proper suffix that is a state too
+        self._fallback = [_ROOT]  # by state: its longest proper suffix that is also a state
         self._match = [0]  # by state: the characters of the longest stop string that ends here, 0 for none
         states = [_ROOT] * len(stops)
-        for depth in range(1, self.longest + 1):  # the shorter prefixes first: fallbacks lead to them
+        for depth in range(1, self.longest + 1):  # shorter prefixes first, since fallbacks lead to them
             for rank, stop in enumerate(stops):
                 if depth <= len(stop):
                     states[rank] = state = self._extend(states[rank], stop[depth - 1])
@@ -34,7 +34,7 @@ class StopStrings:
                         self._match[state] = depth
 
     def _extend(self, state: int, char: str) -> int:
-        """Returns the state one character longer, adding it if need be."""
+        """Returns the state one character longer, and adds it if it is missing."""
         following = self._edges.get((state, char))
         if following is None:
             fallback = self._step(self._fallback[state], char) if state != _ROOT else _ROOT
@@ -65,14 +65,14 @@ class StopStrings:
 
 
 class StopMatcher:
-    """Holds back at most the longest stop string less one character.
+    """Holds back at most one character less than the longest stop string.
 
-    The match that ends first wins, and of two that end together the longer one, so that the outcome does not depend on
-    the pieces in which the text came.
+    The match that ends first wins, or the longer of two that end together, so that the result does not depend on how
+    the text was split.
     """
 
     def __init__(self, stops: StopStrings, *, includes_match: bool = False) -> None:
-        """Ends the text with the stop string instead of before it if `includes_match`."""
+        """Ends the text after the stop string instead of before it if `includes_match`."""
         self._stops = stops
         self._includes_match = includes_match
         self._state = _ROOT
@@ -84,7 +84,7 @@ class StopMatcher:
         return self.matched is not None
 
     def add(self, text: str) -> str:
-        """Returns the text that may be sent now. Once `stopped`, everything behind the stop string is dropped."""
+        """Returns the text that may be sent now. Once `stopped`, everything after the stop string is dropped."""
         if self.stopped:
             return ""
         if not self._stops.longest:
@@ -105,6 +105,6 @@ class StopMatcher:
         self.add(text[max(0, len(text) - self._stops.longest + 1) :])
 
     def finish(self) -> str:
-        """Returns the text still held back, at the end of a completion without a stop string."""
+        """Returns the text still held back when a completion ends without a stop string."""
         held, self._held = self._held, ""
         return held

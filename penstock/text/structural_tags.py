@@ -1,11 +1,11 @@
-"""Writes structural tags as Lark grammars: free text in which certain texts begin a part that must match. Pure.
+"""Translates structural tags to Lark grammars: free text in which certain triggers begin a part that must match. Pure.
 
 A structural tag is JSON in one of two forms:
 
 * `{"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}`: free text; wherever a trigger occurs, one of
   the structures that begin with it follows;
-* `{"format": {"type": ..., ...}}`: formats in formats, as xgrammar and vLLM define them. Those of `_Writer._FORMATS`
-  are obeyed, others are refused by name.
+* `{"format": {"type": ..., ...}}`: formats in formats, as xgrammar and vLLM define them. Those in
+  `_Writer._FORMATS` are obeyed; others are refused by name.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from penstock.errors import InvalidInput
 from penstock.text.lark import LarkWriter
 from penstock.text.schemas import closed
 
-MAX_PARTS = 512  # formats, tags, triggers and ends of one structural tag
+MAX_PARTS = 512  # most formats, tags, triggers and ends of one structural tag
 _MAX_DEPTH = 16
 
 
 def structural_tag_to_lark(source: str, special_tokens: Mapping[str, int], field: str, space: str) -> str:
     """Returns a Lark grammar of the outputs that a structural tag allows.
 
-    `special_tokens` (text to id) may occur in triggers, begins and ends. `space` is a regular expression of the white
+    `special_tokens` (text to id) may occur in triggers, begins and ends. `space` is a regular expression for the white
     space between two tokens of JSON. Raises InvalidInput that names `field` and the place in it.
     """
     try:
@@ -50,8 +50,8 @@ def structural_tag_to_lark(source: str, special_tokens: Mapping[str, int], field
 class _Writer:
     """Writes formats as expressions.
 
-    Each method takes the text `end` that closes what it writes, because free text in front of it ends with its first
-    occurrence. An empty `end` is the end of the output.
+    Each method takes the text `end` that closes its part, because free text before it ends with its first occurrence.
+    An empty `end` is the end of the output.
     """
 
     def __init__(self, lark: LarkWriter, field: str, json_form: Mapping[str, Any]) -> None:
@@ -74,7 +74,7 @@ class _Writer:
         return self._triggered_tags(format_, "", "", 0)
 
     def format(self, value: Any, place: str, end: str, depth: int) -> str:
-        """Returns the expression of a format and its end."""
+        """Returns the expression for a format and its end."""
         self._count(place)
         if depth > _MAX_DEPTH:
             raise self.problem(place[:100], f"is nested more than {_MAX_DEPTH} deep; nest less")
@@ -114,7 +114,7 @@ class _Writer:
     def _sequence(self, value: Mapping[str, Any], place: str, end: str, depth: int) -> str:
         elements = self._list(value, "elements", place)
         written: list[str] = []
-        # Constants are written by the part before them, since free text ends with the first occurrence of one.
+        # A constant is written by the part before it, since free text ends with the first occurrence of the constant.
         for number in reversed(range(len(elements))):
             element, at = elements[number], f"{place}.elements[{number}]"
             if number and isinstance(element, Mapping) and element.get("type") == "const_string":
@@ -136,7 +136,7 @@ class _Writer:
         return self._choice(written)
 
     def _tag(self, value: Mapping[str, Any], place: str, end: str, depth: int, begun: str = "") -> str:
-        """Writes a tag from the end of `begun` on, with which its begin begins."""
+        """Writes the rest of a tag whose begin starts with `begun`, which is written already."""
         begin = self._text(value, "begin", place)
         ends = value.get("end")
         if isinstance(ends, str):
@@ -244,7 +244,7 @@ class _Writer:
         if self._num_parts > MAX_PARTS:
             raise self.problem(place[:100], f"is one of more than {MAX_PARTS} parts; give fewer")
 
-    # The fields of each format, and what writes it.
+    # The fields of each format, and the method that writes it.
     _FORMATS: ClassVar[Mapping[str, tuple[tuple[str, ...], Callable[..., str]]]] = {
         "const_string": (("value",), _const_string),
         "json_schema": (("json_schema", "style"), _json_schema),
@@ -262,7 +262,7 @@ class _Writer:
 
 
 def _may_end_free(value: Any) -> bool:
-    """Returns whether what a format allows may end with free text."""
+    """Returns whether a format's output may end with free text."""
     if not isinstance(value, Mapping):
         return False
     elements = value.get("elements")

@@ -1,4 +1,4 @@
-"""Streams of Penstock's own gRPC API, through the public client and without its retries."""
+"""Streams over Penstock's own gRPC API, through the public client and without its retries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GrpcCall:
 
 
 class GrpcEndpoint:
-    """One client, and so one connection, for all requests. Make and use it inside one running event loop."""
+    """Sends all requests through one client and connection. Create and use it inside one running event loop."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Defines what the loops know of a server, and the log of one stream that each endpoint fills in."""
+"""Defines the interface of a server to the loops, and the log of a stream that each endpoint fills in."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class StreamLog:
         self.sent_s = time.perf_counter()
         self.end_s: float | None = None
         self.piece_times_s: list[float] = []
-        self.num_pieces = 0  # tokens where the endpoint knows them
+        self.num_pieces = 0  # counts tokens if the endpoint knows them
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
         self.completion_tokens: int | None = None
         self.finish_reason: str | None = None
-        self.is_closed = False  # the server said that the stream is over
+        self.is_closed = False  # the server has marked the end of the stream
         self.ending: Ending | None = None
         self.detail = ""
 
     def add_piece(self, now_s: float, num_tokens: int = 1) -> bool:
-        """Notes a piece of the answer. Returns whether the client leaves now."""
+        """Records a piece of the answer. Returns whether the client disconnects now."""
         self.piece_times_s.append(now_s)
         self.num_pieces += num_tokens
         if self._cancel_after is not None and self.num_pieces >= self._cancel_after:
@@ -52,13 +52,14 @@ class StreamLog:
         return False
 
     def fail(self, ending: Ending, detail: str) -> None:
-        """Notes how the request failed; the first failure counts."""
+        """Records how the request failed; the first failure counts."""
         if self.ending is None:
             self.ending, self.detail = ending, detail[:300]
 
     def finish(self, wanted_tokens: int | None) -> None:
-        """Judges a stream that nothing has ended otherwise. Whole means: a finish reason, the server's end of stream,
-        and `wanted_tokens` tokens if given. Only the first call counts."""
+        """Judges a stream that has not failed. It is complete if it has a finish reason, the server's end of stream,
+        and `wanted_tokens` tokens if given. Only the first call counts.
+        """
         if self.end_s is not None:
             return
         self.end_s = time.perf_counter()
@@ -80,10 +81,10 @@ class Endpoint(Protocol):
     """A server that answers requests as streams."""
 
     def encode(self, request: LoadRequest, writer: PromptWriter) -> Any:
-        """Returns what `send` takes. Called ahead of time, so that sending costs little."""
+        """Returns the request in the form that `send` takes. Called ahead of time, so that sending costs little."""
 
     async def send(self, encoded: Any, log: StreamLog) -> None:
-        """Sends the request and fills in the log; failures are noted there and not raised."""
+        """Sends the request and fills in the log; failures are recorded there and not raised."""
 
     async def close(self) -> None:
         """Closes connections."""

@@ -1,4 +1,4 @@
-"""Streams of OpenAI's completions and chat completions over HTTP, from whichever server speaks them."""
+"""Streams OpenAI completions and chat completions over HTTP from any server that offers them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_LISTING_BYTES = 1 << 20
 _ADVICE = "give the URL of an OpenAI-compatible server (--url http://HOST:PORT/v1)"
 _KEY_ADVICE = "give its key with --api-key or PENSTOCK_API_KEY"
 
-HttpBody = tuple[bytes, Mapping[str, str], int | None]  # the body, its headers, the tokens that the answer must have
+HttpBody = tuple[bytes, Mapping[str, str], int | None]  # body, headers, number of tokens that the answer must have
 Prepare = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
@@ -39,10 +39,10 @@ class RequestForm:
 
     model: str
     api: Literal["completions", "chat"] = "completions"
-    as_text: bool = False  # prompts that are planned as blocks: words instead of token ids
+    as_text: bool = False  # write prompts planned as blocks in words instead of token ids
     temperature: float = 0.0
-    ignore_eos: bool = True  # answers have exactly the planned length; servers that do not know the field refuse it
-    body: Mapping[str, Any] = field(default_factory=dict)  # more fields of each request
+    ignore_eos: bool = True  # give answers exactly the planned length; some servers refuse the field
+    body: Mapping[str, Any] = field(default_factory=dict)  # additional fields of each request
 
 
 class OpenAiEndpoint:
@@ -58,8 +58,9 @@ class OpenAiEndpoint:
         timeout_s: float = 600.0,
         prepare: Prepare | None = None,
     ) -> None:
-        """`url` ends before `/completions`, usually in /v1. `timeout_s` bounds each request. `prepare` may change a
-        body after the request's time has begun, for servers that need a call to another one first."""
+        """`url` is the part before `/completions`, usually ending in /v1. `timeout_s` bounds each request. `prepare`
+        may change a body once the request's clock runs, for servers that need a call to another server first.
+        """
         path = "/chat/completions" if form.api == "chat" else "/completions"
         self._url, self._form, self._prepare = base_url(url) + path, form, prepare
         self._timeout_s = timeout_s
@@ -106,7 +107,7 @@ class OpenAiEndpoint:
                     else:
                         text = (await response.content.read(2000)).decode(errors="replace")
                         log.fail(ending_of_status(response.status), _refusal(response, text).message)
-        except aiohttp.ServerTimeoutError as error:  # of the connection; it is a TimeoutError too
+        except aiohttp.ServerTimeoutError as error:  # raised for the connection, and also a TimeoutError
             log.fail(Ending.CONNECTION, self._describe(error))
         except TimeoutError:
             log.fail(Ending.TIMEOUT, f"no end within {self._timeout_s:g} s")
@@ -143,7 +144,7 @@ async def _read_events(response: aiohttp.ClientResponse, log: StreamLog) -> None
 
 
 def _take_event(event: Mapping[str, Any], now_s: float, log: StreamLog) -> bool:
-    """Notes an event and returns whether to leave."""
+    """Records an event. Returns whether the client disconnects now."""
     if error := event.get("error"):
         status = error.get("code") if isinstance(error, Mapping) else None
         log.fail(
@@ -170,14 +171,14 @@ def _refusal(response: aiohttp.ClientResponse, text: str) -> PenstockError:
 
 
 def ending_of_status(status: int) -> Ending:
-    """Returns what an HTTP status other than 200 means."""
+    """Returns the ending that an HTTP status other than 200 stands for."""
     if status == 429:
         return Ending.REFUSED
     return Ending.SERVER_ERROR if status >= 500 else Ending.CLIENT_ERROR
 
 
 def open_session(api_key: str | None, tls: ClientTls | None = None) -> aiohttp.ClientSession:
-    """Opens connections to https with the authority and the certificate of `tls`. Raises ConfigError for its files."""
+    """Opens a session that uses the authority and certificate of `tls` for https. Raises ConfigError."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ssl=tls.context() if tls else True),
@@ -197,7 +198,7 @@ def base_url(url: str) -> str:
 
 
 async def find_model(url: str, api_key: str | None, tls: ClientTls | None = None) -> str:
-    """Returns the first model that the server lists. Raises PenstockError that says what answered instead."""
+    """Returns the first model that the server lists. Raises a PenstockError that quotes any other answer."""
     listing = f"{base_url(url)}/models"
     async with open_session(api_key, tls) as session:
         try:

@@ -1,4 +1,6 @@
-"""Shows on standard error how far a run is: a live bar on a terminal with rich, a line every ten seconds elsewhere."""
+"""Shows a run's progress on standard error: a live bar on a terminal if rich is installed, otherwise a line every ten
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ _LINE_PERIOD_S, _BAR_PERIOD_S = 10.0, 0.25
 
 
 class ShownProgress:
-    """Shows counts for as long as its `async with` block lasts."""
+    """Shows counts while its `async with` block runs."""
 
     def __init__(self, name: str, counts: LiveCounts, is_quiet: bool = False) -> None:
         self._name, self._counts, self._is_quiet = name, counts, is_quiet
@@ -53,7 +55,7 @@ class ShownProgress:
 
 
 def _open_bar(name: str, total: int) -> Any:
-    """Returns a running bar, or None where standard error is not a terminal or rich is missing."""
+    """Returns a running bar, or None if standard error is not a terminal or rich is missing."""
     if not sys.stderr.isatty():
         return None
     with suppress(ImportError):

@@ -1,6 +1,6 @@
 """Sends the chains of a plan: at their due times in the open loop, or as slots become free in the closed loop.
 
-`GeneratorLag` measures the generator itself: for how long its event loop was kept from reading.
+`GeneratorLag` measures the generator itself: how long its event loop was kept from reading.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from penstock.bench.results.record import Ending, RequestRecord, RunRecord
 from penstock.bench.workloads.plan import Chain, LoadPlan, LoadRequest
 from penstock.bench.workloads.prompts import PromptWriter
 
-_ENCODED_AHEAD = 64  # chains whose first request is encoded before it is due
+_ENCODED_AHEAD = 64  # number of chains whose first request is encoded in advance
 _LAG_PERIOD_S = 0.01
 
 
 @dataclass(slots=True)
 class LiveCounts:
-    """The figures of a progress line; the run updates it and nobody else does."""
+    """The figures of a progress line; only the run updates them."""
 
     total: int
     sent: int = 0
@@ -60,7 +60,7 @@ class _Run:
             await asyncio.sleep(delay_s)
 
     async def send(self, request: LoadRequest, due_s: float, encoded: Any) -> float:
-        """Sends one request, follows it to its end, and returns when it was sent."""
+        """Sends one request and follows it to its end. Returns the time when it was sent."""
         log = StreamLog(request.cancel_after)
         self.counts.sent += 1
         try:
@@ -78,7 +78,7 @@ class _Run:
         return log.sent_s - self.started_s
 
     async def follow(self, chain: Chain, due_s: float, first: Any) -> None:
-        """Sends a chain's requests one after another, whether or not the ones before succeeded."""
+        """Sends a chain's requests one after another, even if earlier ones failed."""
         encoded, sent_s = first, 0.0
         for index, request in enumerate(chain.requests):
             if index:
@@ -95,9 +95,10 @@ async def run_plan(
     concurrency: int | None = None,
     counts: LiveCounts | None = None,
 ) -> RunRecord:
-    """Sends the whole plan and returns what came back. With `concurrency`, that many clients take chain after chain.
+    """Sends the whole plan and returns the record of the run. With `concurrency`, that many clients take chain after
+    chain.
 
-    Where the task is cancelled, it cancels what is in flight and returns what it has, marked as interrupted.
+    If the task is cancelled, it cancels the requests in flight and returns a record marked as interrupted.
     """
     counts = counts or LiveCounts(plan.num_requests)
     is_interrupted = False
@@ -120,13 +121,13 @@ async def run_plan(
 async def _open_loop(run: _Run, plan: LoadPlan) -> None:
     """Sends each chain at its due time, however many are in flight."""
     encoded: list[Any] = [run.encode(chain.requests[0]) for chain in plan.chains[:_ENCODED_AHEAD]]
-    run.started_s = time.perf_counter()  # encoding the first ones made nobody late
+    run.started_s = time.perf_counter()  # encoding the first requests does not count as being late
     async with asyncio.TaskGroup() as tasks:
         for index, chain in enumerate(plan.chains):
             await run.sleep_until(chain.due_s)
             tasks.create_task(run.follow(chain, chain.due_s, encoded[index]))
             encoded[index] = None
-            await asyncio.sleep(0)  # the request leaves before the next one is encoded
+            await asyncio.sleep(0)  # lets the request leave before the next one is encoded
             if len(encoded) < len(plan.chains):
                 encoded.append(run.encode(plan.chains[len(encoded)].requests[0]))
 
@@ -145,7 +146,7 @@ async def _closed_loop(run: _Run, plan: LoadPlan, concurrency: int) -> None:
 
 
 def record_of(request: LoadRequest, log: StreamLog, started_s: float, due_s: float) -> RequestRecord:
-    """Returns what is kept of a stream, with times since the start of the run."""
+    """Converts a stream's log to a record, with times since the start of the run."""
     assert log.end_s is not None
     assert log.ending is not None
     times_s = log.piece_times_s
@@ -168,7 +169,9 @@ def record_of(request: LoadRequest, log: StreamLog, started_s: float, due_s: flo
 
 
 class GeneratorLag:
-    """Samples by how much a timer of the event loop is late: pieces that arrive meanwhile seem to arrive later."""
+    """Samples how late the event loop's timers fire, since pieces that arrive during such a delay get too late a
+    timestamp.
+    """
 
     def __init__(self) -> None:
         self.lags_s: list[float] = []
@@ -192,7 +195,9 @@ class GeneratorLag:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Collects garbage before and after, but not during a run: a collection would stop the loop for milliseconds."""
+    """Collects garbage before and after a run but not during it, since a collection would stop the loop for
+    milliseconds.
+    """
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()

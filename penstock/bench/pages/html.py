@@ -1,4 +1,4 @@
-"""A result as one HTML page: tables and charts inline, nothing loaded from anywhere."""
+"""Renders a result as one HTML page with inline tables and charts, which loads no other file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def result_page(result: BenchResult) -> str:
 
 
 def sweep_charts(result: BenchResult) -> list[Chart]:
-    """Returns goodput, attainment and tails over what was offered."""
+    """Returns charts of goodput, attainment and tail latencies over the offered load."""
     name = next(iter(result.points[0].offered), "load")
     label = {"rate": "offered requests/s", "speed": "speed of the trace", "concurrency": "concurrent requests"}.get(
         name, name
@@ -60,7 +60,7 @@ def sweep_charts(result: BenchResult) -> list[Chart]:
 
 
 def latency_cdf(name: str, points: Sequence[PointResult]) -> Chart:
-    """Returns the cumulative distribution of a latency, a line for each point."""
+    """Returns a chart of a latency's cumulative distribution, with a line for each point."""
     lines = []
     for point in points:
         values = (value for request in point.run.requests for value in LATENCIES[name](request))
@@ -70,7 +70,7 @@ def latency_cdf(name: str, points: Sequence[PointResult]) -> Chart:
 
 
 def timeline(point: PointResult) -> list[Chart]:
-    """Returns when requests were sent and what they met: TTFT by time, and how many were in flight."""
+    """Returns charts over the time of a run: each request's TTFT, and the number of requests in flight."""
     sent = [(each.sent_s, each.ttft_s * 1e3) for each in point.run.requests if each.ttft_s is not None]
     failed = [(each.sent_s, 0.0) for each in point.run.requests if each.ending.is_failure]
     dots = [Series("TTFT", sent, form="dots"), *([Series("failed", failed, form="dots")] if failed else [])]

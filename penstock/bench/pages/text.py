@@ -1,4 +1,4 @@
-"""Results as tables of text."""
+"""Renders results as text tables."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def describe_figures(figures: RunFigures) -> Iterator[str]:
 
 
 def describe_own_error(figures: RunFigures) -> Iterator[str]:
-    """Yields how far the generator's own error goes."""
+    """Yields a line about the generator's own error."""
     late, lag = figures.generator.late, figures.generator.lag
     if late is not None and lag is not None:
         yield (
@@ -63,7 +63,7 @@ def describe_own_error(figures: RunFigures) -> Iterator[str]:
 
 
 def latency_table(latencies: Mapping[str, Quantiles | None]) -> Table:
-    """Returns milliseconds by latency."""
+    """Returns a table of latencies in milliseconds, one row each."""
     rows = []
     for name, found in latencies.items():
         if found is not None:
@@ -73,7 +73,7 @@ def latency_table(latencies: Mapping[str, Quantiles | None]) -> Table:
 
 
 def group_table(title: str, groups: Sequence[GroupFigures]) -> Table:
-    """Returns milliseconds by group, and the attainment of each SLO."""
+    """Returns a table of each group's latencies in milliseconds and its attainment of each SLO."""
     num_slos = max(len(group.attainments) for group in groups)
     slos = ["SLO met"] if num_slos == 1 else [f"SLO {index + 1} met" for index in range(num_slos)]
     header = (title, "requests", "failed", *(f"{name} {share}" for name, share in _GROUP_COLUMNS), *slos)
@@ -86,7 +86,7 @@ def group_table(title: str, groups: Sequence[GroupFigures]) -> Table:
 
 
 def sweep_table(result: BenchResult) -> Table:
-    """Returns a row for each point."""
+    """Returns a table with a row for each point."""
     slos = [f"goodput at {slo.text}" for slo in result.slos]
     columns = [column for column in _GROUP_COLUMNS if column[0] != "TPOT"]
     header = ("point", "tokens/s", *(f"{name} {share} ms" for name, share in columns), "failed", *slos)
@@ -101,7 +101,7 @@ def sweep_table(result: BenchResult) -> Table:
 
 
 def comparison_table(comparison: PointComparison) -> Table:
-    """Returns a row for each figure: both values, the ratio and its interval, the verdict."""
+    """Returns a table with a row for each figure: both values, their ratio with its interval, and the verdict."""
     rows = []
     for each in comparison.ratios:
         if each.a is None and each.b is None:
@@ -116,7 +116,7 @@ def comparison_table(comparison: PointComparison) -> Table:
 
 
 def align(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligns columns with spaces, numeric columns to the right."""
+    """Aligns columns with spaces; numeric columns to the right."""
     columns = []
     for title, *cells in zip(header, *rows, strict=True):
         width = max(len(cell) for cell in (title, *cells))

@@ -1,7 +1,7 @@
-"""Whether two results differ: bootstrap confidence intervals for the ratio of each figure.
+"""Tests whether two results differ, with bootstrap confidence intervals for the ratio of each figure.
 
 Requests that follow each other wait in the same queues, so they are resampled in blocks of neighbours (circular block
-bootstrap, Politis and Romano 1992). Where both runs sent the same plan, the same requests are taken from both, which
+bootstrap, Politis and Romano 1992). If both runs sent the same plan, the same requests are resampled from both, which
 removes the differences between requests from the comparison.
 """
 
@@ -42,7 +42,7 @@ class FigureRatio:
 
     @property
     def verdict(self) -> str:
-        """`better` and `worse` say how B is beside A."""
+        """`better` and `worse` compare B with A."""
         if self.ratio is None or self.low is None or self.high is None:
             return "cannot be compared"
         if self.low <= 1.0 <= self.high:
@@ -52,7 +52,7 @@ class FigureRatio:
 
 @dataclass(frozen=True, slots=True)
 class PointComparison:
-    """A point that both results have."""
+    """The comparison of a point that both results have."""
 
     name: str
     is_paired: bool  # both sent the same plan
@@ -61,7 +61,7 @@ class PointComparison:
 
 
 def compare(a: BenchResult, b: BenchResult, seed: int = 0, resamples: int = NUM_RESAMPLES) -> list[PointComparison]:
-    """Compares the points of equal names, with the SLOs of A. Other points are left out."""
+    """Compares points with equal names, using the SLOs of A. Other points are left out."""
     others = {point.name: point for point in b.points}
     return [
         _compare_points(point, others[point.name], a.slos, random.Random(f"{seed}/{point.name}"), resamples)
@@ -104,7 +104,7 @@ def _ratio(a: float | None, b: float | None) -> float | None:
 
 
 def _plan_of(point: PointResult) -> list[tuple[object, ...]]:
-    """Returns what two runs of the same plan have in common."""
+    """Returns the parts of the records that are equal in two runs of the same plan."""
     return [
         (each.number, each.lane, each.planned_input_tokens, each.planned_output_tokens) for each in point.run.requests
     ]
@@ -143,12 +143,12 @@ class _Resampled:
         self._is_closed_loop = "concurrency" in point.offered
 
     def figures(self, counts: Sequence[int]) -> Figures:
-        """Returns the figures of the sample that has each request so many times."""
+        """Returns the figures of the sample that contains each request `counts` times."""
         found: Figures = {}
         for name, owned in self._latencies.items():
             found |= {f"{name} {share}": value for share, value in owned.quantiles(counts).items()}
         elapsed_s = self._elapsed_s
-        if self._is_closed_loop:  # slower answers make the run longer; in an open loop its length is given
+        if self._is_closed_loop:  # slower answers lengthen the run; in an open loop its length is given
             elapsed_s *= _dot(self._busy_s, counts) / max(1e-9, sum(self._busy_s))
         found["output tokens/s"] = _dot(self._tokens, counts) / max(elapsed_s, 1e-9)
         prompt = _dot(self._prompt, counts)
@@ -162,7 +162,7 @@ class _Resampled:
 
 
 class _Owned:
-    """Latencies in ascending order, with the index of the request that each belongs to."""
+    """Latencies in ascending order, each with the index of its request."""
 
     def __init__(self, requests: Sequence[RequestRecord], values: Callable[[RequestRecord], object]) -> None:
         pairs = sorted(_pairs(requests, values))

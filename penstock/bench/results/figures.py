@@ -26,13 +26,14 @@ _MAX_LAG_S, _MAX_LAG_SHARE = 0.003, 0.1  # of the loop, beside the median ITL
 
 @dataclass(frozen=True, slots=True)
 class SloFigures:
-    """The number of requests that met an SLO. Failures and refusals are misses; what the generator cancelled does not
-    count."""
+    """The number of requests that met an SLO. Failures and refusals count as misses; requests that the generator
+    cancelled do not count.
+    """
 
     slo: str
     num_met: int
     num_judged: int
-    goodput: float  # requests/s that met it
+    goodput: float  # requests/s that met the SLO
 
     @property
     def attainment(self) -> float:
@@ -41,38 +42,38 @@ class SloFigures:
 
 @dataclass(frozen=True, slots=True)
 class GroupFigures:
-    """Latencies of some of a run's requests, by name."""
+    """Latencies of a named group of a run's requests."""
 
     name: str
     num_requests: int
     num_failed: int
     latencies: Mapping[str, Quantiles | None]
-    attainments: Sequence[float]  # by SLO
+    attainments: Sequence[float]  # one for each SLO
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratorError:
     """The generator's own error."""
 
-    late: Quantiles | None  # sends behind their due times
-    lag: Quantiles | None  # of its event loop
+    late: Quantiles | None  # how late requests were sent
+    lag: Quantiles | None  # how late its event loop was
     warnings: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """Everything that is reported of one run."""
+    """All reported figures of one run."""
 
     num_requests: int
-    endings: Mapping[str, int]  # by kind, without those that never occurred
+    endings: Mapping[str, int]  # numbers by kind; kinds that did not occur are left out
     errors: Mapping[str, str]  # an example of each kind of failure
     elapsed_s: float
-    offered_per_s: float  # requests sent by the time that sending took
+    offered_per_s: float  # requests sent, divided by the time that sending took
     completed_per_s: float
     output_tokens_per_s: float
     prompt_tokens_per_s: float
-    hit_rate: float | None  # cached prompt tokens by all prompt tokens; None: the server does not say
-    length_ratio: float | None  # prompt tokens that the server counted by those planned
+    hit_rate: float | None  # cached share of the prompt tokens; None: not reported
+    length_ratio: float | None  # prompt tokens that the server counted, divided by those planned
     latencies: Mapping[str, Quantiles | None]
     slos: Sequence[SloFigures]
     by_length: Sequence[GroupFigures]
@@ -145,7 +146,7 @@ def length_class(request: RequestRecord) -> str | None:
 def _groups(
     requests: Sequence[RequestRecord], key: Callable[[RequestRecord], str | None], slos: Sequence[SloSet]
 ) -> list[GroupFigures]:
-    """Returns the figures of each group that the key makes, those with short prompts first."""
+    """Returns the figures of each group of requests with the same key, groups of short prompts first."""
     groups: dict[str, list[RequestRecord]] = {}
     for request in sorted(requests, key=lambda request: request.input_tokens or 0):
         name = key(request)

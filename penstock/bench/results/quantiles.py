@@ -1,4 +1,4 @@
-"""Quantiles of latencies."""
+"""Computes quantiles of latencies."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999}
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Returns the nearest-rank quantile of ascending values: the smallest one that `share` of them do not exceed."""
+    """Returns the nearest-rank quantile of ascending values: the smallest that a `share` of them do not exceed."""
     assert ordered, "no values"
     return ordered[max(0, min(len(ordered), math.ceil(share * len(ordered) - 1e-9)) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """The distribution of one latency in seconds. A quantile that fewer than one value lies beyond is the maximum."""
+    """The distribution of one latency in seconds. A quantile with less than one value beyond it is the maximum."""
 
     count: int
     mean_s: float

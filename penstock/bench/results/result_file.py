@@ -1,4 +1,4 @@
-"""The file of a result: versioned JSON with every request, and CSV for other tools."""
+"""Reads and writes results as versioned JSON with every request, and writes CSV for other tools."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TIMES = ("due_s", "sent_s", "ttft_s", "e2e_s")
 
 @dataclass(frozen=True, slots=True)
 class PointResult:
-    """A point of a sweep: the load that was offered, and what came back."""
+    """A point of a sweep: the offered load, the record of the run and its figures."""
 
     name: str
     offered: Mapping[str, float]  # rate (requests/s), speed or concurrency
@@ -41,7 +41,7 @@ class BenchResult:
     workload: str
     notes: Sequence[str]
     settings: Mapping[str, Any]
-    machine: Mapping[str, Any]  # that ran the generator
+    machine: Mapping[str, Any]  # the machine that ran the generator
     slos: Sequence[SloSet]
     points: Sequence[PointResult]
 
@@ -52,7 +52,7 @@ def make_point(name: str, offered: Mapping[str, float], run: RunRecord, slos: Se
 
 
 def to_json(result: BenchResult) -> dict[str, Any]:
-    """Returns the result as plain data. Figures are there for readers of the file; `from_json` computes them again."""
+    """Returns the result as plain data. Its figures are only for readers of the file: `from_json` recomputes them."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -85,7 +85,7 @@ def summary_json(result: BenchResult) -> dict[str, Any]:
 
 
 def from_json(data: Mapping[str, Any], name: str) -> BenchResult:
-    """Returns the result that `to_json` wrote. Raises InvalidInput that names the file `name`."""
+    """Returns the result that `to_json` wrote. Raises InvalidInput with the file's `name`."""
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         raise InvalidInput("result", f"{name} is not a result of `penstock bench run`; give its result.json")
     if data.get("version") != VERSION:
@@ -147,7 +147,7 @@ def to_csv(result: BenchResult) -> str:
     """Returns a line for each request of every point, with times in seconds."""
     names = ("number", "lane", "ending", *_TIMES, "tpot_s", "max_gap_s", *_PLAIN[3:], "output_tokens", "detail")
     text = io.StringIO()
-    # Before Python 3.13 a carriage return is not quoted, which readers take for the end of a line.
+    # Before Python 3.13 a carriage return is not quoted, and readers then see the end of a line.
     quoting, plain = (
         csv.writer(text, lineterminator="\n", quoting=each) for each in (csv.QUOTE_ALL, csv.QUOTE_MINIMAL)
     )

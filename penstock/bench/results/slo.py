@@ -1,4 +1,4 @@
-"""Service level objectives, and which requests met them."""
+"""Defines service level objectives and which requests met them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ITL_SHARE = 0.99
 
 @dataclass(frozen=True, slots=True)
 class SloLimits:
-    """Upper limits in seconds of one request; None is no limit."""
+    """Upper limits for one request in seconds; None means no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -25,13 +25,13 @@ class SloLimits:
 
 @dataclass(frozen=True, slots=True)
 class SloSet:
-    """The limits of every lane, with those under "" for lanes that have none of their own."""
+    """The limits of every lane; those under "" apply to lanes that have none of their own."""
 
-    text: str  # as it was written
+    text: str  # the text that it was parsed from
     limits: Mapping[str, SloLimits]
 
     def is_met(self, request: RequestRecord) -> bool:
-        """Whether the request is complete and within its lane's limits. Failures of every kind are misses."""
+        """Returns whether the request is complete and within its lane's limits. Every failure is a miss."""
         limits = self.limits.get(request.lane) or self.limits.get("") or SloLimits()
         if request.ending is not Ending.COMPLETE:
             return False

@@ -1,7 +1,7 @@
-"""Recorded traffic: what a trace says about each request, and the readers of the formats that traces are published in.
+"""Recorded traffic: the records of traces, and readers for the formats that traces are published in.
 
-The load generator, the simulator and the planner read traces here and nowhere else: `read.read_trace` returns a
-`Trace` of `record.TraceRecord`s, and `shape` changes their rate and lengths. A record says how long a prompt is and
-which blocks it shares with others, never its text; those who need text or token ids make them from the blocks. The
-room knows no model, no client and no clock.
+The load generator, the simulator and the planner all read traces here: `read.read_trace` returns a `Trace` of
+`record.TraceRecord`s, and `shape` changes their rate and lengths. A record has the length of a prompt and the blocks it
+shares with others but never its text; text or token ids are made from the blocks where needed. The room knows no model,
+no client and no clock.
 """

@@ -1,4 +1,4 @@
-"""Finds trace files and reads them, whichever format they have.
+"""Finds and reads trace files in every supported format.
 
 A `.jsonl` file has a JSON object a line with `timestamp` (ms), `input_length` and `output_length`, and where known:
 
@@ -30,14 +30,14 @@ from penstock.bench.traces.shape import in_order
 from penstock.errors import InvalidInput
 
 FOLDER_VARIABLE = "PENSTOCK_TRACES"
-_TICK_GAP_S = 1.0  # recorded times at least this far apart, with several requests each, are ticks
+_TICK_GAP_S = 1.0  # times at least this far apart, with several requests each, count as ticks
 
 
 def read_trace(file: str | Path, seed: int = 0, limit: int | None = None) -> Trace:
-    """Returns the requests of a file, or of its first `limit` rows. Raises InvalidInput that names the line.
+    """Returns the requests of a file or of its first `limit` rows. Raises InvalidInput that names the line.
 
-    A recorder that rounds times to ticks creates artificial bursts, so requests of one tick are spread over it by
-    `seed`; `Trace.tick_s` says so.
+    A recorder that rounds times to ticks creates artificial bursts, so requests of one tick are spread over it at
+    random by `seed`; `Trace.tick_s` is then set.
     """
     path = find_trace(file)
     with _opened(path) as lines:
@@ -54,7 +54,7 @@ def read_trace(file: str | Path, seed: int = 0, limit: int | None = None) -> Tra
 
 
 def find_trace(file: str | Path) -> Path:
-    """Returns the path as given, else inside the folder that PENSTOCK_TRACES names."""
+    """Returns the path as given, or inside the folder that PENSTOCK_TRACES names."""
     path = Path(file)
     folder = os.environ.get(FOLDER_VARIABLE)
     if not path.exists() and folder and (Path(folder) / path).exists():

@@ -1,4 +1,4 @@
-"""The records of a trace: lengths, arrival, and the blocks of tokens that prompts share."""
+"""Defines the records of a trace: lengths, arrival, and the blocks of tokens that prompts share."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from itertools import chain
 
 from penstock.types import Lane
 
-FIRST_UNSHARED = 1 << 30  # ids of blocks that no other request has begin here; those in files are smaller
+FIRST_UNSHARED = 1 << 30  # ids of unshared blocks start here; ids in files are smaller
 BlockRuns = tuple[tuple[int, int], ...]  # (first id, count): the ids first, first + 1, ..., first + count - 1
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRecord:
-    """A request. Its prompt consists of blocks of `block_tokens` tokens, of which the last may be incomplete.
+    """A request. Its prompt consists of blocks of `block_tokens` tokens; the last may be incomplete.
 
-    Prompts begin with the same tokens as far as their block ids are equal. `block_runs` always covers the whole prompt:
-    what a trace does not describe is a block that nobody shares.
+    Two prompts share the tokens of their equal leading block ids. `block_runs` always covers the whole prompt: what a
+    trace does not describe consists of unshared blocks.
     """
 
-    arrival_s: float  # since the first request
+    arrival_s: float  # time since the first request
     num_input_tokens: int
     num_output_tokens: int
     block_runs: BlockRuns
     block_tokens: int
-    session: str = ""  # requests of one session and agent follow each other: each waits for the answer before it
+    session: str = ""  # a request waits for the previous answer of its session and agent
     agent: str = ""
     tenant: str = ""
     lane: Lane | None = None
@@ -40,7 +40,7 @@ class TraceRecord:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and answer together: the context that the request needs."""
+        """The length of prompt and answer together, which is the context that the request needs."""
         return self.num_input_tokens + self.num_output_tokens
 
     def block_ids(self) -> Iterator[int]:
@@ -50,12 +50,12 @@ class TraceRecord:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The requests of a file by arrival, the first at 0."""
+    """The requests of a file by arrival; the first arrives at 0."""
 
     name: str
     records: tuple[TraceRecord, ...]
-    has_blocks: bool  # False: the trace says nothing about shared prefixes
-    tick_s: float = 0.0  # the recorder's clock tick over which requests were spread by seed; 0: times are as recorded
+    has_blocks: bool  # False: the trace does not describe shared prefixes
+    tick_s: float = 0.0  # the clock tick over which requests were spread; 0: times are as recorded
 
     @property
     def duration_s(self) -> float:
@@ -79,7 +79,7 @@ def to_runs(block_ids: Iterable[int]) -> BlockRuns:
 
 
 def cover(runs: Iterable[tuple[int, int]], num_blocks: int, next_unshared: int) -> BlockRuns:
-    """Cuts the runs to `num_blocks` blocks, or adds blocks that nobody shares, with ids from `next_unshared` on."""
+    """Cuts the runs to `num_blocks` blocks, or pads them with unshared blocks with ids from `next_unshared` on."""
     covered: list[tuple[int, int]] = []
     left = num_blocks
     for first, count in runs:

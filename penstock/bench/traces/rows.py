@@ -1,4 +1,4 @@
-"""Reads the rows of JSONL and CSV traces as they stand; `read` makes records of them."""
+"""Reads the raw rows of JSONL and CSV traces; `read` turns them into records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.types import Lane
 
 _HASH_ID_TOKENS, _HASH_RUN_TOKENS = 512, 64
 _NUMBERS = "expected numbers timestamp, input_length, output_length"
-# what a column means, by its name in lower case
+# The names of columns, in lower case.
 _TIMES = ("timestamp",)
 _INPUTS = ("contexttokens", "request tokens", "input_length", "num_prefill_tokens")
 _OUTPUTS = ("generatedtokens", "response tokens", "output_length", "num_decode_tokens")
@@ -27,7 +27,7 @@ class TraceRow:
     time_s: float
     num_input_tokens: int
     num_output_tokens: int
-    block_runs: BlockRuns = ()  # empty: the row says nothing about blocks
+    block_runs: BlockRuns = ()  # empty: the row does not describe blocks
     block_tokens: int = _HASH_ID_TOKENS
     session: str = ""
     agent: str = ""

@@ -1,4 +1,4 @@
-"""Changes the rate and the lengths of recorded requests, and says which of them no longer fit."""
+"""Changes the rate and the lengths of recorded requests, and drops those that no longer fit."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ def scale_rate(records: Sequence[TraceRecord], factor: float) -> tuple[TraceReco
 def scale_lengths(
     records: Sequence[TraceRecord], input_factor: float, output_factor: float | None = None
 ) -> tuple[TraceRecord, ...]:
-    """Scales prompts and answers, for models with less context than the recorded one. Sharing stays as it is.
+    """Scales prompts and answers, for models with less context than the recorded one. Shared prefixes stay shared.
 
-    Whole blocks are scaled, to whole numbers of tokens, so that prompts share the same blocks as before; where a block
-    becomes a single token the scale ends. Answers scale as prompts do unless `output_factor` is given. No length falls
-    below 1.
+    Blocks are scaled to whole numbers of tokens, at least one, so that prompts share the same blocks as before. Answers
+    scale like prompts unless `output_factor` is given. No length falls below 1.
     """
     output_factor = input_factor if output_factor is None else output_factor
     for name, factor in (("input factor", input_factor), ("output factor", output_factor)):

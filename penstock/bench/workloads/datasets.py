@@ -1,4 +1,4 @@
-"""Prompts of datasets: JSON lines with a prompt each, or conversations in the form of ShareGPT."""
+"""Reads the prompts of datasets: JSON lines with one prompt each, or conversations in ShareGPT's format."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _TEXTS = ("prompt", "text", "question", "instruction", "input")
 
 
 def dataset_source(file: str | Path, num_output_tokens: int, count: int | None = None) -> Source:
-    """Returns the prompts of a file; `count` of them, from the beginning again where the file has fewer.
+    """Returns the prompts of a file, or `count` of them, which starts over if the file has fewer.
 
     A row has `prompt` (or text, question, instruction, input), `turns` (a list of texts, of which the first is sent),
     `messages` (OpenAI's), or `conversations` (ShareGPT's: all messages up to the first answer are sent). A row's
-    `output_tokens` or `max_tokens` is its answer's length, else `num_output_tokens` is. Raises InvalidInput that names
-    the row.
+    `output_tokens` or `max_tokens` is the length of its answer, by default `num_output_tokens`. Raises InvalidInput
+    that names the row.
     """
     path = Path(file)
     if not path.exists():

@@ -1,7 +1,7 @@
-"""Synthetic traffic whose prompts share prefixes as those of common applications do.
+"""Makes synthetic traffic whose prompts share prefixes like those of common applications.
 
 Each mix has one function that adds the drafts of one conversation, and all of them scale with the mean lengths of
-prompts and answers. Conversations start in the order in which they are made; `schedule` gives them their times.
+prompts and answers. Conversations start in the order in which they are added; `schedule` gives them their times.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from penstock.types import Lane
 BLOCK_TOKENS = 16
 _SYSTEMS, _DOCUMENTS = 1 << 20, 1 << 21  # the first ids of system prompts and documents; new text counts from 1 << 24
 _NEW = 1 << 24
-_STRIDE = 1 << 12  # between two system prompts or documents: more blocks than each has
-_MAX_SPREAD = 4.0  # the longest length of a mix by the mean
+_STRIDE = 1 << 12  # distance between system prompts or documents, in more blocks than each has
+_MAX_SPREAD = 4.0  # longest length of a mix, as a multiple of the mean
 
 
 @dataclass(frozen=True, slots=True)
 class MixSizes:
-    """Mean lengths in tokens, and the mean pause of a person between an answer and the next question."""
+    """Mean lengths in tokens, and a person's mean pause between an answer and the next question."""
 
     input_tokens: int = 512
     output_tokens: int = 128
@@ -47,17 +47,17 @@ class _Maker:
     drafts: list[Draft] = field(default_factory=list)
 
     def length(self, mean: float) -> int:
-        """Samples a length: exponential, as the lengths of recorded traffic nearly are, but bounded."""
+        """Samples a length from a bounded exponential distribution, which recorded traffic nearly follows."""
         return max(1, min(round(_MAX_SPREAD * mean), round(self.rng.expovariate(1 / mean)))) if mean >= 1 else 1
 
     def new_blocks(self, num_tokens: float) -> tuple[int, int]:
-        """Returns a run of blocks that nothing has used."""
+        """Returns a run of blocks that no prompt has used."""
         count = max(1, round(num_tokens / BLOCK_TOKENS))
         self.next_block += count
         return (self.next_block - count, count)
 
     def shared_blocks(self, base: int, number: int, num_tokens: float) -> tuple[int, int]:
-        """Returns the run of a system prompt or document, which is the same for every prompt that has it."""
+        """Returns the run of a system prompt or document, which is the same in every prompt that contains it."""
         return (base + number * _STRIDE, min(_STRIDE, max(1, round(num_tokens / BLOCK_TOKENS))))
 
     def popular(self, count: int) -> int:
@@ -76,12 +76,12 @@ class _Maker:
 
 
 def _random(make: _Maker) -> None:
-    """Independent prompts that share nothing."""
+    """Adds an independent prompt that shares nothing."""
     make.add((make.new_blocks(make.length(make.sizes.input_tokens)),), make.length(make.sizes.output_tokens))
 
 
 def _shared_prefix(make: _Maker) -> None:
-    """Single questions below one of eight system prompts of uneven popularity: three quarters of a prompt."""
+    """Adds a single question after one of eight system prompts of uneven popularity, three quarters of the prompt."""
     system = make.shared_blocks(_SYSTEMS, make.popular(8), 0.75 * make.sizes.input_tokens)
     make.add(
         (system, make.new_blocks(make.length(0.25 * make.sizes.input_tokens))), make.length(make.sizes.output_tokens)
@@ -89,19 +89,19 @@ def _shared_prefix(make: _Maker) -> None:
 
 
 def _chat(make: _Maker) -> None:
-    """Conversations of five turns on average; each prompt is the one before, its answer, and a question."""
+    """Adds a conversation of five turns on average; each prompt is the previous one, its answer and a question."""
     runs = [make.shared_blocks(_SYSTEMS, make.popular(8), 0.25 * make.sizes.input_tokens)]
     at_s, name = 0.0, f"chat-{make.num_conversations}"
     for _ in range(min(20, make.length(5))):
         runs.append(make.new_blocks(make.length(0.2 * make.sizes.input_tokens)))
         num_output = make.length(make.sizes.output_tokens)
         make.add(tuple(runs), num_output, name, at_s)
-        runs.append(make.new_blocks(num_output))  # stands for the answer, whose text nobody knows beforehand
+        runs.append(make.new_blocks(num_output))  # stands for the answer, whose text is not known in advance
         at_s += make.pause_s(make.sizes.think_s)
 
 
 def _rag(make: _Maker) -> None:
-    """Questions about four of two hundred documents of uneven popularity, below one system prompt."""
+    """Adds a question about four of two hundred documents of uneven popularity, after one system prompt."""
     runs = [make.shared_blocks(_SYSTEMS, 100, 0.1 * make.sizes.input_tokens)]
     for document in dict.fromkeys(make.popular(200) for _ in range(4)):
         runs.append(make.shared_blocks(_DOCUMENTS, document, 0.2 * make.sizes.input_tokens))
@@ -110,7 +110,7 @@ def _rag(make: _Maker) -> None:
 
 
 def _agents(make: _Maker) -> None:
-    """Agents' loops of twelve calls on average: contexts that grow by tool results, short answers, hardly any pause."""
+    """Adds an agent's loop of twelve calls on average: context that grows by tool results, short answers and pauses."""
     runs = [make.shared_blocks(_SYSTEMS, 200 + make.popular(3), 0.5 * make.sizes.input_tokens)]
     at_s, name = 0.0, f"agent-{make.num_conversations}"
     for _ in range(min(40, make.length(12))):
@@ -122,7 +122,7 @@ def _agents(make: _Maker) -> None:
 
 
 def _bulk(make: _Maker) -> None:
-    """Long independent documents below one instruction, short answers, in the lane bulk."""
+    """Adds a long independent document after one instruction, with a short answer, in the lane bulk."""
     runs = (
         make.shared_blocks(_SYSTEMS, 300, 0.1 * make.sizes.input_tokens),
         make.new_blocks(make.length(1.9 * make.sizes.input_tokens)),
@@ -157,8 +157,9 @@ def parse_mix(text: str) -> dict[str, float]:
 def mix_source(
     shares: Mapping[str, float], sizes: MixSizes, count: int, seed: int, max_context: int | None = None
 ) -> Source:
-    """Returns `count` requests of the mixes. Those that need more than `max_context` tokens are replaced by others; the
-    notes say how many. Raises InvalidInput where hardly any fits."""
+    """Returns `count` requests of the mixes. Requests that need more than `max_context` tokens are replaced; the notes
+    say how many. Raises InvalidInput if hardly any fits.
+    """
     make, num_dropped = _Maker(random.Random(f"{seed}/mix"), sizes), 0
     while len(make.drafts) < count:
         name = make.rng.choices(list(shares), weights=list(shares.values()))[0]

@@ -1,4 +1,4 @@
-"""The requests of a run before they are sent."""
+"""Defines the requests of a run before they are sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.types import Lane
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """A prompt of known length without a text. Equal leading block ids stand for equal leading tokens."""
+    """A prompt of known length without text. Equal leading block ids stand for equal leading tokens."""
 
     runs: BlockRuns
     block_tokens: int
@@ -35,24 +35,25 @@ class Draft:
     prompt: AnyPrompt
     num_output_tokens: int
     arrival_s: float = 0.0
-    conversation: str = ""  # drafts of one conversation are sent one after another; "": it stands alone
+    conversation: str = ""  # drafts of one conversation are sent one after another; "": it has none
     lane: Lane | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Drafts by arrival, and what a reader of the figures must know about them."""
+    """Drafts by arrival, with notes that a reader of the figures should know."""
 
     name: str
     drafts: tuple[Draft, ...]
-    gaps_are_pauses: bool = False  # in a conversation: from an answer's end to the next request, not between requests
+    gaps_are_pauses: bool = False  # times within a conversation are pauses after answers, not gaps between requests
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """A request of a chain. It is sent at its chain's due time, or after the request before it in the chain: at least
-    `gap_s` after that was sent and `pause_s` after it ended."""
+    """A request of a chain. The first is sent at the chain's due time; each other one at least `gap_s` after the
+    previous request was sent and `pause_s` after that ended.
+    """
 
     number: int
     prompt: AnyPrompt
@@ -60,20 +61,20 @@ class LoadRequest:
     gap_s: float = 0.0
     pause_s: float = 0.0
     lane: Lane | None = None
-    cancel_after: int | None = None  # tokens after which the client leaves
+    cancel_after: int | None = None  # number of tokens after which the client disconnects
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The requests of one conversation, each sent when the answer before it has ended. Most chains have one request."""
+    """The requests of one conversation, each sent after the previous answer has ended. Most chains have one request."""
 
-    due_s: float  # since the start of the run; a closed loop sends it when a slot is free instead
+    due_s: float  # since the start of the run; a closed loop waits for a free slot instead
     requests: tuple[LoadRequest, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """The chains of a run by due time."""
+    """The chains of a run, ordered by due time."""
 
     chains: tuple[Chain, ...]
 
@@ -87,7 +88,7 @@ class LoadPlan:
 
 
 def draft_of(record: TraceRecord) -> Draft:
-    """Returns the request of a trace as a draft. Agents of one session are conversations of their own."""
+    """Converts a trace's request to a draft. Each agent of a session is its own conversation."""
     return Draft(
         prompt=PromptBlocks(record.block_runs, record.block_tokens, record.num_input_tokens),
         num_output_tokens=record.num_output_tokens,

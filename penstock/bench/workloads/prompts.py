@@ -1,4 +1,4 @@
-"""Writes the text or the token ids of prompts that are planned as blocks, so that equal ids give equal prefixes."""
+"""Writes prompts that are planned as blocks as text or token ids, such that equal block ids give equal prefixes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 from penstock.bench.workloads.plan import PromptBlocks
 from penstock.errors import InvalidInput
 
-TOKEN_IDS = range(1000, 2000)  # plain tokens in nearly every vocabulary; control tokens lie below and far above
+TOKEN_IDS = range(1000, 2000)  # plain tokens in nearly every vocabulary; control tokens lie outside
 _CACHED_BLOCKS = 1 << 14
 # Short common words, which most tokenizers know as one token each.
 _TEXT = """
@@ -24,10 +24,12 @@ _WORDS = _TEXT.split()
 
 
 class PromptWriter:
-    """Writes prompts. Prompts of different salts share nothing, so that no run finds the pages of an earlier one."""
+    """Writes prompts. Prompts of different salts share nothing, so that no run hits the pages of an earlier one."""
 
     def __init__(self, salt: str, token_ids: range = TOKEN_IDS, words_per_token: float = 1.0) -> None:
-        """`token_ids` are those to use; `words_per_token` is what the server's tokenizer makes of common words."""
+        """`token_ids` are the ids to use; `words_per_token` is how many common words the server's tokenizer puts in a
+        token.
+        """
         if len(token_ids) < 2 or token_ids.start < 0:
             raise InvalidInput(
                 "token ids", f"from {token_ids.start} to {token_ids.stop}: give at least two, such as 1000:2000"

@@ -1,4 +1,4 @@
-"""Requests of recorded traces, scaled to what a model can hold."""
+"""Takes requests from recorded traces, scaled to a model's context."""
 
 from __future__ import annotations
 

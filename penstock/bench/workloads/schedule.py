@@ -1,4 +1,4 @@
-"""Gives drafts their times: as recorded, as a Poisson process, in bursts, or whenever a closed loop has a free slot."""
+"""Schedules drafts: as recorded, as a Poisson process, in bursts, or whenever a closed loop has a free slot."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Arrivals:
     """The times at which requests arrive. Exactly one of `rate`, `speed` and `concurrency` is set."""
 
     rate: float | None = None  # requests/s, at random times
-    cv: float = 1.0  # coefficient of variation of the times between arrivals: 1 is Poisson, more is bursty
-    speed: float | None = None  # recorded times, this many times as fast
+    cv: float = 1.0  # coefficient of variation of interarrival times: 1 is Poisson, more is bursty
+    speed: float | None = None  # replays recorded times this many times as fast
     concurrency: int | None = None  # a closed loop with this many clients
 
     def __post_init__(self) -> None:
@@ -41,15 +41,15 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """The additions to the drafts of any source."""
+    """Options that apply to the drafts of any source."""
 
-    lanes: Mapping[Lane, float] | None = None  # shares, by which requests without a lane get one
-    cancel_share: float = 0.0  # of the requests, whose clients leave
-    cancel_after: int = 4  # tokens after which they leave
+    lanes: Mapping[Lane, float] | None = None  # the shares by which requests without a lane get one
+    cancel_share: float = 0.0  # share of requests whose clients disconnect
+    cancel_after: int = 4  # number of tokens after which they disconnect
 
 
 def arrival_times(count: int, rate: float, cv: float, rng: random.Random) -> list[float]:
-    """Returns arrival times from 0 on, whose gaps have the mean 1 / rate and the coefficient of variation `cv`.
+    """Returns arrival times from 0 on. Their gaps have the mean 1 / rate and the coefficient of variation `cv`.
 
     Gaps follow a gamma distribution, which is the exponential one for cv = 1 (BurstGPT, https://arxiv.org/abs/2401.17644,
     fits recorded traffic with it).
@@ -66,7 +66,7 @@ def schedule(source: Source, arrivals: Arrivals, extras: Extras, seed: int) -> L
     """Returns the source's drafts as chains by due time."""
     chains = _conversations(source.drafts)
     if arrivals.rate is not None:
-        # Conversations start at random times, so often that requests arrive at the rate.
+        # Conversations start at random times, often enough that requests arrive at the rate.
         starts_per_s = arrivals.rate * len(chains) / max(1, len(source.drafts))
         dues = arrival_times(len(chains), starts_per_s, arrivals.cv, random.Random(f"{seed}/arrivals"))
     elif arrivals.speed is not None:
@@ -108,7 +108,10 @@ def _planned(chain: Sequence[Draft], first: int, gaps_are_pauses: bool, speed: f
 
 def _with_extras(request: LoadRequest, extras: Extras, rng: random.Random) -> LoadRequest:
     lane, cancel_after = request.lane, None
-    lane_at, cancel_at = rng.random(), rng.random()  # taken for each request, so that one option leaves the other alone
+    lane_at, cancel_at = (
+        rng.random(),
+        rng.random(),
+    )  # sampled for every request, so that neither option affects the other
     if lane is None and extras.lanes:
         lane = _pick(extras.lanes, lane_at)
     if cancel_at < extras.cancel_share:

@@ -137,7 +137,7 @@ CAUSES = {
     "none": "nothing listens there (connection refused)",
     "page": "speaks HTTP, not gRPC",
     "other gRPC": "has no such call",
-    "silent": "it accepts connections and says nothing",
+    "silent": "it accepts connections but does not answer",
 }
 
 

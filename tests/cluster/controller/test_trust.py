@@ -105,8 +105,10 @@ async def test_a_router_without_the_secret_is_refused_and_logs_it(caplog, tmp_pa
     )
     async with workers(config) as (server,):
         async with running_router(wait=False, workers=[server.address]):
-            await until(lambda: "takes the deployment's own tokens alone" in caplog.text)
-    assert {record.levelname for record in caplog.records if "own tokens alone" in record.message} == {"WARNING"}
+            await until(lambda: "accepts only the deployment's own tokens" in caplog.text)
+    assert {record.levelname for record in caplog.records if "only the deployment's own tokens" in record.message} == {
+        "WARNING"
+    }
 
 
 async def test_the_admin_service_opens_to_the_operator_and_its_membership_to_peers(tmp_path):

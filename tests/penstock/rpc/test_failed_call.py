@@ -116,6 +116,6 @@ def test_certificates_that_do_not_fit(
     untrusted = failure(f"localhost:{secured}", ClientTls(other.ca))
     assert "has a certificate that the given authority has not signed" in untrusted.message
     wrong_name = failure(f"127.0.0.1:{secured}", ClientTls(authority.ca))
-    assert "has a certificate of another name" in wrong_name.message
+    assert "has a certificate for another name" in wrong_name.message
     right = ClientTls(authority.ca, server_name="localhost")
     assert "has no such call" in failure(f"127.0.0.1:{secured}", right).message

@@ -31,7 +31,7 @@ def wrapped(cause: Exception) -> Exception:
     [
         (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), Unavailable, "nothing listens there"),
         (ConnectionResetError(errno.ECONNRESET, "reset"), Unavailable, "call it as https:// if it has a certificate"),
-        (OSError(errno.EHOSTUNREACH, "unreachable"), Unavailable, "no network leads there"),
+        (OSError(errno.EHOSTUNREACH, "unreachable"), Unavailable, "the network is unreachable"),
         (socket.gaierror(-2, "unknown"), Unavailable, "the host has no address"),
         (TimeoutError(), Unavailable, "no answer came in time"),
         (http.client.RemoteDisconnected("closed"), Unavailable, "it closed the connection"),

@@ -28,7 +28,7 @@ def generate(
     adapter: AdapterRef | None = None,
 ) -> list[int]:
     """Returns the tokens after the prompt, including the one that ended the generation. Blocks; releases every page it
-    takes, and none before the end.
+    takes, and none between the first step and the end.
 
     `chunk_tokens` bounds what one step computes; None computes the prompt whole. `salt` must differ for each `adapter`.
     Raises CheckpointError for an adapter that cannot be loaded.
@@ -97,6 +97,7 @@ def _promote(engine: Engine, generation: Generation, hashes: Sequence[PageHash])
     num_promotable = engine.prefix_cache.peek(hashes) - num_matched
     generation.pages += engine.pool.allocate(num_promotable)
     num_filled = engine.prefix_cache.promote(hashes, generation.pages, num_matched)
+    engine.pool.release(generation.drop_pages(engine.prefix_cache.first_needed(num_filled)))  # some hold no KV
     generation.num_computed_tokens = num_filled * engine.layout.page_size
 
 

@@ -133,6 +133,9 @@ class IncomingMigrations:
         if self._transfers.owns(key) or key.transfer_id in self._kept:
             raise InvalidInput("transfer", f"{key.transfer_id} is known already; give each attempt its own id")
         request = sequence_state.from_wire(start.state, migration, time.monotonic())
+        num_known = len(request.sequence.token_ids)
+        if start.num_tokens < num_known:
+            raise InvalidInput("num_tokens", f"is {start.num_tokens}; give at least the sequence's own {num_known}")
         request.migration, request.transfer = migration, key
         worker.accept(request)
         migration.request = request

@@ -68,12 +68,22 @@ class SequencePages:
         if self._pool.num_available - num_fresh >= num_kept_back:
             try:
                 pages = [*cached, *self._pool.allocate(num_fresh)]
-                num_filled = self._cache.promote(hashes, pages, len(cached), num_unneeded)
-                return PageGrant(pages, num_filled, num_dropped, num_filled if num_filled > num_unneeded else 0)
+                return self._fill(hashes, pages, len(cached), num_dropped, num_unneeded)
             except OutOfPages:
                 pass  # the references on `cached` made evictable pages unavailable: same as too few
         self._pool.release(cached[num_dropped:])
         return None
+
+    def _fill(
+        self, hashes: list[PageHash], pages: list[PageId], num_cached: int, num_dropped: int, num_unneeded: int
+    ) -> PageGrant:
+        """Fills pages from lower tiers, and gives back those that nothing reads behind what is filled then: some of
+        them were never filled."""
+        num_filled = self._cache.promote(hashes, pages, num_cached, num_unneeded)
+        first_needed = self._cache.first_needed(num_filled, num_unneeded)
+        self._pool.release(pages[num_dropped:first_needed])
+        pages[num_dropped:first_needed] = [PageId(0)] * (first_needed - num_dropped)
+        return PageGrant(pages, num_filled, first_needed, num_filled if num_filled > num_unneeded else 0)
 
     def _num_at_first(self, num_tokens: int, num_cached: int, num_dropped: int, num_landing: int) -> int:
         """Returns how many leading entries a sequence of `num_tokens` has before its first step."""

@@ -161,14 +161,11 @@ class PrefixCache:
         return max(num_matched, self.first_needed(stop, num_unneeded, window)), stop
 
     def peek(self, hashes: Sequence[PageHash]) -> int:
-        """Returns how many leading pages are cached, lower tiers included, without a reference or any side effect."""
+        """Returns how many leading pages `match` and then `promote` would fill, without a reference or any side
+        effect."""
         if self.window.tokens is not None:
-            nodes, tiers = self._chains.nodes, self._tiers
-            return self.window.longest_prefix(
-                len(hashes),
-                0,
-                lambda index: hashes[index] in nodes or (tiers is not None and tiers.holds(hashes[index])),
-            )
+            num_matched = self._num_leading(hashes)
+            return num_matched if self._tiers is None else self._promotable(hashes, num_matched, 0, None)[1]
         num_leading = len(self._chains.leading(hashes))
         return num_leading + (len(self._tiers.leading(hashes[num_leading:])) if self._tiers else 0)
 

@@ -10,8 +10,10 @@ import pytest
 from decode_worker.migrate.outgoing import CopyPhase
 from decode_worker.request import DecodeRequest
 from engine.step.sequence import Sequence
-from penstock.errors import DeadlineExceeded
-from penstock.types import RequestId, SamplingParams, TransferId
+from penstock.errors import DeadlineExceeded, InvalidInput, PenstockError, TransferRefused
+from penstock.kv.page_hash import hash_pages
+from penstock.types import Epoch, PageId, RequestId, SamplingParams, TransferId, TransferKey
+from penstock.v1 import worker_pb2
 from tests.support.decode.migration_world import Node, World
 from tests.support.engine.fake_engine import expected_tokens
 
@@ -84,3 +86,59 @@ def test_a_ticket_for_other_tokens_gets_nothing(scene: Scene) -> None:
     assert scene.target.incoming.num_kept == 0
     scene.run_until(lambda: scene.stream.over)
     assert scene.stream.tokens == expected_tokens(PROMPT, MAX_TOKENS)[0]
+
+
+class LyingSource:
+    """Notes what the target answers."""
+
+    def __init__(self) -> None:
+        self.error: PenstockError | None = None
+        self.num_held: int | None = None
+
+    def destination(self, num_pages_held: int, pages: list[PageId]) -> None:
+        self.num_held = num_pages_held
+
+    def landed(self, num_pages: int) -> None: ...
+
+    def accepted(self) -> None: ...
+
+    def refused(self, error: PenstockError) -> None:
+        self.error = error
+
+    def heartbeat(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("window", "num_tokens", "num_dropped_tokens", "kind", "why"),
+    [
+        (None, 40, 4, InvalidInput, "num_dropped_tokens: is 4, and tokens to come read some of them"),
+        (9, 40, 2**32 - 1, InvalidInput, "num_dropped_tokens: is 4294967295, and tokens to come read some of them"),
+        (9, 40, 28, InvalidInput, "num_dropped_tokens: is 28, and tokens to come read some of them"),
+        (9, 40, 22, TransferRefused, "dropped the first 22 tokens, which end inside a page of 4 tokens here"),
+        (9, 1, 24, InvalidInput, "num_tokens: is 1; give at least the sequence's own 33"),
+        (None, 0, 0, InvalidInput, "num_tokens: is 0; give at least the sequence's own 33"),
+    ],
+)
+def test_a_source_that_lies_about_its_tokens_is_refused_by_name(
+    window: int | None, num_tokens: int, num_dropped_tokens: int, kind: type[PenstockError], why: str
+) -> None:
+    world = World(0)
+    world.window = window
+    node = world.start_node(7)
+    while node.page_size != 4:
+        node = world.start_node(7)
+    state = worker_pb2.SequenceState(request_id="r", token_ids=range(33), num_prompt_tokens=20, timeout_ms=1_000_000)
+    state.sampling.max_tokens = 40
+    start = worker_pb2.MigrationStart(state=state, num_tokens=num_tokens, num_dropped_tokens=num_dropped_tokens)
+    source = LyingSource()
+    # A prefix is cached here, so that a refused reservation could keep references.
+    cached = node.engine.pool.allocate(4)
+    node.engine.prefix_cache.insert(hash_pages(list(range(16)), 4, b""), cached)
+    node.engine.pool.release(cached)
+    node.incoming.on_start(TransferKey(TransferId("t"), Epoch(1), node.epoch), start, source)
+    node.incoming._answer()
+    assert source.num_held is None
+    with pytest.raises(kind, match=why):
+        raise source.error or AssertionError("accepted")
+    assert node.engine.pool.num_available == node.engine.pool.num_pages
+    assert not node.transfers.num_open

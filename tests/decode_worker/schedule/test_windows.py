@@ -15,10 +15,11 @@ from decode_worker.schedule.scheduler import DecodeScheduler
 from engine.engine import Engine
 from engine.generate import generate
 from engine.step.row_table import RowTable
-from engine.step.sequence import Sequence
+from engine.step.sequence import ScheduledSequence, Sequence
 from penstock.config import DecodeConfig, EngineConfig
-from penstock.types import Lane, RequestId, SamplingParams
+from penstock.types import Lane, PageHash, RequestId, SamplingParams
 from tests.support.engine.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.support.engine.fake_engine import FakeEngine
 
 WINDOW, PAGE_SIZE, CHUNK = 40, 16, 24
 BOUND = 6  # pages: a window, a chunk, and one that is half read at either end
@@ -154,3 +155,51 @@ def test_a_model_with_one_layer_that_reads_everything_keeps_every_page(tmp_path:
         streams.step()
     assert len(sequence.held_pages) == -(-189 // PAGE_SIZE)
     streams.scheduler.forget(sequence)
+
+
+def make_host_hold(engine: FakeEngine, token_ids: list[int]) -> list[PageHash]:
+    """Leaves the KV of a text in host memory alone, and returns the hashes of its pages."""
+    text = Sequence(RequestId("before"), [*token_ids, 1], len(token_ids) + 1, sampling(1), SALT)
+    text.pages = engine.pool.allocate(len(token_ids) // 4 + 1)
+    engine.step([ScheduledSequence(text, len(token_ids))])
+    hashes = text.hash_full_pages(4)
+    engine.prefix_cache.insert(hashes, text.pages)
+    engine.pool.release(text.pages)
+    engine.pool.release(engine.pool.allocate(engine.pool.num_pages))
+    assert engine.prefix_cache.num_cached == 0
+    return hashes
+
+
+def test_pages_that_nothing_has_filled_are_not_cached() -> None:
+    """A prefix is loaded from its last window on: what lies before it is neither there nor findable."""
+    engine, prompt = FakeEngine(40, 4, num_host_pages=20, window=9), prompt_of(48)
+    hashes = make_host_hold(engine, prompt)
+    settings = DecodeConfig(max_batch_tokens=CHUNK, max_batch_sequences=4, watermark=0.0)
+    scheduler = DecodeScheduler(engine.pool, engine.prefix_cache, 4, settings, RowTable(4))
+    sequence = Sequence(RequestId("r"), [*prompt, 5], len(prompt), sampling(8), SALT)
+    scheduler.track(sequence)
+    reservation = scheduler.reserve(sequence, 52)
+    assert reservation is not None
+    assert (len(reservation.held), reservation.num_dropped) == (12, 10)
+    sequence.pages, sequence.num_dropped = [*reservation.held, *reservation.fresh], reservation.num_dropped
+    assert len(sequence.held_pages) == engine.pool.num_pages - engine.pool.num_available == 3
+    scheduler.join(sequence, 48)
+    assert [page.page_hash for page in engine.prefix_cache.find(hashes[10:])] == hashes[10:]
+    assert engine.prefix_cache.num_cached == 2
+    scheduler.forget(sequence)
+    assert engine.pool.num_available == engine.pool.num_pages
+
+
+def test_the_single_process_caches_no_page_that_nothing_has_filled(model: Path) -> None:
+    settings = {"model": str(model), "num_pages": 16, "num_threads": 1, "dtype": "float32", "page_size": PAGE_SIZE}
+    engine = Engine.load(EngineConfig.model_validate(settings | {"host_memory_bytes": 1 << 20}))
+    text = prompt_of(200, seed=7)
+    wanted = generate(engine, text, sampling(4), SALT)
+    engine.pool.release(engine.pool.allocate(16))  # everything is in host memory now
+    assert generate(engine, text, sampling(4), SALT) == wanted
+    assert engine.prefix_cache.num_cached < 200 // PAGE_SIZE
+    # A shorter text reads pages before that window.
+    short = text[:100]
+    plain = generate(load(model, "float32", 64), short, sampling(4), SALT, use_prefix_cache=False)
+    assert generate(engine, short, sampling(4), SALT) == plain
+    engine.close()

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from engine.cache.page_pool import PagePool, PageState
 from engine.cache.page_window import PageWindow
 from engine.cache.prefix_cache import PrefixCache
+from engine.cache.tiers import CacheTiers
 from penstock.kv.events import KvEventKind, KvEventLog
 from penstock.kv.page_hash import hash_pages
 from penstock.types import PageHash, PageId
+from tests.support.engine.fake_engine import FakeHost
 
 SALT = b"0123456789abcdef"
 widths, sizes = st.integers(1, 40), st.integers(1, 9)
@@ -167,3 +169,26 @@ def test_a_wider_window_finds_less(first: int, second: int) -> None:
     pool.release(pool.allocate(3))  # evicts it: two pages are left behind the hole
     wide = PageWindow(second, 1)
     assert len(cache.match(hashes, window=wide)) == (6 if second == 2 else 3)
+
+
+@pytest.mark.parametrize("num_evicted", range(7))
+def test_no_more_is_promised_of_lower_tiers_than_they_fill(num_evicted: int) -> None:
+    """Where a window is half on the device and half below it, neither half suffices."""
+    pool = PagePool(7)
+    host = CacheTiers(FakeHost([[None] for _ in range(7)], 8))
+    cache = PrefixCache(pool, 1, tiers=host, window=4)
+    pages = pool.allocate(6)
+    hashes = hashes_of(1, 2, 3, 4, 5, 6)
+    cache.insert(hashes, pages)
+    for page in pages:
+        pool.release([page])
+    pool.release(pool.allocate(1 + num_evicted))
+    assert cache.num_cached == 6 - num_evicted
+    promised = cache.peek(hashes)
+    found = cache.match(hashes)
+    num_dropped = cache.first_needed(len(found))
+    num_matched = len(found)
+    found += pool.allocate(6 - num_matched)
+    assert cache.promote(hashes, found, num_matched) >= promised, "what the allocation evicts may come on top"
+    pool.release(found[num_dropped:])
+    cache.check_integrity()

@@ -16,6 +16,7 @@ from cluster.diagnose.findings import Finding, Severity
 from cluster.diagnose.ray_checks import check_ray
 from cluster.ray.launch import resolve_ports
 from engine.models.config import ModelConfig
+from engine.weights.hub import HubModel
 from penstock.config import ServeConfig, load
 from penstock.errors import ConfigError, PenstockError
 
@@ -91,16 +92,23 @@ def _check_nixl() -> Finding:
 
 
 def check_configuration(config_file: str | None, model: str | None) -> tuple[ServeConfig | None, Finding | None]:
-    """Checks the configuration and model folder that are to be served; two Nones if neither is given."""
+    """Checks the configuration and model that are to be served; two Nones if neither is given.
+
+    Of a model of the Hub only config.json is fetched.
+    """
     subject = config_file or model
     if subject is None:
         return None, None
     try:
         config = load(ServeConfig, config_file) if config_file else ServeConfig(model=subject)
-        found = ModelConfig.from_folder(config.model)
+        of_hub = HubModel.parse(config.model)
+        folder = of_hub.fetch(config_only=True) if of_hub else config.model
+        found = ModelConfig.from_folder(folder, has_weights=of_hub is None)
     except PenstockError as error:
-        return None, Finding("model", subject, Severity.PROBLEM, error.message, "give a Hugging Face checkpoint folder")
-    text = f"{config.model}: {found.num_layers} layers, {found.dtype}, revision {found.revision[:12]}"
+        advice = "give a Hugging Face checkpoint folder or an id of the Hub"
+        return None, Finding("model", subject, Severity.PROBLEM, error.message, advice)
+    rest = "downloaded when it is served" if of_hub else f"revision {found.revision[:12]}"
+    text = f"{config.model}: {found.num_layers} layers, {found.dtype}, {rest}"
     return config, Finding("model", subject, Severity.OK, text)
 
 

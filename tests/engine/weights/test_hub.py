@@ -17,6 +17,8 @@ from huggingface_hub import constants
 
 from cluster.cli.commands.running.serve import with_local_model
 from cluster.cli.main import main
+from cluster.diagnose.findings import Severity
+from cluster.diagnose.local_checks import check_configuration
 from engine.models.config import ModelConfig
 from engine.weights.hub import HubModel
 from penstock.config import ServeConfig
@@ -139,6 +141,19 @@ def test_a_deployment_is_planned_by_the_id(hub: str, tmp_path: Path, capsys: pyt
     assert json.loads(capsys.readouterr().out)["model"] == "org/tiny@v1"
     assert tomllib.loads(file.read_text())["model"] == "org/tiny@v1"
     assert Hub.sent == ["config.json"]
+
+
+def test_the_doctor_knows_a_model_of_the_hub(hub: str) -> None:
+    config, finding = check_configuration(None, "org/tiny")
+    assert config is not None
+    assert finding is not None
+    assert finding.severity is Severity.OK
+    assert finding.text.endswith("downloaded when it is served")
+    assert Hub.sent == ["config.json"]
+    none, finding = check_configuration(None, "org/none")
+    assert none is None
+    assert finding is not None
+    assert f"{hub} has no such model" in finding.text
 
 
 def test_a_deployment_is_called_by_the_id(hub: str) -> None:

@@ -1,7 +1,8 @@
-"""The router's metrics, under the names that vLLM's dashboards know where there is one. One registry per router."""
+"""The router's metrics, under the names that vLLM's dashboards know where there is one. Each router has its own."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
@@ -27,12 +28,13 @@ _ERROR_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
 
 
 class RouterMetrics:
-    """Owns the registry. `requests` and `admission` count on the way of a request; the rest is rare, or is read when
+    """Owns the registries. `requests` and `admission` count on the way of a request; the rest is rare, or is read when
     Prometheus scrapes."""
 
     def __init__(self, model: str, tenant_labels: int = 0) -> None:
         self._model = model
         self._registry = registry = CollectorRegistry()
+        self._of_requests = CollectorRegistry()  # a hundred thousand lines where tenants have labels
         self._errors = Counter("vllm:request_errors", "Requests failed", [*_LABELS, "reason"], registry=registry)
         self._limited = Counter(
             "penstock:limited",
@@ -46,7 +48,7 @@ class RouterMetrics:
             [*_LABELS, "result"],
             registry=registry,
         )
-        self.requests = RequestMetrics(registry, model, tenant_labels)
+        self.requests = RequestMetrics(self._of_requests, model, tenant_labels)
         self.admission = AdmissionMetrics(registry, model)
         self.loop_lag = LoopLag(registry, model)
         self._mispredicted = HistogramFamily(
@@ -128,6 +130,14 @@ class RouterMetrics:
 
     def render(self) -> bytes:
         """Returns the text exposition format."""
+        return self._render_others() + generate_latest(self._of_requests)
+
+    async def render_aside(self) -> bytes:
+        """Returns the same; the event loop continues meanwhile, since a thread renders the metrics of requests."""
+        return self._render_others() + await asyncio.to_thread(generate_latest, self._of_requests)
+
+    def _render_others(self) -> bytes:
+        """Counts the requests that have ended, and renders what is not of requests."""
         self.requests.fold()
         return generate_latest(self._registry)
 

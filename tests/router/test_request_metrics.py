@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 
@@ -126,6 +127,23 @@ def test_ends_wait_for_a_scrape_or_for_each_other_and_none_is_lost() -> None:
         ended += more
         series = 'penstock:request_targets_total{lane="bulk",model_name="m",result="met"}'
         assert f"{series} {ended:.1f}" in metrics.render().decode()
+
+
+async def test_the_event_loop_runs_while_metrics_are_rendered() -> None:
+    metrics = RouterMetrics("m", 20)
+    for tenant in range(30):
+        metrics.requests.first_token(Lane.BULK, 10, str(tenant), 0.1)
+        metrics.requests.request(EndedRequest(Lane.BULK, str(tenant), 10, 0, 1, 1.0, met=True))
+    rendering, num_turns = asyncio.create_task(metrics.render_aside()), 0
+    while not rendering.done():
+        num_turns += 1
+        metrics.requests.first_token(Lane(list(Lane)[num_turns % 3]), 10, "another", 0.1)  # series come meanwhile
+        await asyncio.sleep(0)
+    assert num_turns > 1
+    expected = metrics.render().decode()
+    assert (await metrics.render_aside()).decode() == expected
+    names = re.findall(r"(?m)^# TYPE (\S+) ", expected)
+    assert len(names) == len(set(names))
 
 
 def test_vllms_histogram_is_the_sum_over_lanes_and_prompt_lengths() -> None:

@@ -66,7 +66,7 @@ def make_operations_app(
     async def scrape(http: Request) -> Response:
         """Returns the router's metrics in Prometheus' format."""
         preparer.tenants.check_scraper(http.headers.get("authorization"), metrics_token())
-        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await metrics.render_aside(), media_type=CONTENT_TYPE_LATEST)
 
     if targets is not None:
 

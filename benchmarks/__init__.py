@@ -1,6 +1,6 @@
 """Benchmarks: one room per subject, each started with `python -m benchmarks.NAME` or a `make bench-...` target.
 
-They measure Penstock beside a baseline in the same run and write tables to `benchmarks/results/`. Tests borrow some
+They measure Penstock and a baseline in the same run and write tables to `benchmarks/results/`. Tests borrow some
 helpers; no other room imports from here.
 """
 

@@ -1,4 +1,4 @@
-"""Whole deployments in virtual time, around the real decisions of routers, workers and the autoscaler.
+"""Simulates whole deployments in virtual time, with the real decisions of routers, workers and the autoscaler.
 
 `fleet.SimulatedFleet` builds a deployment from workers, links and a router; `replay`, `overload` and `check` run it.
 `world/` has time, network and costs, `workers/` and `routers/` the shells around the real decision code. Nothing here

@@ -30,7 +30,7 @@ from simulator.world.virtual_time import Simulation
 
 @dataclass(frozen=True, slots=True)
 class FleetSpec:
-    """A deployment. With `num_prefill` = 0 the decode workers compute prompts themselves, between their steps."""
+    """A deployment. With `num_prefill` = 0, the decode workers compute prompts themselves."""
 
     num_prefill: int = 8
     num_decode: int = 8
@@ -49,11 +49,11 @@ class FleetSpec:
     admission: AdmissionConfig | None = None  # None: every request goes to the workers at once
     front: FrontCosts = field(default_factory=FrontCosts)
     report_interval_s: float = 0.02  # between two load and event batches of a worker
-    run_report_interval_s: float = 0.0  # the same while nothing but steps of a run happens there, if that is longer
+    run_report_interval_s: float = 0.0  # the same while only the steps of a run happen there, if longer
     timeout_s: float = 600.0  # of a request
 
     def with_costs(self, profile: CostProfile) -> FleetSpec:
-        """Returns the deployment on workers that cost what the profile says."""
+        """Returns the deployment with workers of the profile's costs."""
         return replace(
             self,
             prefill_costs=profile.prefill,

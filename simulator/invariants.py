@@ -1,4 +1,4 @@
-"""Invariants of every run, whatever faults it had. A check returns descriptions of violations; none is good."""
+"""Invariants of every run, whatever faults it had. A check returns descriptions of the violations, if any."""
 
 from __future__ import annotations
 

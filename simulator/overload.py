@@ -1,4 +1,5 @@
-"""Offers several times the traffic that a deployment can serve: how much is served well, and how the rest is refused.
+"""Offers several times the traffic that a deployment can serve, and reports how much is served well and how the rest is
+refused.
 
 `python -m simulator.overload`: Poisson arrivals in three lanes against the real admission, by default and with
 `overload.shed`. A request counts as good if it completes and its first token comes within its lane's target plus 3 s.

@@ -90,7 +90,7 @@ def offered_load(requests: Sequence[TraceRequest], spec: FleetSpec) -> float:
 def single_cache_hit_rate(requests: Sequence[TraceRequest], page_size: int, num_pages: int) -> float:
     """Returns the hit rate of one cache as large as all workers' caches, with the requests one after another.
 
-    It bounds every placement except for luck: no page is held twice, and running requests take no room.
+    It is an upper bound for every placement, up to luck: no page is held twice, and running requests take no room.
     """
     pool = PagePool(num_pages)
     cache = PrefixCache(pool, page_size)
@@ -110,7 +110,7 @@ def single_cache_hit_rate(requests: Sequence[TraceRequest], page_size: int, num_
 
 
 def failures(outcomes: Sequence[Outcome]) -> dict[str, int]:
-    """Counts requests that did not complete by their error."""
+    """Counts, by error, the requests that did not complete."""
     found: dict[str, int] = {}
     for outcome in outcomes:
         if not outcome.is_complete:

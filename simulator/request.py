@@ -1,4 +1,4 @@
-"""A request of a trace or workload, its tokens without a list of them, and its outcome."""
+"""A request of a trace or workload, its tokens (never spelled out as a list), and its outcome."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ class TraceRequest:
         return RequestTokens(self)[:]
 
     def output_token(self, position: int) -> int:
-        """Returns the token at a position; like a seeded sample, it depends on request and position alone."""
+        """Returns the token at a position; like a seeded sample, it depends only on request and position."""
         return _FIRST_OUTPUT_TOKEN + (self.number * _SPREAD + position) % _FIRST_OUTPUT_TOKEN
 
 
 class RequestTokens:
-    """Prompt and output of a request as a list of tokens that is not spelled out: a length, and tokens on demand.
+    """Stands in for the list of a request's prompt and output tokens: it knows the length and computes tokens on
+    demand.
 
-    A sequence takes it for its `token_ids`. Appending counts; which token it is follows from the position.
+    A sequence uses it as its `token_ids`. Appending only counts; the token follows from its position.
     """
 
     __slots__ = ("length", "request")
@@ -49,14 +50,14 @@ class RequestTokens:
         self.length = request.num_input_tokens + num_output
 
     def as_list(self) -> list[int]:
-        """Returns itself as what schedulers take: they append, take lengths, the last token and slices."""
+        """Returns itself, typed as a list for schedulers: they append, take lengths, the last token and slices."""
         return cast(list[int], self)
 
     def copy(self) -> RequestTokens:
         return RequestTokens(self.request, self.length - self.request.num_input_tokens)
 
     def first(self, count: int) -> RequestTokens:
-        """Returns the first tokens alone."""
+        """Returns only the first tokens."""
         head = self.copy()
         head.length = count
         return head

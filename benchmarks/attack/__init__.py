@@ -1,19 +1,20 @@
-"""Attacks on a running deployment: what each costs the router and the callers beside it (`make attack`, `make soak`).
+"""Attacks a running deployment and measures what each attack costs the router and its other callers (`make attack`,
+`make soak`).
 
 `python -m benchmarks.attack` starts `penstock serve` with the bundled model and runs the attacks of `table.py` one by
-one; `python -m benchmarks.attack.soak` runs faults, slow readers, bad input and cancellations side by side for half an
-hour and looks for growth. `docs/security.md` names each attack of the table, and a test keeps the two equal.
+one; `python -m benchmarks.attack.soak` runs faults, slow readers, bad input and cancellations at the same time for half
+an hour and looks for growth. `docs/security.md` names each attack of the table, and a test keeps the two equal.
 
 | module | what it holds |
 |---|---|
 | `attacks` | the attacks, by what they abuse |
 | `table` | all of them by name |
 | `target` | the deployment: its processes, ports, keys |
-| `witness` | a process of its own: streams that suffer, and probes of the router |
+| `witness` | a separate process: streams that suffer, and probes of the router |
 | `sockets`, `http2_frames` | connections that misbehave, which no client library does |
 | `verdict`, `growth` | pure: what counts as held, and as growth |
 
 An attack is a function of the target that returns if the deployment behaved and raises `Breach` otherwise; what it
-costs others is measured outside. Raw connections come from an address of their own, 127.0.0.66, so that limits by peer
-distinguish them from the callers beside them. Attacks reach the deployment only through its sockets.
+costs others is measured outside. Raw connections come from a separate address, 127.0.0.66, so that limits by peer
+distinguish them from other callers. Attacks reach the deployment only through its sockets.
 """

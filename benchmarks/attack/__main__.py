@@ -1,9 +1,9 @@
 """`make attack`: runs every attack of the table against a running deployment and says which were held.
 
-For each attack: the router's longest pause (a probe every 5 ms, answered on its event loop), the ITL of streams beside
-it against the moments before, the router's memory, and the attack's own finding. An idle server beside them, and the
-cores that other work leaves, show what the machine itself does. The attacker runs at a lower priority, since it would
-have a machine of its own. Ends with status 1 if an attack was not held.
+For each attack: the router's longest pause (a probe every 5 ms, answered on its event loop), the ITL of concurrent
+streams compared with the time before, the router's memory, and the attack's own finding. A separate idle server, and
+the cores that other work leaves, show the influence of the machine itself. The attacker runs at a lower priority, since
+in reality it would have its own machine. Ends with status 1 if an attack was not held.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NICENESS = 5  # a third of the share of a process of the deployment
 
 
 class PeakMemory(threading.Thread):
-    """Samples the resident memory of one process until it is stopped; it is a thread, since attacks fill the loop."""
+    """Samples the resident memory of one process until it is stopped, on a thread, since attacks fill the loop."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -130,7 +130,9 @@ async def _settle(target: AttackTarget, outcome: AttackOutcome, pids: dict[str, 
 async def run_all(
     target: AttackTarget, witness: WitnessProcess, names: list[str], bounds: Bounds
 ) -> list[AttackOutcome]:
-    """Runs the attacks one by one. What shows in measurements alone must show twice: the machine has other work too."""
+    """Runs the attacks one by one. A fault that only measurements show must show twice, because the machine has other
+    work too.
+    """
     outcomes = []
     for name in names:
         outcome = await run_attack(target, witness, ATTACKS[name], bounds)

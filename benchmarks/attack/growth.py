@@ -1,4 +1,4 @@
-"""Finds growth in readings that were taken each time nothing was left to do. Pure."""
+"""Finds growth in readings that were taken at quiet moments, when nothing was left to do. Pure."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ ALLOWANCES: Mapping[str, Allowance] = {
 def find_growth(quiet: Sequence[Readings]) -> list[str]:
     """Lists what has grown from the second quiet moment to the last; before the first one, caches and pools fill.
 
-    A quantity counts only if it ended as high as it ever was: one that came down again does not leak. What must be
-    nothing (an allowance of 0) is compared with 0 at every moment.
+    A quantity counts only if it ended as high as it ever was: one that came down again does not leak. A quantity with
+    an allowance of 0 must be 0 at every moment.
     """
     found = []
     for name in sorted({name for readings in quiet for name in readings}):

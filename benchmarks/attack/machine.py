@@ -1,4 +1,6 @@
-"""Measures what a machine's other work leaves to the deployment, so that an attack is not blamed for it. Linux only."""
+"""Measures the cores that a machine's other work leaves to the deployment, so that an attack is not blamed for that
+work. Linux only.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +34,6 @@ class CoresLeft:
         own_s = 0.0
         for process in self._own():
             with contextlib.suppress(psutil.Error):
-                used = process.cpu_times()  # with those of its children that have ended
+                used = process.cpu_times()  # including its children that have ended
                 own_s += used.user + used.system + used.children_user + used.children_system
         return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice - own_s)

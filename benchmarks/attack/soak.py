@@ -1,9 +1,9 @@
-"""`make soak`: half an hour of faults, slow readers, bad input and cancellations side by side; nothing may grow.
+"""`make soak`: half an hour of faults, slow readers, bad input and cancellations at the same time; nothing may grow.
 
 The time is divided into rounds. After each, all traffic stops; once every request is over, the memory, files, threads,
-tasks and segments of shared memory of the processes that were never killed are read, and what must be nothing: pages
-held or fenced, and open requests. Answers are compared token by token all the while. Ends with status 1 where something
-has grown, an answer was wrong, or too many requests failed.
+tasks and segments of shared memory of the processes that were never killed are read, and the counts that must be 0:
+pages held or fenced, and open requests. Answers are compared token by token throughout. Ends with status 1 where
+something has grown, an answer was wrong, or too many requests failed.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Soak:
             attack = self._rng.choice((slow_readers_http, slow_readers_grpc))  # breaches: others hold requests too
             with contextlib.suppress(
                 Breach, OSError, RuntimeError, grpc.aio.AioRpcError
-            ):  # others hold requests beside them
+            ):  # others hold requests at the same time
                 await attack(self._target)
             self.counts.happened["waves of slow readers"] += 1
 
@@ -163,7 +163,7 @@ class Soak:
 
 
 async def held(target: AttackTarget) -> dict[str, float]:
-    """Returns what must be nothing once all requests are over."""
+    """Returns the counts that must be 0 once all requests are over."""
     found = {"router-0 requests": await target.metric(OUT)}
     for each in (await target.status()).workers:
         if each.member.role in ("prefill", "decode"):

@@ -1,4 +1,4 @@
-"""Connections of an attacker: plain sockets from an address of its own, which read and write as it suits them."""
+"""Connections of an attacker: plain sockets from a separate address, which read and write as they like."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def connection(
 
 
 async def is_closed(reader: asyncio.StreamReader, within_s: float) -> bool:
-    """Reads whatever comes; returns whether the other side closes the connection in time."""
+    """Reads everything that arrives; returns whether the other side closes the connection in time."""
     try:
         async with asyncio.timeout(within_s):
             while await reader.read(_READ_BYTES):
@@ -66,9 +66,9 @@ async def http_request(
     timeout_s: float = 60.0,
     peer: str = ATTACKER,
 ) -> tuple[int, bytes]:
-    """Sends a request of any bytes and returns the status, 0 if there is none, and what came with it.
+    """Sends a request of any bytes and returns the status, 0 if there is none, and the rest of the answer.
 
-    The head has no end: `Connection: close` and the body's length are added.
+    `head` lacks its end: `Connection: close` and the body's length are added.
     """
     async with connection(address, peer) as (reader, writer):
         writer.write(head + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body))
@@ -119,7 +119,7 @@ class Http2:
         reads: bool = True,
         receive_buffer: int | None = None,
     ) -> Http2:
-        """Reads nothing of what comes unless `reads` is given."""
+        """Opens the connection; reads nothing that arrives unless `reads` is given."""
         made = cls(*await connect(address, receive_buffer), reads=reads)
         made.writer.write(h2.PREFACE + h2.settings(values))
         return made

@@ -1,4 +1,4 @@
-"""The attacks in the order in which they run. `docs/security.md` has the same ones."""
+"""The attacks in the order in which they run. `docs/security.md` lists the same ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ AttackFunction = Callable[[AttackTarget], Awaitable[None]]
 
 ROOMS = (operators, messages, grammars, quotas, connections, readers, storms)
 ATTACKS: Mapping[str, AttackFunction] = {attack.__name__: attack for room in ROOMS for attack in room.ATTACKS}
-# what an attack differs from in one thing: others may lose as much pace as beside that
+# the ordinary use from which an attack differs in one thing: it may slow others as much as that use does
 ORDINARY_USE: Mapping[AttackFunction, AttackFunction] = quotas.ORDINARY_USE | readers.ORDINARY_USE | storms.ORDINARY_USE
 
 

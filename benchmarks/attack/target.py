@@ -1,7 +1,7 @@
 """The deployment under attack: `penstock serve` with the bundled model, two tenants, lookaside and a known secret.
 
-`attacker` has quotas, as whoever sells access to strangers would give; `victim` has none. The harness, which knows the
-cluster secret, looks at processes and reports; attacks use only keys that a stranger could have.
+`attacker` has quotas such as a seller of access would give to strangers; `victim` has none. The harness, which knows
+the cluster secret, looks at processes and reports; attacks use only keys that a stranger could have.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class AttackTarget:
         return sum(each.load.num_open for each in (await self.status()).workers if each.member.role == "decode")
 
     async def describe_held(self) -> str:
-        """Returns what is held, the victims' streams included."""
+        """Describes what is held, including the victims' streams."""
         return f"{await self.open_requests():g} are open at workers and {await self.metric(OUT):g} out at the router"
 
     async def wait_until_idle(self, at_most: int, within_s: float = _SETTLE_S) -> bool:
@@ -141,7 +141,7 @@ async def becomes(condition: Callable[[], Awaitable[bool]], within_s: float) -> 
                 with contextlib.suppress(grpc.aio.AioRpcError, OSError, RuntimeError):
                     if await condition():
                         return True
-                await asyncio.sleep(0.25)  # what is asked for has no event to wait for
+                await asyncio.sleep(0.25)  # there is no event to wait for
     return False
 
 

@@ -1,4 +1,6 @@
-"""Decides whether an attack was held, by what the witness and the router showed before and during it. Pure."""
+"""Decides whether the deployment withstood an attack, by what the witness and the router showed before and during it.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ class Breach(Exception):
 class Window:
     """The witness's observations in one stretch of time."""
 
-    pause_s: float  # longest answer to a probe, less what the witness itself was held up
+    pause_s: float  # longest answer to a probe, less the witness's own delays
     itl_s: float  # mean time between two tokens of a stream, open gaps included
     worst_gap_s: float
     num_tokens: int
     num_probes: int
     failures: tuple[str, ...] = ()  # of its streams and probes
-    idle_pause_s: float = 0.0  # as `pause_s`, of a server beside the deployment that does nothing else
+    idle_pause_s: float = 0.0  # as `pause_s`, for a separate server that does nothing else
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,14 @@ class Bounds:
     """Limits of a held attack.
 
     Two of them are relative to the machine, which has other work and is shared with the attacker: a router may take
-    twice as long as an idle server beside it, and the pace of streams may fall with the cores that other work leaves.
-    Of an attack that differs from ordinary use in one thing, the pace may also be that beside such use, or a bit less.
+    twice as long as an idle server on the same machine, and the pace of streams may fall with the cores that other work
+    leaves. If an attack differs from ordinary use in one thing, the pace may also be a little below that during such
+    use.
     """
 
     pause_s: float = 0.25  # the router's; a healthy one takes 10 to 50 ms
     itl_ratio: float = 2.0
-    ordinary_itl_ratio: float = 1.25  # to the ITL beside ordinary use
+    ordinary_itl_ratio: float = 1.25  # of the ITL during ordinary use
     peak_bytes: int = 384 * MIB  # above what the router held before
     kept_bytes: int = 96 * MIB
 
@@ -63,7 +66,7 @@ class AttackOutcome:
     replaced: tuple[str, ...] = ()  # processes that ended meanwhile
     cores_before: float = 1.0  # that the machine's other work left, before and during the attack
     cores_during: float = 1.0
-    ordinary: Window | None = None  # beside ordinary use of the same size, if the attack has any
+    ordinary: Window | None = None  # during ordinary use of the same size, if the attack has any
 
     @property
     def itl_ratio(self) -> float:

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.attack.witness ADDRESS`: what other callers see of an attack, in a process of its own.
+"""`python -m benchmarks.attack.witness ADDRESS`: measures in a separate process what other callers see of an attack.
 
-Two streams run one answer after the other, and the health service is asked every 5 ms, on the event loop that serves
-all requests of the router. So is that of a server that does nothing else (this module without an address), which shows
-how slow the machine itself makes a server. Prints `ready` with the first token; for each line that it reads, prints a
-`Window` as JSON.
+Two streams run one answer after the other, and the router's health service is called every 5 ms; it answers on the
+event loop that serves all requests. The health service of a server that does nothing else (this module without an
+address) is called as well, to show how slow the machine itself makes a server. Prints `ready` with the first token; for
+each line that it reads, prints a `Window` as JSON.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _Probe:
     """The longest time that one server took to answer."""
 
     def __init__(self) -> None:
-        self.held_up_s = 0.0  # the longest of this process itself, during the call in flight
+        self.held_up_s = 0.0  # the longest delay of this process itself, during the call in flight
         self._began_s: float | None = None
         self._pause_s = 0.0
 

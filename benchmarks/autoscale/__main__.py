@@ -1,10 +1,10 @@
 """Compares the autoscaler with queue-length autoscaling on traces in virtual time (`make bench-autoscale`).
 
 Workers take 10, 60 or 200 s to start. The queue-length policy runs with each of a grid of targets, of which three
-settings are compared with ours (`benchmarks.autoscale.baselines`). A policy that knows the trace shows what could be
-met at all. The first ten minutes, in which every policy sees the traffic for the first time, are reported separately
-and do not count in the ratios. Traces come from the folder in PENSTOCK_TRACES; without it only the generated mix runs,
-whose rate swings.
+settings are compared with ours (`benchmarks.autoscale.baselines`). A policy that knows the trace shows the best that
+any policy could do. The first ten minutes, in which every policy sees the traffic for the first time, are reported
+separately and do not count in the ratios. Traces come from the folder in PENSTOCK_TRACES; without it only the generated
+mix runs, whose rate swings.
 
 Deployments are simulated coarsely. With `simulator.fleet`, which computes every page and token, nine policies on all
 cases would take about 90 minutes on one core, ten times as long; `--detailed` runs ours and the chosen baselines
@@ -60,7 +60,7 @@ SLO = SloConfig(ttft_s=5.0, ttft_token_s=0.002, itl_s=0.1)
 BOUNDS = {role: PoolBounds(1, 24) for role in Role}
 WARM_S = 600.0
 OURS, FORESIGHT = "ours", "foresight"
-_LOADS = {  # the shares of a worker's capacity that policies with foresight plan with
+_LOADS = {  # the shares of a worker's capacity that policies with foresight try
     f"{FORESIGHT}, {prefill:g} and {decode:g}": {Role.PREFILL: prefill, Role.DECODE: decode}
     for prefill, decode in ((0.9, 0.75), (1.2, 0.75), (1.6, 0.7), (2.0, 0.7))
 }

@@ -1,4 +1,4 @@
-"""A coarse deployment for questions of scaling, which are about minutes: about ten times as fast as `simulator.fleet`.
+"""A coarse deployment, about ten times as fast as `simulator.fleet`, for questions of scaling, which concern minutes.
 
 Its router knows everything: a prompt goes to the prefill worker with the earliest first token, and to the decode worker
 with free pages and the shortest steps. `tests/simulator/test_scaling.py` compares it with the detailed deployment.

@@ -1,4 +1,4 @@
-"""A scaler that knows the trace: it shows what could be met at all with so many workers and so many changes.
+"""A scaler that knows the trace: it shows the best that is possible with so many workers and so many changes.
 
 It plans sizes over the whole trace: for prefill the fewest workers that keep the queue within what each prompt may
 wait, for decode the fewest that hold the running sequences. Then it joins neighbouring sizes at the least cost (dynamic

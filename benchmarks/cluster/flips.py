@@ -34,7 +34,7 @@ SAMPLING = {"temperature": 0.875, "top_p": 0.9375, "ignore_eos": True}
 
 @dataclass
 class ClientStreams:
-    """Sends one request after the other in each of several tasks and compares the tokens of each at once."""
+    """Sends one request after the other in each of several tasks and compares the tokens of each when it ends."""
 
     expected: list[list[int]]
     stopping: bool = False

@@ -1,7 +1,7 @@
 """Measures how soon a worker serves: cold, from a warm spare, and as the successor of a killed or frozen one.
 
 A local Ray serves the bundled model, alternately without spares and with one for each pool. Every figure ends when the
-worker is a member: it has answered its canary, eight tokens through the real path.
+worker is a member, that is, has answered its canary of eight tokens through the real path.
 """
 
 from __future__ import annotations

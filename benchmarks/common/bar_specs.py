@@ -1,5 +1,6 @@
-"""Lists the rows of each benchmark's result that a chart shows beside each other as bars. `benchmarks.common.charts`
-renders them."""
+"""Lists the rows of each benchmark's result that a chart shows as adjacent bars. `benchmarks.common.charts` renders
+them.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +123,7 @@ SPECS: dict[str, tuple[BarSpec, ...]] = {
     "validation": (BarSpec("Measured and predicted", ".*", ""),),
     "weights": (BarSpec("Loading weights, s", "(?P<row>.+)", "s"),),
 }
-# Of a benchmark without specs: a chart for each unit, or where that would be too long, for what rows begin with.
+# A benchmark without specs has a chart for each unit or, if that would be too long, for each first word of its rows.
 _UNITS = ("s", "ms", "us", "tokens/s", "GB/s", "TFLOP/s", "%")
 OTHER = tuple(BarSpec(f"Figures in {unit}", "(?P<row>.+)", re.escape(unit)) for unit in _UNITS)
 OTHER_PARTS = tuple(BarSpec(f"In {unit}", "(?P<row>(?P<part>[^,:]+).*)", re.escape(unit)) for unit in _UNITS)

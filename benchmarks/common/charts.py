@@ -1,4 +1,5 @@
-"""Charts of a benchmark's result, from its JSON alone, so that a committed result has the same charts on any machine.
+"""Draws the charts of a benchmark's result from only its JSON, so that a committed result has the same charts on any
+machine.
 
 Bars show the rows that `bar_specs` selects; a result may also hold curves (`benchmarks.common.report.Curves`).
 """
@@ -18,7 +19,7 @@ from penstock.charts.svg import Chart, Series, render_svg
 
 Result = Mapping[str, Any]
 _OURS = "Penstock"
-_MAX_ROWS = 40  # of a benchmark without specs, above which its charts are parted
+_MAX_ROWS = 40  # of a chart of a benchmark without specs; with more, it is split
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def write_charts(result: Result, folder: Path) -> list[Path]:
 
 
 def machine_of(result: Result) -> str:
-    """Returns the machine in words. Simulations name none: their figures depend on their costs alone."""
+    """Returns the machine in words. Simulations name none: their figures depend only on their costs."""
     hardware = result.get("hardware")
     if hardware is None:
         return "virtual time: figures depend on the simulated costs, not on the machine"
@@ -101,7 +102,7 @@ def _replay_rows(rows: Sequence[Result]) -> Iterator[Result]:
 
 
 def _autoscale_rows(cases: Sequence[Result]) -> Iterator[Result]:
-    """Yields ours, of the settings of queue lengths the cheapest one with the fewest missed, and foresight."""
+    """Yields ours, the cheapest queue-length setting with the fewest missed requests, and foresight."""
     fields = {"missed requests": "num_missed", "worker hours": "worker_hours", "changes of size": "num_changes"}
     for case in cases:
         queues = [row for row in case["rows"] if row["policy"].startswith("queues")]

@@ -1,4 +1,4 @@
-"""Publishes a benchmark: a printed table, JSON with the hardware and versions of the run, and SVG charts beside it."""
+"""Publishes a benchmark: a printed table, JSON with the hardware and versions of the run, and SVG charts next to it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def publish(
 
 
 def write_result(result: Mapping[str, Any], folder: Path = RESULTS, indent: int = 2) -> None:
-    """Writes `NAME.json`, its curves in a line each, and beside it `NAME-INDEX.svg` for each of its charts."""
+    """Writes `NAME.json`, a line for each curve, and next to it `NAME-INDEX.svg` for each chart."""
     folder.mkdir(parents=True, exist_ok=True)
     result = json.loads(json.dumps(result))  # as readers of the file find it
     text = json.dumps({key: value for key, value in result.items() if key != "curves"}, indent=indent)

@@ -267,7 +267,7 @@ What a deployment does with your traffic on your machines, [`penstock bench`](be
 
 
 def render(results: Path, charts: Path) -> str:
-    """Returns the page, and writes the charts into a folder named `results` beside it, in place of earlier ones."""
+    """Returns the page, and writes the charts into a folder `results` next to it, in place of earlier ones."""
     charts.mkdir(parents=True, exist_ok=True)
     for stale in charts.glob("*.svg"):
         stale.unlink()

@@ -1,4 +1,4 @@
-"""Compares one engine in one process with what bounds it and with what people would run instead.
+"""Compares one engine in one process with its lower bounds and with the alternatives that people would run.
 
 It measures decode steps of 1, 16 and 64 sequences at 512 tokens of context, prompts of 512 and 2048 tokens, 16 requests
 from prompt to last token, and the start of a process to its first token; 135M shape, bf16, greedy. Steps are compared

@@ -1,8 +1,8 @@
 """Measures what adapters cost a decode step, and how long one takes to load: a random model of the 135M shape.
 
-Steps of a batch in which every sequence has an adapter of its own alternate with steps of the same batch without any,
-at the same positions, so that a busy machine slows both alike. A step without adapters is one call of the packed
-decoder; with them it runs layer by layer. One sequence with an adapter among 64 shows that part alone.
+Steps of a batch in which every sequence has a different adapter alternate with steps of the same batch without any, at
+the same positions, so that a busy machine slows both alike. A step without adapters is one call of the packed decoder;
+with them it runs layer by layer. One sequence with an adapter among 64 shows the cost of running layer by layer.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class AdaptedBatch:
 
 
 def step_row(engine: Engine, name: str, refs: list[AdapterRef]) -> Row:
-    """Returns the median step with these adapters beside that of a batch without any."""
+    """Returns the median step with these adapters, with that of a batch without any as its baseline."""
     plain, adapted = AdaptedBatch(engine, []), AdaptedBatch(engine, refs)
     times: dict[AdaptedBatch, list[float]] = {plain: [], adapted: []}
     for step in range(STEPS):
@@ -84,7 +84,7 @@ def step_row(engine: Engine, name: str, refs: list[AdapterRef]) -> Row:
 
 
 def make_adapters(model: Path, folder: Path, rank: int, modules: tuple[str, ...]) -> list[AdapterRef]:
-    """Writes as many adapters as there are sequences; they differ by their scale alone, and each takes a slot."""
+    """Writes as many adapters as there are sequences; they differ only by their scale, and each takes a slot."""
     first = make_adapter(model, folder, rank=rank, size=0.01, modules=modules)
     refs = []
     for number in range(BATCH):

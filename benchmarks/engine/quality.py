@@ -1,8 +1,8 @@
-"""Measures what quantization does to the bundled model: its logits and greedy tokens beside those in float32.
+"""Measures what quantization does to the bundled model: its logits and greedy tokens compared with those in float32.
 
 The model reads held-out text with the text's own tokens, so that every kind is compared at the same positions.
-Attention reads KV as it is stored, even within a chunk. Further rows have the error of KV itself under one scale for
-each token and head, as in our pages, and under scales for each page and head. `python -m benchmarks.engine.quality`
+Attention reads KV as it is stored, even within a chunk. Further rows show the error of KV itself with one scale for
+each token and head, as in our pages, and with one for each page and head. `python -m benchmarks.engine.quality`
 """
 
 from __future__ import annotations

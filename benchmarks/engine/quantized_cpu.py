@@ -1,4 +1,4 @@
-"""Measures products with quantized weights on a CPU beside the packed bf16 weight and the memory bandwidth.
+"""Compares products with quantized weights on a CPU with the packed bf16 weight and the memory bandwidth.
 
 There are two settings: a stack of 4096 x 4096 products that exceeds every cache, like the layers of a large model, and
 two products that stay in the last-level cache. Each round runs every kind through the stack once. A figure is the

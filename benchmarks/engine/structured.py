@@ -4,9 +4,9 @@ Costs are measured over the bundled model, whose step takes two milliseconds, an
 the same tokenizer, about the smallest that is served.
 
 Steps of a batch with a grammar in every row alternate with steps of the same batch without, at the same positions, so
-that a busy machine slows both alike. A grammar that allows any text shows the machinery alone; JSON shows real masks.
-The count of steps holds JSON with forced tokens against one step for each token, which free text takes. One core
-computes the model; masks are computed on another one where there is one.
+that a busy machine slows both alike. A grammar that allows any text shows only the cost of the machinery; JSON shows
+real masks. The count of steps compares JSON with forced tokens with free text, which takes one step for each token. One
+core computes the model; another one, if there is one, computes masks.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def larger_model() -> Path:
 
 
 def itl_rows(engine: Engine, model: str, count: int, num_steps: int) -> list[Row]:
-    """Returns the median step of streams with each grammar beside that of free ones."""
+    """Returns the median step of streams with each grammar, with that of free ones as baseline."""
     rows = []
     for name, grammar in (
         ("any text", ANY_TEXT),
@@ -123,7 +123,7 @@ def itl_rows(engine: Engine, model: str, count: int, num_steps: int) -> list[Row
 
 
 def step_rows(engine: Engine) -> list[Row]:
-    """Returns the steps that JSON takes with forced tokens, beside free text of as many tokens."""
+    """Returns the steps that JSON takes with forced tokens, with free text of as many tokens as baseline."""
     rows = []
     for name, grammar in (("JSON", schema(RECORD)), ("compact JSON", schema(RECORD | COMPACT))):
         streams = Streams(engine, grammar, 16)

@@ -1,4 +1,4 @@
-"""Measures pages of the lower cache tiers: copied out and back beside memcpy, and restored beside recomputed.
+"""Measures the lower cache tiers: copies out and back compared with memcpy, and restored pages with recomputed ones.
 
 `python -m benchmarks.engine.tiers` runs on one thread without network. The disk is that of the temporary folder.
 """

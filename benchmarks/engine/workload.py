@@ -2,7 +2,7 @@
 
 A decode step is a sixteenth of what sixteen further tokens of a batch cost, because no engine exposes a single step to
 its caller. Prompts of decode workloads are computed before, so that all but their last token is cached and all
-sequences decode from the first step on. Prompts that are timed themselves are new each time.
+sequences decode from the first step on. Prompts whose own time is measured are new each time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Answer = Callable[[Ask], float]  # seconds
 
 @dataclass(frozen=True, slots=True)
 class LoopWorkload:
-    """Requests to time: what `more` takes beyond `less`, or all of `more`."""
+    """Requests to time: the time of `more` minus that of `less`, or all of `more`."""
 
     name: str
     more: tuple[int, int, int]  # requests, tokens in, tokens out

@@ -1,4 +1,4 @@
-"""Measures kernels, whole steps and transfers on a CUDA device beside what the device can do (`make gpu-check`).
+"""Compares kernels, whole steps and transfers on a CUDA device with what the device can do (`make gpu-check`).
 
 Sections run in order of importance, starting with the figures that the engine must meet. Each has a time limit, after
 which it ends with its current row. Every row is printed and written as soon as it is measured, and a failing section
@@ -87,7 +87,7 @@ def run(bench: BenchDevice, seconds: float, folder: Path, only: str = "") -> tup
             for row in section.rows():
                 found.append(row)
                 print(f"  {row.metric}: {row.value:.4g} {row.unit}", flush=True)
-                publish("gpu", workload, found, folder, quiet=True)  # whoever ends this process ends only what follows
+                publish("gpu", workload, found, folder, quiet=True)  # ending this process loses only later rows
                 if time.monotonic() > section_end_s:
                     raise TimeoutError(f"ended after {row.metric!r}, {time.monotonic() - started_s:.0f} s")
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Measures each Triton kernel beside what the device can do, or beside torch's own way to the same result.
+"""Compares each Triton kernel with what the device can do, or with torch's own way to the same result.
 
 Paged attention is compared with the copy bandwidth (decode), with the rate of a large matrix product (prefill), with
 SDPA over contiguous tensors, and with the installed attention libraries; kernels that only move memory with the copy
@@ -122,7 +122,7 @@ def decode_rows(bench: BenchDevice, backend: AttentionBackend, bytes_per_s: floa
 
 
 def _ragged_row(bench: BenchDevice, backend: AttentionBackend) -> Row:
-    """Measures one long context among short ones, beside as many tokens of KV in equal contexts."""
+    """Measures one long context among short ones, with as many tokens of KV in equal contexts as baseline."""
     heads, dim = bench.pick((32, 8), TOY_HEADS), bench.pick(128, 16)
     batch, longest, shortest = bench.pick((64, 32768, 512), (3, 40, 8))
     contexts = [longest, *[shortest] * (batch - 1)]
@@ -138,7 +138,7 @@ def _ragged_row(bench: BenchDevice, backend: AttentionBackend) -> Row:
 
 
 def prefill_rows(bench: BenchDevice, backend: AttentionBackend, products_per_s: float) -> Iterator[Row]:
-    """Yields chunks behind cached context, and attention over latents."""
+    """Yields chunks after cached context, and attention over latents."""
     from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes seconds
 
     for queries, context, dim in bench.pick(
@@ -168,7 +168,7 @@ def prefill_rows(bench: BenchDevice, backend: AttentionBackend, products_per_s: 
 
 
 def memory_rows(bench: BenchDevice, backend: AttentionBackend, ops: LayerOps, bytes_per_s: float) -> Iterator[Row]:
-    """Yields kernels that read and write memory once, beside the copy bandwidth."""
+    """Yields kernels that read and write memory once, with the copy bandwidth as baseline."""
     tokens, hidden, inner, dim = bench.pick((16384, 4096, 14336, 128), (3, 32, 48, 16))
     heads, kv_heads = bench.pick((32, 8), TOY_HEADS)
     noise = bench.noise
@@ -222,7 +222,8 @@ def sampling_rows(bench: BenchDevice) -> Iterator[Row]:
 
 def _edited_rows(bench: BenchDevice) -> Iterator[Row]:
     """Yields sampling of greedy rows of 2000 tokens with penalties, a bias and log-probabilities, whose last token is
-    awaited: laying them out on the host, and all of it, beside greedy rows that ask for nothing."""
+    awaited: the layout on the host, and the whole, with plain greedy rows as baseline.
+    """
     batch, length, vocab_size = bench.pick((64, 2000, 128_256), (2, 20, 300))
     logits = torch.randn(batch, vocab_size, device=bench.device).bfloat16()
     awaited = torch.arange(batch, device=bench.device)
@@ -255,8 +256,9 @@ def _edited_rows(bench: BenchDevice) -> Iterator[Row]:
 
 
 def _nan_row(bench: BenchDevice) -> Row:
-    """Counts the rows that are sampled as they should be where some are NaN: those fail alone, and no token is outside
-    the vocabulary. Raises RuntimeError if one is not."""
+    """Counts the rows that are sampled correctly when some are NaN: only those fail, and no token is outside the
+    vocabulary. Raises RuntimeError if any row is wrong.
+    """
     batch, vocab_size = bench.pick(64, 4), bench.pick(128_256, 300)
     logits = torch.randn(batch, vocab_size, device=bench.device)
     broken = torch.arange(batch, device=bench.device) % 2 == 1
@@ -273,7 +275,7 @@ def _nan_row(bench: BenchDevice) -> Row:
 
 
 def quantized_rows(bench: BenchDevice) -> Iterator[Row]:
-    """Yields a product of Llama-3.1-8B's feed-forward with quantized weights, beside bf16 weights."""
+    """Yields a product of Llama-3.1-8B's feed-forward with quantized weights, with bf16 weights as baseline."""
     outputs, inputs = bench.pick((14336, 4096), (64, 64))
     weight_OI = torch.randn(outputs, inputs, device=bench.device) / 64
     plain_OI = weight_OI.bfloat16()
@@ -288,9 +290,10 @@ def quantized_rows(bench: BenchDevice) -> Iterator[Row]:
 
 
 def library_rows(bench: BenchDevice, own: AttentionBackend) -> Iterator[Row]:
-    """Yields the installed libraries of `engine.attention` beside our kernels: decodes, chunks, and both at once.
+    """Yields the installed libraries of `engine.attention` compared with our kernels: decodes, chunks, and both at
+    once.
 
-    Each step is planned before it is timed; planning takes host time, which is a row of its own.
+    Each step is planned before it is timed; planning takes host time, which is a separate row.
     """
     (heads, kv_heads), dim = bench.pick((32, 8), TOY_HEADS), bench.pick(128, 16)
     for name in bench.pick(("flashinfer", "varlen"), ("flashinfer", "torch")):

@@ -1,4 +1,4 @@
-"""Measures whole steps as workers run them: decode steps beside the roofline, idle time, and prompts.
+"""Measures whole steps as workers run them: decode steps compared with the roofline, idle time, and prompts.
 
 Prompts are compared with the rate of a large matrix product. Scheduler, batch, forward, sampling and the copy to the
 host are the worker's own; only requests and gRPC are missing.
@@ -56,7 +56,7 @@ MODES = (AHEAD, Mode("graphs", True, False), Mode("eager", False, False))
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts that the worker computes itself beside its decodes."""
+    """Prompts that the worker computes itself between its decodes."""
 
     length: int
     count: int
@@ -132,7 +132,7 @@ def loaded(bench: BenchDevice, name: str, contexts: dict[int, int]) -> Iterator[
 
 
 class DecodeRun:
-    """Sequences that decode over whatever KV the pool holds, with prompts beside them, if any."""
+    """Sequences that decode over whatever KV the pool holds, together with prompts, if any."""
 
     def __init__(self, engine: Engine, batch: int, context: int, prompts: Prompts | None = None) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""Measures KV transfers between two processes on one device, beside a device copy and the time of a prefill."""
+"""Compares KV transfers between two processes on one device with a device copy and the time of a prefill."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ LAYERS_OF_8B = {**LLAMA_8B, "num_hidden_layers": 32 // LAYER_SHARE, "vocab_size"
 
 
 def transfer_rows(bench: BenchDevice, bytes_per_s: float) -> Iterator[Row]:
-    """Yields transfers beside `bytes_per_s`, the read and written bytes of a copy; a rehearsal uses shared memory."""
+    """Yields transfers with `bytes_per_s`, the read and written bytes of a copy, as baseline; a rehearsal uses shared
+    memory.
+    """
     yield _kernel_row(bench, bytes_per_s)
     bytes_a_token, last_part_s = bench.pick(BYTES_A_TOKEN, 64), 0.0
     transport, page_bytes = bench.pick("cuda_ipc", "shm"), bytes_a_token * PAGE_SIZE
@@ -61,7 +63,7 @@ def transfer_rows(bench: BenchDevice, bytes_per_s: float) -> Iterator[Row]:
 
 
 def _kernel_row(bench: BenchDevice, bytes_per_s: float) -> Row:
-    """Measures the page copy kernel alone, in this process."""
+    """Measures only the page copy kernel, in this process."""
     num_pages, words = bench.pick((1024, BYTES_A_TOKEN * PAGE_SIZE // 8), (4, 16))
     source, target = (torch.ones(num_pages, words, dtype=torch.int64, device=bench.device) for _ in range(2))
     generator = torch.Generator().manual_seed(0)

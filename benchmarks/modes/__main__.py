@@ -1,12 +1,12 @@
-"""Measures two colocated workers, a prefill and a decode worker, and vLLM where it is named, with the same requests.
+"""Measures two colocated workers, a prefill and a decode worker, and vLLM if it is named, with the same requests.
 
-Each worker has one core of two; router and load generator share them. First the colocated mode says what it can do: its
+Each worker has one core of two; router and load generator share them. First the colocated mode is calibrated: its
 latencies with one request at a time, from which the SLOs follow (3, 5 and 10 times as long), and the requests a second
 of a closed loop, of which the loads are shares. Then each mode gets the same Poisson arrivals at each load.
 
-A whole sweep takes most of an hour on two cores. `--workload`, `--mode` and `--loads` name a part of it; what was
-measured before stays in `build/modes` and joins the tables. `--rounds` measures everything again and pools the
-requests. `--page-only` measures nothing and writes the tables of what there is.
+A whole sweep takes most of an hour on two cores. `--workload`, `--mode` and `--loads` name a part of it; earlier
+measurements stay in `build/modes` and appear in the tables. `--rounds` measures everything again and pools the
+requests. `--page-only` measures nothing and writes the tables of earlier measurements.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def calibrate(address: str, source: Source, vocab_size: int) -> Calibration:
     """Measures the latencies of one request at a time, and the capacity of a closed loop."""
     few = Source(source.name, source.drafts[:_IDLE_REQUESTS], source.gaps_are_pauses)
     many = Source(source.name, source.drafts[:_CAPACITY_REQUESTS], source.gaps_are_pauses)
-    # Seeds of their own: a prompt sent twice would be found in the cache, at the calibrated mode alone.
+    # Separate seeds: otherwise the calibrated mode, and only it, would find prompts in its cache.
     (idle,) = asyncio.run(measure_http(address, few, [Arrivals(concurrency=1)], vocab_size, seed=1))
     (full,) = asyncio.run(measure_http(address, many, [Arrivals(concurrency=_CAPACITY_CLIENTS)], vocab_size, seed=2))
     ttft, tpot = latency(idle.figures, "TTFT"), latency(idle.figures, "TPOT")
@@ -93,7 +93,7 @@ def measure_all(studies: Sequence[WorkloadStudy], options: argparse.Namespace, v
             except (RuntimeError, TimeoutError) as error:
                 if mode != MODES[-1]:
                     raise
-                print(f"{mode} is left out: {error!r}", flush=True)  # our figures stand without it
+                print(f"{mode} is left out: {error!r}", flush=True)  # our figures are valid without it
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ def modes(model: Path, vllm: Vllm | None) -> Mapping[str, AbstractContextManager
 
 @contextmanager
 def _penstock(model: Path, roles: tuple[Role, Role], placement: Placement) -> Iterator[str]:
-    """Starts a worker of each role, bound to a core of its own, and a router before them."""
+    """Starts a worker of each role, each bound to its own core, and a router in front of them."""
     configs = [
         WorkerConfig(
             worker_id=f"{role.value}-{index}",

@@ -1,4 +1,4 @@
-"""Writes the studies' results: tables of docs/modes.md, charts as SVG files beside it, and one HTML page."""
+"""Writes the studies' results: tables of docs/modes.md, charts as SVG files next to it, and one HTML page."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _value(point: PointResult, name: str) -> float:
 
 
 def rows_of(studies: Sequence[WorkloadStudy]) -> list[Row]:
-    """Returns the rows of results/modes.json: every mode beside two colocated workers."""
+    """Returns the rows of results/modes.json: every mode, with two colocated workers as baseline."""
     rows = []
     for study in studies:
         for mode in measured_modes([study]):

@@ -17,7 +17,7 @@ SLO_SCALES = (3.0, 5.0, 10.0)  # times the latencies of an idle deployment, as i
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The limits of two colocated workers on this machine: alone with a request, and with all that they can take."""
+    """The limits of two colocated workers on this machine: with a single request, and at full load."""
 
     ttft_s: float
     tpot_s: float
@@ -38,7 +38,7 @@ class WorkloadStudy:
     results: dict[str, BenchResult] = field(default_factory=dict)  # by mode
 
     def save(self) -> None:
-        """Writes everything that is known."""
+        """Writes all measurements."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.calibration is not None:
             (self.folder / "calibration.json").write_text(json.dumps(asdict(self.calibration)) + "\n")
@@ -67,7 +67,7 @@ class WorkloadStudy:
         self.results[mode] = result if before is None else pooled(before, result)
 
     def comparison(self, a: str, b: str) -> Mapping[str, PointComparison]:
-        """Returns B beside A by load; nothing if either was not measured."""
+        """Compares B with A by load; returns nothing if either was not measured."""
         if a not in self.results or b not in self.results:
             return {}
         return {point.name: point for point in compare(self.results[a], self.results[b])}

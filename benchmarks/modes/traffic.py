@@ -1,4 +1,4 @@
-"""The workloads: short prompts, long prompts, both together, and recorded traffic where it is at hand."""
+"""The workloads: short prompts, long prompts, both together, and recorded traffic if it is available."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def long_prompts(count: int, seed: int) -> Source:
 
 
 def mixed_prompts(count: int, seed: int) -> Source:
-    """Returns chats with a long prompt now and then, which would stall the streams beside it."""
+    """Returns chats with a long prompt now and then, which would stall concurrent streams."""
     rng = random.Random(seed)
     short, long = short_prompts(count, seed), long_prompts(count, seed + 1)
     pairs = zip(short.drafts, long.drafts, strict=True)

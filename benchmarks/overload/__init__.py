@@ -1,4 +1,4 @@
-"""Routing policies where more work is offered than the workers can do: hits, first tokens and balance, simulated.
+"""Simulates routing policies when more work is offered than the workers can do: hits, first tokens and balance.
 
 `python -m benchmarks.overload` replays each trace at each load under each policy (`study`), and writes
 `results/overload.json` and the tables and charts of docs/overload.md (`page`). The same seed gives the same figures on

@@ -1,4 +1,4 @@
-"""Replays traces at more than the workers can do, under each policy, and writes results, tables and charts.
+"""Replays traces at more load than the workers can take, under each policy, and writes results, tables and charts.
 
 Traces come from the folder in PENSTOCK_TRACES; without it only the generated traffic runs, and the page is left as it
 is. `--page-only` replays nothing and writes the page from the results of the last run.

@@ -1,4 +1,4 @@
-"""Writes the study's results: the tables of docs/overload.md, and its charts as SVG files beside it."""
+"""Writes the study's results: the tables of docs/overload.md, and its charts as SVG files next to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runs of the study: a trace at a load under a policy, and what the policy reached there."""
+"""The runs of the study: a trace at a load under a policy, and the policy's results."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ class RunResult:
 def run(case: Run) -> RunResult:
     """Replays a case to its end.
 
-    The load is the time that the prompts would take if what one large cache hits were free, over the prefill workers'
-    time until the last arrival. Above 1 queues grow until then, whatever the policy does. Of traffic that fills the
-    memory of the decode workers long before, the load is a multiple of the recorded rate.
+    The load is the time that the prompts would take if the hits of one large cache were free, over the prefill workers'
+    time until the last arrival. Above 1, queues grow until then under any policy. For traffic that fills the decode
+    workers' memory long before, the load is a multiple of the recorded rate.
     """
     spec = replace(SPEC, policy=case.policy)
     requests = case.traffic.requests(case.seed)

@@ -1,8 +1,9 @@
-"""Measures what the router costs: requests/s, added latency, token fan-out and memory, beside a plain grpc.aio relay.
+"""Measures what the router costs: requests/s, added latency, token fan-out and memory, compared with a plain grpc.aio
+relay.
 
 The router, or the relay, is one process on core 0. The null worker and the clients are two more processes and share
-core 1, so wall-clock figures are of the whole chain. Figures "a core" divide by the processor time that the router's
-threads took, and hold on a busy machine, too. Every figure alternates with its baseline in the same run.
+core 1, so wall-clock figures include the whole chain. Figures "a core" divide by the processor time of the router's
+threads, and hold on a busy machine, too. Every figure alternates with its baseline in the same run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures what a token costs a router over HTTP beside gRPC: streamed chats, plain, with tools, and with a grammar.
+"""Compares what a token costs a router over HTTP and over gRPC: streamed chats, plain, with tools, and with a grammar.
 
 The router is on core 0; a null worker, which makes a step every few milliseconds, and the clients are on core 1. The
 answers are canned: words, a tool call over and over, or JSON. The figure is the processor time of all threads of the

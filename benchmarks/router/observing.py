@@ -1,9 +1,9 @@
 """Measures what metrics and traces cost a router, by the processor time of all its threads for a request.
 
 One router, on core 0, is switched between its modes in turns (`benchmarks.router.switched`); a null worker with a step
-every 2 ms, the clients and a collector that takes every export are on core 1. A round measures every mode once, each in
-turn the first; ratios are medians over the rounds' own ratios, with the 95 % interval of that median. Answers have one
-token, where what is counted once a request weighs most, or 128.
+every 2 ms, the clients and a collector that takes every export are on core 1. A round measures every mode once, and
+each mode is first in its turn; ratios are medians over the rounds' ratios, with the median's 95 % interval. Answers
+have 128 tokens or one, where the cost per request weighs most.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RouterProcess:
         return total / 1e9
 
     def switch(self, mode: str) -> None:
-        """Puts a mode of `benchmarks.router.switched` in force, once requests in flight have ended."""
+        """Switches to a mode of `benchmarks.router.switched`, once requests in flight have ended."""
         self.process.send_signal(signal.SIGRTMIN + MODES.index(mode))
         assert self.process.stdout is not None
         answer = self.process.stdout.readline().decode().strip()

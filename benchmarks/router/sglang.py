@@ -1,4 +1,4 @@
-"""Runs sglang-router, if installed, beside Penstock's HTTP API: a null HTTP worker for it, and one client for both.
+"""Compares sglang-router, if installed, with Penstock's HTTP API: a null HTTP worker for it, and one client for both.
 
 sglang-router routes by the prompt's characters and forwards bytes; Penstock tokenizes, detokenizes and holds the
 request's lease. Both answer POST /v1/completions with one token here.

@@ -1,8 +1,8 @@
 """`python -m benchmarks.router.switched --config FILE`: a router whose metrics and traces a signal turns off and on.
 
-A ratio between two processes also holds what their hashes and memory layouts differ by, up to two percent. One process
-that is measured in turns with and without what it observes has neither. It takes the signal `SIGRTMIN + n` for the
-n-th of `MODES` and prints the mode's name once it is in force; the router's configuration must turn traces on.
+A ratio between two processes also contains the effect of their different hashes and memory layouts, up to two percent.
+One process that is measured in turns with and without observation avoids that. It switches to the n-th of `MODES` on
+the signal `SIGRTMIN + n` and prints the mode's name once it applies; the router's configuration must turn traces on.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def _no_gaps(requests: RequestMetrics, lane: Lane, num_prompt_tokens: int, tenan
 
 
 def _uncounted_first_token(counts: CompletionCounts, request: PreparedRequest, ttft_s: float) -> None:
-    """Does what `CompletionCounts.first_token` does for others than Prometheus."""
+    """Does what `CompletionCounts.first_token` does, except for Prometheus."""
     counts._demand.begin(len(request.token_ids), ttft_s)
 
 
 def _uncounted_end(
     counts: CompletionCounts, request: PreparedRequest, usage: common_pb2.Usage, last: common_pb2.Timing | None
 ) -> RequestUsage:
-    """Does what `CompletionCounts.request` does for others than Prometheus."""
+    """Does what `CompletionCounts.request` does, except for Prometheus."""
     decode_s = last.decode_ms / 1e3 if last is not None else 0.0
     counts._retries.succeed(time.monotonic())
     counts._demand.end(usage, decode_s)
@@ -75,7 +75,7 @@ _OBSERVED: tuple[_Replaced, ...] = tuple(
 
 
 def switch(mode: str) -> None:
-    """Puts a mode in force, for all requests that come from now on."""
+    """Switches to a mode, for all requests that arrive from now on."""
     replaced: tuple[_Replaced, ...] = _OBSERVED
     if mode == "unobserved":
         replaced = (*replaced, *_UNOBSERVED)

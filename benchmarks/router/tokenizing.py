@@ -69,7 +69,7 @@ async def _pauses(encode: Callable[[str], Awaitable[object]], texts: list[str]) 
 
 
 async def _conversation_row(tokenizer: Tokenizer) -> Row:
-    """Measures one more turn after 16k tokens, beside encoding the conversation for the first time."""
+    """Measures one more turn after 16k tokens, with encoding the conversation for the first time as baseline."""
     rng = random.Random(1)
     chat = [
         {"role": ("user", "assistant")[turn % 2], "content": make_text(rng, _TURN_CHARACTERS)}
@@ -89,7 +89,7 @@ async def _conversation_row(tokenizer: Tokenizer) -> Row:
 
 
 def _template_row(source: str) -> Row:
-    """Measures a chat of two messages through the template's process, beside rendering it in this process."""
+    """Measures a chat of two messages through the template's process, with rendering it in this process as baseline."""
     chat = [{"role": "user", "content": "Hello there, friend. " * 10}] * 2
     template, here = ChatTemplate(source, {"bos_token": "<|bos|>"}, "benchmark"), compile_template(source)
     template.render(chat)

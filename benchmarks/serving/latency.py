@@ -1,4 +1,5 @@
-"""TTFT, ITL and tokens/s of the whole path at 1, 16 and 64 concurrent requests, beside the bare-torch floor.
+"""Measures TTFT, ITL and tokens/s of the whole path at 1, 16 and 64 concurrent requests, with the bare-torch floor as
+baseline.
 
 One prefill worker, one decode worker (a core each) and the router, as processes; greedy, end-of-sequence ignored. Every
 request of a round is sent at once: TTFT at 64 is that of a burst. The floor of ITL is one decode step's matrix products
@@ -59,7 +60,7 @@ def measure(case: LatencyCase, vocab_size: int) -> dict[int, PointResult]:
 
 
 def rows_of(case: LatencyCase) -> tuple[list[Row], list[Curves]]:
-    """Returns the figures beside the floor, and the distributions of TTFT and ITL."""
+    """Returns the figures with the floor as baseline, and the distributions of TTFT and ITL."""
     config = ModelConfig.from_folder(str(case.model))
     measured = measure(case, config.vocab_size)
     torch.set_num_threads(1)

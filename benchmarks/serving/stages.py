@@ -1,9 +1,10 @@
-"""Measures where the time to first token continues an idle system, with prompts computed remotely, split or locally.
+"""Measures which stages the time to first token consists of on an idle system, with prompts computed remotely, split or
+locally.
 
-Three deployments with their own routers stand side by side, and the same prompts, which no cache holds, go to each of
-them in turn, one at a time, so that whatever else the machine does falls on all alike: one prefill and one decode
-worker with a thread each, whose prompts are all computed remotely or all split, and one decode worker with one thread.
-The stages are the medians over all prompts of what processes report in the request's timing, and of what is left.
+Three deployments with their own routers run at the same time, and the same uncached prompts go to each of them in turn,
+one at a time, so that other load on the machine affects all alike: one prefill and one decode worker with a thread
+each, whose prompts are all computed remotely or all split, and one decode worker with one thread. The stages are
+medians over all prompts of the times that processes report in the request's timing, and of the rest.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def measure(case: StageCase, count: int) -> dict[Place, list[FirstTokens]]:
 
 
 def rows_of(case: StageCase, found: dict[Place, list[FirstTokens]]) -> list[Row]:
-    """Returns each stage beside the same one of a local prefill, and what remote prefills add to the latter."""
+    """Returns each stage with that of a local prefill as baseline, and what remote prefills add to it."""
     at = f"{case.name}, {case.prompt_tokens} tokens"
     middle = {
         place: {name: median(one.stages[name] for one in outcomes) for name in outcomes[0].stages}

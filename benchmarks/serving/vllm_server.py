@@ -1,7 +1,7 @@
 """Runs vLLM's own OpenAI servers for `benchmarks.serving`: a colocated one, or one of a prefill and decode pair.
 
-In a pair the decode server pulls pages through NIXL, from where the response of the prefill server says. The threads of
-its agents cannot be turned off; they get as few as vLLM lets us configure.
+In a pair the decode server pulls pages through NIXL; the prefill server's response says from where. The threads of its
+agents cannot be turned off; they get as few as vLLM lets us configure.
 """
 
 from __future__ import annotations

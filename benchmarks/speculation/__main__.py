@@ -2,15 +2,15 @@
 
 A decode worker's whole loop answers the same requests with `decode.speculation` off and `auto`, in turns. Each round
 has new texts, whose prompts are cached before, so that all time is decoding. Each loop keeps what it has learned from
-one answer to the next, as a worker does; its first answer is not counted. All that speculation costs is: attempts that
-fail, too.
+one answer to the next, as a worker does; its first answer is not counted. Every cost of speculation is counted,
+including attempts that fail.
 
 Other work on the machine only adds time, so tokens a second are those of undisturbed steps: each step counts with the
-lower quartile of the steps of its size in the same run, the search for proposals included. The median ratio of whole
-answers by the clock stands beside it.
+lower quartile of the steps of its size in the same run, the search for proposals included. A separate row has the
+median ratio of whole answers by the clock.
 
 The bundled model answers in its own words, also with its draft model. A model of the 135M shape with random weights
-computes and samples, and then says a given text (`replay`), so that acceptance is the text's own and costs are those of
+computes and samples, and then emits a given text (`replay`), so acceptance is that of the text and costs are those of
 the shape. Outputs with and without are compared.
 """
 
@@ -44,7 +44,7 @@ from penstock.types import RequestId, SamplingParams
 PROMPT_TOKENS, CONTEXT = 320, 512
 ANSWER_TOKENS = {1: 64, 4: 64, 16: 48, 64: 32}  # by batch
 ROUNDS = {1: 12, 4: 8, 16: 4, 64: 2}
-WIDE_KINDS = ("edited code", "documentation", "misleading")  # of those, steps are so long that others are left out
+WIDE_KINDS = ("edited code", "documentation", "misleading")  # the only kinds for wide batches, whose steps take long
 OFF, AUTO, DRAFT = "off", "auto", "auto with a draft model"
 DRAFT_FOLDER = BUNDLED.with_name("penstock-tiny-draft")
 REBUILT_TOKENS = 256
@@ -78,7 +78,7 @@ class MeasuredLoop:
 
     @property
     def undisturbed_s(self) -> float:
-        """The seconds of all steps, had each taken what the lower quartile of its size did."""
+        """The seconds of all steps if each had taken the lower quartile of its size."""
         return sum(len(taken) * percentile(taken, 0.25) for taken in self.steps.values())
 
 
@@ -103,7 +103,9 @@ def gain_rows(
     rounds: int,
     draft: DraftModel | None = None,
 ) -> list[Row]:
-    """Returns tokens a second with speculation beside those without, and how much of what was proposed was right."""
+    """Returns tokens a second with speculation, those without as baseline, and the share of proposed tokens that were
+    right.
+    """
     found, filler, batch = loops(engine, draft), EngineLoop(engine), 0
     for turn in range(rounds + 1):
         scripts = make_scripts(turn)
@@ -144,7 +146,7 @@ def gain_rows(
 
 
 def rebuild_rows(draft: DraftModel) -> list[Row]:
-    """Returns what it takes to compute the draft's KV of a text that another worker has begun."""
+    """Returns the time to compute the draft's KV of a text that another worker has begun."""
     seconds = []
     for number in range(12):
         sampling = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)

@@ -1,4 +1,6 @@
-"""Has a model of random weights say a given text: all is computed and sampled, and then the text's token is taken."""
+"""Makes a model of random weights emit a given text: everything is computed and sampled, and then the text's token is
+taken.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from penstock.types import RequestId
 
 
 class ReplayEngine(Engine):
-    """Replaces what its steps sample once texts are set. On a CPU, where sampled tokens are on the host at once."""
+    """Replaces the tokens that its steps sample once texts are set. Works only on a CPU, where sampled tokens are on
+    the host at once.
+    """
 
     _texts: Mapping[RequestId, list[int]] = MappingProxyType({})
 

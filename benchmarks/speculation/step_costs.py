@@ -1,4 +1,4 @@
-"""Measures what a step costs by how many tokens it verifies: the other half of what speculation gains.
+"""Measures what a step costs by how many tokens it verifies, which with acceptance determines the gain of speculation.
 
 Steps of all sizes take turns, so that a busy machine slows all of them alike.
 """
@@ -19,7 +19,9 @@ _ROUNDS = 12
 
 
 def step_rows(engine: Engine, model: str, context: int) -> list[Row]:
-    """Returns the median step of each batch and number of proposed tokens beside that of one token a sequence."""
+    """Returns the median step of each batch and number of proposed tokens, with that of one token a sequence as
+    baseline.
+    """
     sequences = [_sequence(engine, number, context) for number in range(max(BATCHES))]
     work = {
         (batch, count): [ScheduledSequence(one, 1, proposed=tuple(range(20, 20 + count))) for one in sequences[:batch]]

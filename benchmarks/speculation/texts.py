@@ -1,4 +1,4 @@
-"""Texts with which speculation is measured: prompts, and what is said after them. Pure but for reading files.
+"""Texts with which speculation is measured: prompts and their answers. Pure except for reading files.
 
 Texts for replay are made of this repository: its documentation and its code, in tokens of a BPE vocabulary that is
 trained on both, so that a token is about a word, as in the vocabularies of large models.
@@ -27,13 +27,13 @@ from models.train.tasks import Exchange, description, json_record, recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 _CODE_FOLDERS = ("penstock", "engine", "kv_transfer", "worker", "decode_worker", "router", "cluster")
-_LINE_TOKENS, _REQUEST_TOKENS = 40, 40  # room for a line that is cut off, and for what is asked
+_LINE_TOKENS, _REQUEST_TOKENS = 40, 40  # room for a line that is cut off, and for the question
 _LINKS = ("The page says: ", "It also states that ", "To quote: ", "Elsewhere it says: ", "As written there, ")
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A prompt and what is said after it; for a model that chooses its own words the answer is empty."""
+    """A prompt and its answer; the answer is empty for a model that chooses its own words."""
 
     prompt: list[int]
     answer: list[int]
@@ -113,7 +113,7 @@ class RepositoryTexts:
         return Script(prompt, (tokens[self._prompt_tokens :] + prompt)[: self._answer_tokens])
 
     def _misleading(self, rng: random.Random) -> Script:
-        """The same three tokens again and again, and each time another one behind them: every guess is wrong."""
+        """The same three tokens again and again, each time followed by a different one, so every guess is wrong."""
         run, others = [11, 12, 13], rng.sample(range(100, VOCAB_SIZE), self._prompt_tokens + self._answer_tokens)
         tokens = [token for other in others for token in (*run, other)]
         end = self._prompt_tokens + self._answer_tokens
@@ -121,7 +121,7 @@ class RepositoryTexts:
 
 
 class BundledTexts:
-    """Chats for the bundled model, which goes on in its own words."""
+    """Chats for the bundled model, which continues in its own words."""
 
     def __init__(self, folder: Path) -> None:
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

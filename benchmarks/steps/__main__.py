@@ -4,8 +4,8 @@ A step here is scheduling, laying out the batch, bringing tokens to the host, fi
 delivering tokens, and encoding the router's frames. The batch is always full: sequences have contexts from 512 tokens
 on, end at different times and are replaced at once. The prefix cache is full, too, so that every allocated page evicts
 another. Steps with and without the prefix cache alternate; nothing is ever found in it, so its cost is pure overhead.
-In colocated steps the replacements are prompts, computed in chunks beside the running sequences. Steps of a prefill
-worker are in `benchmarks.steps.prefill`.
+In colocated steps the replacements are prompts, computed in chunks together with the running sequences. Steps of a
+prefill worker are in `benchmarks.steps.prefill`.
 
 Figures are microseconds of the thread's own CPU time, the median of some hundred steps, because wall time on a busy
 machine would include other processes.

@@ -1,4 +1,4 @@
-"""Stands in for the engine where only the host's work is measured: pages and caches are real, every token is canned."""
+"""Stands in for the engine when only the host's work is measured: pages and caches are real, every token is canned."""
 
 from __future__ import annotations
 

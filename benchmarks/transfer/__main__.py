@@ -1,10 +1,10 @@
-"""Measures KV transfers between two processes of this host, over every transport, beside what bounds them.
+"""Measures KV transfers between two processes of this host, over every transport, compared with their upper bounds.
 
 A transfer is timed from the sender's `push` to the receiver's report of its last page; pages are scattered at both
 ends, in the shapes of a 135M and an 8B Llama (bf16). The baselines are memcpy of the same bytes by one core, the same
 bytes as one page over the same transport ("contiguous"), and the transport without our threads ("bare": NIXL with both
-ends spinning, one gloo send of contiguous bytes). What a row compares is measured alternately in the same rounds, and
-the best round counts. Both processes and all their threads share the machine's cores; all copies run on one thread.
+ends spinning, one gloo send of contiguous bytes). The two sides of a row are measured alternately in the same rounds,
+and the best round counts. Both processes and all their threads share the machine's cores; all copies run on one thread.
 
 A last section measures what a client sees of a transfer: the time from a stream's first token, which the prefill worker
 samples, to its second, which needs every page at the decode worker and one decode step.
@@ -113,7 +113,7 @@ def bare_nixl(peer: PeerProcess, memory: torch.Tensor, num_pages: int, page_byte
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The receiving process, and the memory of this one."""
+    """The receiving process, and this process's memory."""
 
     peer: PeerProcess
     memory: torch.Tensor
@@ -144,7 +144,7 @@ def rows_of(machine: Machine, end: SendingEnd, transport: str, name: str, page_b
 
 
 def wake_row(rounds: int = 300) -> Row:
-    """Measures what even the smallest transfer takes: a thread here wakes one in the other process."""
+    """Measures the least time of any transfer: a thread here wakes one in the other process."""
     ours, theirs = multiprocessing.get_context("fork").Pipe()
     pid = os.fork()
     if pid == 0:
@@ -185,7 +185,9 @@ def measure(transports: list[str], shapes: list[str]) -> list[Row]:
 
 
 def checksum_rows(memory: torch.Tensor, num_tokens: int = 8192) -> list[Row]:
-    """Measures checksums, which the computing thread takes once at each end, beside the prefill's matrix products."""
+    """Measures checksums, which the computing thread takes once at each end, with the prefill's matrix products as
+    baseline.
+    """
     bytes_a_token = SHAPES["135M"][0]
     pool = memory[: bytes_a_token * num_tokens].view(num_tokens // 16, -1)
     pages = [PageId(page) for page in range(len(pool))]

@@ -143,7 +143,7 @@ class _NoLanding:
 
 
 class _BareNixl:
-    """The NIXL transport alone, polled without a pause."""
+    """The bare NIXL transport, polled without a pause."""
 
     def __init__(self, pool: torch.Tensor) -> None:
         self._transport = NixlReceiver(PageBuffer(pool), TransferConfig(transport="nixl"), _NoLanding())

@@ -1,10 +1,10 @@
-"""Measures from which prefix length on, and over which links, pulling a prefix beats computing it (`make bench-pull`).
+"""Measures the prefix lengths and links for which pulling a prefix beats computing it (`make bench-pull`).
 
 Two colocated workers of the 135M shape (bf16) with one thread each: the first has cached a prompt, the second is asked
-for its first token, with its own cache cleared. It computes the prompt, pulls it whatever that costs, or decides by
-what it has learned; the three take turns on the same prompt. A slower link is emulated at the source, which holds each
-batch back for as long as its bytes would take; the transport is shared memory. A last row of each link is the first
-decision of a worker that has not learned yet how slow that link is.
+for its first token, with its own cache cleared. It computes the prompt, always pulls it, or decides by what it has
+learned; the three take turns on the same prompt. A slower link is emulated at the source, which holds each batch back
+for as long as its bytes would take; the transport is shared memory. A last row of each link is the first decision of a
+worker that has not learned yet how slow that link is.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Pair:
 
 @contextmanager
 def link(holder: DecodeServer, bytes_s: float | None) -> Iterator[None]:
-    """Holds each push of the holder's back for as long as its bytes would take over a link of `bytes_s`."""
+    """Delays each push of the holder by the time that its bytes would take over a link of `bytes_s`."""
     push = PageSource.push
 
     def late(self: PageSource, key: Any, offer: Any, pages: Any, *rest: Any) -> None:
@@ -125,7 +125,7 @@ async def measure(rounds: int, lengths: Sequence[int]) -> tuple[list[Row], list[
             pair = Pair(holder, puller, ask_holder, ask_puller)
             for prompt in [*prompts, first]:
                 await pair.cache(prompt)
-                await pair.first_token_s(prompt, may_pull=False)  # it learns what its steps take
+                await pair.first_token_s(prompt, may_pull=False)  # it learns the time of its steps
             for name, bytes_s in LINKS.items():
                 with link(holder, bytes_s):
                     found = await _over_link(name, pair, prompts, first, rounds)
@@ -146,7 +146,7 @@ async def _over_link(
         for prompt in prompts:
             for way in ways[number % 3 :] + ways[: number % 3]:
                 for known in costs._sources.values():
-                    known.avoided_until_s = 0.0  # what it has learned decides, not that a pull has just failed
+                    known.avoided_until_s = 0.0  # so that what it has learned decides, not a pull that has just failed
                 times.setdefault((way, len(prompt)), []).append(await _turn(pair, prompt, way))
     middle = {key: median(found) * 1e3 for key, found in times.items()}
     rows = []

@@ -1,4 +1,4 @@
-"""The sending end of the transfer benchmarks, and the clock that measures what is compared in alternating rounds."""
+"""The sending end of the transfer benchmarks, and the timing of compared calls in alternating rounds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Holds the simulator against the real system: the same requests, the same hour, figures side by side.
+"""Compares the simulator with the real system on the same requests, in the same hour.
 
-`workloads` are five small ones, `measured` runs them on plain processes of this machine and fits costs to a run of its
-own, `predicted` runs them in virtual time, and `__main__` writes tables and charts. Only the fit sees measured times.
+`workloads` makes five small ones, `measured` runs them on plain processes of this machine, `predicted` runs them in
+virtual time with costs fitted to a separate run, and `__main__` writes tables and charts. Only the fit sees measured
+times.
 """

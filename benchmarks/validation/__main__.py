@@ -1,7 +1,8 @@
 """Predicted against measured: `python -m benchmarks.validation [--shape disaggregated] [--seconds 15]`.
 
 Starts a deployment of the bundled model, fits costs to calibration traffic, and runs five workloads, a stalled link and
-a kill for real and in virtual time. Each shape takes about two minutes; results of a shape replace its earlier ones.
+a kill on real processes and in virtual time. Each shape takes about two minutes; results of a shape replace its earlier
+ones.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def compare(shape: str, workload: str, seen: Latencies, expected: Latencies) -> 
 
 
 def publish(rows: list[dict[str, object]], folder: Path) -> None:
-    """Writes the rows beside those of other shapes that an earlier run has left, and the chart of all."""
+    """Writes the rows together with other shapes' rows of earlier runs, and the chart of all."""
     file = folder / "validation.json"
     kept = json.loads(file.read_text())["rows"] if file.exists() else []
     mine = {row["shape"] for row in rows}

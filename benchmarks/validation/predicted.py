@@ -1,4 +1,4 @@
-"""Predicts what clients see by running the same requests in virtual time, with costs fitted to a run of their own."""
+"""Predicts what clients see by running the same requests in virtual time, with costs fitted to a separate run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def fit_profile(
     alone: tuple[Sequence[TraceRequest], Latencies],
     name: str,
 ) -> CostProfile:
-    """Fits the costs of steps to records, and what lies outside of them to requests that were `alone`."""
+    """Fits the costs of steps to records, and the costs outside of steps to requests that were `alone`."""
     fitted = fit_steps(records)
     link = LinkCosts(bytes_per_s=_SHARED_MEMORY_BYTES_PER_S, token_bytes=token_bytes)
     source = f"fitted to {len(records)} reports of steps"

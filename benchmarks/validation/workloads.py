@@ -1,4 +1,4 @@
-"""Five small workloads, each of a kind that stresses another part of the system, and one to calibrate with."""
+"""Five small workloads, each of which stresses a different part of the system, and one to calibrate with."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ def make_workload(name: str, duration_s: float, seed: int) -> list[TraceRequest]
 
 
 def make_calibration(duration_s: float, seed: int) -> list[TraceRequest]:
-    """Returns varied requests, none of which is in a workload: to fit costs to."""
+    """Returns varied requests to fit costs to, none of which is in a workload."""
     maker = _Maker(seed)
     _calibration(maker, duration_s)
     return in_order(maker.requests)
 
 
 def sequential(num_requests: int, seed: int) -> list[TraceRequest]:
-    """Returns short requests far apart, whose latencies hold no waiting: for what lies outside of steps."""
+    """Returns short requests far apart, whose latencies contain no waiting, to measure the costs outside of steps."""
     maker = _Maker(seed)
     for number in range(num_requests):
         maker.add(number * 0.5, maker.blocks(64), 8)

@@ -125,7 +125,7 @@ class PredictionCollector(Collector):
 
 
 class WorkerMetricsCollector(Collector):
-    """Exports what workers declare in `penstock.worker_metrics` and report with their load, by worker."""
+    """Exports, by worker, the metrics that workers declare in `penstock.worker_metrics` and report with their load."""
 
     def __init__(self, model: str, loads: Callable[[], Mapping[WorkerId, WorkerLoad]]) -> None:
         self._model = model

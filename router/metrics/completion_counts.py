@@ -52,7 +52,7 @@ class CompletionCounts:
     ) -> EndedCompletion:
         """Counts, logs and returns completion `index` of a request, which has ended with `num_tokens`.
 
-        `legs` are the decode workers that it went to and `choices` why; nobody changes either any more.
+        `legs` are the decode workers that it went to and `choices` the reasons; neither changes any more.
         """
         ended = self.recent.add(request, index, reason, timing, num_tokens, admitted_s, legs, choices)
         if request.trace is not None:
@@ -66,8 +66,9 @@ class CompletionCounts:
     def request(
         self, request: PreparedRequest, usage: common_pb2.Usage, last: common_pb2.Timing | None
     ) -> RequestUsage:
-        """Counts a request all of whose completions have ended, but for the generated tokens, which whoever sees them
-        counts; `last` is the timing of the completion that ended last."""
+        """Counts a request whose completions have all ended. Generated tokens are counted by whoever sees them. `last`
+        is the timing of the completion that ended last.
+        """
         now_s = time.monotonic()
         timing = last if last is not None else common_pb2.Timing()
         decode_s, num_later = timing.decode_ms / 1e3, usage.completion_tokens - 1

@@ -1,7 +1,7 @@
 """Reports this router's traffic to the controller's autoscaler about once a second.
 
-Counts are totals since the router started, so that a lost report costs nothing but its moment. While the Admin service
-is away nothing is reported and nothing waits: the controller does not mistake missing reports for missing traffic.
+Counts are totals since the router started, so a lost report only delays the figures. While the Admin service is
+unreachable, nothing is reported and nothing waits: the controller does not mistake missing reports for missing traffic.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DemandCounter:
         self.counts.first_tokens_in_time += ttft_s <= self._slo.first_token_s(num_prompt_tokens)
 
     def end(self, usage: common_pb2.Usage, decode_s: float) -> None:
-        """Counts an ended request; of several completions, the last one's time is set against the tokens of all."""
+        """Counts an ended request. For several completions, it relates the last one's time to the tokens of all."""
         self.counts.ended_prompt_tokens += usage.prompt_tokens
         self.counts.cached_tokens += min(usage.cached_tokens, usage.prompt_tokens)
         if usage.completion_tokens > 1:

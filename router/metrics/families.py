@@ -1,4 +1,4 @@
-"""Counters and histograms that cost a tenth of a microsecond to add to: those of the library take up to three.
+"""Counters and histograms whose updates cost a tenth of a microsecond; those of the library cost up to three.
 
 The router's event loop alone counts. Another thread may collect meanwhile: it copies the list of series first.
 """
@@ -43,7 +43,7 @@ class BoundHistogram:
         self._sum += value * count
 
     def totals(self) -> tuple[list[int], float]:
-        """Returns how many values were at most each bound, then how many in all, and their sum."""
+        """Returns the number of values up to each bound, then the number of all values, and their sum."""
         return list(accumulate(self._counts)), self._sum
 
 

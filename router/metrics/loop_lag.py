@@ -1,7 +1,8 @@
-"""Measures how late the router's event loop runs: how long a computation without a pause holds up everything else.
+"""Measures how late the router's event loop runs, that is, how long a computation without a pause delays everything
+else.
 
-A timer is due every 20 ms. It comes late by what is left of the computation that it falls into, so a pause of P shows
-as P less at most 20 ms.
+A timer is due every 20 ms. It fires when the computation that it falls into ends, so a pause of P is measured as P
+minus at most 20 ms.
 """
 
 from __future__ import annotations

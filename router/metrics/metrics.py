@@ -1,4 +1,4 @@
-"""The router's metrics, under the names that vLLM's dashboards know where there is one. Each router has its own."""
+"""The router's metrics, under vLLM's names where they exist, so that its dashboards work. Each router has its own."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ _ERROR_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
 
 
 class RouterMetrics:
-    """Owns the registries. `requests` and `admission` count on the way of a request; the rest is rare, or is read when
-    Prometheus scrapes."""
+    """Owns the registries. `requests` and `admission` count while a request is served; the rest is rare, or is read when
+    Prometheus scrapes.
+    """
 
     def __init__(self, model: str, tenant_labels: int = 0) -> None:
         self._model = model
@@ -97,7 +98,7 @@ class RouterMetrics:
         self._gauges("warm_spares", help_text, "pool", tuple(role.value for role in Role), count)
 
     def watch_ends(self, count: Callable[[str], float]) -> None:
-        """Adds a gauge of the workers that ended, by how: planned ends have words of their own."""
+        """Adds a gauge of the workers that ended, by how they ended; planned ends have their own labels."""
         help_text = "Workers that ended since the controller started, by the controller"
         self._gauges("worker_ends", help_text, "how", tuple(end.value for end in WorkerEnd), count)
 

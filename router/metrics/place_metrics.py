@@ -1,4 +1,4 @@
-"""Counts prompt tokens by where they were computed, where that was decided otherwise, and what the router promised."""
+"""Counts prompt tokens by where they were computed, changes of that place, and what the router promised of caches."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PlaceMetrics:
         }
 
     def count(self, num_prompt_tokens: int, timing: common_pb2.Timing, pool: Role, choice: PairChoice | None) -> None:
-        """Counts the prompt of a completion that `pool` computed; None: the router made no `choice` of workers."""
+        """Counts the prompt of a completion that `pool` computed. `choice` is None if the router chose no workers."""
         num_cached = min(timing.cached_tokens, num_prompt_tokens)
         computed = num_prompt_tokens - num_cached
         there = computed if pool is Role.PREFILL else 0

@@ -1,6 +1,6 @@
-"""The completions that ended last, with their stages: for percentiles of the last minutes and for waterfalls.
+"""Keeps the completions that ended last, with their stages, for percentiles of the last minutes and for waterfalls.
 
-Bounded: the oldest are dropped. Nothing of a prompt, an output or a tenant is kept.
+It is bounded: the oldest are dropped. It keeps nothing of a prompt, an output or a tenant.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RecentRequests:
     def find(self, request_id: str) -> list[EndedCompletion]:
         """Returns the kept completions of a request by their index; empty if none is kept.
 
-        A request that was sent twice under one id is found as it was served last.
+        If a request was sent twice under one id, the last one is returned.
         """
         found = {each.index: each for each in self._kept if each.request_id == request_id}
         return [found[index] for index in sorted(found)]

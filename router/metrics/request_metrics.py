@@ -1,7 +1,7 @@
 """Metrics of requests: their tokens, the time of each stage by lane and prompt length, and whether targets were met.
 
-vLLM's names carry vLLM's labels, so that its dashboards work. What they lack (lanes, prompt lengths, the place that
-computed a prompt) is under `penstock:`; where both have a histogram, vLLM's is the sum of the other's series.
+vLLM's names carry vLLM's labels, so that its dashboards work. Metrics that vLLM lacks (lanes, prompt lengths, the place
+that computed a prompt) are under `penstock:`. Where both have a histogram, vLLM's is the sum of the other's series.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.1
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 131072)
 _PROMPT_BOUNDS = (1024, 8192, 32768)  # tokens: a prompt below the first has the first class
 _PROMPT_CLASSES = ("below 1k", "1k to 8k", "8k to 32k", "32k and more")
-_BATCH = 64  # completions that are counted at a time: a loop over them takes a third of what each alone would take
+_BATCH = 64  # completions that are counted at a time: in a loop each takes a third of what it would take by itself
 _RESULTS = {True: "met", False: "missed"}
 
 
@@ -58,12 +58,12 @@ class _CompletionSeries:
 class RequestMetrics:
     """Binds each series with its first use. Called on the router's event loop.
 
-    What has ended waits in a list, at most `_BATCH` of each kind, until `fold` counts it: nothing but an append is paid
-    while a request is served.
+    Ended requests and completions wait in lists, at most `_BATCH` of each kind, until `fold` counts them: while a
+    request is served, it costs only an append.
     """
 
     def __init__(self, registry: CollectorRegistry, model: str, num_tenants: int = 0) -> None:
-        """`num_tenants` get a value of their own of the label `tenant`; 0: there is no such label."""
+        """`num_tenants` tenants get their own value of the label `tenant`; 0: there is no such label."""
         self._model = model
         self._tenants = TenantLabel(num_tenants)
         self._completions: list[tuple[EndedCompletion, str]] = []
@@ -151,7 +151,7 @@ class RequestMetrics:
             ("model_name", "lane", "result", *self._tenants.names),
             registry,
         )
-        if not self._tenants.names:  # there before the first request, so that rates begin at 0
+        if not self._tenants.names:  # creates the series before the first request, so that rates begin at 0
             for lane in Lane:
                 for result in _RESULTS.values():
                     self._targets.bind(self._model, lane.value, result)
@@ -162,25 +162,26 @@ class RequestMetrics:
         self._first_token_s.bind(self._model, lane.value, prompt, *self._tenants.values(tenant)).observe(ttft_s)
 
     def gaps(self, lane: Lane, num_prompt_tokens: int, tenant: str) -> BoundHistogram:
-        """Returns the histogram of the seconds between two tokens of such a request, for its stream to hold."""
+        """Returns the histogram of the seconds between two tokens of such a request, for its stream to keep."""
         prompt = prompt_class(num_prompt_tokens)
         return self._gap_s.bind(self._model, lane.value, prompt, *self._tenants.values(tenant))
 
     def completion(self, ended: EndedCompletion, tenant: str) -> None:
-        """Counts a completion that has ended, of which nothing changes any more: its stages and times, where its prompt
-        was computed, and what the router's last choice of a pair promised of caches."""
+        """Counts a completion that has ended and no longer changes: its stages and times, where its prompt was
+        computed, and what the router's last choice of a pair promised of caches.
+        """
         self._completions.append((ended, tenant))
         if len(self._completions) >= _BATCH:
             self.fold()
 
     def request(self, ended: EndedRequest) -> None:
-        """Counts a request that ended with an answer, but for the tokens that it generated."""
+        """Counts a request that ended with an answer, except for its generated tokens."""
         self._requests.append(ended)
         if len(self._requests) >= _BATCH:
             self.fold()
 
     def fold(self) -> None:
-        """Counts what waits. Whoever renders the metrics calls it first."""
+        """Counts what waits. Call it before rendering the metrics."""
         completions, self._completions = self._completions, []
         requests, self._requests = self._requests, []
         for completion, tenant in completions:

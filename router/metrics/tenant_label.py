@@ -7,10 +7,10 @@ _NAMES = ("tenant",)
 
 
 class TenantLabel:
-    """Gives the first tenants that it sees a value of their own; what came later shares `other`."""
+    """Gives the first tenants that it sees their own value; later ones share `other`."""
 
     def __init__(self, most: int) -> None:
-        """With 0 tenants at most there is no label."""
+        """With a maximum of 0 tenants there is no label."""
         self.names: tuple[str, ...] = _NAMES if most else ()
         self._most = most
         self._known: dict[str, tuple[str, ...]] = {}

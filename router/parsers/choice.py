@@ -56,7 +56,7 @@ class ParserChoice:
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Whether marks of a format are special tokens, so that the text must keep those."""
+        """Whether marks of a format are special tokens, which the text must then keep."""
         return self.keeps_special_tokens(has_tools=True)
 
     def keeps_special_tokens(self, has_tools: bool) -> bool:
@@ -68,7 +68,7 @@ class ParserChoice:
         return OutputParser(self.tools, self.reasoning, tools, starts_in_reasoning=starts_in_reasoning)
 
     def restore(self, state: Mapping[str, Any], tools: Sequence[ToolFunction] = ()) -> OutputParser:
-        """Returns a parser that continues where the one whose `state()` this is stood.
+        """Returns a parser that continues where the parser with this `state()` stopped.
 
         Raises InvalidInput if `state` is not a state of a parser of this choice.
         """
@@ -96,7 +96,7 @@ class ParserChoice:
         if named:
             offered = [tool for tool in tools if tool.name == tool_choice]
             if not offered:
-                raise InvalidInput("tool_choice", f"{tool_choice[:64]!r} is none of the tools; name one of them")
+                raise InvalidInput("tool_choice", f"{tool_choice[:64]!r} is not one of the tools; name one of them")
         if tool_choice == NONE or (tool_choice == AUTO and not any(tool.strict for tool in tools)):
             return None
         if self.tools is None:
@@ -116,12 +116,12 @@ class ParserChoice:
         )
 
     def prompt_opens_reasoning(self, prompt_text_end: str) -> bool:
-        """Returns whether a prompt that ends so leaves the model reasoning, as some templates do."""
+        """Returns whether the end of the prompt leaves the model reasoning, as with some templates."""
         return self.reasoning is not None and prompt_text_end.rstrip().endswith(self.reasoning.prompts or ("\0",))
 
 
 def choose_parsers(chat_template: str | None, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> ParserChoice:
-    """Returns the formats that the marks in a chat template's source show, or those that are named.
+    """Returns the formats that the marks in a chat template's source indicate, or the named ones.
 
     "none" switches a parser off. Raises ConfigError for a name that is not known.
     """
@@ -152,7 +152,7 @@ def parse_whole(
 
 
 def gather(events: Sequence[ParserEvent]) -> ParsedOutput:
-    """Returns what the events of a whole output amount to."""
+    """Combines the events of a whole output."""
     text: list[str] = []
     reasoning: list[str] = []
     names: list[str] = []

@@ -21,7 +21,7 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A tool call begins; its arguments follow. An API gives it its id."""
+    """A tool call begins; its arguments follow. The API assigns its id."""
 
     index: int  # among the completion's tool calls, from 0
     name: str

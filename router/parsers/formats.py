@@ -1,6 +1,7 @@
-"""The tables of formats: how each family of models writes tool calls and reasoning, and what shows it in a template.
+"""The tables of formats: how each family of models writes tool calls and reasoning, and how to recognise it in a
+template.
 
-A format is a row; the first row that a chat template shows is chosen. `docs/parsers.md` says how to add one.
+A format is a row; the first row whose texts a chat template holds is chosen. `docs/parsers.md` says how to add one.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class ReasoningFormat(Format):
     opening: str = ""
     closings: tuple[str, ...] = ()
     headers: Mapping[str, CallMark] = field(default_factory=dict)  # marks of headers that say what follows them
-    prompts: tuple[str, ...] = ()  # ends of prompts after which the model is reasoning
+    prompts: tuple[str, ...] = ()  # prompt endings after which the model is reasoning
 
 
 def _hermes() -> tuple[Part, ...]:

@@ -1,8 +1,8 @@
 """The parser of one completion: text in, events out.
 
-It takes one character after another, so that what it returns cannot depend on how the text was cut. It keeps no more
-than what it cannot yet decide: a mark that may be complete with the next character, line ends before a mark, and the
-beginning of a call whose name is not known.
+It takes one character after another, so its events cannot depend on how the text was cut. It keeps only what it cannot
+decide yet: a mark that may be complete with the next character, line ends before a mark, and the beginning of a call
+whose name is not known.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class EventSink(CallSink, Stateful):
         self.settled = False  # a call of this body has ended, and no other one may have begun
         self.used = False  # the last step passed something on
         self.events: list[ParserEvent] = []
-        self._types: dict[tuple[str, str], frozenset[str]] = {}  # those that were looked up
+        self._types: dict[tuple[str, str], frozenset[str]] = {}  # parameter types that were looked up
         self._parts: list[str] = []  # of the delta that is being collected
         self._kind: type[TextDelta | ReasoningDelta | ToolArgumentsDelta] = TextDelta
 
@@ -251,7 +251,7 @@ class OutputParser:
     def _release(self, *, last: bool = False) -> None:
         """Passes on what waited, since no call follows it.
 
-        Line ends beside a call or reasoning are dropped, unless text stands on both sides.
+        Line ends next to a call or reasoning are dropped, unless text stands on both sides.
         """
         waiting, self._waiting = self._waiting, ""
         if self._after and (last or not self._wrote or self._section is OutputSection.REASONING):
@@ -330,7 +330,7 @@ class OutputParser:
             self._fail(body)
 
     def _fail(self, body: CallBody) -> None:
-        """Leaves a call that does not fit its format: what was not passed on of it is text."""
+        """Leaves a call that does not fit its format: the part that was not passed on becomes text."""
         body.fail(self._output)
         raw, settled = self._raw.take(), self._output.settled
         if settled or self._output.open:

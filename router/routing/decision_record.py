@@ -1,4 +1,4 @@
-"""The decision record: why a request went where it did, what that was expected to take, and what it took. Pure.
+"""The decision record: why a request went where it did, how long that was expected to take, and how long it took. Pure.
 
 Plain data, in milliseconds. Bounded, because it travels in trailers: considered pairs are dropped first, then all
 completions but the first.
@@ -28,7 +28,8 @@ def completion_record(
     stages_ms: Mapping[str, float] = MappingProxyType({}),
 ) -> DecisionRecord:
     """Describes one completion: where it was sent, in order, and what it took by the names of its stages; `timing` is
-    None until that is known."""
+    None until it is known.
+    """
     sent: DecisionRecord = {"index": index, "attempts": [_attempt(choice) for choice in choices]}
     if timing is None:
         return sent
@@ -75,7 +76,7 @@ def to_json(record: DecisionRecord) -> str:
 
 
 def _placement(timing: common_pb2.Timing) -> DecisionRecord:
-    """Describes where the decode worker had the prompt computed, and what it predicted of that and of other ways."""
+    """Describes where the decode worker had the prompt computed, and its predictions for all alternatives."""
     return {
         "first_token_ms": round(timing.decode_first_token_ms, 3),
         "predicted": [

@@ -1,6 +1,6 @@
-"""The pure core of placement: builds a policy's inputs and books its choices. Time is passed in.
+"""The pure core of placement: builds a policy's inputs and records its choices. Time is passed in.
 
-The router's shell (`router.dispatch.placement`) and the simulator's router both place requests by it.
+The router's shell (`router.dispatch.placement`) and the simulator's router both place requests with it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NAMING_PAGES = 4  # leading pages that identify a shorter one
 def num_naming_pages(num_tokens: int, page_size: int) -> int:
     """Returns how many leading pages identify a prompt's prefix, by the hash of the last of them.
 
-    0 where the prompt is shorter than a page.
+    0 if the prompt is shorter than a page.
     """
     num_full = num_tokens // page_size
     named = _NAMING_TOKENS // page_size
@@ -46,17 +46,17 @@ def num_naming_pages(num_tokens: int, page_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Commitment:
-    """The load that a choice puts on its workers, and what it predicts of them."""
+    """The load that a choice puts on its workers, and what it predicts for them."""
 
     credits: list[WorkKey]
     step_s: float  # expected decode step
-    promised_prefill_tokens: int  # cached, by the index, where the prompt is computed, and usable
+    promised_prefill_tokens: int  # usable cached tokens, by the index, where the prompt is computed
     promised_decode_tokens: int
     link_bytes: int = 0  # its own and those that go over the link before
 
 
 class LearnedLinkPricing:
-    """A `LinkPricing` by what was learned of the links and what is in flight on them."""
+    """Prices links by their learned costs and by what is in flight on them. Implements `LinkPricing`."""
 
     def __init__(self, links: LinkBook, ledger: InflightLedger) -> None:
         self._links = links
@@ -72,7 +72,7 @@ class LearnedLinkPricing:
 
 
 class SentAdapters:
-    """Remembers which workers were sent requests of an adapter lately, before their reports show that they have it."""
+    """Remembers which workers were recently sent requests for an adapter, until their reports show it."""
 
     def __init__(self) -> None:
         self._sent: dict[str, dict[WorkerId, float]] = {}  # by revision, with the time of the last one
@@ -120,7 +120,7 @@ class PlacementCore:
         return table
 
     def pending_tokens(self, marks: Iterable[PageHash], page_size: int) -> Mapping[WorkerId, int]:
-        """Returns how many leading tokens of a prompt each worker will compute for prompts that wait there."""
+        """Returns how many leading tokens of a prompt each worker will compute anyway, for prompts that wait there."""
         if not self._pending:
             return NOTHING_CACHED
         tokens = mark_pages(page_size) * page_size
@@ -146,8 +146,8 @@ class PlacementCore:
     ) -> PlacementDemand:
         """Describes a request to a policy and counts it as a use of its prefix.
 
-        It emits `max_tokens` more at most; `cached_tokens` are those announced, `pending_tokens` those that
-        waiting prompts will leave, whatever is announced. The other arguments are PlacementDemand's.
+        The request emits at most `max_tokens` more. `cached_tokens` are those announced; `pending_tokens` are those
+        that waiting prompts will leave cached, announced or not. The other arguments are PlacementDemand's.
         """
         cached_tokens, ahead = _with_pending(cached_tokens, pending_tokens)
         cached = [tokens for worker_id in prefill if (tokens := cached_tokens.get(worker_id))]
@@ -181,8 +181,8 @@ class PlacementCore:
     ) -> Commitment:
         """Credits the workers with what their next load reports do not show yet, and the link with its bytes.
 
-        `marks` returns the prompt's marks; it is called only where the prompt is worth recording as pending. `limits`
-        are those of the decode worker.
+        `marks` returns the prompt's marks; it is called only if the prompt is worth recording as pending. `limits` are
+        those of the decode worker.
         """
         ledger = self._ledger
         num_held = limits.held_tokens(demand.num_tokens) if limits else demand.num_tokens

@@ -1,8 +1,8 @@
 """Lays out where a request's time went: its stages, its waterfall, and its spans in OpenTelemetry's terms.
 
-Others take `stages.EndedCompletion` and `stages.WorkerLeg`, `waterfall.waterfall`, and, where tracing is on,
+Others take `stages.EndedCompletion` and `stages.WorkerLeg`, `waterfall.waterfall`, and, if tracing is on,
 `tracer.RequestTracer` with the `RequestTrace` that it begins for each sampled request. Everything is computed after a
-completion has ended, from the moments that the router notes anyway and from the worker's `Timing`; workers send no
-spans of their own. The room must not decide anything, keeps nothing of a prompt, an output or a tenant, and imports
-OpenTelemetry only where tracing is on.
+completion has ended, from the times that the router records anyway and from the worker's `Timing`; workers send no
+spans themselves. The room must not decide anything, keeps nothing of a prompt, an output or a tenant, and imports
+OpenTelemetry only if tracing is on.
 """

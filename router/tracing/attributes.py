@@ -61,7 +61,7 @@ def _prepared_attributes(request: PreparedRequest) -> Attributes:
 
 
 def choice_attributes(choices: Sequence[PairChoice]) -> Attributes:
-    """Describes the first choice of workers and what it was predicted to take."""
+    """Describes the first choice of workers and its predicted times."""
     if not choices:
         return {}
     score = choices[0].score
@@ -73,7 +73,7 @@ def choice_attributes(choices: Sequence[PairChoice]) -> Attributes:
 
 
 def completion_attributes(ended: EndedCompletion) -> Attributes:
-    """Describes what a completion took at the worker that ended it."""
+    """Describes the times of a completion at the worker that ended it."""
     timing = ended.timing
     found: Attributes = {
         "penstock.completion.index": ended.index,

@@ -24,7 +24,7 @@ class SampledCall:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """Whoever sees the request's end calls `end` or `fail`; nobody writes to it afterwards."""
+    """The data of one request. Whoever sees the request end calls `end` or `fail`; nothing changes afterwards."""
 
     call: SampledCall
     operation: str  # chat or text_completion
@@ -32,7 +32,7 @@ class RequestTrace:
     request: PreparedRequest | None = None  # once it is validated and tokenized
     completions: list[EndedCompletion] = field(default_factory=list)
     open_legs: Callable[[], list[WorkerLeg]] | None = None  # of completions that have not ended
-    lost_legs: Sequence[WorkerLeg] = ()  # of those, once the request has failed
+    lost_legs: Sequence[WorkerLeg] = ()  # those of `open_legs`, once the request has failed
     error: str = ""  # the reason of the failure
     ended_s: float = 0.0  # monotonic; 0: it runs
 

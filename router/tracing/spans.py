@@ -1,7 +1,7 @@
-"""Builds the spans of one request from what was collected of it. Imported only where tracing is on.
+"""Builds the spans of one request from its `RequestTrace`. Imported only if tracing is on.
 
-The root is the router's span. Below it are the stages at the router, and for each decode worker that a completion went
-to a span of its own, linked to the one before; the stages at workers are below the last of these.
+The root is the router's span. Below it are the stages at the router and a span for each decode worker that a completion
+went to, linked to the previous one; the stages at workers are below the last of these.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _AT_WORKERS = tuple(stage for stage in Stage if stage not in AT_ROUTER)
 
 
 class SpanBuilder:
-    """Used by one thread."""
+    """Builds the spans of one request at a time, on one thread."""
 
     def __init__(self, service_name: str, instance: str, model: str) -> None:
         self._model = model

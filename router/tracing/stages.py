@@ -44,7 +44,7 @@ class WorkerLeg:
     sent_s: float
     cause: LegCause = LegCause.PLACED
     lost_s: float = 0.0  # 0: the worker was not lost and did not refuse the completion
-    error: str = ""  # the reason of that
+    error: str = ""  # the reason
 
 
 @dataclass(slots=True)
@@ -104,8 +104,8 @@ def stage_intervals(ended: EndedCompletion) -> tuple[tuple[float, float] | None,
 
     Workers report durations, which are laid out from the moment at which the last placement was sent. A prefill ends
     with the first token at the latest; pages may land, and wait for the batch, while that is on its way or after it.
-    Calls between processes leave gaps. Of a split prompt, whose parts take turns, `queue`, `prefill` and `transfer` are
-    the sums. A prompt that the decode worker computed has neither `transfer` nor `decode queue`.
+    Calls between processes leave gaps. For a split prompt, whose parts take turns, `queue`, `prefill` and `transfer`
+    are sums. A prompt that the decode worker computed has neither `transfer` nor `decode queue`.
     """
     timing, accepted_s = ended.timing, ended.accepted_s
     first_token_ms, transfer_ms = timing.first_token_ms, timing.transfer_ms

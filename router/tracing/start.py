@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from router.tracing.tracer import RequestTracer
 
-_TIMEOUT_S = 10.0  # of one export, with what the exporter tries again
+_TIMEOUT_S = 10.0  # of one export, including retries
 _HTTP_PATH = "/v1/traces"
 _HEADER = re.compile(r"([A-Za-z0-9_-]+)\s*:\s*([ -~]*)")
 
@@ -60,7 +60,7 @@ def _make_exporter(config: TracingConfig) -> SpanExporter:
 
 
 def read_headers(path: str) -> dict[str, str]:
-    """Returns the headers in a file, whose values no message repeats. Raises ConfigError."""
+    """Returns the headers in a file. Raises ConfigError, whose message never repeats a value."""
     headers = {}
     for number, line in enumerate(read_private(path, "tracing.headers_file").splitlines(), 1):
         if not line.strip():

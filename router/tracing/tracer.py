@@ -1,7 +1,7 @@
-"""Samples requests and exports their spans on a thread of its own. Imported only where tracing is on.
+"""Samples requests and exports their spans on a separate thread. Imported only if tracing is on.
 
-The router's event loop never waits: it looks at the caller's context, and puts what was collected of a sampled request
-into a bounded queue when the request is over. Whatever the collector does costs no more than what is dropped.
+The router's event loop never waits: it reads the caller's context, and puts the trace of a sampled request into a
+bounded queue when the request is over. A slow or failing collector costs nothing but dropped traces.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Json = dict[str, Any]
 
 
 def row(ended: EndedCompletion) -> Json:
-    """Describes an ended completion in a line. Times are in milliseconds, `ended_s` in seconds since 1970."""
+    """Describes an ended completion as one row. Times are in milliseconds, `ended_s` in seconds since 1970."""
     timing = ended.timing
     return {
         "number": ended.number,

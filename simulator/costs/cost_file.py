@@ -24,10 +24,10 @@ class FrontCosts:
 
 @dataclass(frozen=True, slots=True)
 class CostProfile:
-    """The costs of a worker with a model. `errors` are of a fit: relative, by kind of step."""
+    """The costs of a worker with a model. `errors` are the relative errors of a fit, by kind of step."""
 
     name: str
-    source: str  # how the figures came to be
+    source: str  # the origin of the figures
     prefill: PrefillCosts
     decode: DecodeCosts
     link: LinkCosts

@@ -16,7 +16,7 @@ from penstock.types import Role, StepTotals, WorkerLoad
 from simulator.costs.step_costs import DecodeCosts, PrefillCosts
 
 _LEAST_RECORDS = 4
-_ROUNDS = 3  # in which records far off the fit lose weight
+_ROUNDS = 3  # in each of which records far off the fit lose weight
 _OUTLIER = 3.0  # times the median relative error
 
 
@@ -46,7 +46,7 @@ class StepRecorder:
         self._seen: dict[str, WorkerLoad] = {}
 
     def observe(self, worker_id: str, role: Role, load: WorkerLoad) -> None:
-        """Takes a worker's newest report. The first one only says where its totals stand."""
+        """Takes a worker's newest report. The first one only sets where its totals begin."""
         before = self._seen.get(worker_id)
         self._seen[worker_id] = load
         if before is None or load.decode_steps.steps + load.prefill_steps.steps < (
@@ -65,8 +65,8 @@ class StepRecorder:
 def fit_steps(records: Sequence[StepRecord]) -> FittedSteps:
     """Returns the costs that explain the records best.
 
-    Prompts of prefill workers give the cost of prompts; without such workers, those computed beside decoding do. Raises
-    InvalidInput if records of either kind are too few.
+    The cost of prompts is fitted to the steps of prefill workers or, without such workers, to prompts computed in
+    decode steps. Raises InvalidInput if records of either kind are too few.
     """
     decoding = [record.totals for record in records if not record.has_prompts]
     alone = [record.totals for record in records if record.has_prompts and record.role is Role.PREFILL]

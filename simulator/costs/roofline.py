@@ -1,8 +1,8 @@
 """Derives what steps cost from published peaks: the roofline model (Williams et al., CACM 2009).
 
-A step reads its weights once and the KV of every context, and multiplies each token with the active parameters;
-whichever of weights and products takes longer decides. Under tensor parallelism each device does its share and takes
-part in two all-reduces a layer.
+A step reads its weights once and the KV of every context, and multiplies each token with the active parameters; the
+slower of the two, weights or products, determines the time. Under tensor parallelism each device does its share and
+takes part in two all-reduces a layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _USABLE_MEMORY = 0.92  # of a device; the rest is for contexts, activations and 
 
 
 def roofline_costs(shape: ModelShape, device: Accelerator, tensor_parallel: int = 1) -> CostProfile:
-    """Returns the costs of a worker of `tensor_parallel` devices; no figure of it is measured."""
+    """Returns the costs of a worker of `tensor_parallel` devices; none of its figures is measured."""
     tp, efficiency = tensor_parallel, device.efficiency
     shape = held_shape(shape, device)
     memory = device.memory_bytes_per_s * efficiency.memory * tp
@@ -79,7 +79,7 @@ def ridge_batch(shape: ModelShape, device: Accelerator, tensor_parallel: int = 1
 
 
 def num_kv_tokens(shape: ModelShape, device: Accelerator, tensor_parallel: int = 1) -> int:
-    """Returns how many tokens of KV fit beside the weights; 0 where the weights do not fit."""
+    """Returns how many tokens of KV fit in addition to the weights; 0 if the weights do not fit."""
     left = device.memory_bytes * _USABLE_MEMORY * tensor_parallel - held_shape(shape, device).weight_bytes
     return max(0, int(left / (shape.kv_token_bytes * _replicated(shape, tensor_parallel))))
 

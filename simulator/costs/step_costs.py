@@ -4,9 +4,9 @@ A step takes a fixed time, during which its weights are read, and computing hide
 more tokens than the ridge of the roofline (Williams et al., CACM 2009). Beyond it each token adds its own time.
 
 The defaults stand for an 8B model in bf16 on one 80 GB GPU: weights of 16 GB at 2.4 TB/s make a decode step of 7 ms, KV
-of 128 KiB a token is read at the same rate, a prompt token costs 16 GFLOP at 250 TFLOP/s, and attention of a token over
-its context 0.5 MFLOP a token of it. They are derived, not measured; a comparison of policies needs only
-their proportions.
+of 128 KiB a token is read at the same rate, a prompt token costs 16 GFLOP at 250 TFLOP/s, and attention costs a token
+0.5 MFLOP for each token of its context. They are derived, not measured; a comparison of policies needs only their
+proportions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PrefillCosts:
         return num_tokens * (self.token_s + self.context_s * (num_before + num_tokens / 2))
 
     def prompt_s(self, num_tokens: int, chunk_tokens: int) -> float:
-        """Returns the time of a whole uncached prompt alone on the worker."""
+        """Returns the time of a whole uncached prompt on an otherwise idle worker."""
         full, rest = divmod(num_tokens, chunk_tokens)
         hidden_s = full * min(self.hidden_s, chunk_tokens * self.token_s) + min(self.hidden_s, rest * self.token_s)
         return -(-num_tokens // chunk_tokens) * self.step_s + self.chunk_s(num_tokens, 0) - hidden_s
@@ -49,8 +49,8 @@ class PrefillCosts:
 class DecodeCosts:
     """A step's time: a + b * batch + c * tokens of KV, plus the cost of prompt chunks in it.
 
-    With experts, `expert_s` is the time to read all of them, of which a token takes `expert_share`; a step reads those
-    that one of its tokens takes.
+    With experts, `expert_s` is the time to read all of them, of which a token uses `expert_share`; a step reads the
+    experts that any of its tokens uses.
     """
 
     step_s: float = 0.007
@@ -61,7 +61,7 @@ class DecodeCosts:
     hidden_s: float = 0.0  # part of `step_s` behind which computing tokens is free
     expert_s: float = 0.0
     expert_share: float = 0.0
-    mixed_s: float = 0.0  # what a step with prompt chunks takes besides, however few they are
+    mixed_s: float = 0.0  # extra time of any step with prompt chunks
 
     def batch_s(self, num_tokens: int, num_chunk_tokens: int = 0) -> float:
         """Returns the time of a step of one token for each sequence, without its contexts and its chunks' attention."""

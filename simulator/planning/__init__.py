@@ -1,7 +1,8 @@
-"""Plans how many of which worker to buy: from traffic, latency targets, a model and priced accelerators to two pools.
+"""Plans which workers to buy and how many: takes traffic, latency targets, a model and priced accelerators, and returns
+two pools.
 
-`search.find_plans` screens deployments with the flow model (`flow`), which queues the very requests of the workload at
-workers whose steps cost what `simulator.costs` derives; `verify` replays the best ones in the full simulator;
-`sensitivity` varies traffic and targets; `explain` and `pages` say why, and `serve_file` writes what `penstock serve`
-reads. Modules here are pure, except that `verify` runs simulations. Nothing here is measured on an accelerator.
+`search.find_plans` screens deployments with the flow model (`flow`), which queues the workload's own requests at
+workers with the step costs of `simulator.costs`; `verify` replays the best ones in the full simulator; `sensitivity`
+varies traffic and targets; `explain` and `pages` give the reasons, and `serve_file` writes what `penstock serve` reads.
+Modules here are pure, except that `verify` runs simulations. Nothing here is measured on an accelerator.
 """

@@ -42,7 +42,7 @@ def page_bytes(shape: ModelShape, tensor_parallel: int, page_size: int) -> float
 
 
 def explain_kv(shape: ModelShape, context: float) -> list[str]:
-    """Returns how much KV a token takes, and what windows change."""
+    """Describes how much KV a token takes, and what windows change."""
     value, layers = shape.kv_bytes_per_value, shape.num_layers
     if shape.latent_rank:
         plain = layers * shape.num_heads * (shape.nope_dim + shape.rope_dim + shape.v_dim) * value
@@ -68,7 +68,7 @@ def explain_kv(shape: ModelShape, context: float) -> list[str]:
 
 
 def explain_decode(shape: ModelShape, kind: WorkerKind, batch: float, context: float, slo: SloConfig) -> list[str]:
-    """Returns what limits a decode step, at this batch of sequences of this context."""
+    """Describes what limits a decode step, at this batch of sequences of this context."""
     device, tp, costs = kind.offer.device, kind.tensor_parallel, kind.costs.decode
     rounded = max(1, round(batch))
     step_s = costs.decode_s(rounded, int(rounded * context))
@@ -93,7 +93,7 @@ def explain_decode(shape: ModelShape, kind: WorkerKind, batch: float, context: f
 
 
 def explain_prefill(shape: ModelShape, kind: WorkerKind, prompt_tokens: float, *, moves: bool) -> list[str]:
-    """Returns how fast prompts are computed and, if their KV moves to another worker, what hides the transfer."""
+    """Describes how fast prompts are computed and, if their KV moves to another worker, what hides the transfer."""
     device, costs, link = kind.offer.device, kind.costs.prefill, kind.costs.link
     tokens = int(prompt_tokens)
     is_8bit = shape.weight_bytes_per_value <= 1
@@ -118,7 +118,7 @@ def explain_prefill(shape: ModelShape, kind: WorkerKind, prompt_tokens: float, *
 
 
 def explain_page(shape: ModelShape, tensor_parallel: int, page_size: int) -> str:
-    """Returns why pages have this size."""
+    """Explains the page size."""
     size = page_bytes(shape, tensor_parallel, page_size)
     return (
         f"Pages of {page_size} tokens have {size / 1024:,.0f} KiB a rank, enough for a link's full rate (64 KiB); a "
@@ -127,7 +127,7 @@ def explain_page(shape: ModelShape, tensor_parallel: int, page_size: int) -> str
 
 
 def explain_pools(deployment: Deployment, result: FlowResult, workload: Workload, slo: SloConfig) -> list[str]:
-    """Returns how the pools relate and how busy they are."""
+    """Describes how the pools relate and how busy they are."""
     prefill, decode = deployment.prefill, deployment.decode
     cache = cache_tokens(deployment, workload, slo)
     hits = f"{result.hit_rate:.1%} of the prompt tokens come from {cache:,.0f} tokens of cache"

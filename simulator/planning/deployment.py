@@ -1,4 +1,4 @@
-"""A deployment that could serve a workload, and what the flow model says of it. Pure."""
+"""A deployment that could serve a workload, and its results by the flow model. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from simulator.costs.roofline import held_shape, roofline_costs
 from simulator.planning.flow import DecodeFlow, FlowTimes, Patience, prefill_times, queue_prompts
 from simulator.planning.workload import PlannedRequest, Workload
 
-HIT_EFFICIENCY = 0.93  # of one cache as large as all: kv-aware routing keeps 93-99 % (docs/lab-notes/policies.md)
+HIT_EFFICIENCY = (
+    0.93  # hits over those of one cache as large as all: kv-aware keeps 93-99 % (docs/lab-notes/policies.md)
+)
 MAX_BATCH = 256  # sequences of a decode step: as many as CUDA graphs are captured for by default
 _KV_SHARE = 0.8  # of what weights leave free: the engine's default on GPUs
 _RESERVED_BYTES = 600 << 20  # the driver's context and libraries: the engine's assumption
@@ -21,7 +23,7 @@ _RESERVED_BYTES = 600 << 20  # the driver's context and libraries: the engine's 
 
 @dataclass(frozen=True, slots=True)
 class PricedAccelerator:
-    """An accelerator at a price. With measured costs, it is planned at the tensor-parallel degrees of these alone."""
+    """An accelerator at a price. With measured costs, it is planned only at their tensor-parallel degrees."""
 
     device: Accelerator
     price_per_h: float  # of one device
@@ -31,7 +33,9 @@ class PricedAccelerator:
         return not self.measured or self._measured_at(tensor_parallel) is not None
 
     def costs(self, shape: ModelShape, tensor_parallel: int) -> CostProfile:
-        """Returns the measured costs of a worker, or else those of the roofline. Bytes of KV are always the shape's."""
+        """Returns the measured costs of a worker, or else those of the roofline. The bytes of KV always follow from the
+        shape.
+        """
         derived, found = roofline_costs(shape, self.device, tensor_parallel), self._measured_at(tensor_parallel)
         if found is None:
             return derived
@@ -43,12 +47,12 @@ class PricedAccelerator:
 
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
-    """A worker: a model on `tensor_parallel` devices of an offer, computing prompts in chunks."""
+    """A kind of worker: a model on `tensor_parallel` devices of an offer, which computes prompts in chunks."""
 
     offer: PricedAccelerator
     tensor_parallel: int
     costs: CostProfile
-    kv_tokens: int  # that its page pool holds
+    kv_tokens: int  # the size of its page pool
     chunk_tokens: int
 
     @property
@@ -85,7 +89,7 @@ class PlannedPool:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Prefill and decode workers; without the former the latter compute prompts themselves."""
+    """Prefill and decode workers; without prefill workers, decode workers compute prompts themselves."""
 
     prefill: PlannedPool | None
     decode: PlannedPool
@@ -128,14 +132,16 @@ def kv_capacity(shape: ModelShape, device: Accelerator, tensor_parallel: int, co
 
 
 def make_kind(shape: ModelShape, offer: PricedAccelerator, tensor_parallel: int, chunk_tokens: int) -> WorkerKind:
-    """Returns the worker with measured costs where the offer has them, and with those of the roofline elsewhere."""
+    """Returns the worker with measured costs if the offer has them, and otherwise with those of the roofline."""
     costs = offer.costs(shape, tensor_parallel)
     kv_tokens = kv_capacity(shape, offer.device, tensor_parallel, costs)
     return WorkerKind(offer, tensor_parallel, costs, kv_tokens, chunk_tokens)
 
 
 def exposed_transfer_s(kind: WorkerKind, request: PlannedRequest) -> float:
-    """Returns what a transfer adds to TTFT: its last chunk's time, since earlier ones move beside computing."""
+    """Returns what a transfer adds to TTFT: its last chunk's time, since earlier chunks move while later ones are
+    computed.
+    """
     link = kind.costs.link
     last = min(kind.chunk_tokens, request.num_input_tokens)
     return link.latency_s + last * link.token_bytes / link.bytes_per_s
@@ -149,7 +155,7 @@ def evaluate(deployment: Deployment, workload: Workload, slo: SloConfig) -> Flow
 
 
 def meets(deployment: Deployment, workload: Workload, slo: SloConfig, attainment: float) -> bool:
-    """Returns whether enough requests are within both targets; sooner than `evaluate` where they are not."""
+    """Returns whether enough requests are within both targets; stops earlier than `evaluate` if they are not."""
     patience = patience_of(workload, slo, attainment)
     result = _evaluate(deployment, workload, slo, patience)
     return result is not None and result.attainment >= attainment
@@ -192,7 +198,7 @@ def _evaluate(
 
 
 def cache_tokens(deployment: Deployment, workload: Workload, slo: SloConfig) -> float:
-    """Returns the tokens that the caches hold which spare prompts from being computed.
+    """Returns the cached tokens with which prompts need not be computed.
 
     Colocated workers share their pages with running sequences, of which there are at most as many as would run if
     every token took the whole target (Little's law).

@@ -1,4 +1,4 @@
-"""The flow model: the workload's own requests, queued at workers whose steps cost what the cost model says. Pure.
+"""The flow model: queues the workload's own requests at workers with the step costs of the cost model. Pure.
 
 It screens hundreds of deployments, so it knows queues and batches, but no pages, routers or messages. A prefill worker
 computes one prompt after the other; the pool is one queue. A decode worker gives all its sequences a token a step,
@@ -6,8 +6,8 @@ whose time follows from the batch and its contexts (processor sharing), and hold
 for. A colocated worker does both: while prompts wait, every step also computes a chunk. Requests arrive as
 recorded, so bursts need no assumption, unlike in formulas for M/G/k queues.
 
-It is optimistic where it pools: real routers trade balance for cache hits. It is pessimistic where real prefill workers
-compute several short prompts in a step.
+It is optimistic because it pools workers: real routers trade balance for cache hits. It is pessimistic because real
+prefill workers compute several short prompts in a step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FlowTimes:
 def prefill_times(
     requests: Sequence[PlannedRequest], cached_share: float, costs: PrefillCosts, chunk_tokens: int
 ) -> list[float]:
-    """Returns the time that each prompt takes a worker, of which `cached_share` of the reusable tokens hit."""
+    """Returns the time that each prompt takes a worker if `cached_share` of its reusable tokens hit."""
     return [
         prompt_s(request.num_input_tokens, cached_share * request.reusable_tokens, costs, chunk_tokens)
         for request in requests
@@ -79,12 +79,12 @@ class _Worker:
     progress: float = 0.0
     step_s: float = 0.0
     contexts: float = 0.0  # tokens of KV that a step reads
-    reserved: int = 0  # tokens that its sequences may come to hold
+    reserved: int = 0  # tokens that its sequences may eventually hold
     prompt_left: float = 0.0  # tokens of the first waiting prompt
     prompt_rate: float = 0.0  # tokens of it in a second
     queued_tokens: float = 0.0
     busy_s: float = 0.0
-    batch_s: float = 0.0  # integral of the batch over time
+    batch_s: float = 0.0  # the integral of the batch over time
     version: int = 0
     running: list[tuple[float, int]] = field(default_factory=list)  # heap of (progress at the end, request)
     prompts: deque[int] = field(default_factory=deque)
@@ -93,7 +93,7 @@ class _Worker:
 
 @dataclass(frozen=True, slots=True)
 class DecodeFlow:
-    """Decode workers of one kind, all alike. With `chunk_tokens` they compute prompts themselves."""
+    """Identical decode workers. With `chunk_tokens` they compute prompts themselves."""
 
     costs: DecodeCosts
     num_workers: int
@@ -108,7 +108,7 @@ class DecodeFlow:
         cached_share: float = 0.0,
         patience: Patience | None = None,
     ) -> FlowTimes | None:
-        """Serves the requests from when each is ready: with its first token, or, colocated, with its prompt.
+        """Serves each request from the moment that it is ready: when it has its first token or, colocated, its prompt.
 
         Returns None as soon as more requests are late than `patience` allows.
         """
@@ -194,7 +194,7 @@ class _Run:
 
     def _has_room(self, worker: _Worker, number: int) -> bool:
         if not worker.running:
-            return True  # longer than the whole pool: planning refuses those before
+            return True  # longer than the whole pool; planning has refused those before
         is_below = len(worker.running) < self.flow.max_batch
         return is_below and worker.reserved + self.requests[number].num_tokens <= self.flow.kv_tokens
 
@@ -212,7 +212,7 @@ class _Run:
         self.peak = max(self.peak, len(worker.running))
 
     def _advance_to(self, time_s: float) -> None:
-        """Ends what ends before `time_s`."""
+        """Ends the sequences and prompts that end before `time_s`."""
         budget = _MOST_EVENTS_PER_REQUEST * (len(self.requests) + 1)
         while self.events and self.events[0][0] <= time_s:
             at_s, index, version = heapq.heappop(self.events)

@@ -1,5 +1,4 @@
-"""Estimates what a plan delivers and what it depends on: goodput, cost, headroom and sensitivity, by the flow model.
-Pure."""
+"""Estimates what a plan delivers (goodput, cost, headroom) and how sensitive it is, by the flow model. Pure."""
 
 from __future__ import annotations
 
@@ -29,11 +28,11 @@ class Economy:
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """A plan under one assumption that is off."""
+    """A plan when one assumption is wrong."""
 
     name: str
-    attainment: float  # of the plan as it is
-    sufficient: Deployment | None  # the same workers in the numbers that would do; None: no number does
+    attainment: float  # of the unchanged plan
+    sufficient: Deployment | None  # the same kinds of workers in sufficient numbers; None: no number suffices
 
     @property
     def price_per_h(self) -> float | None:
@@ -81,7 +80,7 @@ def sweep_rates(
 
 
 def vary(plan: Plan, workload: Workload, goal: Goal, by: float = 0.2) -> list[Variation]:
-    """Returns what each assumption changes that is off by a share: rate, lengths, reuse and targets."""
+    """Returns the effect of each assumption being off by a share: rate, lengths, reuse and targets."""
     variations = []
     for sign in (1, -1):
         factor = 1 + sign * by

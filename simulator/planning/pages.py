@@ -1,4 +1,4 @@
-"""Charts of a plan: attainment by rate, times to first token, and what a decode worker yields by batch."""
+"""Charts of a plan: attainment by rate, times to first token, and a decode worker's throughput by batch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def chart_first_tokens(report: PlanReport) -> Chart:
 
 
 def chart_batches(report: PlanReport) -> Chart:
-    """Returns the tokens per second of a decode worker's device by batch, and where its targets lie."""
+    """Returns the tokens per second of a decode worker's device by batch, and marks its targets."""
     deployment, workload = report.chosen.deployment, report.workload
     kind = deployment.decode.kind
     costs, context = kind.costs.decode, workload.mean_input_tokens + workload.mean_output_tokens / 2

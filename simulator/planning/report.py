@@ -1,7 +1,7 @@
-"""Everything that `penstock plan` says: the choice, its alternatives, and what they rest on.
+"""Everything that `penstock plan` reports: the choice, its alternatives, and their assumptions.
 
-The flow model proposes and the simulator disposes: the cheapest plans are simulated, and where none of them meets the
-goal there, the best of them is enlarged, by the pool whose target is missed, until one does.
+The flow model proposes plans and the simulator decides: the cheapest ones are simulated, and if none meets the goal
+there, the best one is enlarged, in the pool whose target is missed, until it does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _MOST_ENLARGED = 4
 
 @dataclass(frozen=True, slots=True)
 class PlanReport:
-    """A plan with its reasons. `verifications` are of plans, by their place among them; enlarged ones come last."""
+    """A plan with its reasons. `verifications` maps a plan's place among `plans` to its simulation; enlarged plans come
+    last.
+    """
 
     shape: ModelShape
     workload: Workload
@@ -63,8 +65,7 @@ def make_report(
 ) -> PlanReport:
     """Finds plans, simulates `num_simulated` requests of the cheapest, and describes the choice.
 
-    Without a plan that meets the goal in the simulator, the choice is the one that comes closest to it there. Raises
-    what `find_plans` raises.
+    If no plan meets the goal in the simulator, it chooses the one that comes closest. Raises what `find_plans` raises.
     """
     plans = find_plans(shape, offers, workload, goal)
     verifications: dict[int, Verification] = {}
@@ -132,7 +133,7 @@ def enlarge(deployment: Deployment, found: Verification) -> Deployment:
 
 
 def most_ranks(deployment: Deployment) -> int:
-    """Returns the largest tensor-parallel degree, whose pages are cut into the smallest parts."""
+    """Returns the largest tensor-parallel degree, which cuts pages into the smallest parts."""
     pools = [deployment.decode, *([deployment.prefill] if deployment.prefill else [])]
     return max(pool.kind.tensor_parallel for pool in pools)
 

@@ -1,8 +1,8 @@
 """Finds the cheapest deployments that meet the targets, by the flow model. Pure.
 
-As DistServe (arXiv:2401.09670) does, each pool is sized alone, prefill workers by TTFT and decode workers by the time
-per token, and the pools are joined and enlarged until the share of requests that meet both targets suffices. Unlike
-there, arrivals are the workload's own, and caches count: more prefill workers hold more prefixes.
+As in DistServe (arXiv:2401.09670), each pool is sized by itself, prefill workers by TTFT and decode workers by the time
+per token; then the pools are combined and enlarged until enough requests meet both targets. Unlike there, arrivals are
+the workload's own, and caches count: more prefill workers hold more prefixes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from simulator.planning.flow import prefill_times
 from simulator.planning.workload import Workload
 
 CHUNKS = (512, 1024, 2048, 4096, 8192)
-_OVERHEAD = 0.05  # share of a full chunk's time that the step's fixed part may take
-_KEPT_OPTIONS = 3  # cheapest kinds of each pool that are joined
+_OVERHEAD = 0.05  # largest share of a full chunk's time for the step's fixed part
+_KEPT_OPTIONS = 3  # cheapest kinds of each pool that are combined
 _MOST_JOINS = 40
 _FAR = 1.5  # times the cheapest pool's price, beyond which no other is sized
 _SHORTEST_CHUNK = 128
@@ -64,7 +64,8 @@ class Plan:
 def find_plans(shape: ModelShape, offers: Sequence[PricedAccelerator], workload: Workload, goal: Goal) -> list[Plan]:
     """Returns deployments that meet the goal, the cheapest first: disaggregated and colocated, by kind of worker.
 
-    Raises InvalidInput that says what fails: memory, the time of a prompt on an idle worker, or the number of devices.
+    Raises InvalidInput, which names the cause: memory, the time of a prompt on an idle worker, or the number of
+    devices.
     """
     kinds = _kinds(shape, offers, workload, goal, colocated=False)
     prefill = _cheapest(kinds, lambda kind: _prefill_suffices(kind, workload, goal), goal)
@@ -83,7 +84,7 @@ def find_plans(shape: ModelShape, offers: Sequence[PricedAccelerator], workload:
 def _kinds(
     shape: ModelShape, offers: Sequence[PricedAccelerator], workload: Workload, goal: Goal, *, colocated: bool
 ) -> list[WorkerKind]:
-    """Returns the workers that hold the model and the longest request."""
+    """Returns the kinds of worker that can hold the model and the longest request."""
     found = []
     for offer in offers:
         for degree in filter(offer.allows, goal.degrees):
@@ -96,7 +97,9 @@ def _kinds(
 
 
 def choose_chunk(kind: WorkerKind) -> int:
-    """Returns the shortest chunk whose step is spent on computing: longer ones delay others and expose transfers."""
+    """Returns the shortest chunk whose step is spent mostly on computing: longer ones delay others and expose
+    transfers.
+    """
     costs = kind.costs.prefill
     for chunk in CHUNKS:
         fixed_s = costs.step_s - min(costs.hidden_s, chunk * costs.token_s)
@@ -127,7 +130,7 @@ def _prefill_suffices(kind: WorkerKind, workload: Workload, goal: Goal) -> Calla
 
 
 def _decode_suffices(kind: WorkerKind, workload: Workload, goal: Goal) -> Callable[[int], bool]:
-    """Returns whether so many workers have room in time and tokens fast enough, if prompts took no time."""
+    """Returns whether so many workers have room in time and are fast enough, if prompts took no time."""
     ready_s = [request.arrival_s for request in workload.requests]
     patience = patience_of(workload, goal.slo, goal.attainment)
 

@@ -1,5 +1,6 @@
-"""Replays a planned deployment in the simulator: the real routing, scheduling and transfer decisions, on the same
-costs."""
+"""Replays a planned deployment in the simulator, with the real routing, scheduling and transfer decisions and the same
+costs.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from penstock.errors import InvalidInput
 from simulator.traffic.reuse import ReuseReport, measure_reuse
 
 _SAMPLED_BLOCK_TOKENS = 64
-_SHARED, _OWN = 0, 1 << 20  # first block ids of what sampled prompts share, and of what they do not
+_SHARED, _OWN = 0, 1 << 20  # first block ids of the shared and of the unshared parts of sampled prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Workload:
     def varied(self, *, rate: float = 1.0, inputs: float = 1.0, outputs: float = 1.0, hits: float = 1.0) -> Workload:
         """Returns the workload with its rate, lengths or reusable tokens multiplied.
 
-        Only one whose rate alone differs still has records, and so can be simulated.
+        It keeps its records, and so can be simulated, only if nothing but the rate differs.
         """
         varied = tuple(
             PlannedRequest(

@@ -60,7 +60,7 @@ class GateModel:
             self.poll_soon()
 
     def poll_soon(self) -> None:
-        """Polls after the current callback: dispatching calls workers that may be calling here."""
+        """Polls after the current callback, because dispatching calls workers, which may be the caller."""
         if not self._polling and self.admission.num_waiting:
             self._polling = True
             self._node.after(0.0, self._poll)
@@ -94,7 +94,7 @@ class GateModel:
 
 
 def fleet_state(followers: Sequence[FollowerModel]) -> FleetState | None:
-    """Summarizes the workers that take requests; None where none decodes."""
+    """Summarizes the workers that take requests; None if none decodes."""
     ready = [follower for follower in followers if follower.takes_work]
     decode = [follower for follower in ready if follower.role is Role.DECODE]
     prefill = [follower for follower in ready if follower.role is Role.PREFILL]

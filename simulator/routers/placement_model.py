@@ -22,7 +22,7 @@ from simulator.routers.follower_model import FollowerModel, RouterState
 
 @dataclass(frozen=True, slots=True)
 class PlacementModel:
-    """A chosen pair and what it is credited with."""
+    """A chosen pair and the load credited to it."""
 
     choice: PairChoice
     commitment: Commitment
@@ -41,7 +41,7 @@ class PlacerModel:
         max_replicas: int,
         pull_cost: LinkCost | None = None,
     ) -> None:
-        """`pull_cost` is that of a pull between any two workers; None: nothing is pulled."""
+        """`pull_cost` is the cost of a pull between any two workers; None: nothing is pulled."""
         self._index: PrefixIndex = known.index
         self._ledger = known.ledger
         self._core = PlacementCore(known.ledger, known.costs, known.links, max_replicas)
@@ -98,7 +98,7 @@ class PlacerModel:
         return replace(offer, cost=lambda source, target: cost) if offer is not None else None
 
     def on_end(self, placement: PlacementModel, transfer_s: float | None, num_output_tokens: int) -> None:
-        """Learns from a request that has ended where it was placed."""
+        """Learns from a request that has ended at its chosen worker."""
         self._core.on_end(num_output_tokens)
         if transfer_s is not None:
             self._core.on_transfer(placement.choice, placement.commitment, transfer_s)

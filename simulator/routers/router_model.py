@@ -31,7 +31,7 @@ from simulator.workers.transfers import PrefillOption
 from simulator.world.network import Network, Node
 from simulator.world.virtual_time import Timer
 
-_CANCEL_S = 0.5  # within which a cancelled request ends at its worker, if no fault delays it
+_CANCEL_S = 0.5  # a cancelled request ends at its worker within this time, if no fault delays it
 SALT = make_salt("simulated")
 
 
@@ -103,7 +103,7 @@ class RouterModel:
         self._known = known
         self._workers = workers
         self.followers: list[FollowerModel] = []
-        self._ready: dict[Role, list[FollowerModel]] | None = None  # by role; None: to be found out
+        self._ready: dict[Role, list[FollowerModel]] | None = None  # by role; None: not computed yet
         self._by_id: dict[WorkerId, FollowerModel] = {}  # those in `_ready`
         for name, role in names.items():
             self.follow(name, role)
@@ -222,7 +222,7 @@ class RouterModel:
         self._send(held, self._by_id[placed.choice.decode], candidates)
 
     def _find_ready(self) -> dict[Role, list[FollowerModel]]:
-        """Returns the workers that take requests, by role; kept until one of them comes, goes or is lost."""
+        """Returns the workers that take requests, by role; the result is kept until a worker comes, goes or is lost."""
         ready: dict[Role, list[FollowerModel]] = {Role.PREFILL: [], Role.DECODE: []}
         for follower in self.followers:
             if follower.takes_work:
@@ -354,7 +354,7 @@ class RouterModel:
 
 @dataclass(frozen=True, slots=True, eq=True)
 class _Frames:
-    """Sends frames back over one link; equal for all requests on it, so that a step is one frame."""
+    """Sends frames back over one link. All requests on it share one, so a step is one frame."""
 
     router: RouterModel
     link: object

@@ -7,9 +7,9 @@ cache's size: a cache of C tokens holds the first C tokens of this ranking, and 
 that rank up to it, its stack distance, fit (Mattson, Gecsei, Slutz, Traiger: Evaluation techniques for storage
 hierarchies, IBM Systems Journal 9(2), 1970).
 
-Blocks that one request touched last are the end of its prompt, because whoever touches a block touches all before it.
-So a prompt that is touched again meets few runs of blocks of equal last request, and the distances in a run are
-successive. So n requests with m runs take O(m log n), and every block is only compared and marked.
+Blocks that one request touched last are the end of its prompt, because a request that touches a block touches all
+before it. So a prompt that is touched again meets few runs of blocks of equal last request, and the distances in a run
+are successive. Thus n requests with m runs take O(m log n), and every block is only compared and marked.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class _Prompts:
             node = self._nodes.get((path[-1] if path else _ROOT, ids[len(path)]))
             if node is None:
                 break
-            # Whoever touched this block last also was the last to touch all later blocks of its own prompt.
+            # The request that touched this block last was also the last to touch all later blocks of its own prompt.
             owner, start = self._last_request[node], len(path)
             end = start + _num_common(ids[start:], self._ids[owner][start:])
             path += self._paths[owner][start:end]

@@ -1,8 +1,8 @@
 """Finds which requests continue which: conversations and agents, their gaps, and how their prompts grow. Pure.
 
 Where a trace names sessions, requests of one session and agent follow each other. Where it has only blocks, a request
-continues an earlier one if its prompt begins with all full blocks of that prompt and with at least one block that the
-earlier request was the first to have; so sharing a system prompt alone makes no session.
+continues an earlier one if its prompt begins with all full blocks of that prompt and with at least one block that
+appeared first in the earlier request; so a shared system prompt does not make a session.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ _RETRY_AFTER_S = 1.0
 class Delta:
     """An update of one request for its router. `error` and `ended` are final.
 
-    Its tokens are named by the request that they were computed for and by the first one's position.
+    Its tokens are identified by the request that they were computed for and the first one's position.
     """
 
     stream: int
@@ -115,7 +115,8 @@ class DecodeModel(TransferOwner):
     ) -> None:
         """`max_run` is how many steps are simulated at once where nothing happens between them.
 
-        Above 1, routers receive a sequence's first token and its end, and what lies between only before a fault.
+        Above 1, routers receive a sequence's first token and its end; they receive the tokens between only before a
+        fault.
         """
         self.node = node
         self.worker_id = WorkerId(node.name)
@@ -138,8 +139,8 @@ class DecodeModel(TransferOwner):
         self._outbox: dict[Callable[[list[Delta]], None], list[Delta]] = {}
         self._plan: StepPlan | None = None  # in flight, until it is committed
         self._steps_s: list[float] = []  # of the run in flight; only those that are not committed
-        self._run_rows: DecodeRows | None = None  # of a run whose first steps are committed ...
-        self._num_run = 0  # ... and how many are
+        self._run_rows: DecodeRows | None = None  # of a run whose first steps are committed
+        self._num_run = 0  # how many of its steps are committed
         self._pace = Pace()
         self._policy = PrefillPlacement(config)
         if max_run > 1:
@@ -289,7 +290,7 @@ class DecodeModel(TransferOwner):
         return ends_s
 
     def _awaits_first_token(self, plan: StepPlan) -> bool:
-        """Returns whether a row is a prompt of which all but the last token was cached: its first token goes out."""
+        """Returns whether a row is a prompt whose tokens but the last were cached, so that its first token is due."""
         firsts = self._computed_here
         return bool(firsts) and any(item.sequence in firsts for item in plan.rows.items)
 
@@ -376,7 +377,7 @@ class DecodeModel(TransferOwner):
             self._on_tokens(self._submissions[sequence])
 
     def _send_all(self) -> None:
-        """Sends every token that routers have not received, since a fault is about to happen."""
+        """Sends every token that routers have not received, because a fault is about to happen."""
         if self.node.state is not State.ALIVE:
             return
         self.catch_up()

@@ -48,7 +48,7 @@ class EventFeed:
         faults: EventFaults,
         loop: VirtualStepLoop,
     ) -> None:
-        """`loop` says when steps end that are simulated as a run, each of which changes the load.
+        """`loop` returns when the steps of a run end, each of which changes the load.
 
         Two reports are `interval_s` apart, and `run_interval_s` where nothing but such steps has happened.
         """

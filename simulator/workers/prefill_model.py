@@ -1,7 +1,7 @@
 """A prefill worker in virtual time: the real scheduler, page pool and prefix cache around a cost model.
 
 Follows `prefill_worker.worker`: a job asks for its destination when its first chunk begins, pushes complete pages while
-the next chunk computes, and is closed when nothing of it can be written any more.
+the next chunk computes, and is closed when none of its pages can be written any more.
 """
 
 from __future__ import annotations

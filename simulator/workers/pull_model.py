@@ -1,7 +1,7 @@
 """Pulls of cached pages into a prefill worker in virtual time.
 
-Follows `worker.pull` around its real decision: a prompt waits until its pages are here or its patience ends, and
-computes what has not come.
+Follows `worker.pull` around its real decision: a prompt waits until its pages have arrived or its patience ends, and
+computes the rest.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PullModel:
         self._costs = PullCosts(chunk_tokens)
 
     def bring(self, sequence: Sequence, plan: PlannedPull | None, then: Callable[[], None]) -> None:
-        """Calls `then` on the step loop, once, when the pages are here or will not come."""
+        """Calls `then` on the step loop, once, when the pages have arrived or will not arrive."""
         source = self._find(plan.source) if plan is not None else None
         if plan is None or source is None:
             then()

@@ -1,7 +1,7 @@
 """A worker's step loop in virtual time: like `engine.step.loop`, it runs posted calls in order between steps.
 
-`begin` may run several steps at once, as far as nothing is to be decided between them. A call that is posted meanwhile
-cuts such a run after the step in flight, so that it runs when it would have run.
+`begin` may run several steps at once if nothing is to be decided between them. A call that is posted meanwhile cuts
+such a run after the step in flight, so the call runs at the same time as it would have without the run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from simulator.world.virtual_time import Callback, Timer
 
 class VirtualStepLoop:
     def __init__(self, node: Node, begin: Callable[[], Sequence[float]], end: Callable[[int], None]) -> None:
-        """`begin` schedules steps and returns when each ends, or nothing without work; `end` commits that many."""
+        """`begin` schedules steps and returns the end of each, or nothing without work; `end` commits that many."""
         self._node = node
         self._begin = begin
         self._end = end
@@ -53,7 +53,7 @@ class VirtualStepLoop:
         return num_ended
 
     def next_end_s(self, after_s: float) -> float | None:
-        """Returns when the run's first step after a moment ends, or its last; None where `end` follows it anyway."""
+        """Returns the end of the run's first step after a moment, or of its last; None if `end` follows it anyway."""
         if self._timer is None or len(self._ends_s) == 1:
             return None
         return self._ends_s[min(bisect_right(self._ends_s, after_s), len(self._ends_s) - 1)]

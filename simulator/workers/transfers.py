@@ -1,7 +1,7 @@
 """Transfers into a decode worker's pool in virtual time, around the real transfer session and the real fences.
 
-Follows `decode_worker.prefill.transfer_table` and `worker.fence_keeper`: pages are fenced from their reservation
-until the sender can no longer write them, which the passing of time alone never proves.
+Follows `decode_worker.prefill.transfer_table` and `worker.fence_keeper`: pages are fenced from their reservation until
+the sender can no longer write them, which elapsed time never proves.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TransferOwner:
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """A transfer. `sequence` is None when nothing waits for the pages any more."""
+    """A transfer. `sequence` is None once nothing waits for the pages."""
 
     session: TransferSession
     worker_id: WorkerId
@@ -291,7 +291,7 @@ class TransferModel:
         for effect in effects:
             match effect:
                 case Effect.VERIFY:
-                    verify = True  # last: its result may use the pages, whose fence must be lifted before
+                    verify = True  # last, because its result may use the pages, whose fence must be lifted first
                 case Effect.CANCEL:
                     model = self._find_prefill(transfer.worker_id)
                     if transfer.call is not None and model is not None:

@@ -1,4 +1,4 @@
-"""Schedules seeded faults: workers that die, freeze, drain or flip, links that are cut or slow, mishandled events."""
+"""Schedules seeded faults: workers die, freeze, drain or flip, links are cut or slow, and events are mishandled."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def schedule_faults(fleet: SimulatedFleet, rng: random.Random, until_s: float, r
 
 
 def _drain(fleet: SimulatedFleet, name: str, role: Role, number: int) -> None:
-    """Starts a successor and retires the worker, unless it is the last that decodes and its successor would not."""
+    """Starts a successor and retires the worker, unless it is the last decode worker and its successor is not one."""
     left = [other for other in fleet.router.followers if other.role is Role.DECODE and other.worker_id != name]
     if name not in fleet.workers or (role is Role.PREFILL and not left):
         return

@@ -11,7 +11,7 @@ _YOUNG_OBJECTS = 100_000  # made since the last collection, before the next; Pyt
 
 @contextmanager
 def collect_rarely() -> Iterator[None]:
-    """Exempts what exists now from collections, and collects seldom until the end of the block."""
+    """Exempts existing objects from collections, and collects seldom until the end of the block."""
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS, *before[1:])

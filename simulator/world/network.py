@@ -66,7 +66,7 @@ class Call:
     _held: list[tuple[int, Callback]] = field(default_factory=list)  # while the link is cut
 
     def send(self, sender: Node, deliver: Callback) -> None:
-        """`deliver` runs at the other end."""
+        """Sends a message; `deliver` runs at the other end."""
         if not self.is_open or sender.state is State.DEAD:
             return
         to = 1 if sender is self.ends[0] else 0
@@ -113,7 +113,7 @@ class Network:
         self._rng = sim.rng("network")
         self._nodes: dict[str, Node] = {}
         self._calls: dict[Call, None] = {}
-        self.before_fault: list[Callback] = []  # lets processes that run ahead of their messages send what they owe
+        self.before_fault: list[Callback] = []  # lets processes that run ahead of their messages send due ones
         self._disturbed_s: dict[str, float] = {}  # by process: when a fault of it or of a link to it began or ended
         self._cut_since_s: dict[frozenset[str], float] = {}
 
@@ -153,7 +153,7 @@ class Network:
             callback()
 
     def undisturbed_since_s(self, name: str) -> float:
-        """Returns when the last fault that could delay messages of a process began or ended."""
+        """Returns the time at which the last fault that could delay a process's messages began or ended."""
         return self._disturbed_s.get(name, 0.0)
 
     def _note_fault(self, *names: str) -> None:
@@ -201,7 +201,7 @@ class Network:
         return bool(self._cut_since_s) and frozenset((one, other)) in self._cut_since_s
 
     def _give_up(self, call: Call) -> None:
-        """Breaks the call at the end of keepalive's time if its peer has been silent throughout."""
+        """Breaks the call when keepalive's time ends, if its peer was silent throughout."""
         since_s = self.sim.now_s - KEEPALIVE_S + 1e-9
         cut_s = self._cut_since_s.get(frozenset(node.name for node in call.ends))
         frozen = any(node.state is State.FROZEN and node.state_since_s <= since_s for node in call.ends)

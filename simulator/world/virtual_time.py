@@ -1,8 +1,7 @@
 """Virtual time: a heap of callbacks. Everything else in this package is a callback that schedules others.
 
 The same seed gives the same run to the last bit: callbacks due at the same moment run in the order in which they were
-scheduled, nothing reads a clock, and every part has a random stream of its own, so that one part does not shift
-another's.
+scheduled, nothing reads a clock, and every part has its own random stream, so one part does not shift another's.
 """
 
 from __future__ import annotations

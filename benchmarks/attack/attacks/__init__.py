@@ -1,10 +1,10 @@
-"""The attacks, a module for each thing that they abuse; `benchmarks.attack.table` lists them.
+"""The attacks, in one module for each thing that they abuse; `benchmarks.attack.table` lists them.
 
 | module | what it abuses |
 |---|---|
 | `operators` | ports and calls that are for the deployment's own processes |
 | `messages` | bytes that cost more to read, refuse or match than to send |
-| `grammars` | what an output must match, and tools |
+| `grammars` | grammars that an output must match, and tools |
 | `quotas` | work before it is paid for, and tickets |
 | `connections` | connections and frames of HTTP/2 |
 | `readers` | answers that nobody reads |

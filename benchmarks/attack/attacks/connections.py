@@ -77,7 +77,7 @@ async def connection_flood(target: AttackTarget) -> None:
                 opened.append(writer)
                 await is_closed(reader, 0.5)
 
-            held = 0  # at once: those that say nothing are closed after a while, which makes room for others
+            held = 0  # at the same time: silent ones are closed after a while, which makes room for others
             for _ in range(_NUM_FLOOD // 250):
                 await asyncio.gather(*(hold() for _ in range(250)), return_exceptions=True)
                 held = max(held, await target.num_connections(ATTACKER))

@@ -18,8 +18,8 @@ def _fields(count: int, value: object) -> dict[str, object]:
     return {"type": "object", "properties": {f"p{number}": value for number in range(count)}}
 
 
-# By name the field of a completion's body and its value. Under the grammar library's own limits each takes 0.1 to 10 s
-# of a core to compile, memory without end, or as long for a token.
+# Each entry is a field of a completion's body and its value, by name. Within the grammar library's own limits each
+# takes 0.1 to 10 s of a core to compile or to compute a token, or memory without end.
 HOSTILE: Mapping[str, tuple[str, object]] = {
     "doubling": ("guided_grammar", "start: A\nA: " + " & ".join(f"/(.*x.*){{{count}}}/" for count in range(1, 10))),
     "negations": (

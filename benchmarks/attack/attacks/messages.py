@@ -130,7 +130,7 @@ async def deep_json(target: AttackTarget) -> None:
 
 
 async def crafted_stop_strings(target: AttackTarget) -> None:
-    """Asks for answers of one letter, forced by logit bias, beside stop strings that match all but their last one."""
+    """Asks for answers of one letter, forced by logit bias, with stop strings that match all but their last one."""
     async with channel(target.grpc) as made:
         code, details = await call_code(
             made, TOKENIZE, inference_pb2.TokenizeRequest(text="aaaa").SerializeToString(), target.key, streams=False

@@ -111,7 +111,7 @@ async def garbage_to_inner_ports(target: AttackTarget) -> None:
 
 
 async def silent_peers_at_inner_ports(target: AttackTarget) -> None:
-    """Holds 300 silent connections to each inner port of the decode worker; a transfer must still get through."""
+    """Holds 300 silent connections to each inner port of the decode worker; a transfer must still succeed."""
     pids = await target.pids()
     opened: list[asyncio.StreamWriter] = []
     try:

@@ -24,7 +24,7 @@ _NUM_TICKET_USERS = 12
 
 
 async def tokenizer_flood(target: AttackTarget) -> None:
-    """Keeps eight of the longest texts in the tokenizer, whose answers may only be refusals after the work."""
+    """Keeps eight of the longest texts in the tokenizer; they may only be refused after that work."""
     text = inference_pb2.TokenizeRequest(text=_LONGEST).SerializeToString()
     prompt = inference_pb2.GenerateRequest(text=_LONGEST, sampling={"max_tokens": 1}).SerializeToString()
     async with channel(target.grpc) as made:
@@ -103,7 +103,7 @@ async def _stream(made: grpc.aio.Channel, ticket: bytes) -> grpc.StatusCode:
 
 
 def _at(address: str) -> str:
-    """Returns a ticket's address, which without a host is at the router's."""
+    """Returns a ticket's address; without a host it is at the router's host."""
     return address if not address.startswith(":") else f"127.0.0.1{address}"
 
 

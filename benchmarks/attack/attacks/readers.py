@@ -39,7 +39,9 @@ def _request() -> bytes:
 
 
 async def _must_let_go(target: AttackTarget, within_s: float) -> None:
-    """Raises Breach if more than the victims' streams is held after the time, or the tenant's quota is not back."""
+    """Raises Breach if more than the victims' streams is still held after the time, or the tenant's quota is not
+    restored.
+    """
     began_s = time.monotonic()
     if not await target.wait_until_idle(NUM_VICTIMS, within_s):
         raise Breach(f"of {NUM_READERS} answers nobody reads, {await target.describe_held()} {within_s:g} s later")

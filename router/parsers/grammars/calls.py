@@ -33,7 +33,7 @@ class CallGrammar:
 
 
 def schema_of(tool: ToolFunction) -> dict[str, Any]:
-    """Returns the schema of a tool's arguments: an object with the named properties alone, unless it says otherwise."""
+    """Returns the schema of a tool's arguments: an object with only the named properties, unless it says otherwise."""
     return closed({"type": "object", **tool.parameters})
 
 
@@ -79,7 +79,7 @@ def all_strings(schema: Mapping[str, Any]) -> bool:
 
 
 def _bare(name: str) -> str:
-    """Returns the name of a parameter that stands without quotes. Raises InvalidInput if it cannot."""
+    """Returns the name of a parameter that is written without quotes. Raises InvalidInput if it needs them."""
     if not _KEY.fullmatch(name):
         problem = f"the parameter {name[:64]!r} cannot be enforced with this model; use letters, digits and underscores"
         raise InvalidInput("tools", problem)
@@ -175,7 +175,7 @@ _ROWS: Mapping[str, CallGrammar] = {
 
 
 def call_grammar(format_name: str, special_tokens: Mapping[str, int]) -> CallGrammar:
-    """Returns how a format writes calls; some families write them in the way that their tokens allow."""
+    """Returns how a format writes calls, which in some families depends on the tokens that exist."""
     if format_name == "mistral":
         return _MISTRAL_NAMED if "[ARGS]" in special_tokens else _MISTRAL_LIST
     if format_name == "gemma":

@@ -1,4 +1,4 @@
-"""The grammar of a whole output: reasoning, then calls alone or text with calls in it."""
+"""The grammar of a whole output: reasoning, then only calls or text with calls in it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _text_with_calls(lark: LarkWriter, form: CallGrammar, call: str, parallel: b
         group = lark.rule(_calls_only(lark, form, call, parallel, trigger))
         many = "*" if parallel else "?"
         return f"({lark.until(trigger)} {group}){many} {lark.text()}"
-    # No mark begins a call but the first character of the output.
+    # No mark begins a call: it begins with the first character of the output.
     first = trigger or "{"
     calls = _calls_only(lark, form, call, parallel)
     return f"({calls} | /([^\\{first}\\s](.|\\n)*)?/)"

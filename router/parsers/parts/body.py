@@ -22,7 +22,7 @@ class CallBody(Stateful):
         self.ended_at = False  # a part ended with the last character
 
     def step(self, char: str, sink: CallSink) -> Step:
-        """Takes the next character. DONE or DONE_BEFORE is said of the call as a whole."""
+        """Takes the next character. DONE and DONE_BEFORE refer to the call as a whole."""
         self.ended_before = self.ended_at = False
         while self._current < len(self._parts):
             step = self._parts[self._current].step(char, sink)
@@ -118,7 +118,7 @@ class Repeated(Part):
 
 
 class Choice(Part):
-    """An of several bodies, chosen by the first character that is not white space; `""` stands for any other one."""
+    """One of several bodies, chosen by the first character that is not white space; `""` stands for any other one."""
 
     FIELDS = ("case",)
 

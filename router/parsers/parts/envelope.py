@@ -7,15 +7,15 @@ from router.parsers.parts.part import MAX_HELD, CallSink, Part, Step, TextBuffer
 from router.parsers.parts.plain import MAX_NAME, NAME
 
 _SPACE = " \t\r\n"
-_IGNORED = ("id", "type")  # models write them beside the name
+_IGNORED = ("id", "type")  # models write them next to the name
 _NULL = "null"
 
 
 class Envelope(Part):
     """`{"name": ..., "arguments": {...}}`, its keys in any order.
 
-    Arguments before the name are kept until it comes. Arguments in a string are unescaped; none at all are `{}`.
-    With `known_only`, an object with the name of no tool of the request fails.
+    Arguments before the name are kept until it comes. Arguments in a string are unescaped; none at all are `{}`. With
+    `known_only`, an object fails unless it names a tool of the request.
     """
 
     FIELDS = ("place", "key", "name", "early", "started", "ended", "scanner", "reader", "word")

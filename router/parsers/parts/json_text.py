@@ -1,4 +1,6 @@
-"""JSON as a model writes it: the text of an object, found by its braces alone, and strings, unescaped as they come."""
+"""JSON as a model writes it: the text of an object, delimited only by its braces, and strings, unescaped as they
+arrive.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ class ObjectScanner(Stateful):
 
 
 class Arguments(Part):
-    """A JSON object that is the arguments of the call whose name was read; streams its text as it is."""
+    """The JSON object with the arguments of the call whose name was read; streams its text unchanged."""
 
     FIELDS = ("scanner",)
 
@@ -72,7 +74,7 @@ class Arguments(Part):
 
 
 class StringReader(Stateful):
-    """Unescapes a JSON string, whose opening quote is before it, as it comes."""
+    """Unescapes a JSON string as it arrives, beginning after its opening quote."""
 
     FIELDS = ("escape", "ended")
 

@@ -96,7 +96,7 @@ class KeywordArguments(Part):
             sink.arguments(self.word)
 
     def fail(self, sink: CallSink) -> None:
-        return  # what is kept was not passed on, so that it becomes text
+        return  # what is kept was not passed on, so it becomes text
 
     def _begin_element(self, sink: CallSink) -> None:
         """Begins an element of the innermost container; the first one of all begins the call."""
@@ -188,7 +188,7 @@ class KeywordArguments(Part):
         sink.arguments("")  # what is held belongs to the string
 
     def _unescape(self, held: str, sink: CallSink) -> str:
-        """Passes on what `held`, one character or an escape, stands for; returns it if it is not complete."""
+        """Passes on the value of `held`, one character or an escape; returns `held` if it is not complete."""
         sink.arguments("")
         if held == self.quote:
             self._end_string(sink)
@@ -251,7 +251,7 @@ def _escape_code(code: int) -> str:
 
 
 def _word_as_json(word: str, dialect: KeywordDialect) -> str | None:
-    """Returns a constant or number as JSON; None if it is none. Gemma writes some strings without quotes."""
+    """Returns a constant or number as JSON; None if the word is neither. Gemma writes some strings without quotes."""
     if word in _WORDS:
         return _WORDS[word]
     if _NUMBER.fullmatch(word):

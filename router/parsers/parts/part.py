@@ -36,7 +36,7 @@ class CallSink(ABC):
 
     @abstractmethod
     def begin_next(self) -> None:
-        """Says that a further call may begin here, in the same body."""
+        """Notes that a further call may begin here, in the same body."""
 
     @abstractmethod
     def start(self) -> None:

@@ -38,7 +38,8 @@ class Space(Part):
 class Name(Part):
     """The name of a tool, up to any of the literals `ends` or before any of the characters `stops`.
 
-    `clean` takes off what the format adds to the name. With `known_only`, the name of no tool of the request fails.
+    `clean` removes what the format adds to the name. With `known_only`, a name fails unless the request has a tool of
+    that name.
     """
 
     FIELDS = ("text",)

@@ -16,8 +16,8 @@ class TaggedArguments(Part):
     """`<key tag>KEY</key tag><value tag>VALUE</value tag>...` up to `end`.
 
     A string streams; a value of another type is kept until it is complete, and is a string if it is not valid JSON of a
-    type that the schema allows. `untyped_json` says the same for parameters without a type: otherwise strings.
-    With `trim`, one line end after the opening tag and one before the closing tag are not part of the value.
+    type that the schema allows. With `untyped_json`, the same holds for parameters without a type, which are strings
+    otherwise. With `trim`, one line end after the opening tag and one before the closing tag are not part of the value.
     """
 
     FIELDS = ("place", "held", "key", "value", "started", "streams", "empty")

@@ -1,8 +1,8 @@
 """Work that routers have sent to workers and that the workers' load reports do not show yet.
 
 Placement adds it to every worker's reported load; without it, all requests between two reports would go to the same
-worker, the least loaded one. `InflightLedger` holds this router's own work, `PeerInflight` what the other routers
-report of theirs. Pure: time is passed in.
+worker, the least loaded one. `InflightLedger` holds this router's own work, `PeerInflight` the work that other routers
+report. Pure: time is passed in.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class InflightLedger:
     """Credits workers and links with what this router sends them.
 
     An entry for a worker is removed when its request makes progress or ends (`settle`), or when the worker has reported
-    its load since. No report shows the bytes on links: those entries are removed by `settle` alone. Work that a client
-    has yet to send is pinned, and no report removes it until it is unpinned.
+    its load since. No report shows the bytes on links: only `settle` removes those entries. Work that a client has yet
+    to send is pinned, and no report removes it until it is unpinned.
     """
 
     def __init__(self) -> None:
@@ -172,8 +172,9 @@ class PeerInflight:
         self._reports: dict[str, _Report] = {}
 
     def apply(self, peer: str, epoch: Epoch, number: int, work: Mapping[WorkerId, InflightWork], now_s: float) -> None:
-        """Replaces the peer's previous report unless that one is newer. Epochs have no order: one that was not seen
-        before is that of a restarted router, and replaces the others for good."""
+        """Replaces the peer's previous report unless that one is newer. Epochs have no order: an unseen one means that
+        the router has restarted, and replaces the others for good.
+        """
         known = self._reports.get(peer)
         earlier: tuple[Epoch, ...] = ()
         if known is not None:

@@ -15,7 +15,7 @@ from penstock.types import Labels, WorkerId
 
 _REFRESH = 256  # transfers after which the lower bound on all links is recomputed: until then it only falls
 _MAX_LINKS = 65536  # with a model of their own
-_MIN_OWN = 3  # transfers, before a link's own model is preferred to that of its distance
+_MIN_OWN = 3  # transfers before a link's own model is preferred to that of its distance
 
 
 class Distance(IntEnum):

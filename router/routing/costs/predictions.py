@@ -1,7 +1,7 @@
-"""Compares each worker's predictions with what happened: how long it takes and how much of a prompt it caches. Pure.
+"""Compares the predictions for each worker with what happened: its times, and how much of a prompt it caches. Pure.
 
-A cache may have lost pages since the prompt was placed, so that one miss proves nothing. Where the index keeps
-promising more than there is, its picture of the worker is wrong and has to be fetched again.
+A cache may have lost pages since the prompt was placed, so one miss proves nothing. If the index keeps promising more
+than there is, its picture of the worker is wrong and has to be fetched again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from penstock.types import WorkerId
 
 _SMOOTHING = 0.1
 _MIN_PROMISES = 12  # since the last alarm, before the next
-_MAX_SHORTFALL = 0.5  # mean share of promised tokens missing, beyond which the index is wrong
+_MAX_SHORTFALL = 0.5  # mean share of promised tokens that are missing; above it the index is wrong
 _ALARM_INTERVAL_S = 30.0  # a fresh snapshot has to show that it is right
 _MAX_RATIO = 100.0
 

@@ -1,8 +1,8 @@
-"""Learns what pulls between workers cost, and whether workers do what they are counted on to do. Pure.
+"""Learns what pulls between workers cost, and how often the workers carry out the expected pull. Pure.
 
-A pull is exposed in full, whereas a transfer hides behind its prefill: their links are learned apart. A worker may know
-better than the router and compute what it was to pull; where most pulls end that way, only a few requests are still
-priced with one, to notice when that changes.
+A pull is exposed in full, whereas a transfer hides behind its prefill, so their link costs are learned separately. A
+worker may know better than the router and compute what it was expected to pull. If most pulls end that way, only a few
+requests are still priced with one, to notice when that changes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from router.routing.policy.interface import PlannedPull, PullOffer
 
 MIN_TOKENS = 512  # fewer are not worth a pull
 _SMOOTHING = 0.1
-_MIN_KEPT = 0.5  # share of pulls that came, below which pulls are counted on no more
-_PROBE_EVERY = 16  # requests that could be priced with a pull
+_MIN_KEPT = 0.5  # share of pulls that happened; below it, pulls are not expected any more
+_PROBE_EVERY = 16  # of the requests that could be priced with a pull
 _UNFINISHED = 2.0  # times its prediction or its duration, whichever is more: what a failed pull would have taken
 
 
@@ -26,11 +26,11 @@ class PullBook:
 
     def __init__(self) -> None:
         self.links = LinkBook()
-        self._kept = 1.0  # running share of the counted-on pulls that brought their pages
+        self._kept = 1.0  # running share of the expected pulls that brought their pages
         self._num_offers = 0
 
     def offer(self, on_device: Mapping[WorkerId, int]) -> PullOffer | None:
-        """Returns the worker to pull a prompt's prefix from, by how many leading tokens each holds on its device."""
+        """Returns the worker to pull a prompt's prefix from, given how many leading tokens each holds on its device."""
         most = max(on_device.values(), default=0)
         if most < MIN_TOKENS:
             return None
@@ -43,7 +43,9 @@ class PullBook:
     def on_end(
         self, plan: PlannedPull | None, worker: WorkerId, pull: common_pb2.Pull | None, token_bytes: float
     ) -> None:
-        """Learns from a prompt that `worker` has computed. `plan` was counted on, `pull` is what the worker reports."""
+        """Learns from a prompt that `worker` has computed. `plan` is the pull that was expected, `pull` the one that
+        the worker reports.
+        """
         if pull is not None and pull.wanted_tokens:
             seconds, source = pull.pull_ms / 1e3, WorkerId(pull.source)
             num_bytes = pull.wanted_tokens * token_bytes

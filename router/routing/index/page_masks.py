@@ -23,7 +23,7 @@ RANK_OF_BITS = {bits: rank for rank, bits in enumerate(RANK_BITS)}
 
 Losses = list[tuple[int, int]]  # bits lost along a prompt, and the number of pages before the loss
 
-_MAX_CHANGES = 6  # found by bisection; beyond that, scanning every page is quicker
+_MAX_CHANGES = 6  # found by bisection; with more, scanning every page is quicker
 _MAX_CACHED = 10_000  # masks cached by one transition
 
 

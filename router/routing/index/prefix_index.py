@@ -1,11 +1,11 @@
 """Knows which worker's prefix cache holds which page, and on which tier: the router's picture of the workers' caches.
 
-Pure and synchronous. Owns nothing that the workers could not report again: a gap in the events, or a new epoch of a
-worker, is repaired by a snapshot. A worker that sends no events is known, for a while, by what was sent there (`note`).
+Pure and synchronous. The workers can report everything it holds again: a snapshot repairs a gap in the events or a
+worker's new epoch. For a worker that sends no events, it remembers for a while what was sent there (`note`).
 
 Memory is bounded over all workers: beyond `max_pages`, the worker with the most pages loses the leaves of its oldest
-ones, except what requests have looked up recently. That, snapshots and leaving workers are processed in bounded pieces:
-removing a million pages does not hold up the event loop, yet from the first moment on no request matches them.
+ones, except what requests have looked up recently. Evictions, snapshots and leaving workers are processed in bounded
+pieces: removing a million pages does not block the event loop, yet no request matches them from the first moment on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class IndexStats:
     gaps: int = 0
     replays: int = 0  # gaps closed by events that the worker sent again
     snapshots: int = 0
-    evicted_pages: int = 0  # for lack of room
+    evicted_pages: int = 0  # to stay within `max_pages`
 
 
 class _PartialSnapshot(NamedTuple):
@@ -63,7 +63,7 @@ class PrefixIndex:
         self._leaving: deque[WorkerPages] = deque()
         self._slots = MaskSlots()
         self._live = 0  # bits of `_workers`
-        self._sure = 0  # of these, bits of workers without strays
+        self._sure = 0  # of `_live`, the bits of workers without strays
         self._num_entries = 0  # invariant: the sum over workers, leaving ones and partial snapshots
         self._recent: set[PageHash] = set()  # looked up by requests recently
 
@@ -88,7 +88,9 @@ class PrefixIndex:
         return sum(self.pages_by_tier(worker_id))
 
     def pages_by_tier(self, worker_id: WorkerId) -> tuple[int, int, int]:
-        """Returns the pages on the device, on the host and on disk, each counted on the best tier that has it."""
+        """Returns the number of pages on the device, on the host and on disk, each counted on the best tier that has
+        it.
+        """
         pages = self._workers.get(worker_id)
         device, host, disk = pages.num_by_rank if pages else (0, 0, 0)
         return device, host, disk
@@ -99,7 +101,7 @@ class PrefixIndex:
         return pages.next_seq if pages else 0
 
     def match(self, hashes: Sequence[PageHash]) -> Mapping[WorkerId, PrefixMatch]:
-        """Returns how much of a prompt each worker holds without a hole; leaves out workers that hold none of it."""
+        """Returns how much of a prompt each worker holds without a gap; leaves out workers that hold none of it."""
         get = self._masks.masks.get
         alive = get(hashes[0], 0) & self._live if hashes else 0
         losses: Losses = []
@@ -131,7 +133,7 @@ class PrefixIndex:
         if batch.first_seq > expected:
             return self._miss(pages)
         if batch.next_seq > expected:
-            # Applied whole, even where its beginning is known: an event states where pages are, so repeats do no harm.
+            # Applied whole, even if its beginning is known: an event states where pages are, so repeats do no harm.
             self._put(pages, batch.events)
             self._set_sure(pages, batch.num_strays)
         pages.next_seq = max(expected, batch.next_seq)
@@ -234,7 +236,7 @@ class PrefixIndex:
         return num_seen
 
     def _bound(self) -> None:
-        """Evicts down to `max_pages`; examines a few times as many pages as are too many."""
+        """Evicts down to `max_pages`; examines a few times as many pages as there are in excess."""
         if self._leaving:
             self.tidy()
         budget = 4 * (self._num_entries - self._max_pages)
@@ -278,7 +280,7 @@ class PrefixIndex:
         return [*self._workers.values(), *self._leaving, *(partial.pages for partial in self._snapshots.values())]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where the index disagrees with itself. Examines every page."""
+        """Raises AssertionError if the index is inconsistent. Examines every page."""
         everyone = self._all_pages()
         for pages in everyone:
             pages.check_integrity()

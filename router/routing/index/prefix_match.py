@@ -26,7 +26,7 @@ class PrefixMatch(NamedTuple):
 class MaskSlots:
     """Assigns each worker its slot of bits in the masks.
 
-    The same sets of bits recur, so that each is split by worker only once.
+    The same sets of bits recur, so each is split by worker only once.
     """
 
     def __init__(self) -> None:

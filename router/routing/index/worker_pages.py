@@ -1,7 +1,7 @@
 """A worker's part of the prefix index: its bits in the masks, and the order in which its pages are evicted. Pure.
 
 Pages belong to generations, each ordered by arrival. The oldest generation gives up its newest page first: a page
-arrives after its parent, so that leaves are evicted before the pages that they extend.
+arrives after its parent, so leaves are evicted before the pages that they extend.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class WorkerPages:
         self.slot = slot
         self.next_seq = 0  # the next event wanted; 0: none seen yet, and a snapshot may follow
         self.in_gap = False  # missing events have been requested again
-        self.is_noted = False  # known by what was sent there, not by events
-        self.is_thinned = False  # pages were evicted that the worker may still have: there may be holes
+        self.is_noted = False  # its pages are those sent there, not those in events
+        self.is_thinned = False  # pages that the worker may still have were evicted, so there may be gaps
         self.num_by_rank = [0] * NUM_RANKS
         self.num_entries = 0  # invariant: the sum over all generations; a page may be in two of them
         self.generations = deque([PageGeneration()])
@@ -104,7 +104,7 @@ class WorkerPages:
         return len(popped)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where masks, generations and counts disagree."""
+        """Raises AssertionError if masks, generations and counts disagree."""
         held = {page: mask & self.bits for page, mask in self._masks.masks.items() if mask & self.bits}
         in_generations = set().union(*(generation.pages for generation in self.generations))
         assert held.keys() == in_generations, "masks and generations disagree"

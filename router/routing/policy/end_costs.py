@@ -29,9 +29,9 @@ DEFAULT_WEIGHTS = KvAwareConfig()
 class PrefillContention:
     """Estimates how many prompts wait behind the one that a prefill worker computes.
 
-    The cheapest worker for one request alone is often not the cheapest for all: where it computes what another has
-    cached, it delays whatever is sent there next. While nothing waits this costs nothing; the fuller the queues are,
-    the more a cached prefix is worth. docs/lab-notes/ has what this term gains.
+    The cheapest worker for one request is often not the cheapest for all: if it computes what another has cached, it
+    delays whatever is sent there next. While nothing waits this costs nothing; the fuller the queues are, the more a
+    cached prefix is worth. docs/lab-notes/ shows what this term gains.
     """
 
     def __init__(self) -> None:
@@ -55,10 +55,10 @@ class PrefillContention:
     def delays_s(
         self, demand: PlacementDemand, views: Sequence[WorkerView], computes_s: Sequence[float]
     ) -> list[float]:
-        """Returns for each view by how much waiting prompts are delayed if this one is computed there.
+        """Returns, for each view, how long waiting prompts are delayed if this one is computed there.
 
         All are priced by the costs of one worker, the fastest: otherwise a small error in the learned costs of a worker
-        would count several times and drive work away from it for no cache's sake.
+        would count several times and drive work away from it although no cache is gained.
         """
         waiting = self.num_waiting
         if not waiting:
@@ -115,8 +115,8 @@ class EndCosts:
     def local_s(self, demand: PlacementDemand, ends: Sequence[End], has_prefill: bool) -> list[float]:
         """Returns the total cost of each decode end that computes the prompt itself.
 
-        Its chunks delay every sequence that decodes there. The prompts waiting behind it are counted only where there
-        are no prefill workers to send them to.
+        Its chunks delay every sequence that decodes there. The prompts waiting behind it count only if there are no
+        prefill workers to send them to.
         """
         views = [end[2] for end in ends]
         pulled, plans = pulls.with_pulls(demand, views)
@@ -138,7 +138,7 @@ class EndCosts:
         return [weight * delay_s for delay_s in delays]
 
     def _session_bonuses(self, demand: PlacementDemand, views: Sequence[WorkerView]) -> list[float]:
-        """Makes the session's worker cheaper: others serve the session only once it costs this much more."""
+        """Makes the session's worker cheaper: others serve the session only when it costs this much more."""
         bonuses = [0.0] * len(views)
         if demand.session and views:
             bonuses[preferred(demand.session.encode(), [view.worker_id for view in views])] = self._weights.affinity_s
@@ -147,7 +147,7 @@ class EndCosts:
     def _add_replica_bonuses(
         self, demand: PlacementDemand, views: Sequence[WorkerView], computes: list[float], bonuses: list[float]
     ) -> None:
-        """Makes workers without the prefix cheaper by what computing it takes, up to `replica_s`.
+        """Makes workers without the prefix cheaper by the time to compute it, up to `replica_s`.
 
         The request leaves a copy there that serves others.
         """

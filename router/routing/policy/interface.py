@@ -1,8 +1,7 @@
-"""Defines what a placement policy sees and what it answers: workers as views, a request as a demand, a choice. Pure
-data.
+"""Defines what a placement policy takes and returns: workers as views, a request as a demand, and a choice. Pure data.
 
-The one protocol between placement, the simulator and every policy. A view is rebuilt when its worker's load, in-flight
-work or costs change and reused until then, so that whatever depends on the worker alone is computed once.
+Placement, the simulator and every policy share this one protocol. A view is rebuilt when its worker's load, in-flight
+work or costs change and reused until then, so whatever depends only on the worker is computed once.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class LinkPricing(Protocol):
 
 
 class UniformLinkPricing:
-    """Prices every link alike, and idle."""
+    """Prices all links alike, as if they were idle."""
 
     def __init__(self, cost: LinkCost = PRIORS[Distance.UNKNOWN]) -> None:
         self.fastest = cost
@@ -52,12 +51,12 @@ class UniformLinkPricing:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """Limits of one worker as it describes itself; 0 or None where it does not."""
+    """Limits of one worker as it describes them; 0 or None if it does not."""
 
     chunk_tokens: int = 0  # of prompts, in one step
     max_running: int = 0  # sequences
-    max_local_tokens: int | None = None  # that a decode worker computes itself while there are prefill workers
-    max_held_tokens: int = 0  # of one sequence, whose KV it holds at once
+    max_local_tokens: int | None = None  # of a prompt that a decode worker computes itself beside prefill workers
+    max_held_tokens: int = 0  # of one sequence whose KV it holds at once
 
     def held_tokens(self, num_tokens: int) -> int:
         """Returns how many of a sequence's tokens take pages there."""
@@ -78,7 +77,7 @@ class WorkerView:
     num_requests: int = field(init=False)  # to decode, waiting ones included
     kv_tokens: int = field(init=False)  # held by them
     token_price: float = field(init=False)  # seconds for all, if a new sequence decodes one more token here
-    context_price: float = field(init=False)  # and for each token of its context
+    context_price: float = field(init=False)  # the same for each token of its context
 
     def __post_init__(self) -> None:
         load, sent = self.load, self.sent
@@ -115,7 +114,7 @@ class PullOffer:
 
 
 class PlannedPull(NamedTuple):
-    """The part of a prompt that one worker would pull before it computes the rest."""
+    """The part of a prompt that a worker would pull before it computes the rest."""
 
     source: WorkerId
     tokens: int  # leading ones at the source
@@ -140,11 +139,11 @@ class PlacementDemand:
     links: LinkPricing = field(default_factory=UniformLinkPricing)
     output_tokens: float = 128.0  # expected
     session: str = ""  # requests of one session prefer one pair of workers
-    prefix: bytes = b""  # identifies the beginning of the prompt; empty where that is shorter than a page
-    replicate: bool = False  # the prefix is requested more often than its holders should bear
-    explain: bool = False  # the choice shall list the pairs considered
+    prefix: bytes = b""  # identifies the beginning of the prompt; empty if that is shorter than a page
+    replicate: bool = False  # the prefix is requested more often than its holders should serve
+    explain: bool = False  # the choice lists the pairs considered
     pull: PullOffer | None = None
-    adapter: str = ""  # revision; empty: the model itself
+    adapter: str = ""  # revision; empty: the base model
     adapter_sent: frozenset[WorkerId] = frozenset()  # workers that load it, though their reports do not show it yet
 
     def uncached_on(self, worker_id: WorkerId) -> int:
@@ -157,7 +156,7 @@ class PrefillEstimate(NamedTuple):
     queue_s: float
     prefill_s: float
     cached_tokens: int = 0  # of the prompt, there
-    pull: PlannedPull | None = None  # which its times presume, and its cached tokens do not
+    pull: PlannedPull | None = None  # included in its times, but not in its cached tokens
 
     @property
     def total_s(self) -> float:
@@ -195,12 +194,12 @@ class PairChoice:
     uncached_tokens: int  # on the first of them
     score: PairScore  # of the chosen pair
     considered: tuple[PairScore, ...] = ()  # with `explain`: the cheapest pairs, cheapest first
-    instead: tuple[PrefillEstimate, ...] = ()  # where `prefill` is empty: workers that the decode worker may ask yet
-    decode_pull: PlannedPull | None = None  # by the decode worker, where it computes the prompt after all
+    instead: tuple[PrefillEstimate, ...] = ()  # if `prefill` is empty: workers that the decode worker may still ask
+    decode_pull: PlannedPull | None = None  # by the decode worker, if it computes the prompt after all
 
     @property
     def candidates(self) -> tuple[PrefillEstimate, ...]:
-        """The prefill workers that the decode worker learns of, best first. It knows best what runs there."""
+        """The prefill workers that are proposed to the decode worker, best first; it decides."""
         return self.prefill or self.instead
 
 
@@ -208,5 +207,5 @@ class PlacementPolicy(Protocol):
     def choose(
         self, demand: PlacementDemand, decode: Sequence[WorkerView], prefill: Sequence[WorkerView], rng: random.Random
     ) -> PairChoice:
-        """Chooses a pair. `decode` is not empty, and pages of every prefill worker fit every decode worker."""
+        """Chooses a pair. `decode` is not empty, and every decode worker can take every prefill worker's pages."""
         ...

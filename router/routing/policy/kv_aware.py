@@ -1,7 +1,7 @@
-"""The kv-aware policy: the (prefill, decode) pair that costs least, both ends and the link between them taken together.
+"""The kv-aware policy: chooses the (prefill, decode) pair whose ends and link together cost least.
 
 Pure. A pair costs what its ends cost (`end_costs`) plus the transfer over its link, so the search walks both ends
-cheapest first and stops where even the fastest link could not make up the difference: it is exact, and prices a few
+cheapest first and stops when even the fastest link could not make up the difference: it is exact, and prices a few
 pairs of a thousand. A decode worker that computes the prompt itself is one more candidate, priced by the same models.
 """
 
@@ -28,7 +28,7 @@ from router.routing.policy.interface import (
 from router.routing.policy.view_table import ViewTable
 from router.routing.policy.wide_ends import Floor, WideEndCosts, is_plain
 
-_MAX_PAIRS = 256  # priced for one request: reached only where links differ much, or with a temperature
+_MAX_PAIRS = 256  # priced for one request; reached only if links differ much, or with a temperature
 _TIE_S = 1e-9
 _MAX_TEMPERATURES = 8  # a pair that costs this many temperatures more than the best is never chosen
 _NUM_CONSIDERED = 8
@@ -43,10 +43,10 @@ class _Pair(NamedTuple):
 
 
 class KvAwarePolicy:
-    """Chooses the pair of least estimated seconds, or a random one near it where there is a temperature."""
+    """Chooses the pair of least estimated seconds, or with a temperature a random one near it."""
 
     def __init__(self, weights: KvAwareConfig = DEFAULT_WEIGHTS, wide_from: int = _WIDE_FROM) -> None:
-        """Prices workers in columns where there are at least `wide_from`; the choice is the same."""
+        """Prices workers in columns from `wide_from` workers on; the choice is the same."""
         self._costs = EndCosts(weights)
         self._wide = WideEndCosts(weights, self._costs.contention)
         self._wide_from = wide_from
@@ -75,7 +75,7 @@ class KvAwarePolicy:
     def _wide_ends(
         self, demand: PlacementDemand, decode: ViewTable, prefill: ViewTable, rng: random.Random
     ) -> tuple[list[End], list[Floor], list[_Pair]]:
-        """Returns the ends that a search may reach, and of the local pairs those that may be the best one."""
+        """Returns the ends that a search may reach, and the local pairs that may be the best pair."""
         wide = self._wide
         senders = wide.cheapest_prefill(demand, prefill, rng, _MAX_PAIRS)
         ends = wide.decode(demand, decode, rng)
@@ -83,7 +83,7 @@ class KvAwarePolicy:
         return senders, wide.cheapest_floors(demand, ends, _MAX_PAIRS) if senders else [], pairs
 
     def _local_pairs(self, demand: PlacementDemand, receivers: list[End], has_prefill: bool) -> list[_Pair]:
-        """Returns decode workers that may compute the prompt: beside prefill workers, up to `max_local_tokens`."""
+        """Returns decode workers that may compute the prompt: up to `max_local_tokens` if there are prefill workers."""
         if has_prefill:
             num_tokens, cached = demand.num_tokens, demand.cached_tokens.get
             receivers = [
@@ -105,7 +105,7 @@ class KvAwarePolicy:
 
 
 def _floors(demand: PlacementDemand, receivers: list[End]) -> list[Floor]:
-    """Returns the decode ends by what they cost with the fastest link, cheapest first."""
+    """Returns the decode ends by their cost with the fastest link, cheapest first."""
     least_latency_s, least_byte_s = demand.links.fastest
     num_tokens, token_bytes, cached = demand.num_tokens, demand.token_bytes, demand.cached_tokens.get
     floors = []

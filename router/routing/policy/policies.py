@@ -1,4 +1,4 @@
-"""All policies by name, and the simple ones that the kv-aware policy is compared with. Pure."""
+"""Names all policies, and defines the simple ones that the kv-aware policy is compared with. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from router.routing.policy.interface import (
 from router.routing.policy.kv_aware import KvAwarePolicy
 from router.routing.policy.rendezvous import order
 
-_MAX_OVER_MEAN = 1.25  # times the mean load: beyond it, a worker's keys go to the next worker
+_MAX_OVER_MEAN = 1.25  # times the mean load; above it, a worker's keys go to the next worker
 
 
 class LeastLoadedPolicy:
@@ -86,7 +86,7 @@ def make_policy(name: str, weights: KvAwareConfig = DEFAULT_WEIGHTS) -> Placemen
 
 
 def _choice(demand: PlacementDemand, decode: WorkerView, ranked: Sequence[WorkerView]) -> PairChoice:
-    """Lets the first of `ranked` compute the prompt, or the decode worker where there is none."""
+    """Lets the first of `ranked` compute the prompt, or the decode worker if there is none."""
     first = ranked[0] if ranked else None
     score = prices.price(demand, decode, first)
     return PairChoice(

@@ -1,7 +1,8 @@
-"""Prices a pair of workers for one request, in seconds and by stage. Pure; every policy's choice is priced by it.
+"""Prices a pair of workers for one request, in seconds and by stage. Pure; the choice of every policy is priced with
+it.
 
-The stages: wait in the prefill queue, compute what no cache there holds, transfer what the decode worker lacks, wait
-there for pages and a slot, decode. One more sequence also lengthens the steps of all others there; that harm counts.
+The stages: wait in the prefill queue, compute the uncached tokens, transfer what the decode worker lacks, wait there
+for pages and a slot, decode. One more sequence also lengthens the steps of all others there; that harm counts.
 `end_costs` weighs these stages, and the `all_*` functions compute one for every worker of a request at once.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from penstock.types import WorkerId
 from router.routing.policy.interface import DEFAULT_CHUNK_TOKENS, PairScore, PlacementDemand, WorkerView
 
-_ADAPTER_LOAD_S = 0.2  # seconds, for a worker that has loaded none yet
+_ADAPTER_LOAD_S = 0.2  # seconds, for a worker that has not loaded an adapter yet
 _HOST_BYTE_S = 1 / 8e9  # seconds to copy one byte back from host memory
 
 
@@ -66,7 +67,7 @@ def all_decode_s(
 
 
 def adapter_waits_s(demand: PlacementDemand, views: Sequence[WorkerView]) -> list[float]:
-    """Returns how long each worker takes to load the request's adapter, as it has learned; 0 where it is loaded."""
+    """Returns how long each worker takes to load the request's adapter, as it reports; 0 if it is loaded."""
     if not demand.adapter:
         return [0.0] * len(views)
     return [
@@ -83,9 +84,9 @@ def transfer_bytes(demand: PlacementDemand, view: WorkerView) -> float:
 
 
 def decode_queue_s(demand: PlacementDemand, view: WorkerView) -> float:
-    """Returns the time until sequences that run there now have freed enough pages and a slot.
+    """Returns the time until the sequences running there have freed enough pages and a slot.
 
-    Requests that wait there already come first, and each of them wants as many pages as those that run have.
+    Requests already waiting there come first, and each is assumed to need as many pages as a running one holds.
     """
     load, num_requests = view.load, view.num_requests
     if not num_requests:
@@ -106,7 +107,7 @@ def decode_queue_s(demand: PlacementDemand, view: WorkerView) -> float:
 
 
 def page_delay_s(demand: PlacementDemand, view: WorkerView) -> float:
-    """Returns by how much requests that wait there for pages are delayed, summed: this one takes pages from them."""
+    """Returns the summed delay of requests that wait there for pages, since this one takes pages from them."""
     load = view.load
     pages = _num_pages(demand, view)
     if not load.num_waiting or pages + view.sent.num_pages <= load.free_pages:

@@ -1,7 +1,7 @@
 """Prices a prompt's prefix that is pulled from another worker's cache instead of being computed. Pure.
 
-A prompt is queued after its pull: the pull delays its start and spares the worker the tokens that it brings. With one,
-a worker without the prefix costs little more than its holder, so that load decides between them.
+A prompt is queued after its pull: the pull delays its start and saves the worker computing the tokens that it brings.
+With a pull, a worker without the prefix costs little more than its holder, so load decides between them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from router.routing.policy.interface import (
     WorkerView,
 )
 
-_ADVANTAGE = 0.4  # a pull is counted on where it takes less than this share of the time to compute (2026-11-24)
+_ADVANTAGE = 0.4  # a pull is planned if it takes less than this share of the time to compute (2026-11-24)
 _MIN_TOKENS = 512
 
 
 def plan(demand: PlacementDemand, view: WorkerView) -> PlannedPull | None:
-    """Returns what the worker would pull, or None where computing is about as fast."""
+    """Returns what the worker would pull, or None if computing is about as fast."""
     return None if demand.pull is None else _plans(demand, demand.pull, (view,)).get(view.worker_id)
 
 
 def with_pulls(
     demand: PlacementDemand, views: Sequence[WorkerView]
 ) -> tuple[PlacementDemand, dict[WorkerId, PlannedPull]]:
-    """Returns the demand as it is once every worker that gains from a pull has pulled, and these pulls."""
+    """Returns the demand after every worker that gains from a pull has pulled, and these pulls."""
     if demand.pull is None:
         return demand, {}
     plans = _plans(demand, demand.pull, views)
@@ -58,7 +58,7 @@ def _plans(demand: PlacementDemand, offer: PullOffer, views: Sequence[WorkerView
 
 
 def after(demand: PlacementDemand, plans: dict[WorkerId, PlannedPull]) -> PlacementDemand:
-    """Returns the demand as it is once these workers have pulled."""
+    """Returns the demand after these workers have pulled."""
     if not plans:
         return demand
     pulled = {worker_id: each.tokens for worker_id, each in plans.items()}
@@ -66,7 +66,7 @@ def after(demand: PlacementDemand, plans: dict[WorkerId, PlannedPull]) -> Placem
 
 
 def waits_s(views: Sequence[WorkerView], plans: dict[WorkerId, PlannedPull]) -> list[float]:
-    """Returns for each view how long a prompt waits for its pull, if there is one."""
+    """Returns, for each view, how long a prompt waits for its pull; 0 without one."""
     if not plans:
         return [0.0] * len(views)
     return [found.pull_s if (found := plans.get(view.worker_id)) is not None else 0.0 for view in views]

@@ -1,7 +1,7 @@
 """Decides which prefixes are requested so often that more workers should hold them. Pure: time is passed in.
 
 A prefix that a share f of all requests begins with keeps f * N of N workers busy. With fewer holders, either these get
-more than their part or others recompute it again and again. Copies are requested one at a time, up to a limit.
+more than their share or others recompute it again and again. Copies are requested one at a time, up to a limit.
 """
 
 from __future__ import annotations

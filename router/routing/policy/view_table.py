@@ -1,8 +1,8 @@
 """The views of one pool, kept from request to request, and their figures in columns for numpy.
 
 A router of a thousand workers would spend most of a placement on walking its views one by one. Here a refresh compares
-what each worker reports with what its view was made of, by calls into the interpreter's C code, and makes anew only the
-views that differ; `wide_ends` prices all of them at once. Owned by `router.routing.placement_core`.
+each worker's reports with those that its view was made of, by calls into the interpreter's C code, and rebuilds only
+the views that differ; `wide_ends` prices all of them at once. Owned by `router.routing.placement_core`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class ViewColumns:
         self.prefill_fixed_s, self.prefill_token_s, self.prefill_context_s = (np.empty(size) for _ in range(3))
         self.num_requests, self.chunk_tokens = np.empty(size, np.int64), np.empty(size, np.int64)
         self.free_tokens = np.empty(size, np.int64)  # of the page pool, beyond what was sent
-        self.max_running = np.empty(size, np.int64)  # out of reach where there is no limit
-        self.max_local_tokens = np.empty(size)  # infinite where there is no limit
+        self.max_running = np.empty(size, np.int64)  # a huge number if there is no limit
+        self.max_local_tokens = np.empty(size)  # infinite if there is no limit
         for place, view in enumerate(views):
             self.put(place, view)
 
@@ -102,7 +102,7 @@ class ViewTable(Sequence[WorkerView]):
         costs_of: Callable[[WorkerId], WorkerCosts],
         sent_to: Callable[[WorkerId], InflightWork],
     ) -> None:
-        """Makes the views of workers about which something has changed."""
+        """Rebuilds the views of workers about which something has changed."""
         loads: list[WorkerLoad] = list(map(_LOAD, workers))
         limits: list[WorkerLimits] = list(map(_LIMITS, workers))
         costs, sent = list(map(costs_of, self.ids)), list(map(sent_to, self.ids))

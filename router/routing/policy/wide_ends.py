@@ -1,8 +1,8 @@
 """Prices the ends of pairs for hundreds of workers at once. Pure.
 
-The same sums as `end_costs` and `prices` write for one view after the other, in the same order, over columns: the
-answers are equal to the last bit, which a property test keeps true. It covers what most requests are; a request with an
-adapter, a pull, a temperature, copies in host memory or one that shall be explained is priced view by view.
+Computes the same sums as `end_costs` and `prices`, in the same order, but over columns instead of one view after the
+other. The results are equal to the last bit, which a property test checks. It covers most requests; one with an
+adapter, a pull, a temperature, copies in host memory or a request for an explanation is priced view by view.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Floor = tuple[float, float, End, float]  # least total with the fastest link, ti
 
 
 def is_plain(demand: PlacementDemand) -> bool:
-    """Returns whether everything that matters of the demand is priced here."""
+    """Returns whether this module prices everything that the demand needs."""
     return not (demand.explain or demand.adapter or demand.host_tokens or demand.pull is not None)
 
 
@@ -44,7 +44,7 @@ class WideEnds:
 
 
 class WideEndCosts:
-    """Prices ends as `EndCosts` does, whose contention it shares."""
+    """Prices ends as `EndCosts` does, and shares its contention."""
 
     def __init__(self, weights: KvAwareConfig, contention: PrefillContention) -> None:
         self._weights = weights
@@ -84,10 +84,10 @@ class WideEndCosts:
     def cheapest_local(
         self, demand: PlacementDemand, ends: WideEnds, has_prefill: bool, tie_s: float
     ) -> list[tuple[float, End]]:
-        """Returns the totals and ends of the workers that cost least where they compute the prompt themselves.
+        """Returns the totals and ends of the workers that compute the prompt themselves at the least cost.
 
-        Beside prefill workers these compute up to `max_local_tokens`. All within `tie_s` of the least are returned, in
-        the order of the views.
+        If there are prefill workers, these compute up to `max_local_tokens`. All within `tie_s` of the least are
+        returned, in the order of the views.
         """
         views, columns = ends.views, ends.views.columns
         uncached = _uncached(demand, views)

@@ -28,7 +28,7 @@ _ERROR_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
 
 
 class RouterMetrics:
-    """Owns the registries. `requests` and `admission` count while a request is served; the rest is rare, or is read when
+    """Owns the registries. `requests` and `admission` count while a request is served; the rest is rare, or read when
     Prometheus scrapes.
     """
 

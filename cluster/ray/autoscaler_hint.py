@@ -1,4 +1,4 @@
-"""Tells Ray's autoscaler which resources the deployment needs.
+"""Informs Ray's autoscaler of the resources that the deployment needs.
 
 Pending placement groups already ask for missing nodes. This hint keeps the nodes of workers that are being replaced. It
 is a single persistent setting of the whole cluster: nothing else may write it, and it must be withdrawn.

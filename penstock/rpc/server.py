@@ -37,7 +37,7 @@ StartT = TypeVar("StartT", worker_pb2.PrefillCommand, worker_pb2.MigrationComman
 
 _PING_INTERVAL_MS = 1000
 _PING_TIMEOUT_MS = 1000  # a frozen peer is noticed within about 2 s; grpc's default is 60 s
-LIVE = "live"  # health service name: whether the process answers; "" tells whether it takes work
+LIVE = "live"  # health service name: whether the process answers; "": whether it takes work
 _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 _START_TIMEOUT_S = 10.0  # limit from the start of a call to its first command
 _OPTIONS: list[tuple[str, int]] = [

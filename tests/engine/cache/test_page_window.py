@@ -173,7 +173,7 @@ def test_a_wider_window_finds_less(first: int, second: int) -> None:
 
 @pytest.mark.parametrize("num_evicted", range(7))
 def test_no_more_is_promised_of_lower_tiers_than_they_fill(num_evicted: int) -> None:
-    """Where a window is half on the device and half below it, neither half suffices."""
+    """Neither half of a window suffices if one is on the device and the other below it."""
     pool = PagePool(7)
     host = CacheTiers(FakeHost([[None] for _ in range(7)], 8))
     cache = PrefixCache(pool, 1, tiers=host, window=4)

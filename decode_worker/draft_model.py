@@ -107,11 +107,20 @@ class DraftModel:
             }
         )
         engine = Engine.load(config)
-        engine.warm_up()
+        engine.warm_up(for_grammars=False)  # a draft samples without
         return cls(engine)
 
     def predict_s(self, num_sequences: int) -> float | None:
         return None if self._costs.is_empty else self._costs.predict(num_sequences)
+
+    def has_room(self, sequence: Sequence, count: int) -> bool:
+        num_tokens = len(sequence.token_ids) + count
+        if num_tokens > self._engine.max_context:
+            self.forget(sequence)
+            return False
+        draft = self._drafts.get(sequence)
+        num_held = len(draft.own.pages) if draft is not None else 0
+        return -(-num_tokens // self._engine.layout.page_size) - num_held <= self._engine.pool.num_available
 
     def propose(self, counts: Mapping[Sequence, int]) -> Mapping[Sequence, Proposal]:
         """Returns what the draft model says next; nothing of a sequence whose KV is not all computed yet."""

@@ -288,7 +288,7 @@ class Engine:
             capture = partial(capture_on_all_ranks, self._graphs, self.ranks, on_progress, max_sequences)
             capture() if self.device_thread is None else self.device_thread.run(capture)
 
-    def warm_up(self) -> None:
+    def warm_up(self, *, for_grammars: bool = True) -> None:
         """Computes one step of each kind that kernels are compiled for, so that no request waits for a compiler, and
         builds what the first grammar needs.
 
@@ -296,10 +296,8 @@ class Engine:
         """
         started_s = time.monotonic()
         use_device(self.kv_pages.device)
-        try:
-            self.grammars.prepare()
-        except CheckpointError as error:  # the tokenizer supports no grammars; everything else works
-            log.warning("structured output will be refused: %s", error.message)
+        if for_grammars:
+            self._prepare_grammars()
         [page] = self.pool.allocate(1)
         try:
             most_tokens = self.saturating_tokens if self.runner.compiles else 0
@@ -316,6 +314,12 @@ class Engine:
             log.info("compiled the kernels of every kind of step in %.1f s", time.monotonic() - started_s)
         if self.ranks is not None:
             self.ranks.set_ready()
+
+    def _prepare_grammars(self) -> None:
+        try:
+            self.grammars.prepare()
+        except CheckpointError as error:  # of a tokenizer that no grammar can be written for; all else is served
+            log.warning("structured output will be refused: %s", error.message)
 
 
 def _make_eraser(kv_pages: torch.Tensor, ranks: RankLeader | None) -> Callable[[Sequence[PageId]], None]:

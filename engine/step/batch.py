@@ -135,32 +135,31 @@ def _items_batch(items: Sequence[ScheduledSequence], page_size: int) -> HostBatc
     token_ids: list[int] = []
     positions: list[np.ndarray] = []
     tables: list[list[PageId]] = []
+    num_rows: list[int] = []  # of the batch, for each item: one, and one for each proposed token
     sampled: list[tuple[int, int]] = []  # place in `items`, batch row of the last token
     scored: list[tuple[int, int]] = []  # place in `items`, batch row of the first token
     for index in order:
         item = items[index]
-        start, end = item.start, item.start + item.num_tokens
-        if len(item.sequence.pages) * page_size < end + len(item.proposed):
+        num_proposed = len(item.proposed)
+        start, stop = item.start, item.start + item.num_positions
+        if len(item.sequence.pages) * page_size < stop:
             raise InternalError(
-                f"{item.sequence.request_id} has no page for its next tokens: {len(item.sequence.pages)} for {end}"
+                f"{item.sequence.request_id} has no page for its next tokens: {len(item.sequence.pages)} for {stop}"
             )
-        counts.append(item.num_tokens)
-        token_ids += item.sequence.token_ids[start:end]
-        positions.append(np.arange(start, end))
-        tables.append(item.sequence.pages[: -(-end // page_size)])
+        counts += [item.num_tokens, *[1] * num_proposed]
+        token_ids += item.sequence.token_ids[start : start + item.num_tokens]
+        token_ids += item.proposed
+        positions.append(np.arange(start, stop))
+        tables.append(item.sequence.pages[: -(-stop // page_size)])
+        num_rows.append(1 + num_proposed)
         if item.is_sampled:
-            sampled.append((index, len(token_ids) - 1))
-        for position, token_id in enumerate(item.proposed, end):
-            counts.append(1)
-            token_ids.append(token_id)
-            positions.append(np.array([position]))
-            tables.append(item.sequence.pages[: position // page_size + 1])
-            sampled.append((index, len(token_ids) - 1))
+            sampled += [(index, row) for row in range(len(token_ids) - 1 - num_proposed, len(token_ids))]
         if item.sequence.scores_prompt and start + 1 < item.sequence.num_prompt_tokens:
-            scored.append((index, len(token_ids) - item.num_tokens))
+            scored.append((index, len(token_ids) - item.num_positions))
     page_table_BW = np.zeros((len(tables), max(map(len, tables))), np.int32)
     for row, pages in zip(page_table_BW, tables, strict=True):
         row[: len(pages)] = pages
+    page_table_BW = np.repeat(page_table_BW, num_rows, axis=0)
     positions_T, ends = np.concatenate(positions), np.cumsum([0, *counts])
     page_T, offset_T = np.divmod(positions_T, page_size)
     places, logit_rows_R = np.array(sampled, np.int64).reshape(-1, 2).T.copy()

@@ -100,6 +100,20 @@ def test_nothing_is_drafted_without_pages_or_beyond_the_drafts_context(draft: Dr
     draft.forget(many[0])
 
 
+def test_room_is_what_pages_and_the_drafts_context_leave(draft: DraftModel) -> None:
+    first, second = make_sequence(0, temperature=0.0), make_sequence(1, temperature=0.0)
+    assert draft.propose({first: 4})[first].token_ids
+    assert draft.num_held_pages == 5
+    assert draft.has_room(first, 4)
+    second.token_ids = [5] * (59 * 8 - 4)
+    assert draft.has_room(second, 4)
+    assert not draft.has_room(second, 5)
+    first.token_ids += [5] * 2048
+    assert not draft.has_room(first, 1)
+    assert draft.num_held_pages == 0, "it will never draft for that text again"
+    assert draft.has_room(second, 5)
+
+
 def test_another_vocabulary_is_refused_by_name(tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(DRAFT, other)

@@ -44,3 +44,8 @@ class DraftProposer(Proposer, Protocol):
     def predict_s(self, num_sequences: int) -> float | None:
         """Returns the seconds that one more token for each of so many sequences takes; None if never measured."""
         ...
+
+    def has_room(self, sequence: Sequence, count: int) -> bool:
+        """Returns whether `count` tokens of a sequence can be drafted now. What is kept for one that has outgrown the
+        proposer is dropped."""
+        ...

@@ -101,11 +101,12 @@ class Speculator:
 
     def would_propose(self, sequences: Collection[Sequence], num_left: Callable[[Sequence], int]) -> bool:
         """Returns whether `propose` would find anything worthwhile; drafts nothing."""
-        return bool(self._propose(sequences, num_left, 1 << 30, drafts=False)) or (
-            self._draft is not None
-            and any(map(may_speculate, sequences))
-            and bool(self._draft_length(self._draft, len(sequences), [*filter(may_speculate, sequences)]))
-        )
+        if self._propose(sequences, num_left, 1 << 30, drafts=False):
+            return True
+        if self._draft is None:
+            return False
+        counts = self._most_tokens(sequences, num_left, 1 << 30)
+        return bool(self._draft_counts(self._draft, len(sequences), counts))
 
     def propose(
         self, sequences: Collection[Sequence], num_left: Callable[[Sequence], int], limit: int
@@ -120,11 +121,7 @@ class Speculator:
         self, sequences: Collection[Sequence], num_left: Callable[[Sequence], int], limit: int, drafts: bool = True
     ) -> dict[Sequence, tuple[int, ...]]:
         started_s = self._clock()
-        counts = {
-            sequence: count
-            for sequence in sequences
-            if may_speculate(sequence) and (count := min(self._num_tokens, limit, num_left(sequence) - 1)) > 0
-        }
+        counts = self._most_tokens(sequences, num_left, limit)
         for sequence in counts:
             self._judge_unverified(sequence, self._states.setdefault(sequence, _State()))
         found = {sequence: one for sequence, one in self._lookups.propose(counts).items() if one.token_ids}
@@ -145,6 +142,16 @@ class Speculator:
         self._looked_s += self._clock() - started_s
         return chosen
 
+    def _most_tokens(
+        self, sequences: Collection[Sequence], num_left: Callable[[Sequence], int], limit: int
+    ) -> dict[Sequence, int]:
+        """Returns how many tokens may be proposed at most to each sequence that any may be proposed to."""
+        return {
+            sequence: count
+            for sequence in sequences
+            if may_speculate(sequence) and (count := min(self._num_tokens, limit, num_left(sequence) - 1)) > 0
+        }
+
     def _judge_unverified(self, sequence: Sequence, state: _State) -> None:
         """Learns from a proposal that was not verified, once it is known how much of it was right."""
         if state.unverified is None:
@@ -160,15 +167,23 @@ class Speculator:
         self, draft: DraftProposer, num_sequences: int, counts: Mapping[Sequence, int]
     ) -> Mapping[Sequence, Proposal]:
         """Returns drafts of as many tokens as should pay."""
+        chosen = self._draft_counts(draft, num_sequences, counts)
+        if not chosen:
+            return {}
+        self._drafted_at = self._num_steps
+        return draft.propose(chosen)
+
+    def _draft_counts(
+        self, draft: DraftProposer, num_sequences: int, counts: Mapping[Sequence, int]
+    ) -> dict[Sequence, int]:
+        """Returns how many tokens to draft for each sequence: as many as should pay, or now and then a few of one."""
+        counts = {sequence: count for sequence, count in counts.items() if draft.has_room(sequence, count)}
         if not counts:
             return {}
         length = self._draft_length(draft, num_sequences, [*counts])
         if not length and self._num_steps >= self._drafted_at + _DRAFT_PROBE_STEPS:
             length, counts = _PROBE_TOKENS, dict([next(iter(counts.items()))])
-        if not length:
-            return {}
-        self._drafted_at = self._num_steps
-        return draft.propose({sequence: min(count, length) for sequence, count in counts.items()})
+        return {sequence: min(count, length) for sequence, count in counts.items()} if length else {}
 
     def _draft_length(self, draft: DraftProposer, num_sequences: int, sequences: Collection[Sequence]) -> int:
         draft_s = draft.predict_s(len(sequences))

@@ -76,6 +76,8 @@ class Clock:
 class FixedProposer:
     """Proposes ones as often as it is right, else twos."""
 
+    kind = ProposalKind.LONG_MATCH
+
     def __init__(self, clock: Clock, right: float) -> None:
         self._clock, self._right, self._asked = clock, right, 0
 
@@ -86,7 +88,7 @@ class FixedProposer:
         self._asked += 1
         self._clock.now_s += 1e-4
         is_right = self._asked * self._right % 1 + self._right >= 1  # evenly spread
-        return Proposal((1 if is_right else 2,) * count, ProposalKind.LONG_MATCH)
+        return Proposal((1 if is_right else 2,) * count, self.kind)
 
     def forget(self, sequence: Sequence) -> None: ...
 
@@ -103,10 +105,13 @@ class Silent:
 class FixedDraft(FixedProposer):
     """Takes time for each token."""
 
+    kind = ProposalKind.DRAFT
+
     def __init__(self, clock: Clock, right: float, token_s: float) -> None:
         super().__init__(clock, right)
         self._token_s = token_s
         self.num_drafted = 0
+        self.is_full = False
 
     def propose(self, counts: Mapping[Sequence, int]) -> Mapping[Sequence, Proposal]:
         self._clock.now_s += self._token_s * max(counts.values())
@@ -115,6 +120,9 @@ class FixedDraft(FixedProposer):
 
     def predict_s(self, num_sequences: int) -> float | None:
         return self._token_s if self.num_drafted else None
+
+    def has_room(self, sequence: Sequence, count: int) -> bool:
+        return not self.is_full
 
 
 def run(
@@ -231,6 +239,42 @@ def test_the_ledger_closes_when_more_was_lost_than_a_small_share_of_the_time() -
     for _ in range(1000):
         ledger.on_step(1.0)
     assert ledger.is_open
+
+
+def test_drafts_are_tried_again_where_steps_run_ahead() -> None:
+    """Such a step is scheduled only where `would_propose` finds nothing; `propose` is not even called."""
+    clock = Clock()
+    draft = FixedDraft(clock, 0.0, 0.001)  # twos
+    speculator = Speculator(8, clock, lookups=Silent(), draft=draft)
+    sequence = Sequence(RequestId("r"), [1, 1], 1, SamplingParams(max_tokens=1 << 30), b"")
+    num_proposed = {1: 0, 2: 0}
+    for step in range(4000):
+        said = 1 if step < 2000 else 2
+        began_s, proposed = clock.now_s, ()
+        if speculator.may_pay(1) and speculator.would_propose([sequence], lambda _: 1 << 30):
+            proposed = speculator.propose([sequence], lambda _: 1 << 30, 128).get(sequence, ())
+        clock.now_s += 0.01
+        held = len(proposed) if said == 2 else 0
+        sequence.token_ids += [said] * (1 + held)
+        if proposed:
+            num_proposed[said] += len(proposed)
+            speculator.on_verified(sequence, len(proposed), held)
+        speculator.on_step(1, len(proposed), held, clock.now_s - began_s)
+    assert num_proposed[2] > 1000 > num_proposed[1]
+
+
+def test_steps_run_ahead_where_the_draft_has_no_room() -> None:
+    clock = Clock()
+    draft = FixedDraft(clock, 1.0, 0.0)
+    draft.is_full = True
+    speculator = Speculator(8, clock, always=True, lookups=Silent(), draft=draft)
+    sequence = Sequence(RequestId("r"), [1, 1], 1, SamplingParams(max_tokens=1 << 30), b"")
+    assert not speculator.would_propose([sequence], lambda _: 9)
+    assert speculator.propose([sequence], lambda _: 9, 128) == {}
+    assert draft.num_drafted == 0
+    draft.is_full = False
+    assert speculator.would_propose([sequence], lambda _: 9)
+    assert not speculator.would_propose([sequence], lambda _: 1), "it ends with the next token"
 
 
 def test_grammars_and_first_tokens_are_left_alone() -> None:

@@ -89,7 +89,7 @@ class StageTimes:
 
     submitted_s: float = 0.0
     placed_s: float = 0.0  # for the last time
-    started_s: float = 0.0  # first chunk computed here
+    started_s: float = 0.0  # first step that computed it here
     first_token_s: float = 0.0
     landed_s: float = 0.0
     decode_queue_s: float = 0.0  # a duration: from the last page's landing to the first step here

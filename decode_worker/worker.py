@@ -96,6 +96,7 @@ class DecodeWorker:
             report=self._report,
             pulls=pulls,
         )
+        self._landed: list[Sequence] = []  # wait for their first step here
         self.after_step: list[Callable[[], None]] = []  # called between two steps, and when there was nothing to do
         self.on_release: list[Callable[[DecodeRequest], None]] = []  # called when a request ends here or has migrated
         self.on_step: list[Callable[[int, int, float], None]] = []  # called with a step's sequences, tokens and seconds
@@ -162,8 +163,12 @@ class DecodeWorker:
             request.migration.refuse(error)
             self._release(request)
 
-    def _check(self, sequence: Sequence) -> None:
+    def check_tokens(self, sequence: Sequence) -> None:
+        """Raises InvalidInput unless this worker can compute the tokens and one more."""
         check_token_ids(sequence.token_ids, 1, self._context_length, self._engine.model.vocab_size)
+
+    def _check(self, sequence: Sequence) -> None:
+        self.check_tokens(sequence)
         if sequence.sampling.grammar is not None and self._grammars is None:
             raise InvalidInput("sampling.grammar", "is not supported by this worker; leave it out")
         if len(self._requests) >= self._config.max_batch_sequences + self._config.max_waiting:
@@ -263,6 +268,7 @@ class DecodeWorker:
             migration.confirm()
         else:
             request.times.landed_s = time.monotonic()
+            self._landed.append(request.sequence)
             self._prefills.on_landed(request, outcome.key, outcome.num_pages)
 
     def on_heartbeat(self, key: TransferKey) -> None:
@@ -326,8 +332,13 @@ class DecodeWorker:
 
     def _note_started(self, plan: StepPlan) -> None:
         started_s = time.monotonic()
-        for scheduled in plan.chunks:
-            self._requests[scheduled.sequence].times.on_started(started_s)
+        computed = [scheduled.sequence for scheduled in plan.chunks]
+        if self._landed:
+            planned = {item.sequence for item in plan}
+            computed += [sequence for sequence in self._landed if sequence in planned]
+            self._landed = [one for one in self._landed if one not in planned and one in self._requests]
+        for sequence in computed:
+            self._requests[sequence].times.on_started(started_s)
 
     def finish_step(self, plan: StepPlan, tokens: StepTokens, elapsed_s: float) -> None:
         """Records the oldest step in flight and delivers its tokens."""

@@ -157,6 +157,9 @@ class PrefillWorker:
         if job is None or job.error is not None:
             return
         self.on_heartbeat(key)
+        if not job.started_s:
+            self.cancel(key, InvalidInput("destination", "came before it was asked for; send it after `reserve`"))
+            return
         if job.destination is not None or num_pages_held + len(pages) != job.num_pages:
             problem = f"{num_pages_held} + {len(pages)} pages; expected {job.num_pages}"
             self.cancel(key, InvalidInput("destination", problem))

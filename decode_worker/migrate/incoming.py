@@ -158,6 +158,7 @@ class IncomingMigrations:
         now_s = time.monotonic()
         try:
             sequence_state.extend(request, state, now_s)
+            self._worker.check_tokens(request.sequence)
         except InvalidInput as error:
             self._worker.on_lost(key, error)
             return

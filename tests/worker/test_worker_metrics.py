@@ -238,7 +238,9 @@ def test_pages_are_counted_by_state_with_what_their_holders_leave_empty() -> Non
     assert use.by_state == {"free": 7, "evictable": 0, "fenced": 1, "held": 2}
     assert use.num_allocated == 3
     assert use.fragmentation == pytest.approx(1 - 24 / 48)
-    pool.release(first.pages)
+    dropped = first.drop_pages(1)  # behind a window
+    assert measure_pages(pool, (first, second), 16).fragmentation == pytest.approx(1 - 8 / 32)
+    pool.release([*dropped, *first.held_pages])
     assert measure_pages(pool, (), 16).fragmentation == 0.0
     assert measure_pages(pool, (), 16).num_allocated == 3
 

@@ -32,7 +32,8 @@ def measure_pages(pool: PagePool, sequences: Collection[Sequence], page_size: in
     }
     num_slots = num_filled = 0
     for sequence in sequences:
-        slots = len(sequence.pages) * page_size
+        num_dropped = sequence.num_dropped
+        slots = max(0, len(sequence.pages) - num_dropped) * page_size
         num_slots += slots
-        num_filled += min(slots, sequence.num_computed_tokens)
+        num_filled += min(slots, max(0, sequence.num_computed_tokens - num_dropped * page_size))
     return PageUse(by_state, pool.num_allocated, 1.0 - num_filled / num_slots if num_slots else 0.0)

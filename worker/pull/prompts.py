@@ -121,7 +121,7 @@ class PrefixPulls:
         pull = self._open.pop(first)
         wanted, now_s = pull.wanted, self._clock()
         seconds = now_s - pull.started_s
-        num_pulled = self._engine.prefix_cache.num_on_device(wanted.hashes) - wanted.first
+        num_pulled = max(0, self._engine.prefix_cache.num_on_device(wanted.hashes) - wanted.first)
         if num_pulled < len(wanted.hashes) - wanted.first:
             self.metrics.add(PULL_FAILURES)
             self.costs.on_failed(wanted.source, wanted.missing, seconds, now_s)

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from engine.step.sequence import Sequence
 from penstock import wire
 from penstock.config import PrefillConfig, TransferConfig
-from penstock.types import Epoch, RequestId, SamplingParams, TransferId, TransferKey
-from prefill_worker.job import PrefillJob
+from penstock.types import Epoch, PageId, RequestId, SamplingParams, TransferId, TransferKey
+from prefill_worker.job import Closed, PrefillJob, PrefillOutcome
 from prefill_worker.worker import PrefillWorker
 from tests.support.decode.handoff_world import LEASE_S, World
 from tests.support.engine.fake_engine import CONTEXT, FakeEngine, expected_tokens
@@ -139,6 +139,23 @@ def test_a_frozen_decode_worker_gets_no_pages_kept_for_it(seed: int, num_before:
         assert world.tokens(stream_id) == expected_tokens(prompt, 5)[0]
 
 
+def test_a_landed_sequence_waits_until_its_first_step_and_no_longer() -> None:
+    num_landed = 0
+    for seed in range(40):
+        world = World(seed)
+        world.submit(0, list(range(40, 52)), SamplingParams(max_tokens=6))
+        request = world.requests[0]
+        while not request.times.landed_s and request in world.decode.requests:
+            world.rng.choice(world.actions())()
+        world.settle()
+        times = request.times
+        if times.landed_s and times.part is None:
+            num_landed += 1
+            assert times.started_s >= times.landed_s
+            assert times.decode_queue_s == times.started_s - max(times.landed_s, times.first_token_s)
+    assert num_landed
+
+
 def test_a_key_survives_the_wire() -> None:
     key = TransferKey("t", Epoch(2**63), Epoch(5))  # type: ignore[arg-type]
     assert wire.transfer_key_from_wire(wire.transfer_key_to_wire(key)) == key
@@ -151,6 +168,23 @@ class QuietSender:
         return SimpleNamespace(target=SimpleNamespace(page_size=4))
 
     def abort(self, key: TransferKey) -> None: ...
+
+
+def test_a_destination_that_nobody_asked_for_is_refused_by_name() -> None:
+    """It might begin at pages that the prompt, once it begins, is found not to need."""
+    engine = FakeEngine(40, 4)
+    config = SimpleNamespace(transfer=TransferConfig(checksums=False), prefill=PrefillConfig(max_batch_tokens=64))
+    worker = PrefillWorker(cast(Any, engine), cast(Any, QuietSender()), cast(Any, config), CONTEXT)
+    key = TransferKey(TransferId("t"), Epoch(1), Epoch(2))
+    sequence = Sequence(RequestId("r"), list(range(12)), 12, SamplingParams(max_tokens=1), b"salt")
+    outcomes: list[PrefillOutcome] = []
+    worker.submit(PrefillJob(key, sequence, outcomes.append, 0.0), b"")
+    worker.set_destination(key, 0, [PageId(page) for page in range(3)])
+    worker.on_sent(key)
+    [closed] = outcomes
+    assert isinstance(closed, Closed)
+    assert "destination: came before it was asked for; send it after `reserve`" in str(closed.error)
+    assert not worker.step()
 
 
 def test_prompts_that_share_pages_may_all_end_while_a_step_computes_them() -> None:

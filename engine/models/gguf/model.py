@@ -86,13 +86,19 @@ def make_config(header: GgufHeader, frequencies: Sequence[float] | None, dtype: 
     for key in ("attention.value_length", "rope.dimension_count"):
         if read.integer(key, head_dim) != head_dim:
             raise CheckpointError(f"{header.file}: {read.name(key)} must be {head_dim}, the width of a head")
+    num_layers = read.integer("block_count")
+    if num_layers > len(header.tensors):  # each has several; what follows takes time and memory by the layer
+        raise CheckpointError(
+            f"{header.file}: {read.name('block_count')} = {num_layers}, and the file has {len(header.tensors)} tensors "
+            "in all; fetch the file again"
+        )
     theta = read.number("rope.freq_base", 10000.0)
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "hidden_size": hidden_size,
         "intermediate_size": read.integer("feed_forward_length"),
-        "num_hidden_layers": read.integer("block_count"),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": read.integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -163,6 +169,11 @@ def _rope_scaling(
     read: _Metadata, header: GgufHeader, frequencies: Sequence[float] | None, theta: float, head_dim: int
 ) -> Mapping[str, Any] | None:
     kind = read.value("rope.scaling.type") or "none"
+    if kind == "linear" and frequencies is not None:
+        raise CheckpointError(
+            f"{header.file}: {read.name('rope.scaling.type')} = 'linear' beside {FREQUENCIES} is not imported; give "
+            "the Hugging Face folder of the model"
+        )
     if kind == "linear":
         return {"rope_type": "linear", "factor": read.number("rope.scaling.factor", None)}
     if kind != "none":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from engine.engine import Engine
 from engine.generate import generate
 from engine.models.config import ModelConfig
 from engine.models.gguf.header import read_header
-from engine.models.gguf.model import llama3_divisors
+from engine.models.gguf.model import llama3_divisors, make_config
 from engine.models.gguf.write_folder import import_gguf
 from penstock.config import EngineConfig
 from penstock.errors import CheckpointError
@@ -237,6 +238,24 @@ def test_a_hostile_header_costs_nothing(data: bytes, why: str, tmp_path: Path) -
     file.write_bytes(data)
     with pytest.raises(CheckpointError, match=why):
         read_header(file)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"llama.block_count": 2**32 - 1}, r"llama\.block_count = 4294967295, and the file has 22 tensors in all"),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, "'linear' beside rope_freqs.weight"),
+        ({"llama.rope.scaling.type": "yarn"}, r"llama\.rope\.scaling\.type = 'yarn' is not imported"),
+        ({"llama.attention.head_count": 0}, r"llama\.attention\.head_count = 0: a positive whole number"),
+        ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, r"epsilon = nan: a positive number is needed"),
+    ],
+)
+def test_metadata_that_cannot_be_meant_is_refused_by_name(changed: dict[str, Any], why: str, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint("llama", tmp_path / "checkpoint")
+    divisors = [1.0] * 8
+    header = read_header(write_gguf(checkpoint, tmp_path / "model.gguf", divisors=divisors))
+    with pytest.raises(CheckpointError, match=why):
+        make_config(replace(header, metadata={**header.metadata, **changed}), divisors, "float32")
 
 
 def test_tensors_that_share_bytes_are_refused(tmp_path: Path) -> None:

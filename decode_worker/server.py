@@ -123,7 +123,7 @@ class DecodeServer:
             step=step,
             sweep=lambda now_s: earliest(*(owner.sweep(now_s) for owner in lease_owners)),
             load=lambda: worker.load,
-            sequences=lambda: worker.sequences,
+            sequences=lambda: [request.sequence for request in tuple(worker.requests)],
             is_transfer_open=self._migration_calls.is_open,
             outgoing=self.outgoing,
             incoming=worker,

@@ -96,7 +96,7 @@ class DecodeWorker:
             report=self._report,
             pulls=pulls,
         )
-        self._landed: list[Sequence] = []  # wait for their first step here
+        self._landed: set[Sequence] = set()  # wait for their first step here
         self.after_step: list[Callable[[], None]] = []  # called between two steps, and when there was nothing to do
         self.on_release: list[Callable[[DecodeRequest], None]] = []  # called when a request ends here or has migrated
         self.on_step: list[Callable[[int, int, float], None]] = []  # called with a step's sequences, tokens and seconds
@@ -268,7 +268,7 @@ class DecodeWorker:
             migration.confirm()
         else:
             request.times.landed_s = time.monotonic()
-            self._landed.append(request.sequence)
+            self._landed.add(request.sequence)
             self._prefills.on_landed(request, outcome.key, outcome.num_pages)
 
     def on_heartbeat(self, key: TransferKey) -> None:
@@ -331,14 +331,10 @@ class DecodeWorker:
         return plan
 
     def _note_started(self, plan: StepPlan) -> None:
-        started_s = time.monotonic()
-        computed = [scheduled.sequence for scheduled in plan.chunks]
-        if self._landed:
-            planned = {item.sequence for item in plan}
-            computed += [sequence for sequence in self._landed if sequence in planned]
-            self._landed = [one for one in self._landed if one not in planned and one in self._requests]
-        for sequence in computed:
-            self._requests[sequence].times.on_started(started_s)
+        landed = self._landed & {item.sequence for item in plan} if self._landed else ()
+        self._landed.difference_update(landed)
+        for sequence in (*landed, *(chunk.sequence for chunk in plan.chunks)):
+            self._requests[sequence].times.on_started(time.monotonic())
 
     def finish_step(self, plan: StepPlan, tokens: StepTokens, elapsed_s: float) -> None:
         """Records the oldest step in flight and delivers its tokens."""
@@ -360,8 +356,7 @@ class DecodeWorker:
 
     def _verified(self, scheduled: ScheduledSequence, further: list[SampledToken]) -> list[SampledToken]:
         """Notes what has become of a sequence's proposed tokens, if it had any; returns what follows its first one."""
-        num_proposed = len(scheduled.proposed)
-        if self._speculator is not None and num_proposed:
+        if self._speculator is not None and (num_proposed := len(scheduled.proposed)):
             kind = self._speculator.on_verified(scheduled.sequence, num_proposed, len(further))
             for call in self.on_verified:
                 call(kind, num_proposed, len(further))
@@ -418,13 +413,11 @@ class DecodeWorker:
             call(len(plan), plan.num_tokens, elapsed_s)
 
     def _keep_scores(self, sequence: Sequence, scores: PromptScores, discarded: Collection[Sequence] = ()) -> None:
-        request = self._requests.get(sequence)
-        if request is not None and sequence not in discarded:
+        if (request := self._requests.get(sequence)) is not None and sequence not in discarded:
             request.add_scores(scores)
 
     def _fail(self, sequence: Sequence, error: PenstockError) -> None:
-        request = self._requests.get(sequence)
-        if request is not None:
+        if (request := self._requests.get(sequence)) is not None:
             self.cancel(request, error)
 
     def _after_step(self) -> None:
@@ -475,6 +468,7 @@ class DecodeWorker:
 
     def _release(self, request: DecodeRequest) -> None:
         del self._requests[request.sequence]
+        self._landed.discard(request.sequence)
         self._delivery.remove(request)
         for call in self.on_release:
             call(request)
@@ -484,11 +478,6 @@ class DecodeWorker:
 
     def _report(self, request: DecodeRequest, outcome: worker_pb2.PrefillOutcome) -> None:
         self._delivery.put(request, TokenDelta(request.stream_id, prefill=outcome))
-
-    @property
-    def sequences(self) -> tuple[Sequence, ...]:
-        """Those of all open requests. From any thread."""
-        return tuple(self._requests)
 
     def _refresh_load(self) -> None:
         self.load = WorkerLoad(

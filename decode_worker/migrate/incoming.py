@@ -160,6 +160,8 @@ class IncomingMigrations:
             sequence_state.extend(request, state, now_s)
             self._worker.check_tokens(request.sequence)
         except InvalidInput as error:
+            assert request.migration is not None
+            request.migration.refuse(error)
             self._worker.on_lost(key, error)
             return
         request.paused_since_s = now_s - paused_s

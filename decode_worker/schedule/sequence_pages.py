@@ -23,7 +23,7 @@ class PageGrant:
     pages: list[PageId]
     num_filled: int  # leading ones that need no computing
     num_dropped: int  # of these, entries without a page
-    num_found: int  # leading ones whose KV was cached
+    num_found: int  # of these, pages that the cache stands for; what nothing will read is left out
 
 
 class SequencePages:
@@ -83,7 +83,7 @@ class SequencePages:
         first_needed = self._cache.first_needed(num_filled, num_unneeded)
         self._pool.release(pages[num_dropped:first_needed])
         pages[num_dropped:first_needed] = [PageId(0)] * (first_needed - num_dropped)
-        return PageGrant(pages, num_filled, first_needed, num_filled if num_filled > num_unneeded else 0)
+        return PageGrant(pages, num_filled, first_needed, num_filled - num_unneeded)
 
     def _num_at_first(self, num_tokens: int, num_cached: int, num_dropped: int, num_landing: int) -> int:
         """Returns how many leading entries a sequence of `num_tokens` has before its first step."""

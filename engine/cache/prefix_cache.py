@@ -130,8 +130,8 @@ class PrefixCache:
         """
         if not self.enabled:
             return num_matched
-        self._num_queries += len(hashes)
-        self._num_device_hits += num_matched if num_matched > num_unneeded else 0
+        self._num_queries += max(0, len(hashes) - num_unneeded)
+        self._num_device_hits += num_matched - num_unneeded
         if self._tiers is None:
             return num_matched
         first, stop = self._promotable(hashes[: len(pages)], num_matched, num_unneeded, window)

@@ -10,12 +10,13 @@ import pytest
 from decode_worker.migrate.outgoing import CopyPhase
 from decode_worker.request import DecodeRequest
 from engine.step.sequence import Sequence
-from penstock.errors import DeadlineExceeded, InvalidInput, PenstockError, TransferRefused
+from kv_transfer.session.transfer_session import Manifest
+from penstock.errors import Cancelled, DeadlineExceeded, InvalidInput, PenstockError, TransferRefused
 from penstock.kv.page_hash import hash_pages
 from penstock.types import Epoch, PageId, RequestId, SamplingParams, TransferId, TransferKey
 from penstock.v1 import worker_pb2
 from tests.support.decode.migration_world import Node, World
-from tests.support.engine.fake_engine import expected_tokens
+from tests.support.engine.fake_engine import CONTEXT, expected_tokens
 
 PROMPT = list(range(10, 28))
 MAX_TOKENS = 40
@@ -142,3 +143,25 @@ def test_a_source_that_lies_about_its_tokens_is_refused_by_name(
         raise source.error or AssertionError("accepted")
     assert node.engine.pool.num_available == node.engine.pool.num_pages
     assert not node.transfers.num_open
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "why"),
+    [([10**6], "token_ids: hold 1000000; the vocabulary ends at"), ([5] * CONTEXT, "token_ids: are [0-9]+, but this")],
+)
+def test_a_last_state_that_no_step_can_compute_is_refused_by_name(token_ids: list[int], why: str) -> None:
+    """A token beyond the model's tables would end the step loop, and with it every other request."""
+    node, source, key = World(0).start_node(7), LyingSource(), TransferKey(TransferId("t"), Epoch(1), Epoch(7))
+    state = worker_pb2.SequenceState(request_id="r", token_ids=range(9), num_prompt_tokens=8, timeout_ms=1_000_000)
+    state.sampling.max_tokens = 40
+    node.incoming.on_start(key, worker_pb2.MigrationStart(state=state, num_tokens=12), source)
+    node.incoming._answer()
+    assert source.num_held == 0
+    last = worker_pb2.SequenceState(request_id="r", num_known=9, token_ids=token_ids, timeout_ms=1_000_000)
+    node.incoming.on_finish(key, last, Manifest(8 + len(token_ids), 1, ()), 0.0)
+    with pytest.raises(InvalidInput, match=why):
+        raise source.error or AssertionError("accepted")
+    node.incoming.on_closed(key, Cancelled("refused"))
+    for then in node.receiver.settling:
+        then()
+    assert node.engine.pool.num_available == node.engine.pool.num_pages

@@ -17,6 +17,7 @@ from engine.generate import generate
 from engine.step.row_table import RowTable
 from engine.step.sequence import ScheduledSequence, Sequence
 from penstock.config import DecodeConfig, EngineConfig
+from penstock.kv.page_hash import hash_pages
 from penstock.types import Lane, PageHash, RequestId, SamplingParams
 from tests.support.engine.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.engine.fake_engine import FakeEngine
@@ -187,6 +188,29 @@ def test_pages_that_nothing_has_filled_are_not_cached() -> None:
     assert [page.page_hash for page in engine.prefix_cache.find(hashes[10:])] == hashes[10:]
     assert engine.prefix_cache.num_cached == 2
     scheduler.forget(sequence)
+    assert engine.pool.num_available == engine.pool.num_pages
+
+
+def test_pages_that_nothing_will_read_are_no_hits() -> None:
+    """A prompt that a prefill worker computes whole, of which one page was cached here, has one cached page."""
+    engine, prompt = FakeEngine(40, 4, window=9), prompt_of(48)
+    settings = DecodeConfig(max_batch_tokens=CHUNK, max_batch_sequences=4, watermark=0.0)
+    scheduler = DecodeScheduler(engine.pool, engine.prefix_cache, 4, settings, RowTable(4))
+    pages = engine.pool.allocate(11)
+    engine.prefix_cache.insert(hash_pages(prompt, 4, SALT)[:11], pages)
+    engine.pool.release(pages)
+    for num_unneeded, num_found in ((10, 1), (11, 0), (0, 11)):
+        before = engine.prefix_cache.stats
+        sequence = Sequence(RequestId("r"), prompt, 48, sampling(8), SALT)
+        scheduler.track(sequence)
+        reservation = scheduler.reserve(sequence, 48, num_unneeded=num_unneeded)
+        assert reservation is not None
+        assert scheduler.num_cached_tokens(sequence) == 4 * num_found
+        stats = engine.prefix_cache.stats
+        assert stats.device_hits - before.device_hits == num_found
+        assert stats.queries - before.queries == 11 - num_unneeded
+        sequence.pages, sequence.num_dropped = [*reservation.held, *reservation.fresh], reservation.num_dropped
+        scheduler.forget(sequence)
     assert engine.pool.num_available == engine.pool.num_pages
 
 

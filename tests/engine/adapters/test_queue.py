@@ -133,7 +133,7 @@ def test_a_fault_of_the_load_does_not_leave_its_sequence_waiting(world: World) -
     world.settle()
     [error] = world.outcomes["first"]
     assert error is not None
-    assert "was not loaded: RuntimeError: rank 1 is lost" in error.message
+    assert "could not be loaded: RuntimeError: rank 1 is lost" in error.message
 
 
 def test_a_sequence_released_while_its_adapter_loads_hears_nothing(world: World) -> None:

@@ -45,11 +45,11 @@ def test_an_offer_survives_the_network() -> None:
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
-        (b"", "no msgpack"),
-        (b"\xc1", "no msgpack"),
-        (OFFER.encode() + b"x", "no msgpack"),
-        (OFFER.encode()[:-3], "no msgpack"),
-        (b"\x91" * 2000, "no msgpack"),
+        (b"", "not msgpack"),
+        (b"\xc1", "not msgpack"),
+        (OFFER.encode() + b"x", "not msgpack"),
+        (OFFER.encode()[:-3], "not msgpack"),
+        (b"\x91" * 2000, "not msgpack"),
         (msgpack.packb([1, 2]), "a list, want a map"),
         (b"\x00" * (MAX_OFFER_BYTES + 1), "bytes, at most"),
         (changed(version=99), "version: 99"),
@@ -95,7 +95,7 @@ def test_an_offer_with_any_field_replaced_parses_or_is_refused(data: st.DataObje
         st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1), st.text(), st.binary(), st.lists(st.text()))
     )
     problem = problem_of(changed(**{field: value}))
-    assert problem is None or field in problem or "no msgpack" in problem
+    assert problem is None or field in problem or "not msgpack" in problem
 
 
 class FakeTransport:

@@ -40,7 +40,7 @@ def fleet(shared_fleet: Fleet) -> Fleet:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[str, list[int]]:
-    engine = Engine.load(EngineConfig(model=str(MODEL), num_pages=256, num_threads=1, dtype="float32"))
+    engine = Engine.load(EngineConfig(model=str(MODEL), num_pages=256, num_threads=1, dtype="bfloat16"))
     return {
         name: generate(engine, PROMPT, SamplingParams(max_tokens=MAX_TOKENS, grammar=grammar, **SEEDED))  # type: ignore[arg-type]
         for name, grammar in GRAMMARS.items()

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import signal
 import tempfile
+import unittest.mock
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,9 +196,27 @@ async def pulled(group: Group) -> Results:
     return results
 
 
+@contextlib.contextmanager
+def _held_steps(server: object) -> Iterator[None]:
+    """Keeps a decode worker from computing within the block."""
+    assert isinstance(server, DecodeServer)
+    driver = server._driver
+    with unittest.mock.patch.object(driver, "turn"):
+        yield
+    driver._thread._post(lambda: None)  # wakes the step loop
+
+
+def _num_sequences(server: object) -> int:
+    assert isinstance(server, DecodeServer)
+    return server.worker.scheduler.num_running + server.worker.scheduler.num_waiting
+
+
 async def preempted(group: Group) -> Results:
     """Has pages for two whole sequences and those that rank before all others: a third is preempted, at the latest when
-    it or they have grown. Those that came off unharmed, because they began when others had ended, are tried again."""
+    it or they have grown. Those that were not preempted, because they began when others had ended, are tried again.
+
+    The worker computes nothing until it has a third request: the others do not end before that one arrives.
+    """
     small = {"num_pages": group.few_pages, "prefix_caching": False}
     results: Results = {}
     left = list(group.features)
@@ -205,10 +224,13 @@ async def preempted(group: Group) -> Results:
     async with workers(_config(group, Role.DECODE, engine=small, decode=decode)) as servers:
         async with _router(group, [servers[0].address], 1) as router:
             for _ in FEATURES:
-                async with _streams(router, group.first) as first:
-                    await first.until(lambda: all(stream.begun for stream in first.streams))
-                    async with _streams(router, left) as streams:
-                        found = await streams.results()
+                async with contextlib.AsyncExitStack() as stack:
+                    with _held_steps(servers[0]):
+                        first = await stack.enter_async_context(_streams(router, group.first))
+                        await until(lambda: _num_sequences(servers[0]) == len(group.first))
+                        streams = await stack.enter_async_context(_streams(router, left))
+                        await until(lambda: _num_sequences(servers[0]) > len(group.first))
+                    found = await streams.results()
                     await first.results()
                 results |= found
                 for stream in found.values():

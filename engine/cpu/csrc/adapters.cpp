@@ -1,7 +1,7 @@
 // Adds low-rank adapters to the rows of a product, each row with the matrices of its slot. Reference:
 // engine/kernels/adapter_weights.py.
 //
-// A row's sums are added in one order, whatever rows are beside it. Neighbouring rows of one slot, which are those of a
+// A row's sums are added in one order, whatever other rows there are. Neighbouring rows of one slot, such as those of a
 // prompt, are computed together, so that its matrices are read once for all of them.
 //
 // Shapes: T rows, I inputs, O outputs, P parts of the outputs, R rank of a slot.

@@ -1,9 +1,10 @@
 // Attention over the paged pool on a CPU, for decodes and prompt chunks, reading pages in place.
 //
 // An item of work is a block of a sequence's queries under one KV head; its rows are (query, head of the group). Keys
-// are read 64 at a time: K is transposed, so that a vector's lanes are keys and a score needs no sum across lanes, and V
-// is interleaved into words: in memory for many rows, in registers for few, with the same bits. Softmax is computed online (Milakov and Gimelshein 2018, arXiv:1805.02867). An item's
-// result depends only on the item, not on the rest of the batch, its order, or the number of threads.
+// are read 64 at a time: K is transposed, so that a vector's lanes are keys and a score needs no sum across lanes, and
+// V is interleaved into words: in memory for many rows, in registers for few, with the same bits. Softmax is computed
+// online (Milakov and Gimelshein 2018, arXiv:1805.02867). An item's result depends only on the item, not on the rest of
+// the batch, its order, or the number of threads.
 //
 // Pool layer: [P, 2, K, S, H], pages `page_stride` bytes apart, each page's layer contiguous. A quantized pool holds
 // codes, with their scales right behind the layer (kv_quantization.h); a key's scale multiplies its scores, a value's
@@ -56,7 +57,7 @@ struct Scratch {
 template <class T, class Format> struct Attention {
   typedef typename T::Stored Stored;
   static constexpr int kStep = T::kPerWord;  // keys that share a word of V
-  static constexpr int kColumns = kLanes == 8 ? 2 : 4;  // vectors of sums beside each other: AVX2 has 16 registers
+  static constexpr int kColumns = kLanes == 8 ? 2 : 4;  // adjacent vectors of sums: AVX2 has 16 registers
 
   const Problem& problem;
   Scratch& scratch;

@@ -1,4 +1,4 @@
-// What attention is asked for, shared by those who ask (decoder.cpp, paged_attention.cpp) and by the kernels, which are
+// The arguments of attention, shared by its callers (decoder.cpp, paged_attention.cpp) and by the kernels, which are
 // compiled once, in paged_attention.cpp.
 #pragma once
 

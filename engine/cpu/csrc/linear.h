@@ -77,8 +77,8 @@ inline void multiply(float* out, const uint16_t* strips, const uint16_t* first, 
 
 // Multiplies blocks of rows with pairs of panels (p, p + pair_distance) and calls finish(row, p, sums of p, is_pair,
 // sums of the second panel) for every row. With pair_distance 1 the panels of a run are taken two at a time, and the
-// last one alone if their number is odd. A block is finished while the tiles multiply the next one, row by row between
-// their steps. The thread's tiles must be configured for 16 rows.
+// last one by itself if their number is odd. A block is finished while the tiles multiply the next one, row by row
+// between their steps. The thread's tiles must be configured for 16 rows.
 template <class Finish> class Blocks {
  public:
   Blocks(const PackedWeight& weight, const uint16_t* strips, int pair_distance, const Finish& finish)

@@ -38,7 +38,7 @@ struct alignas(64) TaskCursor {
 // The tasks of an operation, as one thread takes them.
 class Tasks {
  public:
-  // All `count` tasks in order, for a thread that works alone.
+  // All `count` tasks in order, for a thread that works by itself.
   explicit Tasks(int count) : cursors(nullptr), operation(0), count(count), num_threads(1), thread(0) {}
   Tasks(TaskCursor* cursors, uint64_t operation, int count, int num_threads, int thread)
       : cursors(cursors), operation(operation), count(count), num_threads(num_threads), thread(thread) {}
@@ -85,7 +85,7 @@ class ThreadTeam {
  public:
   // Calls body(tasks) on this thread and on up to `num_threads` - 1 workers; each takes tasks until none are left.
   // Workers without a task do not call it. Returns when all tasks are done. If several threads call this at once, the
-  // first one gets the workers and the others compute alone.
+  // first one gets the workers and the others compute by themselves.
   template <class Body> void parallel_for(int num_threads, int count, const Body& body) {
     num_threads = std::min({num_threads, count, kMaxThreads});
     if (num_threads <= 1 || is_busy.exchange(true, std::memory_order_acquire)) {

@@ -32,7 +32,9 @@ _MAX_PAIRS = 256  # priced for one request; reached only if links differ much, o
 _TIE_S = 1e-9
 _MAX_TEMPERATURES = 8  # a pair that costs this many temperatures more than the best is never chosen
 _NUM_CONSIDERED = 8
-_WIDE_FROM = 48  # workers of both roles, from which on columns are quicker than views (AMD EPYC, 2026-11-24)
+# Workers of two pools from which on pricing columns is as quick as pricing views, measured on an AMD EPYC on 2026-11-24
+# (docs/lab-notes/policies.md). Without prefill workers a quarter of that suffices.
+_WIDE_FROM = 128
 _NUM_FALLBACKS = 5  # cheapest prefill workers among which the fallbacks are chosen
 
 
@@ -46,7 +48,10 @@ class KvAwarePolicy:
     """Chooses the pair of least estimated seconds, or with a temperature a random one near it."""
 
     def __init__(self, weights: KvAwareConfig = DEFAULT_WEIGHTS, wide_from: int = _WIDE_FROM) -> None:
-        """Prices workers in columns from `wide_from` workers on; the choice is the same."""
+        """Prices workers in columns where there are at least `wide_from`, or a quarter without prefill workers.
+
+        The choice is the same either way.
+        """
         self._costs = EndCosts(weights)
         self._wide = WideEndCosts(weights, self._costs.contention)
         self._wide_from = wide_from
@@ -59,7 +64,7 @@ class KvAwarePolicy:
         if (
             isinstance(decode, ViewTable)
             and isinstance(prefill, ViewTable)
-            and len(decode) + len(prefill) >= self._wide_from
+            and len(decode) + len(prefill) >= (self._wide_from if prefill else self._wide_from // 4)
             and not slack_s
             and is_plain(demand)
         ):

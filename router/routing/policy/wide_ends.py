@@ -36,6 +36,7 @@ class WideEnds:
     ties: Figures
     bonus_s: Figures
     compute_s: Figures
+    uncached: Figures  # tokens of the request that each worker lacks
 
     def take(self, places: np.ndarray) -> list[End]:
         columns = (self.cost_s, self.ties, self.bonus_s, self.compute_s)
@@ -56,17 +57,17 @@ class WideEndCosts:
         """Returns the cheapest prefill ends, cheapest first."""
         if not len(views):
             return []
-        uncached = _uncached(demand, views)
+        cached = views.tokens(demand.cached_tokens)
+        uncached = _uncached(demand, cached)
         compute_s = _compute_s(demand, views, uncached)
         delay_s = self._delays_s(demand, views, uncached, compute_s)
         bonus_s = self._session_bonuses(demand, views)
         if demand.replicate:
-            cached = views.tokens(demand.cached_tokens)
             lacks = 2 * cached < cached.max()
             bonus_s[lacks] += np.minimum(self._weights.replica_s, compute_s - compute_s.min())[lacks]
         ties = _ties(rng, len(views))
         cost_s = views.columns.queue_s + compute_s + delay_s - bonus_s
-        return WideEnds(views, cost_s, ties, bonus_s, compute_s).take(np.lexsort((ties, cost_s))[:max_ends])
+        return WideEnds(views, cost_s, ties, bonus_s, compute_s, uncached).take(np.lexsort((ties, cost_s))[:max_ends])
 
     def decode(self, demand: PlacementDemand, views: ViewTable, rng: random.Random) -> WideEnds:
         """Prices decoding on each worker, without the transfer."""
@@ -74,12 +75,14 @@ class WideEndCosts:
         output_tokens, num_tokens = demand.output_tokens * weights.decode_weight, demand.num_tokens
         cost_s = output_tokens * (columns.token_price + num_tokens * columns.context_price)
         is_full = columns.num_requests >= columns.max_running
-        for place in ((_uncached(demand, views) > columns.free_tokens) | is_full).nonzero()[0].tolist():
+        uncached = _uncached(demand, views.tokens(demand.cached_tokens))
+        for place in ((uncached > columns.free_tokens) | is_full).nonzero()[0].tolist():
             view = views[place]
             delay_s = weights.contention_weight * prices.page_delay_s(demand, view)
             cost_s[place] += prices.decode_queue_s(demand, view) + delay_s
         bonus_s = self._session_bonuses(demand, views)
-        return WideEnds(views, cost_s - bonus_s, _ties(rng, len(views)), bonus_s, np.zeros(len(views)))
+        ties, compute_s = _ties(rng, len(views)), np.zeros(len(views))
+        return WideEnds(views, cost_s - bonus_s, ties, bonus_s, compute_s, uncached)
 
     def cheapest_local(
         self, demand: PlacementDemand, ends: WideEnds, has_prefill: bool, tie_s: float
@@ -89,8 +92,7 @@ class WideEndCosts:
         If there are prefill workers, these compute up to `max_local_tokens`. All within `tie_s` of the least are
         returned, in the order of the views.
         """
-        views, columns = ends.views, ends.views.columns
-        uncached = _uncached(demand, views)
+        views, columns, uncached = ends.views, ends.views.columns, ends.uncached
         compute_s = _compute_s(demand, views, uncached)
         total_s = ends.cost_s + columns.queue_s + compute_s
         if not has_prefill:
@@ -107,7 +109,7 @@ class WideEndCosts:
     def cheapest_floors(self, demand: PlacementDemand, ends: WideEnds, max_ends: int) -> list[Floor]:
         """Returns the decode ends that are cheapest with the fastest link, cheapest first."""
         latency_s, byte_s = demand.links.fastest
-        num_bytes = _uncached(demand, ends.views) * demand.token_bytes
+        num_bytes = ends.uncached * demand.token_bytes
         floor_s = ends.cost_s + latency_s + num_bytes * byte_s
         order = np.lexsort((ends.ties, floor_s))[:max_ends]
         taken = ends.take(order)
@@ -136,9 +138,9 @@ class WideEndCosts:
         return bonus_s
 
 
-def _uncached(demand: PlacementDemand, views: ViewTable) -> Figures:
+def _uncached(demand: PlacementDemand, cached: Figures) -> Figures:
     """Returns the tokens that each worker lacks: at least the last one."""
-    uncached: Figures = demand.num_tokens - views.tokens(demand.cached_tokens)
+    uncached: Figures = demand.num_tokens - cached
     uncached[uncached == 0] = 1
     return uncached
 

@@ -12,7 +12,7 @@ from penstock.errors import InvalidInput
 from penstock.types import Lane
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
-_HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[^:/\s\[\]]+):(?P<port>\d{1,5})")
+_HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+(?:%[^\]\s/]+)?\]|[^:/\s\[\]]+):(?P<port>\d{1,5})")
 _GRPC_NAMES = ("dns:", "unix:", "unix-abstract:", "ipv4:", "ipv6:", "vsock:", "xds:")  # gRPC's other kinds of target
 
 

@@ -79,7 +79,7 @@ def test_columns_and_views_choose_alike(seed: int) -> None:
             prefill.pop(rng.randrange(len(prefill)))
         if rng.random() < 0.2:  # a worker starts again, or another takes its place
             place = rng.randrange(len(decode))
-            decode[place] = random_worker(rng.choice((decode[place].worker_id, f"d{step} anew")), rng)
+            decode[place] = random_worker(rng.choice((decode[place].worker_id, f"new-{step}")), rng)
         if prefill:
             links.observe(prefill[0].worker_id, decode[0].worker_id, 1e6 * rng.random(), 0.001 + rng.random() / 100)
         demand = random_demand(rng, [*decode, *prefill], LearnedLinkPricing(links, ledger))

@@ -29,6 +29,7 @@ def failed_http(error: BaseException, url: str, advice: str) -> PenstockError:
 
     An unknown cause is given in the library's own words.
     """
+    url = without_user(url)
     for cause in _causes(error):
         if isinstance(cause, ssl.SSLCertVerificationError):
             return ConfigError(f"{url} has a certificate that is refused ({cause}); name its authority's by --ca")
@@ -44,6 +45,13 @@ def failed_http(error: BaseException, url: str, advice: str) -> PenstockError:
         if found := _why_unreached(cause):
             return Unavailable(f"{url} does not answer: {found}; {advice}")
     return Unavailable(f"{url} does not answer: {_brief(str(error) or type(error).__name__)}; {advice}")
+
+
+def without_user(url: str) -> str:
+    """Returns the URL without the user and the password that it may hold, for messages and files."""
+    scheme, mark, rest = url.rpartition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}"
 
 
 def _is_no_http(error: BaseException) -> bool:
@@ -67,6 +75,7 @@ def _why_unreached(error: BaseException) -> str:
 
 def refused_http(status: int, text: str, url: str, advice: str) -> PenstockError:
     """Returns the typed error of an answer with this status, whose body is `text`."""
+    url = without_user(url)
     said = f": {_brief(_message_in(text))}" if text.strip() else ""
     if kind := _REFUSALS.get(status):
         return kind(f"{url} refuses the call{said}; {advice}")

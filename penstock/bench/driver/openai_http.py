@@ -15,7 +15,7 @@ from penstock.bench.workloads.plan import LoadRequest, PromptBlocks, PromptMessa
 from penstock.bench.workloads.prompts import PromptWriter
 from penstock.client.auth import ClientTls
 from penstock.errors import ConfigError, InvalidInput, PenstockError
-from penstock.rpc.failed_http import failed_http, refused_http
+from penstock.rpc.failed_http import failed_http, refused_http, without_user
 
 try:
     import aiohttp
@@ -211,4 +211,6 @@ async def find_model(url: str, api_key: str | None, tls: ClientTls | None = None
     try:
         return str(json.loads(text)["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise InvalidInput("--model", f"cannot be found out, since {listing} lists none; name it") from error
+        raise InvalidInput(
+            "--model", f"cannot be found out, since {without_user(listing)} lists none; name it"
+        ) from error

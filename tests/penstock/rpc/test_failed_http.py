@@ -10,7 +10,7 @@ import ssl
 import pytest
 
 from penstock.errors import ConfigError, PenstockError, PermissionDenied, Unauthenticated, Unavailable
-from penstock.rpc.failed_http import failed_http, refused_http
+from penstock.rpc.failed_http import failed_http, refused_http, without_user
 
 URL, ADVICE = "http://here:8000/v1", "give another URL"
 
@@ -77,3 +77,11 @@ def test_an_answer_cannot_control_the_terminal() -> None:
     found = refused_http(500, "broken \x1b]0;title\x07\x1b[2J\x9b1m here", URL, ADVICE)
     assert found.message.isprintable()
     assert "here" in found.message
+
+
+def test_a_password_in_a_url_is_not_repeated() -> None:
+    url = "https://me:p@ss@here:8000/v1?at=a@b"
+    for error in (failed_http(TimeoutError(), url, ADVICE), refused_http(500, "", url, ADVICE)):
+        assert error.message.startswith("https://here:8000/v1?at=a@b ")
+    for plain in (URL, "http://[::1]:8000/v1", "here:8000"):
+        assert without_user(plain) == plain

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.cli.options import add_tls_options, check_address, client_tls
 from penstock.errors import InvalidInput
+from penstock.rpc.failed_http import without_user
 
 if TYPE_CHECKING:
     from penstock.bench.driver.endpoint import Endpoint
@@ -200,6 +201,7 @@ async def _measure(arguments: Namespace) -> BenchResult:
     settings = {
         name: value for name, value in vars(arguments).items() if name not in hidden and value not in (None, [], {}, "")
     }
+    settings["url"] = without_user(arguments.url)
     return make_result(spec, points, target=target, label=arguments.label, settings=settings)
 
 
@@ -331,7 +333,7 @@ async def _open_endpoint(arguments: Namespace) -> tuple[Endpoint, str]:
     model = arguments.model or await find_model(arguments.url, api_key, tls)
     form = RequestForm(model, arguments.api, as_text, arguments.temperature, ignore_eos, arguments.body)
     endpoint = OpenAiEndpoint(arguments.url, form, api_key=api_key, tls=tls, timeout_s=arguments.timeout)
-    return endpoint, f"{base_url(arguments.url)}, {arguments.api}, model {model}"
+    return endpoint, f"{without_user(base_url(arguments.url))}, {arguments.api}, model {model}"
 
 
 def _json_object(text: str) -> dict[str, Any]:

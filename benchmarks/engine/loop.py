@@ -33,7 +33,7 @@ _CONFIG = DecodeConfig(max_batch_sequences=max(BATCHES), max_batch_tokens=BATCH_
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What a batch of requests has yielded, and the seconds from the submission of the first to its last token."""
+    """The tokens of a batch of requests, and the seconds from the submission of the first to its last token."""
 
     seconds: float
     outputs: list[list[int]]

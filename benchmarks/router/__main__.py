@@ -123,7 +123,7 @@ def _lookaside_row(router: Target, load: RouterLoad, through: MeasuredLoad) -> R
 
 
 def http_rows(router: str, direct: str, sglang: str | None) -> list[Row]:
-    """Measures what the router's HTTP API adds, beside sglang-router if it runs; one client alternates between them."""
+    """Compares what the router's HTTP API adds with sglang-router, if it runs; one client alternates between them."""
     rows = []
     for tokens in _SIZES:
         addresses = [direct, router, *([sglang] if sglang else [])]

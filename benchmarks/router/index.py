@@ -93,7 +93,7 @@ def rows() -> list[Row]:
 class Filled:
     """An index of a million pages at 64 workers, and its plain twin.
 
-    Workers hold prompts of their own, half a prompt that all share, and different shares of one prompt.
+    Each worker holds its own prompts, half a prompt that all share, and different shares of one prompt.
     """
 
     def __init__(self, rng: random.Random) -> None:

@@ -72,7 +72,7 @@ def vllm_pair(vllm: Vllm) -> Iterator[Server]:
 def measure(
     name: str, serving: AbstractContextManager[Server], rates: Sequence[float], num_requests: int
 ) -> dict[float, PointResult]:
-    """Starts a deployment, measures each rate with prompts of its own, which are never cached, and stops it."""
+    """Starts a deployment, measures each rate with different, uncached prompts, and stops it."""
 
     source = uniform_source(num_requests, (64, 1024), (16, 96))
     points = [Arrivals(rate=rate) for rate in rates]

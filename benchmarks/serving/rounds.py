@@ -52,8 +52,9 @@ async def measure_http(
 async def measure_at(
     endpoint: Endpoint, source: Source, points: Sequence[Arrivals], vocab_size: int, seed: int = 0
 ) -> list[PointResult]:
-    """Measures the points. Raises RuntimeError if a request was not answered whole: figures beside others must be of
-    the same work."""
+    """Measures the points. Raises RuntimeError if a request was not answered whole: compared figures must be of the
+    same work.
+    """
     spec = SweepSpec(source, points, seed=seed, token_ids=range(3, vocab_size), is_quiet=True)
     found = await measure(spec, endpoint)
     for point in found:

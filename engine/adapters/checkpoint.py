@@ -150,7 +150,7 @@ def _refusal(name: str, module: str) -> str:
     if "lora_magnitude_vector" in name:
         return f"{name} belongs to DoRA, which is not supported; train the adapter without it"
     if ".experts" in name:
-        return f"{name} adapts an expert, which is not supported; adapt the attention alone"
+        return f"{name} adapts an expert, which is not supported; adapt only the attention"
     if "lora_embedding" in name or module.split(".")[-1] in _HEAD_MODULES:
         return f"{name} adapts the embedding or the head, which is not supported; leave them out of target_modules"
     return f"{name} adapts nothing in this model; give an adapter of this model"

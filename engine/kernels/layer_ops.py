@@ -25,7 +25,7 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 class ExpertWeights(Protocol):
     """A weight of the same shape for each expert (`engine.layers.linear.GroupedLinear`)."""
 
-    weight_EOI: torch.Tensor | None  # all weights stacked; None where each is packed on its own
+    weight_EOI: torch.Tensor | None  # all weights stacked; None if each is packed separately
     scales_EGO: torch.Tensor | None  # float32, of e4m3 weights for each of G groups of inputs; None if plain
 
     @property

@@ -143,7 +143,7 @@ class GroupedLinear:
         first = read(0)
         self.weight_EOI: torch.Tensor | None = None
         self.scales_EGO: torch.Tensor | None = None
-        if first.device.type in ("cpu", "meta"):  # each is packed on its own
+        if first.device.type in ("cpu", "meta"):  # each is packed separately
             self.experts: tuple[Product, ...] = (
                 Linear(first),
                 *(Linear(read(expert)) for expert in range(1, num_experts)),

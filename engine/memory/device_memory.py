@@ -37,7 +37,7 @@ class DeviceMemory:
     name: str
     type: DeviceType
     total_bytes: int  # available to a worker
-    reads_e4m3: bool = True  # its kernels multiply with fp8 codes; a GPU given by its size alone is taken to do so
+    reads_e4m3: bool = True  # its kernels multiply with fp8 codes; assumed of a GPU given only by its size
 
 
 def find_device(text: str) -> DeviceMemory:

@@ -5,7 +5,7 @@ Made while a step is laid out, on the step loop; `engine.sampling.sampler` takes
 step. Only rows with a grammar name their sequences: their masks are computed from the texts, which must not change
 until then.
 
-Imports numpy but no torch of its own. Shapes: `R` rows of logits.
+Imports numpy but not torch itself. Shapes: `R` rows of logits.
 """
 
 from __future__ import annotations

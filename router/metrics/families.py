@@ -1,6 +1,6 @@
 """Counters and histograms whose updates cost a tenth of a microsecond; those of the library cost up to three.
 
-The router's event loop alone counts. Another thread may collect meanwhile: it copies the list of series first.
+Only the router's event loop counts. Another thread may collect meanwhile: it copies the list of series first.
 """
 
 from __future__ import annotations

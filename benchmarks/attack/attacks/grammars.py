@@ -39,7 +39,10 @@ HOSTILE: Mapping[str, tuple[str, object]] = {
     "optional classes": ("guided_regex", "".join(f"[^\\x{code:02x}]*" for code in range(32, 127)) * 5),
     "choices": ("guided_choice", [f"{number:09d}" for number in range(9000)]),
 }
-CHEAP = {"power", "repetitions"}  # these may be obeyed: what costs is a later token, which has limits of its own
+CHEAP = {
+    "power",
+    "repetitions",
+}  # these may be accepted: only a later token is costly, and has its own limits
 
 
 async def hostile_grammars(target: AttackTarget) -> None:

@@ -33,7 +33,7 @@ async def _must_refuse(address: str, methods: list[str], keys: tuple[str, ...], 
 
 
 async def calls_to_workers(target: AttackTarget) -> None:
-    """Calls every method of the workers without a token, with a tenant's key and with one of its own making."""
+    """Calls every method of the workers without a token, with a tenant's key and with a made-up one."""
     methods = _methods(worker_pb2, _WORKER_SERVICES)
     for each in (await target.status()).workers:
         if each.member.role in ("prefill", "decode"):

@@ -9,7 +9,7 @@ Shapes: `T` rows, `S` slots, `R` rank of a slot, `Q` = parts * R, `I` in, `O` ou
 """
 
 # mypy: allow-untyped-defs
-# (kernel arguments are Triton's own pointers and numbers, described beside them)
+# (kernel arguments are Triton's own pointers and numbers, described next to them)
 
 from __future__ import annotations
 

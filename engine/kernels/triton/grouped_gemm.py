@@ -16,7 +16,7 @@ Shapes: `R` rows to read, `X` places, `E` experts, `I` in, `O` out, `G` groups o
 """
 
 # mypy: allow-untyped-defs
-# (kernel arguments are Triton's own pointers and numbers, described beside them)
+# (kernel arguments are Triton's own pointers and numbers, described next to them)
 
 from __future__ import annotations
 

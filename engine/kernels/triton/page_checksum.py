@@ -7,7 +7,7 @@ Shapes: `P` pages, `W` 32-bit words of a page, `B` blocks of a page.
 """
 
 # mypy: allow-untyped-defs
-# (kernel arguments are Triton's own pointers and numbers, described beside them)
+# (kernel arguments are Triton's own pointers and numbers, described next to them)
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ Shapes: `T` rows, `O` out, `I` in, `G` groups of inputs that share a scale; a ti
 """
 
 # mypy: allow-untyped-defs
-# (kernel arguments are Triton's own pointers and numbers, described beside them)
+# (kernel arguments are Triton's own pointers and numbers, described next to them)
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ Shapes: `T` tokens, `N` rows of a token, `D` values of a row, `R` rows of a prog
 """
 
 # mypy: allow-untyped-defs
-# (kernel arguments are Triton's own pointers and numbers, described beside them)
+# (kernel arguments are Triton's own pointers and numbers, described next to them)
 
 from __future__ import annotations
 

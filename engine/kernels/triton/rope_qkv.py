@@ -9,7 +9,7 @@ Shapes: `T` tokens, `X` heads of a projection: `N` of queries, then `K` of keys,
 """
 
 # mypy: allow-untyped-defs
-# (kernel arguments are Triton's own pointers and numbers, described beside them)
+# (kernel arguments are Triton's own pointers and numbers, described next to them)
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ Shapes: `B` rows, `V` vocabulary, `X` chunks of it, `D` candidate digits, `Y` bl
 """
 
 # mypy: allow-untyped-defs
-# (kernel arguments are Triton's own pointers and numbers, described beside them)
+# (kernel arguments are Triton's own pointers and numbers, described next to them)
 
 from __future__ import annotations
 

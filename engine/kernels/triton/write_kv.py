@@ -7,7 +7,7 @@ Shapes: `T` tokens, `K` KV heads, `H` head dim, `P` pages, `S` page size.
 """
 
 # mypy: allow-untyped-defs
-# (kernel arguments are Triton's own pointers and numbers, described beside them)
+# (kernel arguments are Triton's own pointers and numbers, described next to them)
 
 from __future__ import annotations
 

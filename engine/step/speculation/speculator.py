@@ -33,7 +33,7 @@ _PROBE_TOKENS = 2
 
 @dataclass(slots=True)
 class _State:
-    """What is known of one sequence."""
+    """The knowledge about one sequence."""
 
     rates: dict[ProposalKind, AcceptanceRate] = field(
         default_factory=lambda: {kind: AcceptanceRate() for kind in ProposalKind}

@@ -55,7 +55,7 @@ class WorkerLimits:
 
     chunk_tokens: int = 0  # of prompts, in one step
     max_running: int = 0  # sequences
-    max_local_tokens: int | None = None  # of a prompt that a decode worker computes itself beside prefill workers
+    max_local_tokens: int | None = None  # longest prompt to compute itself if there are prefill workers
     max_held_tokens: int = 0  # of one sequence whose KV it holds at once
 
     def held_tokens(self, num_tokens: int) -> int:

@@ -90,7 +90,7 @@ REFUSED_TENSORS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     ),
     "expert": (
         _add("base_model.model.model.layers.0.mlp.experts.3.down_proj.lora_A.weight", 4, 9),
-        "adapts an expert, which is not supported; adapt the attention alone",
+        "adapts an expert, which is not supported; adapt only the attention",
     ),
     "no such layer": (_rename("layers.1.", "layers.7."), "adapts nothing in this model; give an adapter of this model"),
     "shape": (

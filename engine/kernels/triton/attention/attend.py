@@ -7,7 +7,7 @@ Shapes: `R` rows (a query of one head each), `C` context tokens of a tile, `H` h
 """
 
 # mypy: allow-untyped-defs
-# (kernel arguments are Triton's own pointers and numbers, described beside them)
+# (kernel arguments are Triton's own pointers and numbers, described next to them)
 
 from __future__ import annotations
 

@@ -4,15 +4,15 @@ An item is up to `SPLIT_TOKENS` tokens of one sequence. A fixed number of progra
 (`engine.kernels.triton.attention.paged_decode`), so one long context among many short ones occupies the whole device
 instead of a single program. The host reads nothing: a CUDA graph computes the list from the lengths of each replay.
 
-A sequence is split by its own length alone, so its attention does not depend on the batch. Only where a batch needs
-more than `NUM_SPARE_ITEMS` items beyond one a sequence, half a million tokens, are all its splits twice as long, or
-four times, and so on.
+A sequence is split only by its own length, so its attention does not depend on the batch. Only if a batch needs more
+than `NUM_SPARE_ITEMS` items beyond one per sequence, which is half a million tokens, are all its splits twice as long,
+or four times, and so on.
 
 Shapes: `B` sequences, `W` items.
 """
 
 # mypy: allow-untyped-defs
-# (kernel arguments are Triton's own pointers and numbers, described beside them)
+# (kernel arguments are Triton's own pointers and numbers, described next to them)
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ Shapes: `T` query tokens, `N` query heads, `H` head dim, `X` splits.
 """
 
 # mypy: allow-untyped-defs
-# (kernel arguments are Triton's own pointers and numbers, described beside them)
+# (kernel arguments are Triton's own pointers and numbers, described next to them)
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ Shapes: `B` sequences, `N` query heads, `K` KV heads, `G` = N / K, `H` head dim,
 """
 
 # mypy: allow-untyped-defs
-# (kernel arguments are Triton's own pointers and numbers, described beside them)
+# (kernel arguments are Triton's own pointers and numbers, described next to them)
 
 from __future__ import annotations
 

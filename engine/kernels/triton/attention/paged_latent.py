@@ -10,7 +10,7 @@ Shapes: `B` sequences, `T` query tokens, `N` heads, `C` rank of the latent, `E` 
 """
 
 # mypy: allow-untyped-defs
-# (kernel arguments are Triton's own pointers and numbers, described beside them)
+# (kernel arguments are Triton's own pointers and numbers, described next to them)
 
 from __future__ import annotations
 

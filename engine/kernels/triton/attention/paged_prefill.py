@@ -11,7 +11,7 @@ Shapes: `B` sequences, `T` query tokens of all, `N` query heads, `K` KV heads, `
 """
 
 # mypy: allow-untyped-defs
-# (kernel arguments are Triton's own pointers and numbers, described beside them)
+# (kernel arguments are Triton's own pointers and numbers, described next to them)
 
 from __future__ import annotations
 

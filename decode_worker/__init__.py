@@ -2,6 +2,6 @@
 
 `worker` is the core on the step loop; `schedule`, `prefill`, `delivery` and `migrate` are its rooms; `service` and
 `request_intake` translate gRPC, and `server` composes everything for a process. Others take `server.DecodeServer`; the
-simulator takes the pure scheduler and placement. Prefill workers, routers and the cluster are known by their protocols
-only.
+simulator takes the pure scheduler and placement. Nothing here knows prefill workers, routers or the cluster beyond
+their protocols.
 """

@@ -1,4 +1,4 @@
-"""`python -m decode_worker --config FILE`."""
+"""Runs `python -m decode_worker --config FILE`."""
 
 import sys
 

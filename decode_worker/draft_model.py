@@ -1,10 +1,10 @@
-"""Proposes what a smaller model with the same vocabulary says next. Runs on the step loop, between two steps.
+"""Proposes the next tokens of a smaller model with the same vocabulary. Runs on the step loop between two steps.
 
 A draft samples with its sequence's own seed and position, and so takes the same point of its distribution as the target
-of its own: the two agree more often than two independent samples would. Proposals decide nothing but how fast tokens
-come (`engine.step.speculation`).
+takes of its own: the two agree more often than independent samples would. Proposals only affect the speed of tokens
+(`engine.step.speculation`).
 
-The draft's KV is in pages of its own and known to this worker alone. Wherever a sequence comes from, a prefill worker,
+The draft's KV has its own pages and is known only to this worker. Whether a sequence comes from a prefill worker,
 another decode worker or a preemption, its draft KV is computed here from its tokens, a bounded part in each step.
 """
 
@@ -36,12 +36,12 @@ from penstock.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
-_CATCH_UP_TOKENS = 256  # whose KV one call computes before it drafts, so that a long text delays no step by much
-_MOST_ROWS = 16  # tokens of a sequence that are computed as rows of a decode step; more are a chunk
+_CATCH_UP_TOKENS = 256  # one call computes the KV of this many before it drafts, to bound the delay
+_MOST_ROWS = 16  # up to this many tokens are rows of a decode step; more are a chunk
 
 
 class _Draft:
-    """A sequence as the draft model sees it: the text that both agree on, then what was drafted."""
+    """A sequence as the draft model sees it: the text that both models agree on, then the drafted tokens."""
 
     def __init__(self, sequence: Sequence) -> None:
         self.own = Sequence(
@@ -51,7 +51,7 @@ class _Draft:
         self._num_agreed = 0
 
     def follow(self, token_ids: list[int]) -> None:
-        """Takes over the text, and keeps the KV of what was drafted and came true."""
+        """Takes over the text, and keeps the KV of drafted tokens that were accepted."""
         own, agreed = self.own, self._num_agreed
         drafted = own.token_ids[agreed:]
         held = num_accepted(drafted, token_ids[agreed : agreed + len(drafted)])
@@ -61,7 +61,7 @@ class _Draft:
         own.num_computed_tokens, self._num_agreed = num_computed, len(token_ids)
 
     def take(self, num_tokens: int, token_id: int | None) -> None:
-        """Notes that so many tokens have their KV, and the token that was sampled behind the last one."""
+        """Records that `num_tokens` tokens have their KV, and the token sampled after the last one."""
         self.own.num_computed_tokens += num_tokens
         if token_id is not None:
             self.own.token_ids.append(token_id)
@@ -72,19 +72,19 @@ class _Draft:
 
 
 class DraftModel:
-    """The `DraftProposer`. Owns the draft's engine, and of each sequence what was drafted for it."""
+    """Implements `DraftProposer`. Owns the draft's engine and the draft of each sequence."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
         self._clock = clock
         self._drafts: dict[Sequence, _Draft] = {}
-        self._costs = StepCostTable()  # of tokens drafted for so many sequences
+        self._costs = StepCostTable()  # time of a drafting step by number of sequences
 
     @classmethod
     def load(cls, folder: str, target: EngineConfig, num_pages: int) -> DraftModel:
-        """Loads the model of a folder beside the target, with as many pages. Blocks.
+        """Loads the model of a folder next to the target, with the same number of pages. Blocks.
 
-        Raises ConfigError for a model that cannot draft for the target, CheckpointError for a folder that cannot be
+        Raises ConfigError for a model that cannot draft for the target, and CheckpointError for a folder that cannot be
         served.
         """
         check_draft_model(folder, target.model)
@@ -123,7 +123,7 @@ class DraftModel:
         return -(-num_tokens // self._engine.layout.page_size) - num_held <= self._engine.pool.num_available
 
     def propose(self, counts: Mapping[Sequence, int]) -> Mapping[Sequence, Proposal]:
-        """Returns what the draft model says next; nothing of a sequence whose KV is not all computed yet."""
+        """Returns the draft model's next tokens; none for a sequence whose draft KV is incomplete."""
         drafts = {sequence: draft for sequence, count in counts.items() if (draft := self._open(sequence, count))}
         try:
             self._catch_up([*drafts.values()])
@@ -138,7 +138,7 @@ class DraftModel:
         return {sequence: Proposal(draft.drafted, ProposalKind.DRAFT) for sequence, draft in ready.items()}
 
     def _open(self, sequence: Sequence, count: int) -> _Draft | None:
-        """Returns the draft of a sequence, with pages for `count` tokens more; None if there is no room for them."""
+        """Returns the draft of a sequence with pages for `count` more tokens; None if there is no room for them."""
         draft = self._drafts.get(sequence)
         if draft is None:
             draft = self._drafts[sequence] = _Draft(sequence)
@@ -155,7 +155,9 @@ class DraftModel:
         return draft
 
     def _catch_up(self, drafts: list[_Draft]) -> None:
-        """Computes what the texts have gained since the last call, and a first token of each that is through."""
+        """Computes the tokens that the texts have gained since the last call, and a first token of each text that is
+        complete.
+        """
         budget = _CATCH_UP_TOKENS
         chunks: list[tuple[_Draft, int]] = []
         for draft in drafts:
@@ -175,7 +177,9 @@ class DraftModel:
         self._costs.observe(len(drafts), max(self._clock() - started_s, 1e-9))
 
     def _compute(self, drafts: list[_Draft]) -> None:
-        """Computes all that the drafts lack, a row for each token as in a decode step, and samples a token of each."""
+        """Computes all tokens that the drafts lack, one row each as in a decode step, and samples a token of each
+        draft.
+        """
         if not drafts:
             return
         host = _lay_out([draft.own for draft in drafts], self._engine.layout.page_size)
@@ -191,7 +195,7 @@ class DraftModel:
 
     @property
     def num_held_pages(self) -> int:
-        """Pages of the draft's KV that sequences hold."""
+        """The number of draft KV pages that sequences hold."""
         return self._engine.pool.num_pages - self._engine.pool.num_available
 
     def close(self) -> None:
@@ -199,7 +203,7 @@ class DraftModel:
 
 
 def _lay_out(sequences: list[Sequence], page_size: int) -> HostBatch:
-    """Returns a decode step with a row for each token that lacks its KV; the last one of each sequence is sampled."""
+    """Returns a decode step with a row for each token that lacks its KV; each sequence's last row is sampled."""
     counts = [sequence.num_uncomputed_tokens for sequence in sequences]
     token_ids: list[int] = []
     positions: list[int] = []
@@ -230,7 +234,7 @@ def _lay_out(sequences: list[Sequence], page_size: int) -> HostBatch:
 
 
 def check_draft_model(folder: str, target: str) -> None:
-    """Raises ConfigError unless both are models of their own with the same tokens."""
+    """Raises ConfigError unless both are independent models with the same tokens."""
     heads = [
         name for name in read_json(Path(folder, CONFIG_FILE)).get("architectures") or () if "eagle" in name.lower()
     ]
@@ -261,7 +265,7 @@ def _tokens(folder: str) -> dict[int, str]:
 
 
 def _draft_sampling(sampling: SamplingParams) -> SamplingParams:
-    """Returns how a draft is sampled: as the target is, without what would take its text to follow."""
+    """Returns a draft's sampling parameters: the target's, without those that depend on the text."""
     return SamplingParams(
         max_tokens=sampling.max_tokens,
         ignore_eos=True,

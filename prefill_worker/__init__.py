@@ -1,5 +1,5 @@
 """Prefill workers compute prompts and push their KV pages into decode workers' pools.
 
-`server` composes the process, `service` translates gRPC, `worker` owns the jobs, `scheduler` decides what each step
+`server` composes the process, `service` translates gRPC, `worker` owns the jobs, and `scheduler` decides what each step
 computes. The simulator takes `scheduler`. Nothing here knows decoding, routers or clients.
 """

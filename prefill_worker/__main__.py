@@ -1,4 +1,4 @@
-"""`python -m prefill_worker --config FILE`."""
+"""Runs `python -m prefill_worker --config FILE`."""
 
 import sys
 

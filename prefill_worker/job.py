@@ -1,6 +1,6 @@
-"""A request's prefill as its worker holds it, and the messages about it to the receiver of its pages.
+"""Defines a request's prefill as its worker holds it, and the messages about it to the receiver of its pages.
 
-Counts of pages in these messages are in the receiver's pages, whose size may differ from this worker's.
+These messages count the receiver's pages, whose size may differ from this worker's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FirstToken:
     queue_s: float
     prefill_s: float
     cached_tokens: int
-    pull: common_pb2.Pull | None = None  # what was pulled before
+    pull: common_pb2.Pull | None = None  # what was pulled for the prompt before
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The job is alive, so its receiver must not give it up."""
+    """Shows that the job is alive, so that its receiver does not give it up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The last message: nothing of the transfer will be written any more."""
+    """The last message: after it nothing of the transfer is written."""
 
     error: PenstockError | None = None
 
@@ -58,34 +58,34 @@ PrefillOutcome = ReservePages | FirstToken | Pushed | Heartbeat | Closed
 
 @dataclass(slots=True, eq=False)
 class PrefillJob:
-    """A request's prefill and its transfer. Counts of pages are in the receiver's pages."""
+    """A request's prefill and its transfer. Page counts refer to the receiver's pages."""
 
     key: TransferKey
     sequence: Sequence
     emit: Callable[[PrefillOutcome], None]  # called on the step loop
     submitted_s: float
-    prefix_source: PrefixSource | None = None  # may be pulled from
-    pull: common_pb2.Pull | None = None  # the account of what was
-    lease: Lease | None = None  # of the receiver; set on submission
-    plan: ReshardPlan | None = None  # from this worker's pages to the receiver's; set on submission
+    prefix_source: PrefixSource | None = None  # a worker to pull from
+    pull: common_pb2.Pull | None = None  # the record of what was pulled
+    lease: Lease | None = None  # the receiver's lease; set on submission
+    plan: ReshardPlan | None = None  # maps this worker's pages to the receiver's; set on submission
     started_s: float = 0.0
     cached_tokens: int = 0
     num_pages_held: int = 0  # leading pages of the prompt that the receiver has cached
     destination: list[PageId] | None = None
-    num_pages_pushed: int = 0  # leading pages of the prompt, held ones included
+    num_pages_pushed: int = 0  # leading pages of the prompt, including those held
     computed: bool = False
     error: PenstockError | None = None
     checksums: list[int] = field(default_factory=list)
 
     @property
     def page_size(self) -> int:
-        """Tokens in one of the receiver's pages."""
+        """The number of tokens in one of the receiver's pages."""
         assert self.plan is not None
         return self.plan.target.page_size
 
     @property
     def num_pages(self) -> int:
-        """Pages that the prompt takes at the receiver."""
+        """The number of pages that the prompt takes at the receiver."""
         return -(-len(self.sequence.token_ids) // self.page_size)
 
     def num_ready(self, num_computed_tokens: int) -> int:

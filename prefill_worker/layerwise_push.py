@@ -1,8 +1,8 @@
-"""Layer-wise push: pages that a step completes are sent a group of layers at a time while the step computes the rest.
+"""Layer-wise push: sends the pages that a step completes one group of layers at a time while the step is computing.
 
-Sits between the prefill worker's step and the sender, on the step loop. It is used only for transfers whose transport
-gains from it and whose destination is known before the step. The receiver learns of these pages only when the worker
-pushes the last group, after the step, so a step that fails has announced nothing.
+Sits between the prefill worker's step and the sender, on the step loop. It serves only transfers whose transport gains
+from it and whose destination is known before the step. The receiver learns of these pages only when the worker pushes
+the last group, after the step, so a step that fails has announced nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LayerwisePush:
     num_pushed: int = 0
 
     def last_group(self) -> LayerGroup | None:
-        """Returns the group that is still to be pushed, or None if the pages must be pushed whole."""
+        """Returns the group that remains to be pushed, or None if the pages must be pushed whole."""
         if self.num_pushed != self.num_groups - 1:
             return None
         return LayerGroup(self.num_pushed, self.num_groups)
@@ -42,7 +42,7 @@ class LayerwiseStep(Generic[OutputT]):
         self._called = False
 
     def __call__(self, work: Sequence[ScheduledSequence]) -> OutputT:
-        if self._called:  # the batch failed and is computed again, one by one: pages are pushed whole afterwards
+        if self._called:  # the batch failed and is recomputed one by one: its pages are pushed whole
             for push in self._pushes:
                 push.num_pushed = 0
             return self._step(work)
@@ -51,7 +51,7 @@ class LayerwiseStep(Generic[OutputT]):
 
     def _on_layers(self, num_layers: int) -> None:
         if num_layers == self._num_layers:
-            return  # the last group goes with the announcement
+            return  # the last group is pushed with the announcement
         for push in self._pushes:
             if num_layers % (self._num_layers // push.num_groups) == 0:
                 push.push(LayerGroup(push.num_pushed, push.num_groups))

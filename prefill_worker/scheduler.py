@@ -1,20 +1,21 @@
-"""Decides which prompts a prefill step computes and how much of each. Bookkeeping over the page pool; no I/O, no clock.
+"""Decides which prompts a prefill step computes and how much of each. Does no I/O and reads no clock.
 
 Interactive prompts go before standard ones before bulk, and within a lane the shortest remaining prompt goes first. A
-prompt's rank is fixed when it arrives, and later arrivals start further back (`penstock.scheduling.lane_order`), so
-none starves: once its lane's handicap and its own length have been computed since it arrived, no newcomer goes ahead
-of it.
+prompt's rank is fixed when it arrives, and later arrivals start further back (`penstock.scheduling.lane_order`), so no
+prompt starves: once its lane's handicap and its own length have been computed since it arrived, no new arrival goes
+ahead of it.
 
 A lane may have a share of each step reserved. Its prompts get that share before ranks count, so that prompts of other
 lanes slow it down but never stop it.
 
-A prompt takes all its pages when its first chunk is scheduled, so a begun prompt never waits for pages. Queued prompts
-begin in rank order: a small one does not pass a large one that waits for pages, which might otherwise wait for ever.
+A prompt takes all its pages when its first chunk is scheduled, so a started prompt never waits for pages. Queued
+prompts start in rank order: a small prompt does not overtake a large one that waits for pages, which might otherwise
+wait forever.
 
-Where every layer of the model has a window, a prompt takes the most pages that it holds at once instead, and gives back
-what falls behind the window as it takes what comes next. A page given back may be in use by a prompt that found it
-cached; then its holder goes on once others give pages back, and no prompt begins before. The prompt that began last
-lacks nothing, so that one always progresses.
+If every layer of the model has a window, a prompt takes only the most pages that it holds at once, and returns pages
+that fall behind the window as it takes the next ones. A returned page may still be used by another prompt that found it
+cached. The prompt then waits until others return pages, and no new prompt starts before. The prompt that started last
+lacks no pages, so it always progresses.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from engine.step.sequence import ScheduledSequence, Sequence
 from penstock.scheduling.lane_order import LaneOrder
 from penstock.types import Lane, PageHash, PageId
 
-# Full steps of later arrivals that may be computed before a prompt of the lane.
+# How many full steps of later arrivals may be computed before a prompt of the lane.
 HANDICAP_STEPS = {Lane.INTERACTIVE: 0, Lane.STANDARD: 8, Lane.BULK: 64}
 
 
@@ -61,8 +62,9 @@ class PrefillScheduler:
         reserved: Mapping[Lane, float] | None = None,
         max_steps_ahead: int = 0,
     ) -> None:
-        """`reserved` holds shares of a step's tokens by lane. Pages that a step gives back are the pool's again after
-        `max_steps_ahead` further calls of `schedule`."""
+        """`reserved` holds shares of a step's tokens by lane. Pages that a step returns are free again after
+        `max_steps_ahead` further calls of `schedule`.
+        """
         self._pool = pool
         self._cache = cache
         self._page_size = page_size
@@ -90,7 +92,7 @@ class PrefillScheduler:
         return self._num_queued_tokens + sum(entry.sequence.num_uncomputed_tokens for entry in self._running)
 
     def add(self, sequence: Sequence, num_extra: int = 0) -> None:
-        """Queues a prompt. Its pages stay `num_extra` tokens longer than the window asks for."""
+        """Queues a prompt. It keeps its pages `num_extra` tokens longer than the window requires."""
         self._num_arrivals += 1
         window = self._cache.window.wider(num_extra)
         entry = _Entry(sequence, self._order.rank(sequence.lane), self._num_arrivals, window)
@@ -99,7 +101,7 @@ class PrefillScheduler:
         self._num_queued_tokens += len(sequence.token_ids)
 
     def remove(self, sequence: Sequence) -> None:
-        """Drops a queued or running sequence, if it is one; the caller keeps its pages."""
+        """Drops the sequence if it is queued or running; the caller keeps its pages."""
         entry = self._entries.pop(sequence, None)
         if entry is None:
             return
@@ -113,7 +115,9 @@ class PrefillScheduler:
         self._num_queued_tokens -= len(entry.sequence.token_ids)
 
     def schedule(self) -> list[ScheduledSequence]:
-        """Returns the next step's chunks, at most `max_batch_tokens` in all; prompts that begin take their pages."""
+        """Returns the next step's chunks, with at most `max_batch_tokens` in total; prompts that start take their
+        pages.
+        """
         may_begin = self._extend_running()
         chunks = self._schedule_reserved(may_begin) if any(self._reserved.values()) else {}
         budget = self._max_batch_tokens - sum(chunks.values())
@@ -130,12 +134,12 @@ class PrefillScheduler:
         return [ScheduledSequence(sequence, count) for sequence, count in chunks.items() if count]
 
     def _num_computable(self, sequence: Sequence) -> int:
-        """Returns how many more tokens the sequence has, or has pages for."""
+        """Returns how many more tokens the sequence has, limited by its pages."""
         room = len(sequence.pages) * self._page_size - sequence.num_computed_tokens
         return min(sequence.num_uncomputed_tokens, room)
 
     def _extend_running(self) -> bool:
-        """Gives running prompts the pages that come next within the window; returns whether they lack none."""
+        """Gives running prompts the next pages within the window. Returns whether none of them lacks pages."""
         if self._cache.window.tokens is None:
             return True
         lacks_none = True
@@ -149,12 +153,12 @@ class PrefillScheduler:
         return lacks_none
 
     def _max_held(self, entry: _Entry) -> int:
-        """Returns the most pages that a prompt holds at once, those that it shares with others left out."""
+        """Returns the most pages that a prompt holds at once, excluding those it shares with others."""
         most = entry.window.max_pages(len(entry.sequence.token_ids), self._tokens_ahead)
         return min(most, self._pool.num_pages)
 
     def _schedule_reserved(self, may_begin: bool) -> dict[Sequence, int]:
-        """Returns the tokens that lanes with a reserved share get first, in rank order within each lane."""
+        """Returns the tokens that lanes with a reserved share get first, by rank within each lane."""
         chunks: dict[Sequence, int] = {}
         for lane, share in self._reserved.items():
             begun = sorted((entry for entry in self._running if entry.sequence.lane is lane), key=_Entry.rank)
@@ -167,7 +171,7 @@ class PrefillScheduler:
         return chunks
 
     def _begin_ahead(self, entry: _Entry) -> bool:
-        """Begins a prompt before those of lower rank if there are pages for all of them, so that none waits longer."""
+        """Starts a prompt before those of lower rank if there are pages for all of them, so that none waits longer."""
         ahead = self._queue[: self._queue.index(entry) + 1]
         num_pages = sum(self._max_held(queued) for queued in ahead)
         return num_pages <= self._pool.num_available and self._begin(entry)
@@ -178,7 +182,7 @@ class PrefillScheduler:
         # At least one token is computed, because the first sampled token needs its logits.
         reusable = (len(entry.sequence.token_ids) - 1) // self._page_size
         hashes = entry.sequence.hash_full_pages(self._page_size)[:reusable]
-        # A prompt that is alone fits, but perhaps not beside the cached pages of its own prefix.
+        # A prompt by itself fits, but perhaps not together with the cached pages of its own prefix.
         is_alone = self._cache.window.tokens is not None and not self._running
         if not (self._take_pages(entry, hashes) or (is_alone and self._take_pages(entry, []))):
             return False
@@ -187,8 +191,7 @@ class PrefillScheduler:
         return True
 
     def _take_pages(self, entry: _Entry, hashes: Seq[PageHash]) -> bool:
-        """Takes the pages that the prompt begins with, cached ones first; False, and nothing taken, if the pool has too
-        few."""
+        """Takes the prompt's first pages, cached ones first. Returns False and takes none if the pool has too few."""
         sequence, window = entry.sequence, entry.window
         cached = self._cache.match(hashes, window=window)
         num_dropped = self._cache.first_needed(len(cached), window=window)
@@ -204,7 +207,7 @@ class PrefillScheduler:
         return True
 
     def drop_behind(self, sequences: Collection[Sequence]) -> list[PageId]:
-        """Takes from begun prompts the pages that no later token reads; the caller releases them."""
+        """Takes the pages that no later token reads from started prompts; the caller releases them."""
         dropped: list[PageId] = []
         for sequence in sequences:
             entry = self._entries.get(sequence)
@@ -217,7 +220,7 @@ class PrefillScheduler:
         complete = []
         for scheduled in work:
             sequence = scheduled.sequence
-            is_complete = scheduled.is_sampled  # valid until the step is recorded
+            is_complete = scheduled.is_sampled  # only valid until the step is recorded
             num_shared = sequence.num_computed_tokens // self._page_size
             sequence.num_computed_tokens += scheduled.num_tokens
             self._order.advance(scheduled.num_tokens)

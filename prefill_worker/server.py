@@ -1,4 +1,4 @@
-"""A prefill worker as a process runs it: the prefill core in a worker shell, started and stopped together."""
+"""Composes a prefill worker for a process: the prefill core in a worker shell, started and stopped together."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from worker.start_progress import StartReporter
 
 
 class PrefillServer:
-    """Serves once `start` has returned; `failed` ends with the error of a step loop that died."""
+    """Serves once `start` has returned. `failed` completes with the error of a step loop that died."""
 
     role = Role.PREFILL
-    worker: PrefillWorker  # from `start` on
+    worker: PrefillWorker  # set by `start`
 
     def __init__(self, config: WorkerConfig, replica: Replica | None = None, launch: Launch | None = None) -> None:
-        """Takes what `WorkerShell` takes."""
+        """Takes the arguments of `WorkerShell`."""
         self.shell = WorkerShell(config, self.role, replica, launch)
         self.failed: asyncio.Future[None] = self.shell.failed
         self.epoch: Epoch = self.shell.epoch
@@ -40,7 +40,7 @@ class PrefillServer:
         return self.shell.replica
 
     async def start(self, progress: StartReporter | None = None) -> None:
-        """Reports its progress to `progress`. Raises CheckpointError or ConfigError."""
+        """Loads the model and starts to serve. Raises CheckpointError or ConfigError."""
         shell = self.shell
         config, engine = shell.config, await shell.load(progress or StartReporter())
         await shell.open_transfers()
@@ -73,15 +73,15 @@ class PrefillServer:
         await shell.serve()
 
     async def leave(self) -> None:
-        """Asks routers to send nothing more; prefills that are here continue."""
+        """Asks routers to send no more requests; running prefills continue."""
         await self.shell.leave()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Waits until no job is open and no page is held; False after `timeout_s`."""
+        """Waits until no job is open and no page is held. Returns False after `timeout_s`."""
         return await self.shell.wait_idle(timeout_s)
 
     async def stop(self) -> None:
-        """Ends every prefill while the step loop still runs, then closes what carried them."""
+        """Ends every prefill while the step loop still runs, then closes the other parts."""
         shell = self.shell
         await shell.close_port()
         await shell.close_channels()

@@ -1,4 +1,4 @@
-"""The gRPC service of a prefill worker: one call for each prefill. Translates and nothing else."""
+"""The gRPC service of a prefill worker: one call for each prefill. It only translates."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
             reader = asyncio.create_task(self._read_commands(request_iterator, job.key))
             try:
                 while True:
-                    outcome = await outcomes.get()  # bounded by the timer: a cancelled job always closes
+                    outcome = await outcomes.get()  # the timer bounds this wait: a cancelled job always closes
                     yield _outcome_to_wire(outcome)
                     if isinstance(outcome, Closed):
                         return

@@ -1,12 +1,12 @@
-"""The prefill worker's core: jobs in, pages and a first token out. Runs on the step loop and knows no gRPC.
+"""The prefill worker's core: turns jobs into pages and a first token. Runs on the step loop and knows no gRPC.
 
 A job is queued, computed chunk by chunk, pushed page by page while the next chunk computes, and closed once nothing of
 it can be written any more. It owns its pages from its first chunk until it is closed; its `Closed` message promises the
-receiver that the destination pages are quiet.
+receiver that nothing writes the destination pages any more.
 
 No prompt waits for another one's token, so on a GPU the next step starts before the tokens of the previous one are
-known. Its results count as computed from its start, because everything that reads the pages follows it on the device;
-only pages that are about to be freed have to wait for its end.
+known. Its results count as computed as soon as it has started, because everything that reads the pages follows it on
+the device; only freeing pages has to wait for its end.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _RATE_SMOOTHING = 0.2  # weight of the newest step in the measured rate
 @dataclass(frozen=True, slots=True, eq=False)
 class _StepInFlight:
     work: list[ScheduledSequence]
-    complete: list[Sequence]  # prompts whose first token it samples
+    complete: list[Sequence]  # prompts whose first token the step samples
     tokens: SampledTokens
     started_s: float
     num_contexts: float  # sum of `ScheduledSequence.num_contexts`
-    parked: list[list[PageId]] = field(default_factory=list)  # pages given back that it may still read or write
+    parked: list[list[PageId]] = field(default_factory=list)  # returned pages that the step may still read or write
 
     def computes(self, sequence: Sequence) -> bool:
         return any(item.sequence is sequence for item in self.work)
@@ -69,8 +69,10 @@ class PrefillWorker:
         pulls: PrefixPulls | None = None,
         adapters: AdapterQueue | None = None,
     ) -> None:
-        """`context_length` is what both the model and the pool hold, in tokens. Without `grammars` jobs that have one
-        are refused, and likewise without `adapters`; without `pulls` nothing is pulled from other workers."""
+        """`context_length` is the number of tokens that both the model and the pool can hold. Jobs with a grammar are
+        refused without `grammars`, and jobs with an adapter without `adapters`; without `pulls` nothing is pulled from
+        other workers.
+        """
         self._engine = engine
         self._grammars = grammars
         self._adapters = adapters or AdapterQueue(None, lambda call: None)
@@ -94,7 +96,7 @@ class PrefillWorker:
         )
         self._jobs: dict[TransferKey, PrefillJob] = {}
         self._by_sequence: dict[Sequence, PrefillJob] = {}
-        self._in_flight: _StepInFlight | None = None  # only if the engine runs ahead
+        self._in_flight: _StepInFlight | None = None  # only used if the engine runs ahead
         self._measured_s = 0.0
         self._tokens_per_s = 0.0
         self._totals = StepTotals()
@@ -119,7 +121,7 @@ class PrefillWorker:
         self._adapters.when_ready(job.sequence, partial(self._bring, job))
 
     def _bring(self, job: PrefillJob, error: PenstockError | None) -> None:
-        """Goes on with a job whose adapter is loaded, unless it has ended; cancels one whose adapter is not."""
+        """Continues with a job whose adapter is loaded, unless the job has ended; cancels it if loading failed."""
         if job.key not in self._jobs or job.error is not None:
             return
         if error is not None:
@@ -130,7 +132,7 @@ class PrefillWorker:
             self._pulls.bring(job.sequence, job.prefix_source, partial(self._prepare, job))
 
     def _prepare(self, job: PrefillJob, pull: common_pb2.Pull | None) -> None:
-        """Queues a job for which no more pages are pulled, once its grammar is compiled, unless it has ended."""
+        """Queues a job after its pull, once its grammar is compiled, unless the job has ended."""
         job.pull = pull
         if job.key not in self._jobs or job.error is not None:
             return
@@ -140,7 +142,7 @@ class PrefillWorker:
             self._grammars.when_ready(job.sequence, partial(self._queue, job))
 
     def _queue(self, job: PrefillJob, error: PenstockError | None) -> None:
-        """Queues a job whose grammar is compiled, unless it has ended meanwhile; cancels one whose grammar is not."""
+        """Queues a job whose grammar is compiled, unless the job has ended; cancels it if compiling failed."""
         if job.key not in self._jobs or job.error is not None:
             return
         if error is None:
@@ -149,7 +151,7 @@ class PrefillWorker:
             self.cancel(job.key, error)
 
     def _add(self, job: PrefillJob) -> None:
-        # A receiver's larger page may begin before the window does.
+        # A larger page of the receiver may begin before the window.
         self.scheduler.add(job.sequence, 0 if job.page_size == self._page_size else job.page_size)
 
     def set_destination(self, key: TransferKey, num_pages_held: int, pages: list[PageId]) -> None:
@@ -173,7 +175,7 @@ class PrefillWorker:
         self._push(job)
 
     def cancel(self, key: TransferKey, error: PenstockError | None = None) -> None:
-        """Stops a job; its `Closed` follows once its writes are quiet."""
+        """Stops a job; its `Closed` follows once its writes have ended."""
         job = self._jobs.get(key)
         if job is None or job.error is not None:
             return
@@ -188,13 +190,13 @@ class PrefillWorker:
             job.lease.renew(self._clock())
 
     def is_open(self, key: TransferKey) -> bool:
-        """Whether anything of the transfer may still be written."""
+        """Returns whether anything of the transfer may still be written."""
         return key in self._jobs
 
     # Events of the sender.
 
     def on_sent(self, key: TransferKey) -> None:
-        """Ends a job whose writes are complete, or of which no write will follow, and frees its pages."""
+        """Ends a job after its last write and frees its pages."""
         job = self._jobs.pop(key, None)
         if job is None:
             return
@@ -210,7 +212,7 @@ class PrefillWorker:
         self.cancel(key, error)
 
     def sweep(self, now_s: float) -> float | None:
-        """Sends heartbeats and cancels jobs whose receivers have fallen silent. Returns when to come again."""
+        """Sends heartbeats and cancels jobs whose receivers have fallen silent. Returns when to sweep again."""
         if self._sweeper.is_due(now_s, bool(self._jobs)):
             for job in [job for job in self._jobs.values() if job.error is None]:
                 assert job.lease is not None
@@ -227,7 +229,7 @@ class PrefillWorker:
     # The step.
 
     def step(self) -> bool:
-        """Computes a step, or, if the engine runs ahead, starts one and then waits for the one before it."""
+        """Computes a step or, if the engine runs ahead, starts one and then waits for the previous one."""
         work = self.scheduler.schedule()
         started_s = time.monotonic()
         for scheduled in work:
@@ -249,7 +251,7 @@ class PrefillWorker:
     def _start_step(
         self, work: list[ScheduledSequence], pushes: dict[PrefillJob, LayerwisePush], started_s: float
     ) -> bool:
-        """Starts a step on the device; False if it failed and must be computed again."""
+        """Starts a step on the device. Returns False if it failed and must be recomputed."""
         num_contexts = sum(scheduled.num_contexts for scheduled in work)
         try:
             tokens = LayerwiseStep(self._engine.launch, len(self._engine.layout.layers), list(pushes.values()))(work)
@@ -304,12 +306,13 @@ class PrefillWorker:
         self._engine.pool.release(self._dropped(done.work))
 
     def _dropped(self, work: list[ScheduledSequence]) -> list[PageId]:
-        """Takes from the prompts of a committed step what lies behind the window; the caller releases it."""
+        """Takes the pages behind the window from the prompts of a committed step; the caller releases them."""
         return self.scheduler.drop_behind([scheduled.sequence for scheduled in work])
 
     def _layerwise_pushes(self, work: list[ScheduledSequence]) -> dict[PrefillJob, LayerwisePush]:
-        """Returns how pages that this step completes can be pushed before it ends, for jobs whose destination is known
-        and whose transport gains from it."""
+        """Returns a layer-wise push of the pages that this step completes for each job whose destination is known and
+        whose transport gains from it.
+        """
         pushes: dict[PrefillJob, LayerwisePush] = {}
         for scheduled in work:
             job = self._by_sequence[scheduled.sequence]
@@ -322,7 +325,7 @@ class PrefillWorker:
         return pushes
 
     def _begin(self, job: PrefillJob, now_s: float) -> None:
-        """Requests the destination just before the first chunk, so that it arrives while the chunk computes."""
+        """Requests the destination just before the first chunk, so that the answer arrives while the chunk computes."""
         job.started_s = now_s
         job.cached_tokens = job.sequence.num_computed_tokens
         job.emit(ReservePages(job.num_pages))
@@ -338,7 +341,7 @@ class PrefillWorker:
             self._push(job, (job in pushes and pushes[job].last_group()) or ALL_LAYERS)
 
     def _push(self, job: PrefillJob, group: LayerGroup = ALL_LAYERS) -> None:
-        """Sends complete, unsent pages from layer group `group` on; after the last page, the manifest."""
+        """Sends complete, unsent pages from layer group `group` on, and after the last page the manifest."""
         if job.destination is None or job.error is not None:
             return
         assert job.plan is not None
@@ -377,7 +380,7 @@ class PrefillWorker:
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
-        """Those of all open jobs. From any thread."""
+        """The sequences of all open jobs. May be read from any thread."""
         return tuple(self._by_sequence)
 
     def _refresh_load(self) -> None:

@@ -1,4 +1,4 @@
-"""Queues the events that a target answers to the worker whose pages it takes, in a migration or a hand-over."""
+"""Queues a target's events for the source of the pages that it receives in a migration or a hand-over."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ class CallEvents(Generic[EventT]):
     def __init__(self) -> None:
         self._event_loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[EventT | None] = asyncio.Queue()
-        self.closed = False  # whether the source has confirmed that it writes no more
+        self.closed = False  # whether the source has confirmed that it has stopped writing
 
     def end(self) -> None:
-        """Ends `events` after what is queued."""
+        """Ends `events` after the queued ones."""
         self._send(None)
 
     async def events(self) -> AsyncIterator[EventT]:
-        """Yields events until `end`. It has no deadline: the source ends every call, and keepalive pings notice a
-        source that died."""
+        """Yields events until `end`. It needs no deadline: the source ends every call, and keepalive pings detect a
+        dead source.
+        """
         while (event := await self._events.get()) is not None:
             yield event
 

@@ -17,7 +17,7 @@ from penstock.config import EngineConfig
 from penstock.errors import CheckpointError
 from penstock.v1 import worker_pb2
 
-_SIDE = 64  # rows and columns of the matrices that a device multiplies
+_SIDE = 64  # rows and columns of the matrices that the check multiplies
 _SHM = Path("/dev/shm")
 
 
@@ -53,7 +53,7 @@ def _own_version() -> str:
 
 
 def device_name(engine: Engine) -> str:
-    """Returns the name of the engine's device, `cpu` where it has none."""
+    """Returns the name of the engine's device, or `cpu` if it has none."""
     device = engine.kv_pages.device
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
@@ -81,7 +81,7 @@ def _available_memory(total: int) -> int:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
-        return total  # not Linux: unknown, so no problem is reported
+        return total  # unknown outside Linux, so no problem is reported
     kilobytes = next((int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), total // 1024)
     return kilobytes * 1024
 

@@ -1,12 +1,12 @@
-"""Finds out when a transfer whose call broke can no longer write, so that its fenced pages may be reused.
+"""Finds out when a transfer with a broken call can no longer write, so that its fenced pages may be reused.
 
 Elapsed time proves nothing: a frozen sender writes when it wakes. Proof is one of these:
 
 * the sender says that the transfer is closed, another incarnation answers at its address, or that address refuses
   connections;
-* the sender is silent and has no way left by which it writes into this pool on its own: it never connected by a
-  one-sided transport, or, on this host, its kernel has closed the connection. What remains is copied here, and only
-  into open transfers. It then gets no new way;
+* the sender is silent and cannot write into this pool by itself any more: it never connected over a one-sided
+  transport or, on this host, its kernel has closed the connection. Other transports copy pages here, and only into
+  open transfers. From then on it gets no new way in;
 * over RDMA, the controller says that the sender's machine is dead, and the pool's memory has been withdrawn from it.
 """
 
@@ -29,12 +29,12 @@ from penstock.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-MAX_GONE = 1024  # incarnations that are remembered as gone
+MAX_GONE = 1024  # most incarnations remembered as gone
 _CALL_TIMEOUT_S = 2.0
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 5.0
-_NUM_REFUSALS = 2  # in a row; they show that the process behind an address is gone
-_NUM_SILENT = 3  # attempts in a row without an answer, after which the sender is cut off
+_NUM_REFUSALS = 2  # this many refusals in a row show that the process at an address is gone
+_NUM_SILENT = 3  # the sender is cut off after this many attempts in a row without an answer
 
 UseChannel = Callable[[str], AbstractAsyncContextManager[grpc.aio.Channel]]
 
@@ -48,7 +48,7 @@ class WaysIn(Protocol):
 
 
 class FenceKeeper:
-    """Runs one task for each lost transfer; `on_quiesced` is called once for each. On the server's event loop."""
+    """Runs one task for each lost transfer and calls `on_quiesced` once for each. Runs on the server's event loop."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class FenceKeeper:
         self._first_pause_s = first_pause_s
         self._tasks: set[asyncio.Task[None]] = set()
         self._gone: OrderedDict[Epoch, None] = OrderedDict()
-        self._news = asyncio.Event()  # set, and replaced, when more incarnations are known to be gone
+        self._news = asyncio.Event()  # set and replaced when more incarnations are known to be gone
 
     @property
     def num_watched(self) -> int:
@@ -76,7 +76,7 @@ class FenceKeeper:
         task.add_done_callback(self._tasks.discard)
 
     def on_gone(self, epochs: Iterable[Epoch]) -> None:
-        """Notes that the machines of these incarnations are dead, as the controller says."""
+        """Records that, according to the controller, the machines of these incarnations are dead."""
         for epoch in epochs:
             self._gone[epoch] = None
             self._gone.move_to_end(epoch)
@@ -96,7 +96,7 @@ class FenceKeeper:
         self._on_quiesced(key)
 
     async def _find_proof(self, key: TransferKey, address: str) -> str:
-        """Returns the proof that nothing of the transfer is written any more, once there is one."""
+        """Returns the proof that nothing of the transfer can be written any more, once there is one."""
         pause_s, num_refusals, num_silent = self._first_pause_s, 0, 0
         while True:
             news = self._news
@@ -119,7 +119,7 @@ class FenceKeeper:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _has_no_way(self, end_ways: Callable[[Epoch], bool], epoch: Epoch) -> bool:
-        """Calls `end_ways` on another thread; its failure is not a proof."""
+        """Calls `end_ways` on another thread. Its failure counts as no proof."""
         try:
             return await asyncio.to_thread(end_ways, epoch)
         except PenstockError as error:

@@ -1,8 +1,8 @@
-"""`python -m prefill_worker` and `python -m decode_worker`: a worker as a plain process.
+"""Runs a worker as a plain process: `python -m prefill_worker` or `python -m decode_worker`.
 
 Prints one JSON line with its address once a request would succeed. SIGTERM drains it: routers learn that it takes no
-new work, a controller migrates what it can, and the rest ends here within `drain_s`. SIGINT or a second SIGTERM ends it
-at once.
+new work, a controller migrates what it can, and the rest finishes here within `drain_s`. SIGINT or a second SIGTERM
+ends it at once.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from penstock.process import Shutdown, set_up_logging
 from penstock.types import Epoch, Role
 from worker.start_progress import StartReporter, progress_bar
 
-QUIET_S = 0.25  # requests may be on their way from routers that have not yet learned that the worker leaves
+QUIET_S = 0.25  # time for requests on their way from routers that do not know yet
 
 
 class WorkerServer(Protocol):
-    """The server of a worker process, whatever its role."""
+    """The server of a worker process of either role."""
 
     failed: asyncio.Future[None]
 
@@ -48,7 +48,9 @@ class WorkerServer(Protocol):
 
 
 def main(make_server: Callable[[WorkerConfig], WorkerServer], run: Callable[..., int] = asyncio.run) -> int:
-    """Returns the exit status: 0 after a stop, 1 when the step loop died, 2 for a problem that the user can correct."""
+    """Runs the worker. Returns the exit status: 0 after a stop, 1 if the step loop died, 2 if the user can correct the
+    problem.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", required=True, help="a WorkerConfig, TOML or JSON")
     parser.add_argument("--secret-file", help="security.secret_file, if the configuration does not name it")
@@ -71,8 +73,8 @@ async def _serve(config: WorkerConfig, make_server: Callable[[WorkerConfig], Wor
     if not server.failed.done():
         await wait_first(drain_server(server, config.drain_s), shutdown.immediate.wait(), wait_done(server.failed))
     if server.failed.done():
-        # The step loop is dead, and with it every request here: exit at once, so that routers notice. An orderly end
-        # of the interpreter would wait for the threads of the transports, or be aborted by them.
+        # The step loop is dead, and with it every request here, so exit at once for routers to notice. An orderly end
+        # of the interpreter would wait for the transports' threads or be aborted by them.
         os._exit(1)
     await server.stop()
     return 0
@@ -89,7 +91,7 @@ def ready_line(worker_id: str, server: WorkerServer) -> dict[str, object]:
 
 
 async def drain_server(server: WorkerServer, drain_s: float) -> bool:
-    """Takes no new work and returns once no request or page is left; False after `drain_s`."""
+    """Takes no new work, and returns True once no request or page is left, or False after `drain_s`."""
     deadline_s = asyncio.get_running_loop().time() + drain_s
     await server.leave()
     while await server.wait_idle(max(0.0, deadline_s - asyncio.get_running_loop().time())):

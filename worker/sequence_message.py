@@ -29,8 +29,8 @@ def sequence_from_wire(
 def check_token_ids(token_ids: Seq[int], num_to_come: int, context_length: int, vocab_size: int) -> None:
     """Raises InvalidInput unless the tokens, and `num_to_come` after them, fit into the context and the vocabulary.
 
-    A worker trusts neither routers nor other workers with this: a position or a token beyond the model's tables would
-    end its step loop, and with it every request that it holds. Workers may also differ in their context.
+    A worker does not trust routers or other workers with this check: a position or token beyond the model's tables
+    would end its step loop and thus all its requests. Workers may also differ in their context length.
     """
     if not token_ids:
         raise InvalidInput("token_ids", "are empty; give at least one token")

@@ -1,6 +1,6 @@
-"""The gRPC service of every worker, whatever its role: its description, its KV events and load, its open transfers.
+"""The gRPC service of workers of either role: description, KV events, load and open transfers.
 
-Translates what the step loop publishes; it neither computes nor decides.
+It translates what the step loop publishes, and neither computes nor decides.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from penstock.types import Epoch, TransferKey, WorkerLoad
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from worker.ticket_log import TicketLog
 
-_MIN_INTERVAL_S = 0.02  # between two batches for one watcher, so that a burst of steps becomes one message
-_SNAPSHOT_PAGES = 8192  # in one message, which a reader applies within some milliseconds
-_HEARTBEAT_S = 1.0  # longest pause between two batches, so that a watcher sees load and life
+_MIN_INTERVAL_S = 0.02  # pause between two batches for a watcher, so that a burst becomes one message
+_SNAPSHOT_PAGES = 8192  # pages in one message, which a reader applies within milliseconds
+_HEARTBEAT_S = 1.0  # longest pause between two batches, which show a watcher load and liveness
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """`notify` may be called from any thread, everything else on the event loop."""
+    """Serves watchers. `notify` may be called from any thread, everything else on the event loop."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._wake()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Waits until no request is open and no page is held or may be written; False after `timeout_s`."""
+        """Waits until no request is open and no page is held or may be written. Returns False after `timeout_s`."""
         changed = asyncio.Event()
         self._watchers.add(changed)
         try:
@@ -75,12 +75,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return True
 
     def close(self) -> None:
-        """Ends every watch, so that the server's end does not wait for them."""
+        """Ends every watch, so that the server's shutdown does not wait for them."""
         self._closed = True
         self._wake()
 
     def notify(self) -> None:
-        """Wakes the watchers: load or cache has changed."""
+        """Wakes the watchers after a change of load or cache."""
         if not self._notified and self._watchers:
             self._notified = True
             self._loop.call_soon_threadsafe(self._wake)
@@ -123,7 +123,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._watchers.add(changed)
         try:
             while True:
-                closed = self._closed  # read first, so that every change before the close is sent
+                closed = self._closed  # read first, so that every change before `close` is sent
                 batch = self._events.read(next_seq)
                 next_seq = batch.next_seq
                 tickets, tickets_version = self._tickets.since(request.router, tickets_version)

@@ -1,8 +1,8 @@
-"""The process shell of a worker of either role: engine, transfers, step loop, page hand-over and gRPC server.
+"""The process shell of workers of either role: engine, transfers, step loop, page hand-over and gRPC server.
 
-A server (`prefill_worker.server`, `decode_worker.server`) loads a replica into a shell, opens its transfers, builds
-the role's core over them and attaches it; from then on the shell turns what happens outside into calls on the step
-loop. The shell owns these parts and knows nothing about requests.
+A server (`prefill_worker.server`, `decode_worker.server`) loads a replica into a shell, opens its transfers, builds the
+role's core over them and attaches it; from then on the shell turns outside events into calls on the step loop. The
+shell owns these parts and knows nothing about requests.
 """
 
 from __future__ import annotations
@@ -82,17 +82,17 @@ class IncomingTransfers(Protocol):
 class RoleCore:
     """The role's contribution to its shell."""
 
-    step: Callable[[], bool]  # on the step loop; whether it did any work
-    sweep: Callable[[float], float | None]  # on the step loop: checks leases at `now_s`, returns when to come again
-    load: Callable[[], WorkerLoad]  # from any thread
-    sequences: Callable[[], Collection[Sequence]]  # those of open requests; from any thread
-    is_transfer_open: Callable[[TransferKey], bool]  # besides those that the sender knows; from any thread
+    step: Callable[[], bool]  # runs on the step loop; returns whether it did any work
+    sweep: Callable[[float], float | None]  # runs on the step loop; checks leases, returns the next time
+    load: Callable[[], WorkerLoad]  # may be called from any thread
+    sequences: Callable[[], Collection[Sequence]]  # of open requests; may be called from any thread
+    is_transfer_open: Callable[[TransferKey], bool]  # for those unknown to the sender; called from any thread
     outgoing: OutgoingTransfers
-    incoming: IncomingTransfers | None  # None: only handed-over pages are ever written into this pool
+    incoming: IncomingTransfers | None  # None: only handed-over pages are written into this pool
 
 
 class WorkerShell:
-    """Owns the parts that both roles share. Attributes without a default exist once `load` and `attach` have run."""
+    """Owns the parts that both roles share. Attributes without a default exist after `load` and `attach`."""
 
     replica: Replica | None
     trust: Trust
@@ -110,8 +110,9 @@ class WorkerShell:
     def __init__(
         self, config: WorkerConfig, role: Role, replica: Replica | None = None, launch: Launch | None = None
     ) -> None:
-        """`replica` is one that is loaded already and unused; `launch` starts the processes of other ranks, by default
-        plain ones. Raises ConfigError where the configuration is for the other role."""
+        """`replica` is loaded already and unused; `launch` starts the processes of other ranks, by default as plain
+        processes. Raises ConfigError if the configuration is for the other role.
+        """
         if config.role is not role:
             raise ConfigError(f"role = {config.role.value}: this is a {role.value} worker; set role = {role.value!r}")
         self.config = config
@@ -124,13 +125,13 @@ class WorkerShell:
         self.failed: asyncio.Future[None] = self._running.create_future()
         self.loop = StepLoop(config.worker_id, self._step, self._on_fatal, self._sweep)
         self._core: RoleCore
-        self._fenced_s: float | None = None  # when the oldest fence came, monotonic
+        self._fenced_s: float | None = None  # time of the oldest fence, monotonic
         self._receiver: KvReceiver | None = None
         self._metrics: MetricsPort | None = None
         self._opening_receiver = threading.Lock()
 
     async def load(self, progress: StartReporter) -> Engine:
-        """Loads the replica unless there is one. Raises CheckpointError or ConfigError."""
+        """Loads the replica unless one was given. Raises CheckpointError or ConfigError."""
         config = self.config
         self.trust = Trust(config.security)
         self.channels = Channels(self.trust.channel)
@@ -143,7 +144,7 @@ class WorkerShell:
         return self.replica.engine
 
     async def open_transfers(self) -> None:
-        """Opens the sender and everything that copies cached pages; a receiver is opened on its first use."""
+        """Opens the sender and the parts that copy cached pages; the receiver is opened on its first use."""
         config, post, engine = self.config, self.loop.post, self._engine
         self.sender = await asyncio.to_thread(
             open_sender,
@@ -164,7 +165,7 @@ class WorkerShell:
         )
 
     def open_receiver(self) -> KvReceiver:
-        """Returns the receiver, opened by the first call. Blocks; from any thread but the step loop."""
+        """Returns the receiver, which the first call opens. Blocks, so it must not be called on the step loop."""
         post = self.loop.post
         with self._opening_receiver:
             if self._receiver is None:
@@ -178,7 +179,7 @@ class WorkerShell:
             return self._receiver
 
     def attach(self, core: RoleCore, service: str, add_services: Iterable[Callable[[grpc.aio.Server], None]]) -> None:
-        """Puts the role's core under the step loop and its `service` beside those that every worker has."""
+        """Connects the role's core to the step loop, and adds its `service` to those that every worker has."""
         assert self.replica is not None
         self._core = core
         self.service = WorkerService(
@@ -205,7 +206,7 @@ class WorkerShell:
         return HandoverService(client, self.intake, post, self.fences, self.epoch, lambda: self.address, max_pulls)
 
     async def serve(self) -> None:
-        """Starts the step loop and listens. Raises ConfigError where a port is taken."""
+        """Starts the step loop and listens. Raises ConfigError if a port is taken."""
         config = self.config
         if config.metrics_port is not None:
             work = find_work(config.engine, self._engine.num_ranks)
@@ -237,7 +238,7 @@ class WorkerShell:
         assert self.replica is not None
         return self.replica.engine
 
-    # The step loop. A transfer belongs to the page hand-over, which knows its keys, or else to the role's core.
+    # The step loop. A transfer belongs to the page hand-over if that knows its key, otherwise to the role's core.
 
     def _step(self) -> bool:
         worked = self._core.step()
@@ -245,7 +246,7 @@ class WorkerShell:
         return worked
 
     def _load(self) -> WorkerLoad:
-        """Returns the load; may be called on any thread. A fence ages while the step loop waits."""
+        """Returns the load, including the current age of fences. May be called on any thread."""
         load, fenced_s = self._core.load(), self._fenced_s
         age_s = 0.0 if fenced_s is None else time.monotonic() - fenced_s
         stats = self.sender.stats
@@ -284,17 +285,18 @@ class WorkerShell:
     # The end. A server calls `close_port`, ends its calls to other workers, and then stops the loop.
 
     async def leave(self) -> None:
-        """Asks routers to send nothing more; requests that are here continue."""
+        """Asks routers to send no more requests; those already here continue."""
         self.service.leave()
         await self.rpc.set_serving(False)
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Waits until no request is open and no page is held or fenced; False after `timeout_s`."""
+        """Waits until no request is open and no page is held or fenced. Returns False after `timeout_s`."""
         return await self.service.wait_idle(timeout_s)
 
     async def close_port(self) -> None:
-        """Ends every request while the step loop still runs. Closes the port only once nothing of this worker's is
-        written into another pool, since receivers take a refused connection as leave to reuse their pages."""
+        """Ends every request while the step loop still runs. Closes the port only once this worker writes into no other
+        pool, since receivers take a refused connection as permission to reuse their pages.
+        """
         await self.rpc.set_serving(False)
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)
@@ -304,7 +306,7 @@ class WorkerShell:
         await self.fences.close()
 
     async def close_channels(self) -> None:
-        """Closes the channels to other workers, and reads no more keys."""
+        """Closes the channels to other workers and stops watching key files."""
         self._watching.cancel()
         await self._pull_client.close()
         await self.channels.close()
@@ -318,7 +320,7 @@ class WorkerShell:
 
 
 def describe(engine: Engine, config: WorkerConfig, epoch: Epoch) -> worker_pb2.WorkerDescription:
-    """Describes a worker to routers and to the workers that it exchanges pages with."""
+    """Returns the worker's description for routers and for workers that it exchanges pages with."""
     context_length = _context_that_fits(engine, config)
     labels = Labels(config.labels.host or platform.node(), config.labels.rack, config.labels.zone)
     return worker_pb2.WorkerDescription(
@@ -343,14 +345,14 @@ def describe(engine: Engine, config: WorkerConfig, epoch: Epoch) -> worker_pb2.W
 
 
 def _step_tokens(engine: Engine, config: WorkerConfig) -> int:
-    """Returns how many tokens of one prompt are computed while those before them keep their pages."""
+    """Returns how many tokens of one prompt may be in computation while earlier ones keep their pages."""
     if config.role is Role.PREFILL:
         return 2 * (config.prefill.max_batch_tokens or engine.saturating_tokens)  # a step may run ahead
     return config.decode.max_batch_tokens
 
 
 def _context_that_fits(engine: Engine, config: WorkerConfig) -> int:
-    """Returns how many tokens a sequence may have: it must fit into the pool alone, or else it could never finish."""
+    """Returns how many tokens a sequence may have: it must fit into the pool by itself, or it could never finish."""
     context_length, num_pages = engine.model.context_length, engine.pool.num_pages
     if engine.prefix_cache.window.max_pages(context_length, _step_tokens(engine, config)) <= num_pages:
         return context_length

@@ -1,7 +1,7 @@
-"""Tracks how far a worker has come on its way to its first request: weights read, kernels tried, decode steps captured.
+"""Tracks the start of a worker up to its first request: weights read, kernels built, decode steps captured.
 
-A worker's server reports to a `StartReporter`, which makes readable lines of it. On Ray they go to the controller, for
-`penstock status` and `top`; a plain process shows them itself.
+A worker's server reports to a `StartReporter`, which turns the reports into lines. On Ray these go to the controller
+for `penstock status` and `top`; a plain process shows them itself.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MIN_SHARE = 0.05  # of the weights, between two lines
+_MIN_SHARE = 0.05  # share of the weights between two lines
 Report = Callable[[str], None]
 
 
 class StartReporter:
-    """Calls `report` with a line whenever there is news, on the thread that does the work."""
+    """Calls `report` with a line at each advance, on the thread that does the work."""
 
     def __init__(self, report: Report = lambda line: None) -> None:
         self._report = report
         self._reported_share: float | None = None
 
     def on_build(self) -> None:
-        """Kernels for the machine's CPU are compiled, by this process or by another one that this one waits for."""
+        """Reports that CPU kernels are being compiled, by this process or by one that it waits for."""
         self._report("building CPU kernels, once for this machine")
 
     def on_weights(self, share: float) -> None:
-        """`share` of the weights is read, 0 to 1."""
+        """Reports that a `share` of the weights is read, 0 to 1."""
         last = self._reported_share
         if last is None or share - last >= _MIN_SHARE or share >= 1.0 > last:
             self._reported_share = share
             self._report(f"loading weights {share:.0%}" if share < 1.0 else "warming up")
 
     def on_graphs(self, done: int, total: int) -> None:
-        """`done` of `total` batch sizes are captured."""
+        """Reports that `done` of `total` batch sizes are captured."""
         self._report(f"capturing graphs {done}/{total}")
 
 
 def report_build(progress: StartReporter) -> None:
-    """Reports a build of CPU kernels that is to come or in progress. Blocks while libraries are imported."""
+    """Reports a pending or running build of CPU kernels. Blocks while libraries are imported."""
     import torch
 
     from engine.cpu.library import needs_build
@@ -57,7 +57,7 @@ def report_build(progress: StartReporter) -> None:
 
 
 def load_replica(config: EngineConfig, progress: StartReporter, launch: Launch) -> Replica:
-    """Loads a replica and reports how far it is. Blocks. Raises CheckpointError or ConfigError."""
+    """Loads a replica and reports the progress. Blocks. Raises CheckpointError or ConfigError."""
     from engine.replica import Replica
 
     report_build(progress)

@@ -1,8 +1,8 @@
-"""The state of every ticket used at a worker, for the routers that signed them. On the event loop; no I/O.
+"""Keeps the state of every ticket used at a worker for the router that signed it. Runs on the event loop without I/O.
 
-Each router receives the states of its own tickets with the worker's events. A state is always complete: a router whose
-call broke off receives all its open tickets again, and those that have ended recently. The log is as large as the
-worker's open requests, which admission bounds, and a bounded number of ended ones.
+Each router receives the states of its own tickets with the worker's events. A state is always complete: after a broken
+call a router receives all its open tickets again, and those that have ended recently. The log holds only the worker's
+open requests, which admission bounds, and a bounded number of ended ones.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from penstock.v1 import worker_pb2
 
-_KEEP_S = 30.0  # for ended tickets; a router that was away for longer has given them up
-MAX_ENDED = 8192  # the oldest go first; a router that was away then holds their admission until their deadline
+_KEEP_S = 30.0  # how long ended tickets are kept; routers that are away longer give them up
+MAX_ENDED = 8192  # the oldest are dropped; an absent router then holds their admission until their deadline
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class TicketLog:
         self._now_s = now_s
         self._max_ended = max_ended
         self._version = 0
-        self._ended: OrderedDict[tuple[int, str], float] = OrderedDict()  # (router, ticket): end, monotonic; in order
+        self._ended: OrderedDict[tuple[int, str], float] = OrderedDict()  # ends of (router, ticket)
         self._by_router: dict[int, OrderedDict[str, _Entry]] = {}  # in the order of their last change
         self._listeners: list[Callable[[], None]] = []
 
@@ -40,7 +40,7 @@ class TicketLog:
         self._listeners.append(on_change)
 
     def update(self, router: int, state: worker_pb2.TicketState) -> None:
-        """Records a state that is new or has changed in place."""
+        """Records a state that is new or was changed in place."""
         now_s = self._now_s()
         entries = self._by_router.setdefault(router, OrderedDict())
         self._version += 1
@@ -54,7 +54,9 @@ class TicketLog:
             on_change()
 
     def since(self, router: int, version: int) -> tuple[list[worker_pb2.TicketState], int]:
-        """Returns a router's states that changed after `version` (0: all), oldest change first, and the version now."""
+        """Returns a router's states that changed after `version` (0: all), oldest change first, and the current
+        version.
+        """
         found = []
         for entry in reversed(self._by_router.get(router, {}).values()):
             if entry.version <= version:

@@ -1,6 +1,6 @@
-"""The only service of a decode worker that clients may call: it takes a ticket and streams tokens and text.
+"""The only service of a decode worker that clients may call. It takes a ticket and streams tokens and text.
 
-It listens on a port of its own. Nothing but a signed ticket reaches the worker from here.
+It listens on its own port. Only signed tickets reach the worker from here.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from worker.ticket_log import TicketLog
 
 _MAX_TICKET_BYTES = 16 * 1024 * 1024  # enough for a prompt of a million tokens
 _MAX_HEADER_BYTES = 16 * 1024
-_MAX_STREAMS = 1024  # a connection; more wait
-_MAX_IDLE_MS = 120_000  # without a call
+_MAX_STREAMS = 1024  # streams of a connection; further ones wait
+_MAX_IDLE_MS = 120_000  # a connection is closed after this long without a call
 _MAX_PING_STRIKES = 16  # pings sent faster than two a second, without data in between
 
 
@@ -65,7 +65,7 @@ class LookasideService(inference_pb2_grpc.LookasideServicer):
             if self._stopping:
                 raise Unavailable(f"decode worker {self._worker_id} is stopping; continue with Inference.Route")
             now_s, secrets = time.time(), self._secrets()
-            assert secrets is not None  # `check_lookaside`
+            assert secrets is not None  # ensured by `check_lookaside`
             ticket, secret = self.turnstile.admit(request.ticket, secrets, now_s)
             salt = page_salt(secret, ticket.model_revision, ticket.cache_scope, ticket.adapter.revision)
             report = partial(self._log.update, ticket.router)
@@ -111,7 +111,7 @@ class LookasidePort:
         inference_pb2_grpc.add_LookasideServicer_to_server(service, self._grpc.server)
 
     async def start(self) -> str:
-        """Listens; returns the address that clients are given. Raises ConfigError if the port is taken."""
+        """Starts to listen. Returns the address for clients. Raises ConfigError if the port is taken."""
         host = self._config.host
         port = await self._grpc.start(host, self._config.port, "lookaside.port")
         await self._grpc.set_serving(True)
@@ -136,5 +136,5 @@ def load_spelling(folder: str) -> Spelling:
     path = Path(folder) / "tokenizer.json"
     try:
         return Spelling(tokenizers.Tokenizer.from_file(str(path)))
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises no narrower type
         raise CheckpointError(f"{path}: {error}; lookaside makes text here and needs the tokenizer") from error

@@ -1,7 +1,7 @@
-"""Encodes the deltas of one router's requests: those of many sequences leave as one frame a step.
+"""Encodes the deltas of one router's requests: those of many sequences leave as one frame per step.
 
-Lives on the server's event loop. A router that reads slowly gets several steps in one frame, never a growing queue of
-frames.
+Runs on the server's event loop. A router that reads slowly gets several steps in one frame instead of a growing queue
+of frames.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from penstock import wire
 from penstock.errors import to_status
 from penstock.v1 import worker_pb2
 
-_FRAME_SCORES_BYTES = 8 << 20  # far below `penstock.wire.MAX_MESSAGE_BYTES`: a frame has other deltas too
+_FRAME_SCORES_BYTES = 8 << 20  # far below `penstock.wire.MAX_MESSAGE_BYTES`, as a frame has other deltas too
 
 
 class RouterStream:
-    """Owns the unsent deltas of one router, and its open requests. A `DeltaStream`."""
+    """Owns the unsent deltas of one router and its open requests. Implements `DeltaStream`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -40,14 +40,14 @@ class RouterStream:
         self._open[request.stream_id] = (request, deadline)
 
     def end(self, stream_id: int) -> DecodeRequest | None:
-        """Closes this id and stops its deadline; returns the request that was open under it, if any."""
+        """Closes this id and stops its deadline. Returns the request that was open under it, if any."""
         request, deadline = self._open.pop(stream_id, (None, None))
         if deadline is not None:
             deadline.cancel()
         return request
 
     def send(self, deltas: list[Delta]) -> None:
-        """Called on the step loop; never blocks."""
+        """Queues deltas. Called on the step loop; never blocks."""
         self._loop.call_soon_threadsafe(self._append, deltas)
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class RouterStream:
         """Yields encoded `StepFrame`s. Ends after `close` once everything pending is out."""
         number = 0
         while True:
-            # No deadline here: the stream lives as long as its router, and keepalive pings notice a dead one.
+            # Without a deadline: the stream lives as long as its router, and keepalive pings detect a dead one.
             await self._changed.wait()
             self._changed.clear()
             deltas, self._pending = self._pending, []
@@ -73,7 +73,7 @@ class RouterStream:
                 return
 
     def encode(self, number: int, deltas: list[Delta]) -> bytes:
-        """Returns one encoded frame, joined from several, which protobuf allows. Closes the streams that end in it."""
+        """Returns one encoded frame, joined from parts as protobuf allows. Closes the streams that end in it."""
         parts: list[bytes] = []
         frame = worker_pb2.StepFrame(step=number)
         for delta in deltas:
@@ -108,8 +108,9 @@ class RouterStream:
 
 
 def _split(deltas: list[Delta]) -> Iterator[list[Delta]]:
-    """Yields the deltas in order, in parts of at most `_FRAME_SCORES_BYTES` of prompts' log-probabilities, or one
-    delta that has more."""
+    """Yields the deltas in order, in parts with at most `_FRAME_SCORES_BYTES` of prompt log-probabilities, or of one
+    larger delta.
+    """
     part: list[Delta] = []
     num_bytes = 0
     for delta in deltas:
@@ -124,13 +125,13 @@ def _split(deltas: list[Delta]) -> Iterator[list[Delta]]:
 
 
 def encode_plain(stream_ids: np.ndarray, token_ids: np.ndarray) -> bytes:
-    """Returns `StepFrame.deltas` of one token each as protobuf; making that many messages takes several times as long.
+    """Returns protobuf `StepFrame.deltas` of one token each, several times as fast as by making that many messages.
 
-    Every number takes as many bytes as the largest, leading zeros included, which readers of varints accept; so all of
-    them are written at once.
+    Every number takes as many bytes as the largest, with leading zeros, which varint readers accept. So numpy can write
+    all of them at once.
     """
     form = _plain_form(_varint_bytes(int(stream_ids.max())), _varint_bytes(int(token_ids.max())))
-    numbers = np.empty((len(form.shifts), len(stream_ids)), form.shifts.dtype)  # a row for each byte
+    numbers = np.empty((len(form.shifts), len(stream_ids)), form.shifts.dtype)  # one row for each byte
     numbers[form.streams], numbers[form.tokens] = stream_ids, token_ids
     numbers >>= form.shifts
     columns = numbers.astype(np.uint8)
@@ -144,7 +145,7 @@ def _varint_bytes(number: int) -> int:
 
 
 class _PlainForm(NamedTuple):
-    """The bytes of one `StepDelta` in a frame: which number each byte is cut from, and which bits are constant."""
+    """The form of one `StepDelta` in a frame: which number each byte comes from, and which bits are constant."""
 
     streams: slice
     tokens: slice
@@ -172,7 +173,7 @@ def _plain_form(num_stream_bytes: int, num_token_bytes: int) -> _PlainForm:
 
 @functools.cache
 def _tag(message: type[Message], field: str) -> int:
-    """Returns field number and wire type as one byte; lists of numbers are packed, hence bytes like messages."""
+    """Returns field number and wire type as one byte. Lists of numbers are packed, and so are bytes like messages."""
     found = message.DESCRIPTOR.fields_by_name[field]
     has_length = found.is_repeated or found.message_type is not None
     return found.number << 3 | (2 if has_length else 0)

@@ -1,7 +1,8 @@
-"""Serves one used ticket at its decode worker: submits its completions, streams them to the client, informs the router.
+"""Serves one used ticket at its decode worker: submits its completions, streams them to the client and informs the
+router.
 
-Does what the router's dispatch does for a stream of its own, but never looks for another worker: if this one cannot go
-on, the client does, with the router's help.
+It does what the router's dispatch does for the router's own streams, but never looks for another worker: if this one
+cannot continue, the client does so with the router's help.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ from penstock.v1 import common_pb2, worker_pb2
 
 @dataclass(slots=True)
 class _Completion:
-    state: worker_pb2.TicketCompletion  # as the ticket describes it
+    state: worker_pb2.TicketCompletion  # the ticket's state of this completion
     text: CompletionText
-    request: DecodeRequest | None = None  # once submitted
+    request: DecodeRequest | None = None  # set once it is submitted
     first_token_s: float = 0.0  # monotonic
 
 
 class TicketStream:
-    """Owns the ticket's requests and state. Iterate `outputs` once; `stop` ends it early when the worker stops."""
+    """Owns the ticket's requests and state. Iterate over `outputs` once; `stop` ends it early when the worker stops."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class TicketStream:
         worker_id: WorkerId,
         report: Callable[[worker_pb2.TicketState], None],
     ) -> None:
-        """`report` is called with the ticket's state whenever that has changed."""
+        """`report` is called with the ticket's state whenever it has changed."""
         self._ticket = ticket
         self._salt = salt
         self._intake = intake
@@ -88,8 +89,8 @@ class TicketStream:
         self._stream.close()
 
     async def outputs(self) -> AsyncGenerator[Output, None]:
-        """Yields outputs until every completion has ended. Closing it releases all that the ticket holds before the
-        next step.
+        """Yields outputs until every completion has ended. Closing the generator releases everything that the ticket
+        holds before the next step.
 
         Raises DeadlineExceeded, Unavailable if the client can continue elsewhere, or the worker's refusal.
         """
@@ -153,13 +154,13 @@ class TicketStream:
         )
 
     def _merge(self, frame: worker_pb2.StepFrame) -> tuple[list[CompletionDelta], PenstockError | None]:
-        """Returns one delta a completion, and the error that ends the whole stream after them, if any."""
+        """Returns one delta for each completion, and the error that ends the whole stream after them, if any."""
         merged: dict[int, CompletionDelta] = {}
         failure: PenstockError | None = None
         for message in frame.deltas:
             completion = self._completions[message.stream_id]
             if completion.text.ended:
-                continue  # it ended at a stop string, and its cancellation is in flight
+                continue  # it ended at a stop string, and is being cancelled
             if message.HasField("prefill"):
                 self._state.prefill.append(message.prefill)
                 self._report(self._state)
@@ -200,7 +201,7 @@ class TicketStream:
         output = completion.text.feed(delta)
         if completion.text.stopped:
             self._stream.end(delta.index)
-            assert completion.request is not None  # it has answered
+            assert completion.request is not None  # it has answered, so it was submitted
             self._intake.cancel(completion.request)
             output.timing = delta.timing or self._timing(completion, common_pb2.Timing())
             output.finish_reason = FinishReason.STOP
@@ -209,7 +210,7 @@ class TicketStream:
         return output
 
     def _timing(self, completion: _Completion, timing: common_pb2.Timing) -> common_pb2.Timing:
-        """Returns the timing since the request's arrival at the router, without its way from there to here."""
+        """Returns the timing since the request's arrival at the router, excluding the way from there to here."""
         waited_s = self._ticket.waited_ms / 1e3
         return streamed_timing(
             timing,
@@ -222,7 +223,7 @@ class TicketStream:
         )
 
     def _on_ended(self, completion: _Completion, output: Output) -> None:
-        """Notes the end in the ticket's state; the last completion to end gets the usage."""
+        """Records the end in the ticket's state; the last completion to end gets the usage."""
         assert output.timing is not None
         if self._ticket.HasField("granted_max_tokens"):
             output.granted_tokens = self._ticket.granted_max_tokens
@@ -254,7 +255,7 @@ class TicketStream:
 
 
 def _for_client(error: PenstockError) -> PenstockError:
-    """Turns the refusal of a full worker into Unavailable: another worker may have room, which the router knows."""
+    """Turns the refusal of a full worker into Unavailable, since the router may know a worker with room."""
     if isinstance(error, Overloaded):
         return Unavailable(f"{error.message}; continue with Inference.Route", error.retry_after_s)
     return error

@@ -1,7 +1,7 @@
-"""Gathers the deltas of a decode worker while it works, and sends them as one batch a stream. On the step loop.
+"""Gathers a decode worker's deltas and sends them as one batch per stream. Runs on the step loop.
 
-Most sequences of a step yield a plain token: those of one stream travel together, without a look at each request. For
-that every request has a slot, and its `stream_id` and stream are kept in columns under that slot.
+Most sequences of a step yield a plain token. Those of one stream are sent together, without touching each request:
+every request has a slot, and its `stream_id` and stream are kept in columns under that slot.
 
 Shapes: `R` rows of a step.
 """
@@ -28,9 +28,9 @@ _NOT_OUR_FAULT = (Cancelled, DeadlineExceeded, InvalidInput, Overloaded)
 
 
 class TokenDelivery:
-    """Owns the unsent deltas, who reads which sequence, and the totals of requests that have ended.
+    """Owns the unsent deltas, the readers of sequences, and the totals of ended requests.
 
-    A request has a slot from the moment that the worker accepts it until it ends here.
+    A request has a slot from its acceptance by the worker until it ends here.
     """
 
     def __init__(self) -> None:
@@ -50,14 +50,14 @@ class TokenDelivery:
     # Slots.
 
     def add(self, request: DecodeRequest) -> None:
-        """Gives the request a slot; its first token travels as a delta of its own."""
+        """Gives the request a slot; its first token is sent as its own delta."""
         if not self._free_slots:
             self._grow()
         slot = self._slots[request.sequence] = self._free_slots.pop()
         self._set(slot, request, is_apart=True)
 
     def refresh(self, request: DecodeRequest) -> None:
-        """Notes that the request has a token out, or has inherited the sequence of another request."""
+        """Records that the request has sent a token, or has inherited the sequence of another request."""
         is_apart = not request.times.first_token_s or request.paused_since_s is not None
         self._set(self._slots[request.sequence], request, is_apart)
 
@@ -94,7 +94,7 @@ class TokenDelivery:
     def put_end(
         self, request: DecodeRequest, token: SampledToken, reason: FinishReason, timing: common_pb2.Timing
     ) -> None:
-        """Puts the request's last token and counts the request as ended."""
+        """Adds the request's last token and counts the request as ended."""
         totals = self.totals
         self.totals = replace(
             totals,
@@ -109,14 +109,14 @@ class TokenDelivery:
     def put_rows(
         self, items: Sequence[ScheduledSequence], token_ids_R: np.ndarray, is_special_R: np.ndarray
     ) -> list[int]:
-        """Puts the plain tokens of a step's rows, those of one stream together.
+        """Adds the plain tokens of a step's rows, grouped by stream.
 
-        `items` is one row each, and the same list until a row joins or leaves. Returns the rows left to the
-        caller: those in `is_special_R` (bools), and those whose token carries more than its id.
+        `items` has one entry per row, and is the same list until a row joins or leaves. Returns the rows left to the
+        caller: those marked in `is_special_R` (bools), and those whose token carries more than its id.
         """
         if items is not self._items:
             found = list(map(self._slots.get, map(_SEQUENCE_OF, items)))
-            # None: the sequence was removed while its step computed, and the row is special.
+            # None means that the sequence was removed during its step, and that the row is special.
             slots = [slot or 0 for slot in found] if None in found else found
             self._slots_R = np.array(slots, np.int64)
             self._items = items
@@ -148,7 +148,7 @@ class TokenDelivery:
         return request.stream
 
     def flush(self) -> None:
-        """Sends one batch of deltas to each stream."""
+        """Sends each stream its deltas as one batch."""
         unsent, self._unsent = self._unsent, {}
         for stream, deltas in unsent.items():
             stream.send(deltas)

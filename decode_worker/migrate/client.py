@@ -1,7 +1,8 @@
-"""Calls the decode workers that receive migrating sequences: one call a sequence, its events posted to the step loop.
+"""Calls the decode workers that receive migrating sequences: one call per sequence, with its events posted to the step
+loop.
 
-Runs on the server's event loop. An answer that holds the sequence up is awaited only as long as a pause may last; after
-that the sequence resumes here, whatever the target still answers.
+Runs on the server's event loop. While the sequence is paused, an answer is awaited only as long as a pause may last;
+after that the sequence resumes here, whatever the target still answers.
 """
 
 from __future__ import annotations
@@ -70,16 +71,16 @@ class _Call:
 
 
 class MigrationClient:
-    """Owns one task for each call. Methods may be called from any thread, but `is_open` from the event loop only."""
+    """Owns one task for each call. Methods are thread-safe except `is_open`, which only the event loop may call."""
 
     def __init__(self, loop: StepLoop, channels: Channels, worker_id: WorkerId, num_ranks: int) -> None:
-        """`num_ranks`: the processes that this worker's model is split between."""
+        """`num_ranks` is the number of processes that this worker's model is split between."""
         self._loop = loop
         self._channels = channels
         self._worker_id = worker_id
         self._num_ranks = num_ranks
         self._running = asyncio.get_running_loop()
-        self._calls: dict[TransferKey, _Call] = {}  # until `close`: the transfer may write
+        self._calls: dict[TransferKey, _Call] = {}  # until `close`, the transfer may write
         self._tasks: set[asyncio.Task[None]] = set()
 
     def is_open(self, key: TransferKey) -> bool:

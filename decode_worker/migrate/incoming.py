@@ -1,8 +1,9 @@
-"""Receives sequences that migrate here from other decode workers, and keeps them for their routers. On the step loop.
+"""Receives sequences that migrate here from other decode workers, and keeps them for their routers. Runs on the step
+loop.
 
-A sequence gets pages reserved, arrives page by page like a prompt's KV (`TransferTable`), and runs as soon as its last
-page is verified. Its tokens are held back until a router brings the ticket, which the source gave it. No other router
-learns the ticket, so a sequence that its source took back has no reader here, and its lease ends it.
+Pages are reserved for a sequence, which arrives page by page like a prompt's KV (`TransferTable`) and runs as soon as
+its last page is verified. Its tokens are held back until its router brings the ticket that the source gave it. If the
+source took the sequence back, no router has the ticket, and the lease ends the sequence here.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from penstock.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 
-LEASE_S = 5.0  # from its last page to its router: a round trip, unless the source or the router has died
+LEASE_S = 5.0  # from the last page to the router's call, normally one round trip
 _RETRY_AFTER_S = 1.0
 
 
 class SourceCall(Protocol):
-    """Sends events to the source; `decode_worker.migrate.service.SourceStream`."""
+    """Sends events to the source; `decode_worker.migrate.service.SourceStream` implements it."""
 
     def destination(self, num_pages_held: int, pages: list[PageId]) -> None: ...
 
@@ -45,23 +46,25 @@ class SourceCall(Protocol):
 
 @dataclass(eq=False)
 class IncomingMigration:
-    """A sequence until its router attaches: translates the worker's events for the source, and holds tokens back.
+    """A sequence whose router has not attached yet: translates the worker's events for the source, and holds tokens
+    back.
 
-    It is the request's `PendingMigration`, its `DeltaStream` until a router attaches, and its transfer's `SenderCalls`.
+    It serves as the request's `PendingMigration`, as its `DeltaStream` until a router attaches, and as its transfer's
+    `SenderCalls`.
     """
 
     key: TransferKey
     call: SourceCall
-    on_running: Callable[[IncomingMigration], None]  # called when every page is verified
-    num_tokens: int = 0  # when it began to run here: those that its router has
+    on_running: Callable[[IncomingMigration], None]  # called once every page is verified
+    num_tokens: int = 0  # number of tokens when it began to run here, which its router has
     request: DecodeRequest | None = None
-    lease: Lease | None = None  # of its router, from the moment that the sequence runs here
+    lease: Lease | None = None  # its router's lease, from the start of the sequence here
     is_refused: bool = False
     held: list[TokenDelta] = field(default_factory=list)
-    reader: DecodeRequest | None = None  # its router's request, once attached
+    reader: DecodeRequest | None = None  # its router's request, set when the router attaches
 
     def send(self, deltas: list[Delta]) -> None:
-        """Holds the deltas back, or passes on those that were in flight when the router attached."""
+        """Holds deltas back, or passes on those that were in flight when the router attached."""
         self.held += split_plain(deltas)
         if self.reader is not None:
             self.pass_on(self.reader)
@@ -115,11 +118,11 @@ class IncomingMigrations:
         return len(self._kept)
 
     def on_start(self, key: TransferKey, start: worker_pb2.MigrationStart, call: SourceCall) -> None:
-        """Notes a source's request to send a sequence; after the next step it gets a destination or a refusal."""
+        """Queues a source's request to send a sequence; after the next step it gets a destination or a refusal."""
         self._unanswered[key] = IncomingMigration(key, call, self._keep), start
 
     def _answer(self) -> None:
-        # After the step, those that still wait to be computed here wait for room, and go first.
+        # Sequences that still wait here after the step need room, and go first.
         unanswered, self._unanswered = self._unanswered, {}
         for migration, start in unanswered.values():
             try:
@@ -151,7 +154,7 @@ class IncomingMigrations:
             raise
 
     def on_finish(self, key: TransferKey, state: worker_pb2.SequenceState, manifest: Manifest, paused_s: float) -> None:
-        """Takes the last state and the manifest of a sequence that has paused at its source."""
+        """Takes the final state and the manifest of a sequence that has paused at its source."""
         request = self._transfers.request_of(key)
         if request is None:
             return
@@ -176,15 +179,16 @@ class IncomingMigrations:
         self._transfers.on_heartbeat(key)
 
     def on_closed(self, key: TransferKey, error: PenstockError | None) -> None:
-        """Ends the transfer: the source writes no more, and without an error the sequence is this worker's."""
+        """Ends the transfer: the source writes no more, and without an error this worker owns the sequence."""
         self._unanswered.pop(key, None)
         self._worker.on_closed(key, error)
         if error is not None:
             self._drop(key.transfer_id, error)
 
     def on_lost(self, key: TransferKey, error: PenstockError) -> None:
-        """Ends the wait for a source whose call broke. A sequence that already runs here may have been given up by its
-        source, so it waits for its router."""
+        """Stops waiting for a source whose call broke. A sequence that already runs here waits for its router, since
+        the source may have given it up.
+        """
         self._unanswered.pop(key, None)
         self._worker.on_lost(key, error)
 
@@ -197,7 +201,7 @@ class IncomingMigrations:
         migration.lease = Lease(self._lease_s, self._clock())
 
     def attach(self, ticket: TransferId, request: DecodeRequest) -> bool:
-        """Gives a kept sequence, and its tokens held back, to the router's `request`; False if there is none."""
+        """Gives a kept sequence and its tokens to the router's `request`. Returns False if there is none."""
         migration = self._kept.get(ticket)
         if migration is None:
             return False
@@ -216,7 +220,7 @@ class IncomingMigrations:
         return True
 
     def sweep(self, now_s: float) -> float | None:
-        """Drops sequences whose router has not come in time; returns when to sweep again."""
+        """Drops sequences whose router has not come in time. Returns when to sweep again."""
         if self._sweeper.is_due(now_s, bool(self._kept)):
             leases = {ticket: kept.lease for ticket, kept in self._kept.items() if kept.lease is not None}
             for ticket in [ticket for ticket, lease in leases.items() if lease.is_over(now_s)]:

@@ -1,7 +1,7 @@
 """Decides which sequences migrate to another decode worker, and when to stop copying and pause one. Pure.
 
 A sequence continues decoding while its pages are copied: complete pages never change, so each is sent once. The
-sequence pauses only for what has not landed by then, a page or two, and this bounds the pause.
+sequence pauses only for the remaining page or two, which bounds the pause.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from penstock.types import RequestId
 
-_ABOUT_TO_END_TOKENS = 16  # a sequence with no more tokens left than this ends sooner than its migration would pay
+_ABOUT_TO_END_TOKENS = 16  # a sequence with at most this many tokens left ends too soon for a migration to pay
 _FEW_PAGES = 1  # complete pages that may still be missing at the target when the sequence pauses
 _ROOM_PAGES = 2  # pages reserved for growth during the copy ...
 _ROOM_SHARE = 16  # ... and a sixteenth of the tokens: copying a page takes less time than sampling the next token
@@ -19,29 +19,29 @@ _ROOM_SHARE = 16  # ... and a sixteenth of the tokens: copying a page takes less
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MigrationCandidate:
-    """A running sequence. Compared by identity: a request may have two sequences, one of them about to be dropped."""
+    """A running sequence. Compared by identity, as a request may have a second sequence that is about to be dropped."""
 
     request_id: RequestId
     num_tokens: int
-    num_tokens_left: int  # at most, to its end
+    num_tokens_left: int  # most tokens until its end
 
 
 @dataclass(frozen=True, slots=True)
 class CopyProgress:
-    """Progress of one sequence's copy, counted in the target's pages from the first."""
+    """The progress of one sequence's copy, counted in the target's pages from the first."""
 
-    num_full: int  # complete at the source
-    num_held: int  # of these, cached at the target before the migration
-    num_landed: int  # at the target now, `num_held` included
-    num_reserved: int  # reserved at the target, `num_held` included
+    num_full: int  # pages complete at the source
+    num_held: int  # those of them cached at the target before the migration
+    num_landed: int  # pages at the target now, including `num_held`
+    num_reserved: int  # pages reserved at the target, including `num_held`
 
 
 def choose_sequences(
     candidates: Sequence[MigrationCandidate], request_ids: Collection[RequestId], max_sequences: int | None
 ) -> list[MigrationCandidate]:
-    """Returns the sequences to migrate, those with the most tokens left per token of KV first.
+    """Returns the sequences to migrate, the ones with the most tokens left per token of KV first.
 
-    Named sequences always migrate; without names, those about to end are left alone.
+    Named sequences always migrate; without names, sequences about to end stay.
     """
     if request_ids:
         chosen = [candidate for candidate in candidates if candidate.request_id in request_ids]
@@ -52,7 +52,7 @@ def choose_sequences(
 
 
 def num_tokens_to_reserve(num_tokens: int, num_tokens_left: int, page_size: int) -> int:
-    """Returns the tokens to reserve pages for at the target: those so far, and those sampled during the copy."""
+    """Returns for how many tokens to reserve pages at the target: those so far, and those sampled during the copy."""
     return num_tokens + min(_ROOM_PAGES * page_size + num_tokens // _ROOM_SHARE, num_tokens_left)
 
 

@@ -2,10 +2,10 @@
 
 A sequence continues decoding while its complete pages are pushed. Once few are left it pauses, its last pages and its
 state follow, and the target confirms that it holds them all. Only then does the request end here, and its router learns
-where the sequence runs; after any earlier failure it resumes here as if nothing had happened. `closed`, the last
-message to the target, says which of the two happened and that nothing is written any more.
+where the sequence runs. After any earlier failure the sequence resumes here. `closed`, the last message to the target,
+says which of the two happened, and that nothing is written any more.
 
-Every page in flight is referenced until the sender is done with it, whatever happens to its sequence meanwhile.
+Every page in flight stays referenced until the sender is done with it, whatever happens to its sequence.
 """
 
 from __future__ import annotations
@@ -51,26 +51,27 @@ class CopyPhase(Enum):
 
 @dataclass(slots=True, eq=False)
 class OutgoingMigration:
-    """An attempt; `OutgoingMigrations` alone changes it. It is settled once it is `accepted` or has an `error`, and
-    does not touch the sequence after that. Page counts are in the target's pages."""
+    """An attempt, which only `OutgoingMigrations` changes. It is settled once it is `accepted` or has an `error`, and
+    no longer touches the sequence after that. Page counts refer to the target's pages.
+    """
 
     key: TransferKey
-    sequence: Generation  # its request may be replaced: a router may still attach to a sequence that migrated here
+    sequence: Generation  # its request may be replaced, if a router attaches to a migrated sequence
     target: MigrationTarget
-    report: Callable[[PenstockError | None], None]  # called once, with the outcome
-    num_known: int  # tokens in the state that the target has
-    lease: Lease  # of the target
+    report: Callable[[PenstockError | None], None]  # called once with the outcome
+    num_known: int  # number of tokens in the state that the target has
+    lease: Lease  # the target's lease
     phase: CopyPhase = CopyPhase.COPYING
-    is_open: bool = False  # at the sender
-    plan: ReshardPlan | None = None  # from this worker's pages to the target's; set with the destination
+    is_open: bool = False  # whether it is open at the sender
+    plan: ReshardPlan | None = None  # maps this worker's pages to the target's; set with the destination
     destination: Sequence[PageId] = ()
-    num_held: int = 0  # leading pages that the target had cached
-    num_pushed: int = 0  # `num_held` included, as below
+    num_held: int = 0  # leading pages that the target had in its cache
+    num_pushed: int = 0  # including `num_held`, as below
     num_landed: int = 0
     checksums: list[int] = field(default_factory=list)
-    shared: dict[int, PageId] = field(default_factory=dict)  # this worker's pages by index, each referenced until sent
-    token_s: float | None = None  # the end of the last step before the pause, monotonic
-    paused_s: float = 0.0  # the start of the pause, monotonic; valid from PAUSED on
+    shared: dict[int, PageId] = field(default_factory=dict)  # this worker's pages by index, referenced until sent
+    token_s: float | None = None  # end of the last step before the pause, monotonic
+    paused_s: float = 0.0  # start of the pause, monotonic; valid from PAUSED on
     accepted: bool = False
     error: PenstockError | None = None
 
@@ -84,13 +85,13 @@ class OutgoingMigration:
 
     @property
     def page_size(self) -> int:
-        """Tokens of the target's pages."""
+        """The number of tokens in a page of the target."""
         assert self.plan is not None
         return self.plan.target.page_size
 
 
 class OutgoingMigrations:
-    """Owns the attempts."""
+    """Owns the attempts and makes them progress."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class OutgoingMigrations:
         return len(self._migrations)
 
     def select(self, request_ids: Collection[RequestId], max_sequences: int | None) -> tuple[list[DecodeRequest], int]:
-        """Returns the running requests to migrate, and the number of requests left alone."""
+        """Returns the running requests to migrate, and the number of requests that stay."""
         requests = {
             self._candidate(request): request for request in self._worker.requests if self._can_migrate(request)
         }
@@ -149,7 +150,7 @@ class OutgoingMigrations:
         state = sequence_state.to_wire(request, self._worker.timing(request), time.monotonic())
         num_tokens_left = self._worker.num_tokens_left(sequence)
         num_tokens = num_tokens_to_reserve(len(sequence.token_ids), num_tokens_left, self._page_size)
-        self._worker.scheduler.keep_whole(sequence, True)  # what the target awaits must not be dropped meanwhile
+        self._worker.scheduler.keep_whole(sequence, True)  # pages that the target awaits must not be dropped
         self._calls.start(key, target, state, num_tokens, self._num_dropped_tokens(sequence), events=self)
 
     def _num_dropped_tokens(self, sequence: Generation) -> int:
@@ -201,7 +202,7 @@ class OutgoingMigrations:
             migration.lease.renew(self._clock())
 
     def on_accepted(self, key: TransferKey) -> None:
-        """Ends the request here: the target has verified every page and runs the sequence."""
+        """Ends the request here, because the target has verified every page and runs the sequence."""
         migration = self._migrations.get(key)
         if migration is None or migration.is_settled or migration.phase is not CopyPhase.PAUSED:
             return
@@ -209,7 +210,7 @@ class OutgoingMigrations:
         del self._unsettled[migration.sequence]
         self.num_migrated += 1
         target, request = migration.target, self._worker.request_of(migration.sequence)
-        assert request is not None  # else the attempt would have been abandoned
+        assert request is not None  # otherwise the attempt would have been abandoned
         migrated = worker_pb2.Migrated(
             worker_id=target.worker_id, epoch=target.epoch, address=target.address, ticket=key.transfer_id
         )
@@ -225,13 +226,15 @@ class OutgoingMigrations:
         self._close_if_over(migration)
 
     def on_failed(self, key: TransferKey, error: PenstockError) -> None:
-        """Gives the attempt up: the target refuses, the call broke, an answer is overdue or the transport failed."""
+        """Gives the attempt up, because the target refuses, the call broke, an answer is overdue or the transport
+        failed.
+        """
         migration = self._migrations.get(key)
         if migration is not None:
             self._fail(migration, error)
 
     def sweep(self, now_s: float) -> float | None:
-        """Sends heartbeats and gives up attempts whose target is silent; returns when to sweep again."""
+        """Sends heartbeats and gives up attempts whose target is silent. Returns when to sweep again."""
         if self._sweeper.is_due(now_s, bool(self._migrations)):
             for migration in list(self._unsettled.values()):
                 if migration.lease.is_over(now_s):
@@ -245,7 +248,7 @@ class OutgoingMigrations:
     # Events of the sender.
 
     def on_sent(self, key: TransferKey) -> None:
-        """Releases the attempt's pages: every push is complete, or none will follow."""
+        """Releases the attempt's pages after its last push."""
         migration = self._migrations.get(key)
         if migration is not None:
             migration.is_open = False
@@ -263,7 +266,7 @@ class OutgoingMigrations:
             self._advance(migration)
 
     def _advance(self, migration: OutgoingMigration) -> None:
-        """Pushes complete pages; pauses the sequence once few are left, and finishes when no step computes it."""
+        """Pushes complete pages. Pauses the sequence once few are left, and finishes when no step computes it."""
         if migration.is_settled or migration.phase is CopyPhase.PAUSED:
             return
         sequence, scheduler = migration.sequence, self._worker.scheduler
@@ -299,7 +302,7 @@ class OutgoingMigrations:
         migration.num_pushed = end
 
     def _finish(self, migration: OutgoingMigration) -> None:
-        """Sends what is left of the paused sequence."""
+        """Sends the remaining pages and the state of the paused sequence."""
         sequence, size = migration.sequence, migration.page_size
         num_tokens = sequence.num_computed_tokens
         num_pages = -(-num_tokens // size)
@@ -317,7 +320,7 @@ class OutgoingMigrations:
             checksums=tuple(migration.checksums),
         )
         request, now_s = self._worker.request_of(sequence), time.monotonic()
-        assert request is not None  # it is paused, not ended
+        assert request is not None  # it is paused but has not ended
         state = sequence_state.to_wire(request, self._worker.timing(request), now_s, migration.num_known)
         paused_s = 0.0 if migration.token_s is None else now_s - migration.token_s
         self._calls.finish(migration.key, state, manifest, paused_s)
@@ -336,7 +339,7 @@ class OutgoingMigrations:
             self._fail(migration, Cancelled(f"{request.sequence.request_id} has ended"))
 
     def _fail(self, migration: OutgoingMigration, error: PenstockError) -> None:
-        """Settles the attempt with an error; the sequence, unless it has ended, continues here."""
+        """Settles the attempt with an error. The sequence continues here unless it has ended."""
         if migration.is_settled:
             return
         migration.error = error

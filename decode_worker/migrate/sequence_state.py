@@ -1,9 +1,8 @@
-"""Writes a running sequence as a message and rebuilds it at another worker. The only place that does either.
+"""Writes a running sequence as a message and rebuilds it at another worker. No other module does either.
 
 Between two steps a sequence is its tokens, its sampling parameters and the KV of all tokens but the last. The KV
-migrates as pages, everything else as a `SequenceState`. Sampling and penalties depend on (seed, position) and on the
-tokens alone, so there is no other sampler state. State that a later feature keeps per sequence belongs in that message
-and here.
+migrates as pages, everything else as a `SequenceState`. Sampling and penalties depend only on (seed, position) and the
+tokens, so there is no other sampler state. Any further state of a sequence belongs in that message and here.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from worker.sequence_message import sequence_from_wire
 def to_wire(
     request: DecodeRequest, timing: common_pb2.Timing, now_s: float, num_known: int = 0
 ) -> worker_pb2.SequenceState:
-    """Returns the present state, without the first `num_known` tokens, which an earlier state carried."""
+    """Returns the current state without the first `num_known` tokens, which an earlier state carried."""
     sequence = request.sequence
     return worker_pb2.SequenceState(
         request_id=sequence.request_id,
@@ -38,7 +37,7 @@ def to_wire(
 
 
 def from_wire(state: worker_pb2.SequenceState, stream: DeltaStream, now_s: float) -> DecodeRequest:
-    """Returns a request that continues the sequence, without pages; its deltas go to `stream`."""
+    """Returns a request that continues the sequence, but has no pages; its deltas go to `stream`."""
     sequence = sequence_from_wire(state)
     request = DecodeRequest(0, sequence, stream, deque(), deadline_s=0.0)
     _set_times(request, state, now_s)
@@ -55,7 +54,7 @@ def extend(request: DecodeRequest, state: worker_pb2.SequenceState, now_s: float
 
 
 def _set_times(request: DecodeRequest, state: worker_pb2.SequenceState, now_s: float) -> None:
-    # The wire carries durations, not moments: clocks differ.
+    # Messages carry durations rather than times, because clocks differ.
     timing: common_pb2.Timing = state.timing
     first_token_s = now_s - timing.decode_ms / 1e3
     submitted_s = first_token_s - timing.first_token_ms / 1e3

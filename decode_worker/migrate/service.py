@@ -22,13 +22,13 @@ from penstock.v1 import worker_pb2
 from worker.call_events import CallEvents
 from worker.fence_keeper import FenceKeeper
 
-_MAX_CONCURRENT = 4  # migrations at a time: more would share the link, and each would take longer
+_MAX_CONCURRENT = 4  # migrations at a time; more would share the link and take longer each
 
 ResultT = TypeVar("ResultT")
 
 
 class SourceStream(CallEvents[worker_pb2.MigrationEvent]):
-    """Queues one call's events for the source; a `SourceCall`. Methods may be called from any thread."""
+    """Queues one call's events for the source. Implements `SourceCall`; thread-safe."""
 
     def __init__(self, offer: bytes) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class MigrationService:
         return response
 
     async def _migrate(self, request: DecodeRequest, target: MigrationTarget) -> PenstockError | None:
-        """Returns the attempt's error, if any. Bounded by the limits of each stage: every attempt reports."""
+        """Migrates one request. Returns the error, if any. Every attempt reports, since each stage has a time limit."""
         reported: asyncio.Future[PenstockError | None] = asyncio.get_running_loop().create_future()
         self._loop.post(lambda: self._outgoing.begin(request, target, lambda error: _set_result(reported, error)))
         return await reported
@@ -171,7 +171,7 @@ class MigrationService:
 
 
 def _set_result(future: asyncio.Future[ResultT], result: ResultT) -> None:
-    """Called on the step loop. The caller may have gone meanwhile."""
+    """Sets the result unless the caller has gone. Called on the step loop."""
 
     def settle() -> None:
         if not future.done():

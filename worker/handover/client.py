@@ -1,7 +1,7 @@
-"""Calls that hand cached pages over to other workers: one call a batch, hottest pages first, targets in parallel.
+"""Hands cached pages over to other workers: one call per batch, hottest pages first, targets in parallel.
 
-Runs on the server's event loop, beside the step loop on which `PageSource` owns the pages. However a batch ends, its
-pages are referenced until nothing of it is written any more.
+Runs on the server's event loop; `PageSource` owns the pages on the step loop. However a batch ends, its pages stay
+referenced until nothing of it is written any more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from worker.channels import Channels
 from worker.handover.policy import batch_size
 from worker.handover.source import PageSource
 
-_CLOSE_TIMEOUT_S = 2.0  # for a batch in flight when the deadline passes
+_CLOSE_TIMEOUT_S = 2.0  # extra time for a batch in flight when the deadline passes
 
 Call: TypeAlias = "grpc.aio.StreamStreamCall[worker_pb2.ReceivePagesCommand, worker_pb2.ReceivePagesEvent]"
 Post = Callable[[Callable[[], None]], None]
@@ -46,7 +46,7 @@ class HandoverReport:
 
     num_pages: int = 0
     num_known: int = 0
-    num_sent: int = 0  # whether or not the target could use them
+    num_sent: int = 0  # pages sent, even if the target could not use them
     problem: str = ""
 
 
@@ -59,15 +59,15 @@ class _Batch:
     sent: asyncio.Future[PenstockError | None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    is_pushed: bool = False  # set on the step loop, as is the next
-    is_over: bool = False  # so that it must not be pushed any more
+    is_pushed: bool = False  # set on the step loop, like `is_over`
+    is_over: bool = False  # it must not be pushed any more
 
     def close(self, error: PenstockError | None = None) -> None:
         closed = worker_pb2.ReceivePagesClosed(error=to_status(error) if error else None)
         self.commands.put_nowait(worker_pb2.ReceivePagesCommand(closed=closed))
 
     def hang_up(self) -> None:
-        """Ends the commands; a batch that was not closed before is closed with an error."""
+        """Ends the commands; a batch that is not closed yet is closed with an error."""
         self.close(TransferError("the source abandoned the batch"))
         self.commands.put_nowait(None)
 
@@ -89,7 +89,7 @@ class HandoverClient:
     async def hand_over(
         self, targets: Sequence[HandoverTarget], max_bytes: int, timeout_s: float, own_address: str
     ) -> list[HandoverReport]:
-        """Returns one report for each target, in their order. `own_address` is where the targets reach this worker."""
+        """Returns one report for each target, in order. The targets reach this worker at `own_address`."""
         deadline_s = time.monotonic() + timeout_s
         max_pages = max_bytes // self.page_bytes
         picked = await self._on_loop(lambda: self._source.pick(targets, max_pages))
@@ -103,12 +103,12 @@ class HandoverClient:
     async def send(
         self, target: HandoverTarget, hashes: Sequence[PageHash], timeout_s: float, own_address: str, lane: Lane
     ) -> tuple[int, HandoverReport]:
-        """Sends the leading ones of these consecutive pages that are cached here, and returns how many those are."""
+        """Sends as many leading ones of these consecutive pages as are cached here. Returns their number."""
         deadline_s = time.monotonic() + timeout_s
         taking = asyncio.ensure_future(self._on_loop(lambda: self._source.take(hashes)))
         try:
             pages = await asyncio.shield(taking)
-        except asyncio.CancelledError:  # the caller has gone; the pages are taken all the same
+        except asyncio.CancelledError:  # the caller has gone, but the pages are taken all the same
             taking.add_done_callback(lambda taken: self._post(lambda: self._source.release(taken.result())))
             raise
         return len(pages), await self._send_share(target, pages, deadline_s, own_address, lane)
@@ -147,7 +147,7 @@ class HandoverClient:
         report: HandoverReport,
         lane: Lane,
     ) -> None:
-        """Adds the outcome to `report`. Raises PenstockError."""
+        """Sends one batch and adds the outcome to `report`. Raises PenstockError."""
         batch = _Batch(TransferKey(TransferId(uuid.uuid4().hex), self._epoch, target.epoch), pages, lane)
         start = worker_pb2.ReceivePagesStart(
             transfer=wire.transfer_key_to_wire(batch.key),
@@ -195,7 +195,7 @@ class HandoverClient:
         report.num_pages += (await _next(call, "cached")).cached.num_pages
 
     def _push(self, batch: _Batch, destination: worker_pb2.ReceivePagesDestination, own: Sequence[PageId]) -> None:
-        """Runs on the step loop."""
+        """Pushes the batch's pages. Runs on the step loop."""
         if batch.is_over:
             raise TransferError("the batch was abandoned before its pages were pushed")
         event_loop = batch.sent.get_loop()
@@ -209,9 +209,9 @@ class HandoverClient:
         batch.is_pushed = True
 
     def _end(self, batch: _Batch, call: Call) -> None:
-        """Sends `closed` once nothing is written any more; a target that misses it asks for the transfer's state.
+        """Sends `closed` once nothing is written any more. A target that misses it asks for the transfer's state.
 
-        The step loop decides: a push that was asked for when the batch was given up may still be on its way there.
+        The step loop decides when, since a push that was requested earlier may still be on its way there.
         """
         event_loop = batch.sent.get_loop()
 
@@ -262,8 +262,9 @@ async def _next(call: Call, kind: str) -> worker_pb2.ReceivePagesEvent:
 
 
 def wanted_pages(pages: Sequence[CachedPage], destination: worker_pb2.ReceivePagesDestination) -> list[CachedPage]:
-    """Returns the pages that the target asks for. Raises TransferError unless it names each once, and a page of its own
-    for each."""
+    """Returns the pages that the target asks for. Raises TransferError unless it names each only once, with one of its
+    own pages for each.
+    """
     indexes, num_pages = list(destination.wanted), len(destination.pages)
     if len(set(indexes)) != len(indexes) or num_pages != len(indexes) or max(indexes, default=0) >= len(pages):
         raise TransferError(
@@ -279,7 +280,7 @@ async def _commands(batch: _Batch) -> AsyncIterator[worker_pb2.ReceivePagesComma
 
 
 def _settle(future: asyncio.Future[ResultT], result: ResultT) -> None:
-    if not future.done():  # else its waiter was cancelled
+    if not future.done():  # otherwise its waiter was cancelled
         future.set_result(result)
 
 

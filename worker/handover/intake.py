@@ -1,9 +1,9 @@
 """Receives batches of cached pages from other workers into this worker's prefix cache. Runs on the step loop.
 
-A batch gets pages reserved and fenced, arrives like a prompt's KV, and is cached once it is verified: its manifest must
-hold the hashes that were announced and the checksums of what arrived. No request waits for a batch, so it only takes
-pages that this worker can spare, and any problem drops it without a trace. As everywhere, a fence is lifted only once
-the sender can no longer write.
+Pages are reserved and fenced for a batch, which arrives like a prompt's KV and is cached once it is verified: its
+manifest must match the announced hashes and the checksums of what arrived. No request waits for a batch, so it only
+takes pages that this worker can spare, and is dropped on any problem. As everywhere, a fence is lifted only once the
+sender can no longer write.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from penstock.types import Epoch, PageHash, PageId, TransferKey, WorkerId
 
 log = logging.getLogger(__name__)
 
-_SPARED_DIVISOR = 16  # this fraction of the pool stays available for requests that are served here
+_SPARED_DIVISOR = 16  # one such part of the pool stays available to this worker's own requests
 _RETRY_AFTER_S = 1.0
 
 
 class BatchReplies(Protocol):
-    """The answers to the source of one batch; `worker.handover.service.ReceivePagesCall` sends them."""
+    """Sends the answers to the source of one batch; `worker.handover.service.ReceivePagesCall` implements it."""
 
     def destination(self, wanted: Sequence[int], pages: Sequence[PageId]) -> None: ...
 
@@ -46,8 +46,7 @@ class BatchReplies(Protocol):
     def refused(self, error: PenstockError) -> None: ...
 
     def compute(self, work: Callable[[], list[int]], then: Callable[[list[int] | None], None]) -> None:
-        """Runs `work` on another thread and posts `then` with its result to the step loop, or with None if it
-        failed."""
+        """Runs `work` on another thread and posts `then` to the step loop with its result, or None if it failed."""
         ...
 
 
@@ -60,7 +59,7 @@ class _Batch:
 
 
 class PageIntake:
-    """Owns the open batches, their pages and their fences."""
+    """Owns the open batches with their pages and fences."""
 
     def __init__(
         self,
@@ -79,7 +78,7 @@ class PageIntake:
         self._sweeper = Sweeper(heartbeat_s(lease_s))
         self._batches: dict[TransferKey, _Batch] = {}
         self._receiver: KvReceiver | None = None
-        self.num_received = 0  # pages that were cached here
+        self.num_received = 0  # pages received and cached here
 
     @property
     def num_open(self) -> int:
@@ -96,12 +95,13 @@ class PageIntake:
         return self._engine.model_layout.digest()
 
     def owns(self, key: TransferKey) -> bool:
-        """Whether the transfer brings a batch that is open here."""
+        """Returns whether the transfer brings a batch that is open here."""
         return key in self._batches
 
     def offer(self, peer: WorkerId, epoch: Epoch, num_ranks: int) -> bytes:
-        """Describes to a source of `num_ranks` ranks how it can write here. Blocks on its first call; not for the step
-        loop. Raises TransferError."""
+        """Returns the offer by which a source of `num_ranks` ranks can write here. Its first call blocks, so it must
+        not run on the step loop. Raises TransferError.
+        """
         self._receiver = self._open_receiver()
         return self._receiver.offer(peer, epoch, num_ranks)
 
@@ -114,8 +114,9 @@ class PageIntake:
         pages: Sequence[tuple[PageHash, PageHash | None]],
         replies: BatchReplies,
     ) -> None:
-        """Answers a source that announces these (page, parent) pairs: which of them are wanted and where they go, or a
-        refusal."""
+        """Answers a source that announces these (page, parent) pairs, with the wanted ones and their destinations or a
+        refusal.
+        """
         try:
             wanted, fresh = self._reserve(key, layout_digest, pages)
         except PenstockError as error:
@@ -129,7 +130,7 @@ class PageIntake:
         self._engine.pool.fence(fresh, key)
         try:
             self._opened.open(key, fresh, timeout_s=math.inf)  # the session's lease bounds it
-        except PenstockError as error:  # the source was forgotten meanwhile
+        except PenstockError as error:  # the source has been forgotten since
             self._engine.pool.lift(key)
             self._engine.pool.release(fresh)
             replies.refused(error)
@@ -156,14 +157,14 @@ class PageIntake:
     def on_manifest(
         self, key: TransferKey, num_pages: int, page_hashes: Sequence[PageHash], checksums: Sequence[int]
     ) -> None:
-        """Records what must be here once every page has landed."""
+        """Records the expected content once every page has landed."""
         batch = self._batches.get(key)
         if batch is not None:
             manifest = Manifest(0, num_pages, tuple(page_hashes), tuple(checksums))
             self._apply(batch, batch.session.on_manifest(manifest))
 
     def on_closed(self, key: TransferKey, error: PenstockError | None) -> None:
-        """The source writes no more; what it has sent may still be in flight."""
+        """Records that the source writes no more; its last writes may still be in flight."""
         batch = self._batches.get(key)
         if batch is not None:
             effects = batch.session.on_closed()
@@ -175,13 +176,13 @@ class PageIntake:
     # Events of the transport and of the fence keeper.
 
     def on_lost(self, key: TransferKey, error: PenstockError) -> None:
-        """The call broke or the transport failed; the source may still write."""
+        """Handles a broken call or a failed transport; the source may still write."""
         batch = self._batches.get(key)
         if batch is not None:
             self._drop(batch, error)
 
     def on_quiesced(self, key: TransferKey) -> None:
-        """The source's process is gone, or it has confirmed that it writes no more."""
+        """Ends a batch whose source is gone or has confirmed that it writes no more."""
         batch = self._batches.get(key)
         if batch is not None:
             self._drop(batch, None, batch.session.on_sender_dead())
@@ -211,7 +212,7 @@ class PageIntake:
     def _on_verified(self, batch: _Batch, problem: str) -> None:
         session = batch.session
         if not batch.holds_pages:
-            return  # it was dropped in the meantime
+            return  # it has been dropped since
         effects = [*session.on_verified(not problem), *session.on_admitted()]
         if problem:
             log.error("dropped a batch of cached pages: %s", problem)
@@ -230,7 +231,7 @@ class PageIntake:
     # The end of a batch.
 
     def sweep(self, now_s: float) -> float | None:
-        """Drops batches whose sources have fallen silent; their fences stay. Returns when to come again."""
+        """Drops batches whose sources have fallen silent; their fences stay. Returns when to sweep again."""
         if self._sweeper.is_due(now_s, bool(self._batches)):
             for batch in list(self._batches.values()):
                 effects = batch.session.expire(now_s)
@@ -241,7 +242,7 @@ class PageIntake:
         return self._sweeper.next_s
 
     def _drop(self, batch: _Batch, error: PenstockError | None, effects: Iterable[Effect] = ()) -> None:
-        """Ends a batch; pages that are not cached by now never will be."""
+        """Ends a batch; pages that are not cached yet never will be."""
         if batch.holds_pages:
             self._release(batch)
             batch.replies.refused(error or Cancelled("the source cancelled the batch"))
@@ -256,9 +257,9 @@ class PageIntake:
         for effect in effects:
             match effect:
                 case Effect.VERIFY:
-                    verify = True  # last, since the fence is lifted by then
+                    verify = True  # last, when the fence has been lifted
                 case Effect.CANCEL:
-                    pass  # `refused` has informed the source
+                    pass  # `refused` has already informed the source
                 case Effect.CLOSE:
                     receiver.close(key)
                     del self._batches[key]

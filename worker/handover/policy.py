@@ -1,9 +1,9 @@
 """Decides which cached pages of a draining worker go to which of the remaining ones, and in what batches. Pure.
 
 A prefix is useful only as a whole, so each branch of the cache's tree goes to one worker, together with the trunk that
-leads to it. A branch larger than one worker's share is divided where it forks, so that a system prompt that all prompts
-have in common reaches every worker. A branch chooses its worker by rendezvous hashing: in a second round, pages that
-were cached since the first follow their parents to the same worker.
+leads to it. A branch larger than one worker's share is divided where it forks, so that a system prompt common to all
+prompts reaches every worker. Rendezvous hashing chooses a branch's worker, so that in a second round new pages follow
+their parents to the same worker.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Branch:
     """A page with all its descendants."""
 
     root: int
-    trunk: tuple[int, ...] = ()  # its ancestors
+    trunk: tuple[int, ...] = ()  # ancestors of the page
 
 
 def assign_pages(
@@ -37,7 +37,7 @@ def assign_pages(
     parents = [places.get(parent) if parent is not None else None for _, parent in pages]
     children: list[list[int]] = [[] for _ in pages]
     sizes = [1] * len(pages)
-    for index in reversed(range(len(pages))):  # a parent's index is below its children's
+    for index in reversed(range(len(pages))):  # parents have lower indexes than their children
         parent = parents[index]
         if parent is not None:
             sizes[parent] += sizes[index]
@@ -57,13 +57,13 @@ def assign_pages(
 
 
 def batch_size(page_bytes: int) -> int:
-    """Returns how many pages go into one batch, which the target accepts or refuses as a whole."""
+    """Returns how many pages form one batch, which the target accepts or refuses as a whole."""
     return max(1, min(BATCH_PAGES, BATCH_BYTES // page_bytes))
 
 
 def _subtree(root: int, children: Sequence[Sequence[int]]) -> list[int]:
     found = [root]
-    for index in found:  # grows while it is walked
+    for index in found:  # the list grows during the walk
         found += children[index]
     return found
 

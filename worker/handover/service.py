@@ -1,7 +1,7 @@
-"""The gRPC service of page hand-over: `HandOver` at a worker that drains, `SendPages` at one that others pull from,
+"""The gRPC service of page hand-over: `HandOver` at a draining worker, `SendPages` at a worker that others pull from,
 and `ReceivePages` at the workers that get the pages.
 
-Serves workers of either role. It translates and nothing else: `HandoverClient` and `PageIntake` do the work.
+Serves workers of either role. It only translates: `HandoverClient` and `PageIntake` do the work.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from worker.handover.intake import PageIntake
 
 log = logging.getLogger(__name__)
 
-_MAX_NAMED_PAGES = 65536  # in one call
+_MAX_NAMED_PAGES = 65536  # limit of one call
 _RETRY_AFTER_S = 1.0
 
 
 class ReceivePagesCall(CallEvents[worker_pb2.ReceivePagesEvent]):
-    """Queues the events of one batch for its source. Methods may be called from any thread."""
+    """Queues the events of one batch for its source. Thread-safe."""
 
     def __init__(self, offer: bytes, post: Post) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class HandoverService(worker_pb2_grpc.PageHandoverServicer):
         address: Callable[[], str],
         max_pulls: int,
     ) -> None:
-        """`address` returns where this worker listens; `max_pulls` bounds the pulls that it serves at once, 0: none."""
+        """`address` returns this worker's address. `max_pulls` bounds the pulls served at once; 0 serves none."""
         self._client = client
         self._intake = intake
         self._post = post
@@ -156,7 +156,7 @@ class HandoverService(worker_pb2_grpc.PageHandoverServicer):
                 raise TransferError(
                     f"transfer {key.transfer_id}: for epoch {key.receiver_epoch}, this is {self._epoch}"
                 )
-            source, num_ranks = WorkerId(start.worker_id), max(1, start.num_ranks)  # 0: not specified
+            source, num_ranks = WorkerId(start.worker_id), max(1, start.num_ranks)  # 0 means not specified
             offer = await asyncio.to_thread(self._intake.offer, source, key.sender_epoch, num_ranks)
             call = ReceivePagesCall(offer, self._post)
             pages = [(PageHash(page.hash), PageHash(page.parent) if page.parent else None) for page in start.pages]

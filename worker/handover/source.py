@@ -1,7 +1,7 @@
-"""Pushes cached pages towards other workers' caches and holds references on them meanwhile. Runs on the step loop.
+"""Pushes cached pages into other workers' caches and references the pages meanwhile. Runs on the step loop.
 
-A page that is handed over is full and cached, so nothing writes it any more. Its reference is held until the sender is
-done with it, even when the hand-over has been cancelled in the meantime.
+A handed-over page is full and cached, so nothing writes it any more. Its reference is held until the sender is done
+with it, even if the hand-over has been cancelled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Push:
 
 
 class PageSource:
-    """Owns the references on pages that are being handed over, and their pushes."""
+    """Owns the pushes of pages that are being handed over, and the references to these pages."""
 
     def __init__(self, engine: Engine, sender: KvSender) -> None:
         self._engine = engine
@@ -46,7 +46,9 @@ class PageSource:
         return self._engine.num_ranks
 
     def pick(self, targets: Sequence[HandoverTarget], max_pages: int) -> dict[Epoch, list[CachedPage]]:
-        """Chooses at most `max_pages` pages in all, for each target hottest first; the caller must `release` them."""
+        """Chooses at most `max_pages` pages in total, the hottest first for each target; the caller must `release`
+        them.
+        """
         found = self._engine.prefix_cache.hottest(max_pages)
         chosen = assign_pages([(page.page_hash, page.parent) for page in found], targets)
         picked: dict[Epoch, list[CachedPage]] = {}
@@ -57,7 +59,7 @@ class PageSource:
         return picked
 
     def take(self, hashes: Sequence[PageHash]) -> list[CachedPage]:
-        """Returns the leading ones of these consecutive pages that are cached; the caller must `release` them."""
+        """Returns as many leading ones of these consecutive pages as are cached; the caller must `release` them."""
         found = self._engine.prefix_cache.find(hashes)
         self._engine.pool.share([page.page for page in found])
         return found
@@ -74,7 +76,7 @@ class PageSource:
         on_sent: OnSent,
         lane: Lane = Lane.BULK,
     ) -> None:
-        """Starts to write the pages; `on_sent` is called once, with the outcome, when nothing is written any more.
+        """Starts to write the pages; calls `on_sent` once with the outcome when nothing is written any more.
 
         Raises TransferError or TransferRefused before anything is written.
         """
@@ -91,15 +93,15 @@ class PageSource:
         return self._sender.checksums(pages, num_receivers)
 
     def abort(self, key: TransferKey) -> None:
-        """Stops a push after what has been started; its `on_sent` follows."""
+        """Stops a push after the writes that have started; its `on_sent` follows."""
         if key in self._pushes:
             self._sender.abort(key)
 
     def owns(self, key: TransferKey) -> bool:
-        """Whether the transfer is a push of cached pages that has not ended."""
+        """Returns whether the transfer is a push of cached pages that has not ended."""
         return key in self._pushes
 
-    # What the sender reports about a push that is owned here.
+    # Reports of the sender about a push that is owned here.
 
     def on_failed(self, key: TransferKey, error: PenstockError) -> None:
         self._pushes[key].error = error

@@ -1,6 +1,6 @@
-"""A worker's own Prometheus port: what the worker reports to routers, read from the worker itself.
+"""A worker's own Prometheus port, which exports what the worker reports to routers.
 
 The shell opens a `MetricsPort` over a `WorkerCollector`, which reads the latest load report when Prometheus scrapes,
-and over `StepMetrics`, whose `observe` the step loop calls once a step. `model_work` estimates how busy the device is,
-`page_use` how full the pages are. Nothing that the room exports is of one request, so that it may go to every scraper.
+and over `StepMetrics`, whose `observe` the step loop calls once per step. `model_work` estimates how busy the device
+is, and `page_use` how full the pages are. No exported value is about a single request, so every scraper may read them.
 """

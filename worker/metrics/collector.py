@@ -1,4 +1,4 @@
-"""Turns a worker's load report into metrics, under vLLM's names where there is one."""
+"""Turns a worker's load report into metrics, under vLLM's names where they exist."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class WorkerCollector(Collector):
         price_per_hour: float = 0.0,
         pages: Callable[[], PageUse] | None = None,
     ) -> None:
-        """Estimates nothing without `work`, and exports no peak where the device has no published one."""
+        """Exports no estimates without `work`, and no peaks if the device has no published ones."""
         self._description = description
         self._load = load
         self._work = work
@@ -38,7 +38,7 @@ class WorkerCollector(Collector):
         self._labels = {"model_name": description.model, "worker": description.worker_id, "role": description.role}
 
     def describe(self) -> list[Metric]:
-        return []  # registering must not read the worker
+        return []  # registration must not read the worker
 
     def collect(self) -> Iterator[Metric]:
         load, described = self._load(), self._description
@@ -105,7 +105,7 @@ class WorkerCollector(Collector):
         )
 
     def _device_use(self, load: WorkerLoad) -> Iterator[Metric]:
-        """Yields what steps have multiplied and read, by estimate, and the device's peaks."""
+        """Yields estimates of the FLOPs and bytes of the steps, and the device's peaks."""
         if (work := self._work) is not None:
             kinds = ((load.prefill_steps, True), (load.decode_steps, False))
             flops = sum(work.flops(totals, of_prompts=of_prompts) for totals, of_prompts in kinds)

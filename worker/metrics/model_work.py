@@ -1,7 +1,7 @@
-"""Estimates what steps multiply and read from the sizes of their model, so that one sees how busy the device is. Pure.
+"""Estimates the FLOPs and bytes of steps from the model's sizes, to show how busy the device is. Pure.
 
-Estimates follow the roofline model: every step reads its weights once, a decode step also the KV of every context.
-Activations, and KV that prompts read from caches on the chip, are left out.
+Estimates follow the roofline model: every step reads its weights once, and a decode step also the KV of every context.
+Activations, and KV that prompts read from on-chip caches, are left out.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ModelWork:
 
 
 def find_work(config: EngineConfig, num_devices: int) -> ModelWork | None:
-    """Returns the work of the configured model; None where its `config.json` does not say enough."""
+    """Returns the work of the configured model; None if its `config.json` lacks the sizes."""
     try:
         shape = find_shape(config.model)
     except InvalidInput:

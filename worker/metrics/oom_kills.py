@@ -1,6 +1,6 @@
-"""Counts the processes that the kernel ended for lack of memory in this worker's container.
+"""Counts the processes that the kernel killed for lack of memory in this worker's container.
 
-A process that is killed cannot say so; its container's count, which its siblings and its successor export, does.
+A killed process cannot report it itself, so its siblings and its successor export the container's count.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ EVENTS = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memo
 
 
 def count_oom_kills(files: Iterable[Path] = EVENTS) -> int | None:
-    """Returns how many there were since the container started; None where no file says."""
+    """Returns the number of kills since the container started; None if no file has it."""
     for path in files:
         with contextlib.suppress(OSError, ValueError):
             for line in path.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Says how a worker's pages are used at the moment of a scrape, without a cost to its steps."""
+"""Measures how a worker's pages are used at the moment of a scrape, at no cost to its steps."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from engine.step.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class PageUse:
-    """The pages of a pool by state, and what their holders leave empty."""
+    """The pages of a pool by state, and the unused share of those that sequences hold."""
 
     by_state: Mapping[str, int]
-    num_allocated: int  # since the worker started
-    fragmentation: float  # share of the slots in the pages that sequences hold without a token's KV
+    num_allocated: int  # pages allocated since the worker started
+    fragmentation: float  # share of the slots in sequences' pages that hold no KV
 
 
 def measure_pages(pool: PagePool, sequences: Collection[Sequence], page_size: int) -> PageUse:
     """Counts the pages of these sequences and of their pool.
 
-    Pages have one size, so that none is too small for anybody: all that is wasted is the unfilled part of the pages
-    that a sequence holds. Reads beside the step loop; a step may make a figure wrong by its own tokens.
+    All pages have one size, so the only waste is the unfilled part of the pages that a sequence holds. The step loop
+    runs meanwhile, so that a figure may be off by one step's tokens.
     """
     by_state = {
         "free": pool.num_free,

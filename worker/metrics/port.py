@@ -1,4 +1,4 @@
-"""The HTTP port at which Prometheus reads one worker. It answers in a thread of its own, never on the step loop."""
+"""The HTTP port at which Prometheus scrapes one worker. It answers in its own thread, never on the step loop."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-_IDLE_S = 5.0  # without a byte, after which a connection is closed
+_IDLE_S = 5.0  # a connection is closed after this long without a byte
 
 
 class MetricsPort:
-    """Listens from its construction to `close`. Scrapers need no token: a worker's metrics say nothing of requests."""
+    """Listens from its construction to `close`. Scrapers need no token, as a worker's metrics reveal nothing about
+    requests.
+    """
 
     def __init__(self, host: str, port: int, *collectors: Collector, last_port: int | None = None) -> None:
-        """Takes the first port from `port` to `last_port` that is free; port 0 means any. Raises ConfigError if none
-        is."""
+        """Takes the first free port from `port` to `last_port`; 0 means any. Raises ConfigError if none is free."""
         registry = CollectorRegistry()
         for collector in collectors:
             registry.register(collector)
@@ -56,8 +57,8 @@ class MetricsPort:
 def _make_app(registry: CollectorRegistry) -> WSGIApplication:
     """Answers every scraper in the text format, as routers do.
 
-    The library's own app would answer Prometheus in OpenMetrics, where its escaping replaces the colon in names:
-    `penstock:worker_steps_total` would be stored as `penstock_worker_steps_total`, which no dashboard knows.
+    The library's own app would answer Prometheus in OpenMetrics, where escaping replaces the colon in names: it would
+    store `penstock:worker_steps_total` as `penstock_worker_steps_total`, which no dashboard knows.
     """
 
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -69,7 +70,7 @@ def _make_app(registry: CollectorRegistry) -> WSGIApplication:
 
 
 class _Server(ThreadingWSGIServer):
-    block_on_close = False  # a scraper that reads slowly does not hold the worker's end up
+    block_on_close = False  # a slow scraper must not delay the worker's shutdown
 
 
 class _Ipv6Server(_Server):
@@ -80,4 +81,4 @@ class _Handler(WSGIRequestHandler):
     timeout = _IDLE_S
 
     def log_message(self, format: str, *args: object) -> None:
-        """Logs nothing: a scrape is not an event."""
+        """Logs nothing, because scrapes are not worth a line."""

@@ -1,4 +1,4 @@
-"""Metrics that the step loop observes: how long steps take, how much they compute, and which proposals were right."""
+"""Metrics that the step loop observes: duration and size of steps, and how many proposals were accepted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class StepMetrics:
-    """Distributions over steps. One thread observes, the worker's step loop; scrapes read beside it."""
+    """Distributions over steps. Only the step loop's thread observes; scrapes read concurrently."""
 
     def __init__(self, described: worker_pb2.WorkerDescription) -> None:
         self.registry = CollectorRegistry()
@@ -35,7 +35,7 @@ class StepMetrics:
 
 
 class SpeculationMetrics:
-    """Counts proposed and accepted tokens under vLLM's names. The step loop observes; scrapes read beside it."""
+    """Counts proposed and accepted tokens under vLLM's names. The step loop observes; scrapes read concurrently."""
 
     def __init__(self, described: worker_pb2.WorkerDescription) -> None:
         self.registry = CollectorRegistry()
@@ -63,7 +63,7 @@ class SpeculationMetrics:
         )
 
     def observe(self, kind: ProposalKind, num_proposed: int, num_accepted: int) -> None:
-        """Observes a proposal of which the first `num_accepted` tokens were right."""
+        """Observes a proposal whose first `num_accepted` tokens were accepted."""
         labels = self._labels | {"proposer": kind.value}
         self._drafts.labels(**labels).inc()
         self._proposed.labels(**labels).inc(num_proposed)

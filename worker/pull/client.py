@@ -1,7 +1,7 @@
-"""Asks other workers for pages: one call a pull, which ends by its deadline. Runs on the server's event loop.
+"""Asks other workers for pages: one call per pull, which ends by its deadline. Runs on the server's event loop.
 
-The pages themselves come by `PageHandover.ReceivePages`, as those of a draining worker do, and are cached batch by
-batch once they are verified. The call only says when no more will come.
+The pages themselves arrive through `PageHandover.ReceivePages`, like those of a draining worker, and are cached batch
+by batch once they are verified. The call only says when no more will come.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Post = Callable[[Callable[[], None]], None]
 
 @dataclass(frozen=True, slots=True)
 class PullRequest:
-    """Consecutive pages of one prompt that a source shall send."""
+    """Consecutive pages of one prompt that a source is asked to send."""
 
     source: PrefixSource
     hashes: Sequence[PageHash]
@@ -45,8 +45,9 @@ class PullClient:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, pull: PullRequest, on_end: Callable[[PenstockError | None], None]) -> None:
-        """Starts a pull, from any thread. `on_end` is called on the step loop, once, by the deadline: with the problem
-        if the source has not sent everything that was asked for."""
+        """Starts a pull; may be called from any thread. Calls `on_end` once on the step loop, by the deadline, with the
+        problem if the source has not sent everything.
+        """
         self._running.call_soon_threadsafe(self._start, pull, on_end)
 
     async def close(self) -> None:

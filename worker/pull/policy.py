@@ -1,8 +1,8 @@
-"""Decides whether pages that another worker holds are pulled or computed here. Pure: time is passed in.
+"""Decides whether to pull pages that another worker holds or to compute them here. Pure: time is passed in.
 
 Both ways are priced in seconds: pulling by what earlier pulls from that worker took, computing by what this worker's
 own steps took, and each by the router's prediction until something is learned. A prompt never waits longer for a pull
-than computing the same pages is predicted to take, so the worst pull costs as much again as it would have saved.
+than the predicted time to compute the same pages, so a failed pull at most doubles that time.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from penstock.scheduling.linear_cost import LinearCost
 from penstock.types import Epoch, StepTotals, WorkerId
 from penstock.v1 import worker_pb2
 
-_ADVANTAGE = 0.8  # a pull is worth it where it takes less than this share of the time to compute
-_PATIENCE = 2.0  # a pull may take this many times its prediction,
+_ADVANTAGE = 0.8  # a pull pays if it takes less than this share of the time to compute
+_PATIENCE = 2.0  # a pull may take this many times its predicted time,
 _PATIENCE_S = 0.05  # or this much longer, whichever is more
 _LATENCY_S = 0.004
-_COMPUTE_PRIOR = (5e-3, 5e-4, 1e-8)  # seconds for a step, a token, and each token of context that it attends to
-_MIN_STEPS_S = 0.02  # of steps in one observation
-_STALE_S = 60.0  # what was learned of a source is forgotten after this long without a pull
-_BACKOFF_S = 5.0  # without pulls from a source that refused or failed
+_COMPUTE_PRIOR = (5e-3, 5e-4, 1e-8)  # seconds per step, per token, and per token of its context
+_MIN_STEPS_S = 0.02  # least step time in one observation
+_STALE_S = 60.0  # costs of a source are forgotten after this long without a pull
+_BACKOFF_S = 5.0  # no pulls from a source for this long after it refused or failed
 _MAX_SOURCES = 1024
-_UNFINISHED = 2.0  # a pull that was given up would have taken this many times as long, at least
+_UNFINISHED = 2.0  # assumed duration of an abandoned pull, as a multiple of its time so far
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
-    """A worker that holds leading pages of a prompt, as the router knows it, with the router's predictions."""
+    """A worker that, to the router's knowledge, holds leading pages of a prompt, with the router's predictions."""
 
     worker_id: WorkerId
     epoch: Epoch
     address: str
-    own_address: str  # at which it reaches this worker
-    cached_tokens: int  # leading tokens of the prompt, in its pool
-    pull_s: float = 0.0  # to pull what this worker lacks of them; 0: unknown
-    compute_s: float = 0.0  # to compute that instead; 0: unknown
+    own_address: str  # the address at which it reaches this worker
+    cached_tokens: int  # leading tokens of the prompt in its pool
+    pull_s: float = 0.0  # time to pull the ones that this worker lacks; 0: unknown
+    compute_s: float = 0.0  # time to compute them instead; 0: unknown
 
 
 def source_from_wire(message: worker_pb2.PrefixSource) -> PrefixSource:
@@ -63,25 +63,25 @@ class MissingPages:
 
 @dataclass(frozen=True, slots=True)
 class PullPlan:
-    """A pull that is worth it, in seconds."""
+    """A pull that pays, with times in seconds."""
 
     pull_s: float
-    compute_s: float  # to compute the same pages
+    compute_s: float  # time to compute the same pages
     patience_s: float  # how long a prompt waits for it
 
 
 @dataclass(slots=True)
 class _Source:
-    cost: LinearCost  # of (1, bytes)
-    learned_s: float = -math.inf  # when it was last pulled from
+    cost: LinearCost  # linear in (1, bytes)
+    learned_s: float = -math.inf  # time of the last pull from it
     avoided_until_s: float = -math.inf
 
 
 @dataclass(slots=True)
 class PullCosts:
-    """Learns what pulling and computing take here. Called on the step loop."""
+    """Learns how long pulling and computing take here. Called on the step loop."""
 
-    chunk_tokens: int  # of prompts, in one step
+    chunk_tokens: int  # prompt tokens in one step
     _compute: LinearCost = field(default_factory=lambda: LinearCost(_COMPUTE_PRIOR))
     _seen: StepTotals = field(default_factory=StepTotals)
     _sources: dict[WorkerId, _Source] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class PullCosts:
             self._compute.observe((since.steps, since.tokens, since.contexts), since.seconds)
 
     def plan(self, source: PrefixSource, missing: MissingPages, now_s: float) -> PullPlan | None:
-        """Returns the pull, or None where computing is predicted to take less, or about as long."""
+        """Returns the pull, or None if computing should take less time or about as long."""
         known = self._known(source.worker_id, now_s)
         if known is not None and now_s < known.avoided_until_s:
             return None
@@ -106,7 +106,7 @@ class PullCosts:
         return PullPlan(pull_s, compute_s, patience_s)
 
     def on_pulled(self, source: PrefixSource, missing: MissingPages, seconds: float, now_s: float) -> None:
-        """Learns from a pull that has brought its pages."""
+        """Learns from a pull that has succeeded."""
         self._learn(source, missing, seconds, now_s)
 
     def on_failed(self, source: PrefixSource, missing: MissingPages, seconds: float, now_s: float) -> None:
@@ -120,19 +120,19 @@ class PullCosts:
         if not self._compute.num_observed and source.compute_s:
             return source.compute_s
         contexts = missing.num_tokens * (missing.num_before + missing.num_tokens / 2)
-        num_steps = missing.num_tokens / self.chunk_tokens  # the last one computes the rest of the prompt in any case
+        num_steps = missing.num_tokens / self.chunk_tokens  # the last step computes the rest of the prompt in any case
         return self._compute.predict((num_steps, missing.num_tokens, contexts))
 
     def _known(self, worker_id: WorkerId, now_s: float) -> _Source | None:
         known = self._sources.get(worker_id)
         if known is not None and now_s > known.learned_s + _STALE_S:
-            del self._sources[worker_id]  # it may be better now, which only a pull would show
+            del self._sources[worker_id]  # the source may be faster now, which only a pull can show
             return None
         return known
 
     def _learn(self, source: PrefixSource, missing: MissingPages, seconds: float, now_s: float) -> _Source:
         known = self._known(source.worker_id, now_s)
-        if known is None:  # the first pull counts in full: the router's prediction may be off by orders of magnitude
+        if known is None:  # the first pull counts in full, as the router's prediction may be far off
             if len(self._sources) >= _MAX_SOURCES:
                 self._sources.clear()
             known = self._sources[source.worker_id] = _Source(_link_cost(seconds, missing.num_bytes))
@@ -147,5 +147,5 @@ def _link_prior(source: PrefixSource, missing: MissingPages) -> LinearCost:
 
 
 def _link_cost(seconds: float, num_bytes: int) -> LinearCost:
-    """Returns the cost of a link over which that many bytes take `seconds`."""
+    """Returns the cost of a link on which `num_bytes` take `seconds`."""
     return LinearCost((_LATENCY_S, max((seconds - _LATENCY_S) / num_bytes, 1e-11)))

@@ -1,7 +1,7 @@
 """Holds prompts back while a part of their pages is pulled from another worker. Runs on the step loop.
 
-A prompt waits in no queue and holds no page meanwhile; once the pull is over, however it ended, the prompt finds in the
-prefix cache what has come and the rest is computed. Prompts that lack the same pages wait for one pull.
+Meanwhile a prompt is in no queue and holds no pages. Once the pull has ended, successfully or not, the prompt finds the
+received pages in the prefix cache and the rest is computed. Prompts that lack the same pages share one pull.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class _Wanted:
     """The pages that a prompt would get from its source."""
 
     source: PrefixSource
-    hashes: Sequence[PageHash]  # of the leading pages that the source holds
-    first: int  # of them that is asked for: those before are in this pool, or behind the model's window
+    hashes: Sequence[PageHash]  # hashes of the leading pages that the source holds
+    first: int  # first page to pull: earlier ones are here or behind the model's window
     missing: MissingPages
 
 
@@ -70,16 +70,16 @@ class PrefixPulls:
         return len(self._open)
 
     def predict(self, sequence: TokenSequence, source: PrefixSource | None) -> tuple[int, PullPlan] | None:
-        """Returns how many tokens a pull would bring for the prompt, and what it takes; None where none is worth it."""
+        """Returns how many of the prompt's tokens a pull would bring, and its plan; None if no pull pays."""
         wanted = self._wanted(sequence, source)
         plan = self._plan(wanted) if wanted is not None else None
         return (wanted.missing.num_tokens, plan) if wanted is not None and plan is not None else None
 
     def bring(self, sequence: TokenSequence, source: PrefixSource | None, then: Then) -> None:
-        """Calls `then` once the prompt's pages are here or will not come: at once where no pull is worth it.
+        """Calls `then` once the prompt's pull has ended, or at once if no pull pays.
 
-        `then` receives an account of the pull, if there was one, and runs on the step loop. The prompt may have ended
-        by then.
+        `then` receives a record of the pull, if there was one, and runs on the step loop. The prompt may have ended by
+        then.
         """
         wanted = self._wanted(sequence, source)
         if wanted is None:

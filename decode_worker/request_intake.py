@@ -1,6 +1,6 @@
 """Passes submissions and cancellations from the event loop to the step loop, for routers' calls and clients' tickets.
 
-Owns no state: a stream knows its open requests, the worker owns them.
+It owns no state: streams know their open requests, and the worker owns these.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from worker.sequence_message import sequence_from_wire
 
 
 class RequestIntake:
-    """Called on the event loop only."""
+    """Submits and cancels requests. Called only on the event loop."""
 
     def __init__(self, worker: DecodeWorker, migrations: IncomingMigrations, loop: StepLoop) -> None:
         self._worker = worker
@@ -33,7 +33,7 @@ class RequestIntake:
     def submit(self, submit: worker_pb2.DecodeSubmit, stream: RouterStream) -> DecodeRequest:
         """Submits a request that answers on `stream`; its deadline runs from now.
 
-        With a ticket, the request continues the sequence that migrated here, if that still waits for it.
+        With a ticket, the request continues the sequence that migrated here, if it still waits.
         """
         timeout_s = submit.timeout_ms / 1e3
         request = _request(submit, stream, time.monotonic() + timeout_s)
@@ -53,7 +53,7 @@ class RequestIntake:
         self._loop.post(lambda: self._worker.cancel(request, error))
 
     def close(self, stream: RouterStream) -> None:
-        """Cancels every open request of a stream whose reader has gone; they are released before the next step."""
+        """Cancels all open requests of a stream whose reader has gone; they are released before the next step."""
         for request in stream.open_requests:
             stream.end(request.stream_id)
             self.cancel(request)

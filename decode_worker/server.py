@@ -1,4 +1,4 @@
-"""A decode worker as a process runs it: the decode core in a worker shell, with its calls to other workers.
+"""Composes a decode worker for a process: the decode core in a worker shell, with its calls to other workers.
 
 `start` composes these parts and `stop` takes them apart; neither decides anything about a request.
 """
@@ -33,10 +33,10 @@ from worker.start_progress import StartReporter
 
 
 class DecodeServer:
-    """Serves once `start` has returned; `failed` ends with the error of a step loop that died."""
+    """Serves once `start` has returned. `failed` completes with the error of a step loop that died."""
 
     role = Role.DECODE
-    worker: DecodeWorker  # this and what follows: from `start` on
+    worker: DecodeWorker  # this and the following are set by `start`
     outgoing: OutgoingMigrations
     incoming: IncomingMigrations
     _prefill_calls: PrefillClient
@@ -46,7 +46,7 @@ class DecodeServer:
     _adapters: AdapterQueue
 
     def __init__(self, config: WorkerConfig, replica: Replica | None = None, launch: Launch | None = None) -> None:
-        """Takes what `WorkerShell` takes."""
+        """Takes the arguments of `WorkerShell`."""
         self.shell = WorkerShell(config, self.role, replica, launch)
         self.failed: asyncio.Future[None] = self.shell.failed
         self.epoch: Epoch = self.shell.epoch
@@ -63,7 +63,7 @@ class DecodeServer:
         return self.shell.replica
 
     async def start(self, progress: StartReporter | None = None) -> None:
-        """Reports its progress to `progress`. Raises CheckpointError or ConfigError."""
+        """Loads the model and starts to serve. Raises CheckpointError or ConfigError."""
         shell, progress = self.shell, progress or StartReporter()
         config, loop = shell.config, shell.loop
         if config.lookaside is not None:
@@ -117,7 +117,7 @@ class DecodeServer:
 
         def step() -> bool:
             driver.turn()
-            return False  # the end of a step is a call to the loop, which wakes it
+            return False  # the end of a step is a call to the loop and wakes it
 
         return RoleCore(
             step=step,
@@ -130,7 +130,7 @@ class DecodeServer:
         )
 
     async def _open_lookaside(self, intake: RequestIntake) -> str:
-        """Returns the address that clients are given."""
+        """Opens the lookaside port. Returns the address for clients."""
         config, tickets = self.shell.config, self.shell.tickets
         spelling = await asyncio.to_thread(load_spelling, config.engine.model)
         trust = self.shell.trust
@@ -139,15 +139,15 @@ class DecodeServer:
         return await self._lookaside.start()
 
     async def leave(self) -> None:
-        """Asks routers to send nothing more; requests that are here continue."""
+        """Asks routers to send no more requests; those already here continue."""
         await self.shell.leave()
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Waits until no request is open and no page is held or fenced; False after `timeout_s`."""
+        """Waits until no request is open and no page is held or fenced. Returns False after `timeout_s`."""
         return await self.shell.wait_idle(timeout_s)
 
     async def stop(self) -> None:
-        """Ends every request while the step loop still runs, then closes what carried them."""
+        """Ends every request while the step loop still runs, then closes the other parts."""
         shell = self.shell
         if self._lookaside is not None:
             await self._lookaside.stop()

@@ -1,4 +1,5 @@
-"""gRPC over the decode worker: one call a router, the lease of every request on it. Translates and nothing else.
+"""The gRPC service of a decode worker: one call per router, which is the lease of every request on it. It only
+translates.
 
 `decode_worker.migrate.service` handles migrations.
 """
@@ -20,7 +21,7 @@ from penstock.v1 import worker_pb2, worker_pb2_grpc
 
 
 class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
-    """Serves routers; add it with `add_to_server`."""
+    """Serves routers. Add it with `add_to_server`."""
 
     def __init__(self, intake: RequestIntake, migrations: MigrationService) -> None:
         self._intake = intake
@@ -59,7 +60,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
             self._intake.close(stream)
 
     async def _follow(self, commands: AsyncIterator[worker_pb2.DecodeCommand], stream: RouterStream) -> None:
-        """Obeys the router's commands until its side of the call ends, which ends its requests."""
+        """Executes the router's commands until its side of the call ends, which ends its requests."""
         try:
             async for command in commands:
                 if command.WhichOneof("command") == "submit":
@@ -73,7 +74,7 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
 
 
 def add_to_server(service: DecodeService, server: grpc.aio.Server) -> None:
-    """Adds the service like the generated function, except that the frames of `Serve` are encoded already."""
+    """Adds the service like the generated function, but takes the frames of `Serve` encoded."""
     pb2 = worker_pb2
     handlers = {
         "Serve": grpc.stream_stream_rpc_method_handler(service.Serve, pb2.DecodeCommand.FromString),

@@ -1,7 +1,7 @@
-"""Calls to prefill workers: one call a transfer, its events posted to the step loop.
+"""Calls prefill workers: one call per transfer, with its events posted to the step loop.
 
 Runs on the server's event loop. A call ends with the prefill worker's `closed`, which says that nothing of the transfer
-will be written any more. A call that breaks says nothing of the kind, so `FenceKeeper` asks the worker until it knows.
+will be written any more. A broken call leaves that open, so `FenceKeeper` asks the worker until it knows.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class PrefillCandidate:
     address: str
     queue_s: float
     prefill_s: float
-    num_ranks: int = 1  # processes that its pages are split between
-    cached_tokens: int = 0  # of the prompt, in its cache, as the router knows it
-    prefix_source: worker_pb2.PrefixSource | None = None  # which it may pull from
+    num_ranks: int = 1  # number of processes that its pages are split between
+    cached_tokens: int = 0  # prompt tokens in its cache, as far as the router knows
+    prefix_source: worker_pb2.PrefixSource | None = None  # a worker that it may pull from
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +58,18 @@ class RemotePrefill:
     lane: Lane
     timeout_s: float
     adapter: AdapterRef | None = None
-    patience_s: float | None = None  # until `on_slow`, if the prefill has not begun by then
+    patience_s: float | None = None  # time until `on_slow` if the prefill has not begun by then
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFirstToken:
-    """The first token of a prefill, and the seconds it waited and took."""
+    """The first token of a prefill, with the seconds that the prefill waited and took."""
 
     token: SampledToken
     queue_s: float
     prefill_s: float
     cached_tokens: int
-    pull: common_pb2.Pull | None = None  # what it has pulled before
+    pull: common_pb2.Pull | None = None  # record of what it pulled first
 
 
 class TransferEvents(Protocol):
@@ -153,7 +153,7 @@ class PrefillClient:
     async def _follow(
         self, prefill: RemotePrefill, events: TransferEvents, commands: Commands, warm: WarmCall | None
     ) -> None:
-        """Makes one call, or continues with an opened one; any end but `closed` is a loss."""
+        """Makes one call or continues an opened one. Any end other than `closed` counts as a loss."""
         key, candidate = prefill.key, prefill.candidate
         slow = self._watch_start(prefill, events)
         try:
@@ -161,7 +161,7 @@ class PrefillClient:
                 call = warm.take_over() if warm is not None else open_call(channel, commands)
                 async for event in call:
                     if event.WhichOneof("event") != "heartbeat":
-                        slow.cancel()  # the first other event shows that the prefill has begun
+                        slow.cancel()  # any other event shows that the prefill has begun
                     self._deliver(key, event, events)
                     if event.WhichOneof("event") == "closed":
                         self._warm.keep(candidate.address)

@@ -1,9 +1,8 @@
-"""Decides where a prompt's missing KV is computed: here, at a prefill worker, or first there and then here. Pure.
+"""Decides where to compute a prompt's missing KV: here, at a prefill worker, or first there and then here. Pure.
 
-Every way is priced in seconds: the predicted time to the first token, and the predicted harm, which is by how much all
-others get their tokens later. Chunks computed here lengthen the steps of every sequence that decodes; a prefill worker
-that is busy makes the prompts behind this one wait. The way of the least sum is taken, after those that miss the fewest
-targets.
+Every way is priced in seconds: the predicted time to the first token, and the predicted harm, which is the summed delay
+of all others' tokens. Chunks computed here lengthen the steps of every decoding sequence; at a busy prefill worker the
+prompts behind this one wait longer. Ways that meet the target are preferred, and among them the one with the least sum.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from decode_worker.prefill.step_costs import ChunkCosts, StepCosts
 from penstock.config import DecodeConfig
 from penstock.v1 import worker_pb2
 
-_MAX_WAITING = 4.0  # prompts behind this one, beyond which prices rise no further: then admission has to act
+_MAX_WAITING = 4.0  # most prompts behind this one that are priced; beyond that, admission acts
 _SMOOTHING = 0.05  # weight of the newest prompt
-_NUM_SPLITS = 6  # tried for one prompt, each leaving twice as many tokens here as the one before
+_NUM_SPLITS = 6  # splits tried for one prompt; each leaves twice as many tokens here as the last
 
 
 class PrefillPlace(StrEnum):
@@ -37,21 +36,21 @@ class RemoteOption:
     worker_id: str
     queue_s: float
     prefill_s: float
-    cached_tokens: int = 0  # of the prompt, in its cache
+    cached_tokens: int = 0  # prompt tokens in its cache
 
 
 @dataclass(frozen=True, slots=True)
 class PromptDemand:
     """A prompt, and the state of this worker."""
 
-    num_tokens: int  # to have KV for
-    cached_tokens: int  # of them, here
-    queued_tokens: int  # of other prompts that wait to be computed here
-    num_running: int  # sequences that decode here
-    step_tokens: int  # of prompts that one step computes at most
+    num_tokens: int  # tokens that need KV
+    cached_tokens: int  # those of them cached here
+    queued_tokens: int  # tokens of other prompts that wait to be computed here
+    num_running: int  # sequences that are decoding here
+    step_tokens: int  # most prompt tokens in one step
     page_size: int  # tokens
-    token_bytes: float  # of KV
-    pulled_tokens: int = 0  # that this worker would pull from another one before it computes the rest
+    token_bytes: float  # KV bytes per token
+    pulled_tokens: int = 0  # tokens that this worker would pull before it computes the rest
     pull_s: float = 0.0
 
 
@@ -63,7 +62,7 @@ class PricedPlace:
     first_token_s: float
     harm_s: float
     option: RemoteOption | None = None
-    num_remote: int = 0  # leading tokens that the prefill worker computes, cached ones included
+    num_remote: int = 0  # leading tokens that the prefill worker computes, including cached ones
 
     @property
     def total_s(self) -> float:
@@ -79,7 +78,7 @@ class PrefillDecision:
 
 
 def describe_limits(description: worker_pb2.WorkerDescription, config: DecodeConfig) -> None:
-    """Announces to routers what `PrefillPlacement` will answer, as far as it is known in advance."""
+    """Announces to routers how `PrefillPlacement` will decide, as far as that is known in advance."""
     description.chunk_tokens = config.max_batch_tokens
     description.max_running = config.max_batch_sequences
     limits = {"auto": config.max_local_tokens, "remote": 0, "split": 0, "local": description.context_length}
@@ -89,18 +88,18 @@ def describe_limits(description: worker_pb2.WorkerDescription, config: DecodeCon
 
 
 class PrefillPlacement:
-    """Owns what is learned for placement; called on the step loop, with the time passed in."""
+    """Owns the learned costs of placement. Called on the step loop, with the time passed in."""
 
     def __init__(self, config: DecodeConfig) -> None:
         self._config = config
         self.steps = StepCosts()
         self.remote = RemoteCosts()
-        self._busy_share = 0.0  # of prompts that found their best prefill worker with a queue
+        self._busy_share = 0.0  # share of prompts that found a queue at their best prefill worker
 
     def choose(
         self, demand: PromptDemand, options: Sequence[RemoteOption], now_s: float, must_be_remote: bool = False
     ) -> PrefillDecision:
-        """Returns where to compute a prompt. `options` are in the router's order; without any it is computed here."""
+        """Returns where to compute a prompt. `options` are in the router's order; without any, it is computed here."""
         mode = self._config.placement
         if mode == "local" or not options:
             return _only(self._local(demand))
@@ -123,7 +122,7 @@ class PrefillPlacement:
         may_be_local = limit is None or demand.num_tokens - demand.cached_tokens - demand.pulled_tokens <= limit
         if may_be_local:
             yield self._local(demand)
-        best = options[0]  # the router's order also counts sessions, replicas and links; the others are for failures
+        best = options[0]  # the router also weighed sessions, replicas and links; the others are fallbacks
         yield self._remote(demand, best, now_s)
         size = demand.page_size
         for doubling in range(_NUM_SPLITS):
@@ -166,14 +165,14 @@ class PrefillPlacement:
 
     @property
     def _num_behind(self) -> float:
-        """Returns how many prompts wait behind one at a prefill worker, by the share of time that there is a queue."""
+        """Estimates how many prompts wait behind one at a prefill worker, from how often there is a queue."""
         if self._busy_share >= 1.0:
             return _MAX_WAITING
         return min(_MAX_WAITING, self._busy_share / (1.0 - self._busy_share))
 
 
 def _num_computed(num_tokens: int, cached_tokens: int) -> int:
-    """Returns how many tokens are computed: the last one even if it is cached, since its logits are needed."""
+    """Returns how many tokens are computed, always including the last one, whose logits are needed."""
     return max(1, num_tokens - cached_tokens)
 
 
@@ -182,7 +181,7 @@ def _only(place: PricedPlace) -> PrefillDecision:
 
 
 def _cheapest(places: Iterator[PricedPlace], target_s: float | None) -> PrefillDecision:
-    """Prefers places that meet the target for first tokens, and among them the least total."""
+    """Returns the cheapest place, preferring those that meet the target for first tokens."""
 
     def rank(place: PricedPlace) -> tuple[bool, float]:
         return target_s is not None and place.first_token_s > target_s, place.total_s

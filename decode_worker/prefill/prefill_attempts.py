@@ -1,8 +1,8 @@
-"""Runs each request's prefill: on this worker, or on one prefill worker after the other. Runs on the step loop.
+"""Gets each request's prefill done, on this worker or on one prefill worker after another. Runs on the step loop.
 
-A request that holds no pages is placed: here, or with its next candidate. A failed attempt costs time and nothing else.
-With hedging, a prefill that has not begun in time is requested from the next candidate too; whichever asks for its
-destination first computes it, so that pages are reserved once and the other attempt costs a place in a queue.
+A request that holds no pages is placed here or with its next candidate. A failed attempt only costs time. With hedging,
+a prefill that has not begun in time is also requested from the next candidate. The first that asks for its destination
+computes it, so that pages are reserved only once and the other attempt only takes a place in a queue.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class PrefillAttempts:
         report: Callable[[DecodeRequest, worker_pb2.PrefillOutcome], None],
         pulls: PrefixPulls | None = None,
     ) -> None:
-        """`events` receives what prefill workers answer; `report` is called with each remote attempt's outcome. Without
-        `pulls` nothing is pulled from other workers."""
+        """`events` receives the answers of prefill workers; `report` is called with each remote attempt's outcome.
+        Without `pulls` nothing is pulled from other workers.
+        """
         self._worker_id = worker_id
         self._layout = layout
         self._scheduler = scheduler
@@ -66,7 +67,7 @@ class PrefillAttempts:
         self._policy = PrefillPlacement(config)
 
     def place(self, request: DecodeRequest) -> None:
-        """Starts the prefill of a request that holds no pages: here, or with one of its candidates."""
+        """Starts the prefill of a request that holds no pages, here or with one of its candidates."""
         request.transfer = None
         now_s = time.monotonic()
         decision = self._choose(request, now_s)
@@ -93,7 +94,7 @@ class PrefillAttempts:
         )
 
     def _compute_here(self, request: DecodeRequest, pull: common_pb2.Pull | None) -> None:
-        """Queues a request for which no more pages are pulled, unless it has ended meanwhile."""
+        """Queues a request after its pull, unless it has ended."""
         if self._scheduler.is_tracked(request.sequence):
             request.pull = pull
             self._scheduler.compute_here(request.sequence)
@@ -114,12 +115,12 @@ class PrefillAttempts:
             pulled_tokens=pull[0] if pull else 0,
             pull_s=pull[1].pull_s if pull else 0.0,
         )
-        # A prefill worker returns the first token alone, without scores of the prompt.
+        # A prefill worker returns only the first token, without scores of the prompt.
         options = [] if sequence.scores_prompt else [_option(candidate) for candidate in request.candidates]
         return self._policy.choose(demand, options, now_s, request.must_be_remote)
 
     def on_step(self, plan: StepPlan, elapsed_s: float) -> None:
-        """Learns what a step costs; call it before the step is recorded."""
+        """Learns the cost of a step; call it before the step is recorded."""
         steps, num_rows = self._policy.steps, len(plan.rows)
         chunk_tokens = plan.num_tokens - num_rows
         if steps.skips(chunk_tokens):
@@ -131,7 +132,7 @@ class PrefillAttempts:
         """Learns from a prefill that a prefill worker has computed."""
         placed = request.placed
         if placed is None or placed.option is None or placed.option.worker_id != request.prefilled_by:
-            return  # a hedge: when it was asked is not known
+            return  # it was a hedge, so its starting time is unknown
         option = placed.option
         share = max(1, placed.num_remote - first.cached_tokens) / max(
             1, len(request.sequence.token_ids) - option.cached_tokens
@@ -159,7 +160,7 @@ class PrefillAttempts:
         request.hedge = HedgeAttempt(key, WorkerId(candidate.worker_id))
 
     def on_begun(self, key: TransferKey) -> None:
-        """Gives up the other attempt, if there is one: this sender has asked for its destination."""
+        """Gives up the other attempt, if there is one, since this sender has asked for its destination."""
         request = self._transfers.request_of(key)
         if request is not None and request.hedge is not None:
             self._transfers.give_up(_keep_attempt(request, key))
@@ -173,7 +174,7 @@ class PrefillAttempts:
             self._report(request, worker_pb2.PrefillOutcome(worker_id=request.prefilled_by, epoch=key.sender_epoch))
 
     def on_failed(self, request: DecodeRequest, key: TransferKey, error: PenstockError | None) -> None:
-        """Continues with the request's other attempt, if there is one; else places the request again."""
+        """Continues with the request's other attempt if there is one, or else places the request again."""
         hedge = request.hedge
         failed = hedge.worker_id if hedge and hedge.key == key else request.prefilled_by
         log.warning("%s: prefill by %s failed: %s", request.sequence.request_id, failed, error)
@@ -194,7 +195,7 @@ def _option(candidate: PrefillCandidate) -> RemoteOption:
 
 
 def _keep_attempt(request: DecodeRequest, key: TransferKey) -> TransferKey:
-    """Makes `key` the only attempt of a hedged request; returns the other attempt's key."""
+    """Makes `key` the only attempt of a hedged request. Returns the other attempt's key."""
     first, hedge = request.transfer, request.hedge
     assert first is not None
     assert hedge is not None
@@ -206,7 +207,7 @@ def _keep_attempt(request: DecodeRequest, key: TransferKey) -> TransferKey:
 
 
 def _fault_of(error: PenstockError | None) -> worker_pb2.PrefillFault | None:
-    """Returns what to blame for the failure; None if it is the request's own fault."""
+    """Returns the fault of the prefill worker or link; None if the request is at fault."""
     if isinstance(error, TransferError):
         return worker_pb2.PREFILL_FAULT_LINK
     if isinstance(error, InvalidInput | DeadlineExceeded | Cancelled | AdapterUnavailable):

@@ -1,9 +1,10 @@
-"""Learns what prefills by other workers cost beyond what routers predict of them, from those that ended here. Pure.
+"""Learns how the prefills of other workers differ in cost from the routers' predictions. Pure.
 
-Routers follow the load reports of all prefill workers and send their predictions with each request, so a worker that is
-never asked has an estimate, too. A decode worker learns by what factor a worker's prefills differ from the prediction,
-and what the hand-off takes: the calls there and back until the first token is here, and the pages' way until the last
-one has landed. What is learned fades while it is not confirmed, so that a worker that was slow once is asked again.
+Routers follow the load reports of all prefill workers and send their predictions with each request, so there is an
+estimate even for a worker that was never asked. A decode worker learns by what factor a worker's prefills differ from
+the prediction, and how long the hand-off takes: the calls there and back until the first token is here, and the
+transfer until the last page has landed. What was learned fades unless it is confirmed, so that a worker that was slow
+once is asked again.
 """
 
 from __future__ import annotations
@@ -13,33 +14,33 @@ from dataclasses import dataclass, field
 
 from penstock.scheduling.linear_cost import LinearCost
 
-_HOP_S = 0.003  # prior: two gRPC messages and a few threads' wake-ups
+_HOP_S = 0.003  # prior: two gRPC messages and a few thread wake-ups
 _LANDING_S, _BYTE_S = 0.003, 1e-9  # prior, from the first token to the last page
-_HALF_LIFE_S = 30.0  # of a factor that no prefill confirms
+_HALF_LIFE_S = 30.0  # half-life of a factor that no prefill confirms
 _MAX_FACTOR = 16.0
-_MAX_WORKERS = 4096  # with a model of their own
+_MAX_WORKERS = 4096  # workers with their own model
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteTimes:
     """The times of a prefill by another worker, in seconds."""
 
-    total_s: float  # from the call to the first token here
-    queue_s: float  # as the prefill worker reports it
+    total_s: float  # time from the call to the first token here
+    queue_s: float  # as reported by the prefill worker
     prefill_s: float
     predicted_prefill_s: float
 
 
 @dataclass(slots=True)
 class _WorkerModel:
-    factor: LinearCost = field(default_factory=lambda: LinearCost((1.0,)))  # of a prefill to its prediction
+    factor: LinearCost = field(default_factory=lambda: LinearCost((1.0,)))  # factor of a prefill over its prediction
     hop: LinearCost = field(default_factory=lambda: LinearCost((_HOP_S,)))
     landing: LinearCost = field(default_factory=lambda: LinearCost((_LANDING_S, _BYTE_S)))
     seen_s: float = -math.inf
 
 
 class RemoteCosts:
-    """Owns the models, one for each prefill worker that has computed a prompt for this worker."""
+    """Owns one model for each prefill worker that has computed a prompt for this worker."""
 
     def __init__(self) -> None:
         self._models: dict[str, _WorkerModel] = {}
@@ -59,7 +60,7 @@ class RemoteCosts:
             model.landing.observe((1.0, num_bytes), max(0.0, exposed_s))
 
     def hop_s(self, worker_id: str) -> float:
-        """Returns the predicted time of the calls there and back."""
+        """Returns the predicted time of the calls to the worker and back."""
         return self._known(worker_id).hop.predict((1.0,))
 
     def landing_s(self, worker_id: str, num_bytes: float) -> float:
@@ -67,7 +68,7 @@ class RemoteCosts:
         return self._known(worker_id).landing.predict((1.0, num_bytes))
 
     def prefill_s(self, worker_id: str, predicted_s: float, now_s: float) -> float:
-        """Returns the router's prediction of a prefill, corrected by what earlier ones took."""
+        """Returns the router's prediction of a prefill, corrected by how long earlier ones took."""
         model = self._models.get(worker_id)
         if model is None:
             return predicted_s

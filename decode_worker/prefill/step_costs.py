@@ -1,7 +1,7 @@
-"""Learns what this worker's own steps cost, from every step with a chunk and a few of the others. Pure.
+"""Learns the cost of this worker's own steps from every step with a chunk and a few of the others. Pure.
 
-A step takes a fixed time, a time more if it computes chunks of prompts, a time for each token of these and for each
-pair of such a token and one before it, and a time for each row that decodes and for each token of its context.
+A step takes a fixed time, plus a fixed time if it computes chunks of prompts, plus a time for each token of these, for
+each pair of such a token and an earlier one, for each decoding row, and for each token of its context.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 
 from penstock.scheduling.linear_cost import LinearCost, positive
 
-# Orders of magnitude, of a small model on a few cores; a GPU's are learned within a few steps.
+# Orders of magnitude for a small model on a few cores; a GPU's costs are learned within a few steps.
 _FIXED_S, _CHUNKED_S, _TOKEN_S, _PAIR_S, _ROW_S, _CONTEXT_S = 2e-3, 1e-3, 3e-4, 1e-8, 1e-4, 1e-8
-_DECODE_STRIDE = 8  # one of so many steps without a chunk is learned from: they are alike, and learning takes 50 us
+_DECODE_STRIDE = 8  # learns from every 8th step without a chunk: they are alike, and learning takes 50 us
 
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
     """The work of one step."""
 
-    chunk_tokens: int  # of prompts
-    chunk_pairs: float  # of one of these tokens and a token before it
-    num_rows: int  # sequences that get one token
-    row_contexts: float  # tokens before these, in all
+    chunk_tokens: int  # prompt tokens
+    chunk_pairs: float  # pairs of one of these tokens and an earlier one
+    num_rows: int  # sequences that get one token each
+    row_contexts: float  # their context tokens in total
 
     @property
     def quantities(self) -> tuple[float, ...]:
@@ -39,10 +39,10 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class ChunkCosts:
-    """The predicted costs of computing a part of a prompt beside what decodes now, in seconds."""
+    """The predicted costs of computing a part of a prompt next to the current decoding, in seconds."""
 
-    total_s: float  # until its last token is computed, waiting chunks before it included
-    added_s: float  # by which its chunks lengthen the steps of each sequence that decodes
+    total_s: float  # time until its last token is computed, including chunks that wait before it
+    added_s: float  # time by which its chunks delay each decoding sequence
 
 
 class StepCosts:
@@ -51,11 +51,11 @@ class StepCosts:
     def __init__(self) -> None:
         self._linear = LinearCost((_FIXED_S, _CHUNKED_S, _TOKEN_S, _PAIR_S, _ROW_S, _CONTEXT_S))
         self._num_decode_steps = 0
-        self.num_chunk_steps = 0  # learned from
-        self._row_contexts = 0.0  # of the newest step, for each row
+        self.num_chunk_steps = 0  # steps with a chunk that were learned from
+        self._row_contexts = 0.0  # mean context of a row in the newest step
 
     def skips(self, chunk_tokens: int) -> bool:
-        """Counts a step and returns whether `on_step` is not to be called for it."""
+        """Counts a step. Returns whether it should be skipped, without a call of `on_step`."""
         if chunk_tokens:
             self.num_chunk_steps += 1
             return False
@@ -69,12 +69,12 @@ class StepCosts:
         self._linear.observe(work.quantities, elapsed_s)
 
     def assume(self, token_s: float) -> None:
-        """Starts from what a peer takes for each token of a prompt, as long as no chunk has been computed here."""
+        """Starts from a peer's time per prompt token while no chunk has been computed here."""
         if self.num_chunk_steps or not 0 < token_s < math.inf:
             return
         prior = (_FIXED_S, _CHUNKED_S, token_s, _PAIR_S, _ROW_S, _CONTEXT_S)
         learned = self._linear.coefficients if self._num_decode_steps else prior
-        # What decode steps have taught is kept; the rest comes from the peer.
+        # The costs learned from decode steps are kept; the rest comes from the peer.
         self._linear = LinearCost(positive((learned[0], _CHUNKED_S, token_s, _PAIR_S, *learned[4:]), prior))
 
     def step_s(self, num_rows: int) -> float:
@@ -82,10 +82,10 @@ class StepCosts:
         return self._linear.predict(StepWork(0, 0.0, num_rows, num_rows * self._row_contexts).quantities)
 
     def chunks(self, num_tokens: int, num_before: int, num_queued: int, num_rows: int, step_tokens: int) -> ChunkCosts:
-        """Predicts the computation of `num_tokens` that follow `num_before` tokens of the same prompt.
+        """Predicts the cost of computing `num_tokens` that follow `num_before` tokens of the same prompt.
 
-        `num_queued` tokens of other prompts are computed before them, `num_rows` sequences decode beside them, and a
-        step computes `step_tokens` of prompts at most.
+        `num_queued` tokens of other prompts are computed first, `num_rows` sequences decode at the same time, and a
+        step computes at most `step_tokens` prompt tokens.
         """
         pairs = num_tokens * (num_before + num_tokens / 2)
         first, last = num_queued // step_tokens, -(-(num_queued + num_tokens) // step_tokens)

@@ -1,10 +1,10 @@
 """Owns the transfers into this worker's page pool: reservation, arrival, verification, fences. Runs on the step loop.
 
-A transfer brings a prompt's pages from a prefill worker, or those of a running sequence from another decode worker. The
-first begins when a prefill worker is asked, and holds pages only from the moment that worker begins to compute; the
-second holds them from its beginning. Either is forgotten once nothing of it can be written any more. Two lifetimes are
-kept apart: the request's interest (it may fall back or be cancelled at any moment, and gives up a sender that is silent
-for its lease) and the sender's right to write, which alone decides when a fence is lifted.
+A transfer brings a prompt's pages from a prefill worker, or a running sequence's pages from another decode worker. The
+former begins when a prefill worker is asked, but holds pages only once that worker begins to compute; the latter holds
+them from its beginning. Either is forgotten once nothing of it can be written any more. Two lifetimes are kept apart:
+the request's interest (it may fall back or be cancelled at any moment, and gives up a sender that is silent for its
+lease) and the sender's right to write, which alone decides when a fence is lifted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock.types import Epoch, PageId, SamplingParams, TransferId, TransferKe
 
 log = logging.getLogger(__name__)
 
-_UNUSED_SAMPLE = SamplingParams(max_tokens=1, temperature=0.0)  # costs least
+_UNUSED_SAMPLE = SamplingParams(max_tokens=1, temperature=0.0)  # the cheapest parameters
 
 
 class SenderCalls(Protocol):
@@ -51,12 +51,14 @@ class LandedTransfer:
     key: TransferKey
     request: DecodeRequest
     num_tokens: int
-    num_pages: int  # that crossed the wire
+    num_pages: int  # pages that were transferred
 
 
 @dataclass(frozen=True, slots=True)
 class FailedTransfer:
-    """A transfer that contradicts its manifest, or whose sender is silent: its request must be served another way."""
+    """A transfer that contradicts its manifest or whose sender is silent, so that its request must be served another
+    way.
+    """
 
     key: TransferKey
     request: DecodeRequest
@@ -70,17 +72,17 @@ class TransferAttempt:
     session: TransferSession
     request: DecodeRequest | None
     sender: SenderCalls
-    num_tokens: int  # whose KV the transfer brings
+    num_tokens: int  # tokens whose KV the transfer brings
     on_landed: Callable[[int], None] = lambda num_pages: None  # called with the number of pages that have landed
-    is_part: bool = False  # whether this worker computes the tokens that follow, and samples
+    is_part: bool = False  # whether this worker computes the following tokens and samples
     num_unneeded: int = 0  # leading pages that nothing will read here
-    num_held: int = 0  # leading pages that were cached here already, or that nothing will read
+    num_held: int = 0  # leading pages that were cached here or that nothing will read
     has_begun: bool = False  # whether the sender has asked for its destination
 
     def mismatch(self, page_size: int, checks: KvReceiver | None) -> str | None:
-        """Returns how the manifest contradicts the request or the pages that arrived; None if everything fits.
+        """Returns how the manifest contradicts the request or the arrived pages; None if everything fits.
 
-        `checks` computes the checksums of arrived pages; None skips the comparison.
+        `checks` computes the checksums of the arrived pages; None skips the comparison.
         """
         request, manifest = self.request, self.session.manifest
         assert request is not None
@@ -121,17 +123,17 @@ class TransferTable:
         self._config = config
         self._post = post
         self._clock = clock
-        self._num_settling = 0  # fences of transfers that are over while their last bytes may still be in flight
+        self._num_settling = 0  # transfers that are over but still fenced, as their last bytes may be in flight
         self._sweeper = Sweeper(heartbeat_s(config.timeout_s))
         self._transfers: dict[TransferKey, TransferAttempt] = {}
-        self._unreserved: list[TransferAttempt] = []  # whose senders wait for a destination
-        self.num_mismatches = 0  # hand-offs that contradicted their manifest: recomputed, never decoded
+        self._unreserved: list[TransferAttempt] = []  # transfers whose senders wait for a destination
+        self.num_mismatches = 0  # hand-offs that contradicted their manifest; they are recomputed
 
     @property
     def num_open(self) -> int:
         return len(self._transfers) + self._num_settling
 
-    # Beginnings.
+    # Starts of transfers.
 
     def begin(
         self,
@@ -143,7 +145,7 @@ class TransferTable:
     ) -> TransferKey:
         """Requests a remote prefill of the first `num_tokens`, by default all; reserves nothing yet.
 
-        `on_slow` follows if it has not begun in time. What is sampled after a part of the tokens means nothing.
+        `on_slow` follows if it has not begun in time. The token sampled after only a part of the tokens is meaningless.
         """
         sequence = request.sequence
         count = len(sequence.token_ids) if num_tokens is None else num_tokens
@@ -181,11 +183,11 @@ class TransferTable:
         on_landed: Callable[[int], None],
         num_unneeded: int = 0,
     ) -> bool:
-        """Reserves pages for a migrating sequence, which may grow to `num_tokens` before it pauses at its source, and
-        of which nothing will read the first `num_unneeded` pages.
+        """Reserves pages for a migrating sequence, which may grow to `num_tokens` before it pauses at its source.
+        Nothing will read its first `num_unneeded` pages.
 
-        Returns False, without a transfer, if there are too few pages now. Raises TransferError, likewise without one,
-        for a source that was forgotten. `sender` and `on_landed` reach the source.
+        Returns False if there are too few pages now, and raises TransferError for a source that was forgotten; neither
+        leaves a transfer. `sender` and `on_landed` reach the source.
         """
         transfer = TransferAttempt(
             self._session(key), request, sender, num_tokens, on_landed, num_unneeded=num_unneeded
@@ -200,8 +202,10 @@ class TransferTable:
         return is_granted
 
     def num_unneeded(self, sequence: Sequence, num_dropped_tokens: int) -> int:
-        """Returns how many leading pages of a migrating sequence nothing will read here, given those tokens without KV
-        at its source. Raises InvalidInput for tokens that may be read, TransferRefused where they end inside a page."""
+        """Returns how many leading pages of a migrating sequence nothing will read here, given the tokens whose KV its
+        source has dropped. Raises InvalidInput if they may still be read, and TransferRefused if they end inside a
+        page.
+        """
         num_pages, rest = divmod(num_dropped_tokens, self._page_size)
         if num_pages > self._engine.prefix_cache.window.num_behind(len(sequence.token_ids) - 1):
             raise InvalidInput("num_dropped_tokens", f"is {num_dropped_tokens}, and tokens to come read some of them")
@@ -216,18 +220,18 @@ class TransferTable:
         return TransferSession(key, Lease(self._config.timeout_s, self._clock()))
 
     def set_num_tokens(self, key: TransferKey, num_tokens: int) -> None:
-        """Sets the final number of tokens whose KV arrives for a migrating sequence: it has paused at its source."""
+        """Sets the final number of tokens whose KV arrives for a migrating sequence, which has paused at its source."""
         self._transfers[key].num_tokens = num_tokens
 
     def owns(self, key: TransferKey) -> bool:
         return key in self._transfers
 
     def num_tokens(self, key: TransferKey) -> int:
-        """Returns how many tokens' KV the transfer brings."""
+        """Returns for how many tokens the transfer brings KV."""
         return self._transfers[key].num_tokens
 
     def is_part(self, key: TransferKey) -> bool:
-        """Returns whether the transfer brings a part of the tokens that are there, so that no first token follows."""
+        """Returns whether the transfer brings only a part of the sequence's tokens, so that no first token follows."""
         return key in self._transfers and self._transfers[key].is_part
 
     def has_begun(self, key: TransferKey) -> bool:
@@ -247,8 +251,9 @@ class TransferTable:
             self._unreserved.append(transfer)
 
     def grant_reservations(self, scheduler: DecodeScheduler) -> list[FailedTransfer]:
-        """Reserves pages for waiting senders, in the scheduler's order, as long as there are any. Returns the transfers
-        whose senders have been forgotten meanwhile."""
+        """Reserves pages for waiting senders in the scheduler's order, as long as there are any. Returns the transfers
+        whose senders have been forgotten since.
+        """
         failed: list[FailedTransfer] = []
         waiting = [(transfer, transfer.request) for transfer in self._unreserved if transfer.request is not None]
         waiting.sort(key=lambda pair: scheduler.rank(pair[1].sequence))
@@ -265,9 +270,10 @@ class TransferTable:
         return failed
 
     def _grant(self, transfer: TransferAttempt, request: DecodeRequest, scheduler: DecodeScheduler) -> bool:
-        """Fences the pages and sends them as the destination; returns False if there are too few now. Raises
-        TransferError for an unknown sender, and then leaves the pages to the request, unfenced."""
-        # A part needs room for the rest, too: it would else preempt others, or be preempted, as soon as it runs.
+        """Fences pages and sends them as the destination. Returns False if there are too few now. Raises TransferError
+        for an unknown sender, and then leaves the pages unfenced with the request.
+        """
+        # A part also needs room for the rest; otherwise it would preempt others or be preempted as soon as it runs.
         num_total = len(request.sequence.token_ids) if transfer.is_part else transfer.num_tokens
         reservation = scheduler.reserve(request.sequence, num_total, transfer.num_tokens, transfer.num_unneeded)
         if reservation is None:
@@ -302,12 +308,12 @@ class TransferTable:
         return self._apply(transfer, transfer.session.on_manifest(manifest)) if transfer else None
 
     def _verify(self, transfer: TransferAttempt) -> LandedTransfer | FailedTransfer | None:
-        """Answers the session's VERIFY with the outcome of the transfer."""
+        """Verifies the transfer's pages and answers the session's VERIFY."""
         session, request = transfer.session, transfer.request
         assert request is not None
         try:
             problem = transfer.mismatch(self._page_size, self._receiver if self._config.checksums else None)
-        except TransferError as forgotten:  # its sender, meanwhile
+        except TransferError as forgotten:  # its sender has been forgotten since
             problem = f"its pages cannot be verified: {forgotten}"
         transfer.request = None
         effects = [*session.on_verified(problem is None), *session.on_admitted()]
@@ -329,7 +335,7 @@ class TransferTable:
             transfer.session.on_heartbeat(self._clock())
 
     def sweep(self, now_s: float) -> list[FailedTransfer]:
-        """Sends heartbeats, and gives up transfers whose sender is silent; their fences stay."""
+        """Sends heartbeats and gives up transfers whose sender is silent; their fences stay."""
         expired: list[FailedTransfer] = []
         if not self._sweeper.is_due(now_s, bool(self._transfers)):
             return expired
@@ -354,25 +360,27 @@ class TransferTable:
     # Ends.
 
     def on_closed(self, key: TransferKey, error: PenstockError | None) -> DecodeRequest | None:
-        """Notes that the sender writes no more. Returns the request if it must be served another way."""
+        """Records that the sender writes no more. Returns the request if it must be served another way."""
         transfer = self._transfers.get(key)
         if transfer is None:
             return None
         effects = transfer.session.on_closed()
         if error is None and transfer.session.phase not in ENDED:
-            # Its last pages are in flight: completion and arrival travel apart. Its lease is not renewed any more.
+            # Its last pages are in flight, since completion and arrival travel separately. Its lease is no longer
+            # renewed.
             self._apply(transfer, effects)
             return None
         return self._give_up(transfer, effects)
 
     def give_up(self, key: TransferKey) -> DecodeRequest | None:
-        """Ends the request's interest, though the sender may still write: the call broke, the transport failed or pages
-        never came. Returns the request, if it still waits, to be served another way."""
+        """Ends the request's interest after a broken call, a failed transport or missing pages, though the sender may
+        still write. Returns the request if it still waits and must be served another way.
+        """
         transfer = self._transfers.get(key)
         return self._give_up(transfer) if transfer else None
 
     def on_quiesced(self, key: TransferKey) -> None:
-        """Ends the transfer: the sender's incarnation is over, or has announced that it writes no more."""
+        """Ends the transfer, because the sender's incarnation is over or has announced that it writes no more."""
         transfer = self._transfers.get(key)
         if transfer is not None:
             self._apply(transfer, transfer.session.on_sender_dead())
@@ -398,13 +406,11 @@ class TransferTable:
         for effect in effects:
             match effect:
                 case Effect.VERIFY:
-                    verify = (
-                        True  # after the others: the sequence may use the pages at once, so their fence must be lifted
-                    )
+                    verify = True  # last: the sequence may use the pages at once, so their fence must be lifted
                 case Effect.CANCEL:
                     transfer.sender.cancel(key)
                 case Effect.CLOSE:
-                    # Not before the sender is over: some transports need the receiver to finish.
+                    # Only after the sender is over, since some transports need the receiver to finish.
                     self._receiver.close(key)
                     del self._transfers[key]
                 case Effect.LIFT if transfer.session.landed:

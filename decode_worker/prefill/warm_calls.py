@@ -1,8 +1,8 @@
-"""Keeps a call to each lately used prefill worker open in advance, so that the next prefill starts with one message.
+"""Keeps a call open in advance to each recently used prefill worker, so that the next prefill starts with one message.
 
 Opening a call takes several round trips between the threads of gRPC and of the event loops at both ends, which is a
-good part of what a remote prefill takes on an idle system. An opened call means nothing to either end until its start
-command is sent, and is cancelled where that does not come soon. On the server's event loop.
+good part of the time of a remote prefill on an idle system. An opened call has no effect at either end until its start
+command is sent, and is cancelled if that does not come soon. Runs on the server's event loop.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import grpc.aio
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from worker.channels import Channels
 
-_WARM_S = 5.0  # less than a prefill worker waits for the start command
-_MAX_WARM = 64  # prefill workers with an opened call
+_WARM_S = 5.0  # shorter than a prefill worker waits for the start command
+_MAX_WARM = 64  # most prefill workers with an opened call
 
-Commands = asyncio.Queue[worker_pb2.PrefillCommand | None]  # None ends the caller's side
+Commands = asyncio.Queue[worker_pb2.PrefillCommand | None]  # None ends the caller's side of the call
 
 
 class PrefillCall(Protocol):
@@ -44,7 +44,7 @@ async def _requests(commands: Commands) -> AsyncIterator[worker_pb2.PrefillComma
 
 
 class WarmCall:
-    """An opened call without a start command, until `take_over`; a keeper's task holds its channel till then."""
+    """An opened call without a start command. A task of `WarmCalls` holds its channel until `take_over`."""
 
     def __init__(self) -> None:
         self.commands: Commands = asyncio.Queue()
@@ -67,7 +67,7 @@ class WarmCalls:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def take(self, address: str) -> WarmCall | None:
-        """Returns the opened call to a worker, if there is one that works, for the caller's own use."""
+        """Returns the opened call to a worker for the caller's use, if there is one that works."""
         warm = self._ready.pop(address, None)
         if warm is None or warm.call is None or warm.call.done():
             return None

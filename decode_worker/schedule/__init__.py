@@ -1,4 +1,4 @@
-"""Schedules decode steps: who runs, who waits, which pages they get, and which step may be computed ahead.
+"""Schedules decode steps: which sequences run or wait, which pages they get, and which step may be computed ahead.
 
 The worker takes `DecodeScheduler`, `Pace` and `StepDriver` from here; the simulator takes the first two. All but the
 driver are pure: they read no clock and do no I/O. Nothing here knows requests, routers or transfers; a sequence whose

@@ -1,4 +1,4 @@
-"""Counts how many tokens of prompts a step may still compute. Pure."""
+"""Counts how many prompt tokens a step may still compute. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from engine.step.sequence import Sequence
 
 
 class ChunkBudget:
-    """The budget of one step. Prompts whose tokens are scored share `SCORED_TOKENS` of it."""
+    """The budget of one step. Prompts whose tokens are scored may use `SCORED_TOKENS` of it together."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
@@ -18,7 +18,7 @@ class ChunkBudget:
         return self._tokens <= 0
 
     def take(self, sequence: Sequence, num_tokens: int) -> int:
-        """Returns how many of the sequence's next `num_tokens` the step computes, and counts them; 0 if none."""
+        """Counts and returns how many of the sequence's next `num_tokens` the step computes; 0 if none."""
         count = max(0, min(num_tokens, self._tokens))
         if sequence.scores_prompt:
             count = min(count, self._scored_tokens)

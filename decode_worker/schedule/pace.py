@@ -14,15 +14,16 @@ class Pace:
     """Owns the measurements. A mean is zero until a step of its kind has been measured."""
 
     def __init__(self) -> None:
-        self.step_s = 0.0  # of a step in which each sequence gets one token
-        self.chunk_tokens_per_s = 0.0  # of a step that contains chunks of prompts
+        self.step_s = 0.0  # time of a step in which each sequence gets one token
+        self.chunk_tokens_per_s = 0.0  # speed of a step that contains chunks of prompts
         self.decode_steps = StepTotals()
         self.prefill_steps = StepTotals()
 
     def chunk_tokens_within(self, itl_s: float | None) -> int | None:
-        """Returns how many prompt tokens a step may compute beside decoding to end within `itl_s`; None: no limit.
+        """Returns how many prompt tokens a step may compute next to decoding and still end within `itl_s`; None: no
+        limit.
 
-        Always at least a few, or prompts would never progress on a worker whose decoding alone takes that long.
+        It returns at least a few, so that prompts progress even on a worker whose decoding already takes that long.
         """
         if itl_s is None or not self.chunk_tokens_per_s:
             return None
@@ -37,14 +38,16 @@ class Pace:
             self.chunk_tokens_per_s = _smooth(self.chunk_tokens_per_s, num_tokens / max(elapsed_s, 1e-6))
 
     def on_speculation(self, num_sequences: int, num_sampled: int, elapsed_s: float) -> None:
-        """Notes a step that has sampled several tokens of some sequences.
+        """Records a step that has sampled several tokens of some sequences.
 
-        The totals leave it out: its cost is neither that of a token of each sequence nor that of a chunk.
+        The totals leave it out, as its cost is neither that of one token per sequence nor that of a chunk.
         """
         self.step_s = _smooth(self.step_s, elapsed_s * num_sequences / num_sampled)
 
     def on_decode_steps(self, num_sequences: int, contexts: float, each_s: Sequence[float]) -> None:
-        """Does what `on_step` does for several steps of the same sequences, whose contexts grow by a token a step."""
+        """Does the same as `on_step` for several steps of the same sequences, whose contexts grow by one token per
+        step.
+        """
         totals, step_s = self.decode_steps, self.step_s
         all_contexts, seconds = totals.contexts, totals.seconds
         for elapsed_s in each_s:

@@ -1,8 +1,7 @@
 """Predicts the positions of sequences without a row after the in-flight step, whose tokens are not known yet. Pure.
 
-The decode scheduler calls it to schedule the step after that one. A prompt continues behind its chunk; a prompt that
-ends, or a sequence that lost its row meanwhile, has its next token sampled in the in-flight step and takes it from the
-device.
+The decode scheduler calls it to schedule the step after that one. A prompt continues after its chunk. If a prompt ends,
+or a sequence has lost its row, its next token is sampled in the in-flight step and taken from the device.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from engine.step.sequence import ScheduledSequence, Sequence
 def assign_rows_ahead(queues: RunQueues, steps: StepsInFlight) -> list[ScheduledSequence] | None:
     """Assigns rows to the sequences that decode after the in-flight step.
 
-    Returns what the others still have to compute after it; None if a sequence's tokens must be known first.
+    Returns the remaining work of the others after it; None if a sequence's tokens must be known first.
     """
     plan, places = steps.newest, steps.places([entry.sequence for entry in queues.rowless])
     decoding: list[TrackedSequence] = []
@@ -33,7 +32,7 @@ def assign_rows_ahead(queues: RunQueues, steps: StepsInFlight) -> list[Scheduled
         if plan[place].is_sampled:
             awaiting[sequence] = place
         elif place < len(plan.rows):
-            return None  # the step samples what was its last token when scheduled, but it has got more tokens since
+            return None  # it has got more tokens since the step was scheduled
         else:
             prompts.append(ScheduledSequence(sequence, len(sequence.token_ids) - first, first))
     queues.assign_rows(decoding)

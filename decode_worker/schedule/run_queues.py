@@ -1,8 +1,8 @@
-"""Keeps the running and the waiting sequences of a decode worker by rank, and which running ones have a row. Pure.
+"""Keeps a decode worker's running and waiting sequences by rank, and which running ones have a row. Pure.
 
-Owned by the decode scheduler, which decides who changes queues. A sequence has its rank for its whole life: by arrival,
-interactive ones with a head start before standard ones before bulk (`penstock.scheduling.lane_order`). Neither queue
-holds a sequence that is tracked while its pages come from elsewhere, or that is paused.
+The decode scheduler owns it and decides which sequences change queues. A sequence keeps its rank for its whole life: by
+arrival, with a head start for interactive over standard over bulk (`penstock.scheduling.lane_order`). Neither queue
+holds a sequence whose pages are still coming from elsewhere, or one that is paused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.step.sequence import Sequence
 from penstock.scheduling.lane_order import LaneOrder
 from penstock.types import Lane
 
-# Later arrivals that may go first.
+# How many later arrivals may go first.
 HANDICAP_REQUESTS = {Lane.INTERACTIVE: 0, Lane.STANDARD: 32, Lane.BULK: 256}
 
 
@@ -26,13 +26,13 @@ class TrackedSequence:
     """A sequence and its scheduling state."""
 
     sequence: Sequence
-    rank: tuple[float, int]  # lower goes first; the second number counts arrivals
+    rank: tuple[float, int]  # lower ranks go first; the second number counts arrivals
     num_cached_tokens: int = 0  # found in the prefix cache at the first admission
     num_preemptions: int = 0
 
 
 class RunQueues:
-    """Owns the tracked sequences, and which of them are in `rows`. The lists are by rank; others only read them."""
+    """Owns the tracked sequences and which are in `rows`. The lists are sorted by rank; others only read them."""
 
     def __init__(self, rows: RowTable) -> None:
         self._rows = rows
@@ -40,19 +40,19 @@ class RunQueues:
         self._num_arrivals = 0
         self._aging = LaneOrder(HANDICAP_REQUESTS)
         self.running: list[TrackedSequence] = []
-        self.rowless: list[TrackedSequence] = []  # running ones that are computed in chunks, or new
-        self.waiting: list[TrackedSequence] = []  # to be computed here
+        self.rowless: list[TrackedSequence] = []  # running sequences that are new or computed in chunks
+        self.waiting: list[TrackedSequence] = []  # sequences to be computed here
         self._num_waiting_tokens = 0
-        self._detached: set[TrackedSequence] = set()  # in neither queue
+        self._detached: set[TrackedSequence] = set()  # sequences in neither queue
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens of prompts and of preempted sequences that this worker has yet to compute."""
+        """The number of tokens of prompts and preempted sequences that this worker has yet to compute."""
         return self._num_waiting_tokens + sum(entry.sequence.num_uncomputed_tokens - 1 for entry in self.rowless)
 
     @property
     def num_holding(self) -> int:
-        """Sequences that hold pages: running, paused, or with a transfer in flight."""
+        """The number of sequences that hold pages: running, paused, or with a transfer in flight."""
         return len(self.running) + sum(1 for entry in self._detached if entry.sequence.pages)
 
     def __contains__(self, sequence: Sequence) -> bool:
@@ -62,8 +62,9 @@ class RunQueues:
         return self._entries[sequence]
 
     def is_running(self, sequence: Sequence) -> bool:
-        """Returns whether it gets a token in every step: it runs, and all but its last token have their KV here, or
-        all but those that its grammar has forced."""
+        """Returns whether it gets a token in every step: it runs, and all its tokens have KV here except the last one
+        or those that its grammar has forced.
+        """
         if sequence in self._rows:
             return True
         entry = self._entries.get(sequence)
@@ -76,10 +77,10 @@ class RunQueues:
         """Returns the running sequences that rank behind `entry`."""
         return self.running[bisect.bisect_right(self.running, entry.rank, key=_rank) :]
 
-    # Changes of place.
+    # Moves between queues.
 
     def track(self, sequence: Sequence) -> None:
-        """Gives the sequence its rank."""
+        """Starts to track the sequence and gives it its rank."""
         self._num_arrivals += 1
         rank = (self._aging.rank(sequence.lane), self._num_arrivals)
         entry = self._entries[sequence] = TrackedSequence(sequence, rank)
@@ -87,7 +88,7 @@ class RunQueues:
         self._aging.advance(1)
 
     def forget(self, sequence: Sequence) -> bool:
-        """Removes the sequence everywhere; returns False if it is not tracked."""
+        """Removes the sequence everywhere. Returns False if it is not tracked."""
         entry = self._entries.pop(sequence, None)
         if entry is None:
             return False
@@ -119,7 +120,7 @@ class RunQueues:
         bisect.insort(self.rowless, entry, key=_rank)
 
     def stop(self, entry: TrackedSequence) -> None:
-        """Takes a running sequence out of the queue, and its row from it."""
+        """Takes a running sequence out of the queue and removes its row."""
         _remove(self.running, entry)
         self._detached.add(entry)
         if entry.sequence in self._rows:
@@ -135,7 +136,7 @@ class RunQueues:
             self.rowless = [entry for entry in self.rowless if entry.sequence not in self._rows]
 
     def assign_awaiting_rows(self, places: Mapping[Sequence, int], step: int) -> None:
-        """Gives rows to sequences whose next token the in-flight `step` samples, each at its place of the plan."""
+        """Gives rows to sequences whose next token the in-flight `step` samples, each at its place in the plan."""
         for sequence, place in places.items():
             self._rows.add_awaiting(sequence, step, place)
         if places:
@@ -165,7 +166,7 @@ def _rank(entry: TrackedSequence) -> tuple[float, int]:
 
 
 def _place_in(queue: list[TrackedSequence], entry: TrackedSequence) -> int:
-    # Ranks are unique: they count arrivals.
+    # Ranks are unique, since they count arrivals.
     return bisect.bisect_left(queue, entry.rank, key=_rank)
 
 

@@ -1,17 +1,17 @@
-"""Decides which sequences a decode step computes: admission, continuous batching, preemption, page reservations. Pure.
+"""Decides which sequences a decode step computes: admission, continuous batching, preemption, page reservation. Pure.
 
-Sequences that decode have a row in a table (`engine.step.row_table`), and a step that changes nothing but tokens costs
-a few vector operations; only sequences that join, leave or need a page are looked at. `run_queues` decides who has a
-row, `steps_in_flight` where a row stands, and `sequence_pages` which pages it has.
+Decoding sequences have a row in a table (`engine.step.row_table`), and a step that only changes tokens takes a few
+vector operations; only sequences that join, leave or need a page are handled one by one. `run_queues` decides which
+sequences have a row, `steps_in_flight` how far each row is, and `sequence_pages` which pages it has.
 
-A step is in flight from `schedule` until it is recorded, and meanwhile anything may be asked of the scheduler: requests
-come and end, pages land, sequences pause (`steps_in_flight` keeps that safe). One more step may be scheduled ahead,
-if all tokens that it needs can stay on the device.
+A step is in flight from `schedule` until it is recorded. Meanwhile any method may be called: requests come and end,
+pages land, sequences pause (`steps_in_flight` makes that safe). One more step may be scheduled ahead if all tokens that
+it needs can stay on the device.
 
-Every running sequence gets its next token first; what is left of the step's token budget goes to chunks of prompts that
-are computed here. A sequence that needs a page when none is left preempts one that ranks behind it, bulk first and then
-the one with the least work to lose; its tokens are kept and its KV is recomputed later. So the first in rank always
-progresses, every sequence comes to be first, and none starves.
+Every running sequence gets its next token first; the rest of the step's token budget goes to chunks of prompts that are
+computed here. A sequence that needs a page when none is left preempts one that ranks behind it, bulk first and then the
+one with the least work to lose, whose tokens are kept and whose KV is recomputed later. So the first in rank always
+progresses, every sequence becomes first in time, and none starves.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from penstock.worker_metrics import PREEMPTED_TOKENS, PREEMPTIONS, WorkerMetrics
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Pages for a prompt that is computed elsewhere: leading ones that are cached here, and those to be written."""
+    """Pages for a prompt that is computed elsewhere: leading ones cached here, and those to be written."""
 
-    held: list[PageId]  # entries of pages that nothing will read included
+    held: list[PageId]  # includes entries for pages that nothing will read
     fresh: list[PageId]
-    num_dropped: int = 0  # such entries
+    num_dropped: int = 0  # number of such entries
 
 
 class DecodeScheduler:
@@ -62,7 +62,9 @@ class DecodeScheduler:
         rows: RowTable,
         speculator: Speculator | None = None,
     ) -> None:
-        """`rows` is empty, and this scheduler's alone, like the `speculator`; without one nothing is proposed."""
+        """`rows` must be empty. Only this scheduler uses `rows` and `speculator`; without the latter nothing is
+        proposed.
+        """
         self.metrics = WorkerMetrics()
         self._pool = pool
         self._page_size = page_size
@@ -73,8 +75,8 @@ class DecodeScheduler:
         self._queues = RunQueues(rows)
         self._steps = StepsInFlight(pool, self._pages, rows)
         self._speculator = speculator
-        self._asked = (0, False)  # whether the step after this one pays to verify proposals
-        self.preempted: list[Sequence] = []  # for the newest step that `schedule` has returned
+        self._asked = (0, False)  # (step, whether verifying proposals after it pays)
+        self.preempted: list[Sequence] = []  # preempted for the newest step of `schedule`
 
     @property
     def num_running(self) -> int:
@@ -86,22 +88,22 @@ class DecodeScheduler:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens of prompts and of preempted sequences that this worker has yet to compute."""
+        """The number of tokens of prompts and preempted sequences that this worker has yet to compute."""
         return self._queues.num_uncomputed_tokens
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that are scheduled and not recorded yet."""
+        """The number of steps that are scheduled but not recorded yet."""
         return len(self._steps)
 
     # Sequences.
 
     def track(self, sequence: Sequence) -> None:
-        """Gives the sequence its rank."""
+        """Starts to track the sequence and gives it its rank."""
         self._queues.track(sequence)
 
     def is_tracked(self, sequence: Sequence) -> bool:
-        """Returns whether the sequence has its rank, and has not been forgotten."""
+        """Returns whether the sequence is tracked and not forgotten."""
         return sequence in self._queues
 
     def rank(self, sequence: Sequence) -> tuple[float, int]:
@@ -122,7 +124,7 @@ class DecodeScheduler:
         self._queues.run(self._queues[sequence])
 
     def is_running(self, sequence: Sequence) -> bool:
-        """Returns whether it gets a token in every step: it runs, and all but its last token have their KV here."""
+        """Returns whether it gets a token in every step: it runs, and all its tokens but the last have KV here."""
         return self._queues.is_running(sequence)
 
     def is_at_rest(self, sequence: Sequence) -> bool:
@@ -130,8 +132,9 @@ class DecodeScheduler:
         return not self._steps.computes(sequence)
 
     def discarded(self, plan: StepPlan) -> Collection[Sequence]:
-        """Returns the sequences of a step in flight whose tokens will be discarded: they have ended, lost their pages
-        or got other tokens."""
+        """Returns the sequences of a step in flight whose tokens will be discarded, because they have ended, lost their
+        pages or got other tokens.
+        """
         return self._steps.discarded(plan)
 
     def pause(self, sequence: Sequence) -> None:
@@ -143,22 +146,23 @@ class DecodeScheduler:
         self._queues.run(self._queues[sequence])
 
     def extend(self, sequence: Sequence, token_ids: Collection[int]) -> None:
-        """Appends tokens to a running sequence that were not sampled in a step; their KV is computed next, and what a
-        step in flight samples for it is discarded."""
+        """Appends tokens to a running sequence that no step has sampled. Their KV is computed next, and tokens that a
+        step in flight samples for the sequence are discarded.
+        """
         if token_ids:
             self._steps.supersede(sequence)
             sequence.append_uncomputed(token_ids)
             self._queues.withdraw_row(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """Ends the sequence here and gives back its pages; does nothing if it is not tracked."""
+        """Ends the sequence here and returns its pages; does nothing if it is not tracked."""
         if self._queues.forget(sequence):
             self.drop_pages(sequence)
             if self._speculator is not None:
                 self._speculator.forget(sequence)
 
     def drop_pages(self, sequence: Sequence) -> None:
-        """Gives back the pages of a sequence that does not run."""
+        """Returns the pages of a sequence that is not running."""
         self._steps.give_back(sequence)
         self._pages.drop(sequence)
 
@@ -169,7 +173,7 @@ class DecodeScheduler:
         return self._queues[sequence].num_preemptions
 
     def peek_cached_tokens(self, sequence: Sequence) -> int:
-        """Returns how many tokens at the start of the sequence need no computing here."""
+        """Returns how many leading tokens of the sequence need not be computed here."""
         return self._pages.peek(sequence) * self._page_size
 
     def reserve(
@@ -177,9 +181,9 @@ class DecodeScheduler:
     ) -> Reservation | None:
         """Returns pages for a tracked sequence's first `num_tokens`, cached ones first; None if there are too few now.
 
-        The sequence may have fewer tokens yet. The caller owns the references. Sequences that wait to be computed here
-        go first, or they would starve. `num_landing` tokens, by default all, come from elsewhere: only pages before the
-        last of them are taken from the cache. The first `num_unneeded` pages will be read by nothing.
+        The sequence may have fewer tokens so far. The caller owns the references. Sequences that wait to be computed
+        here go first, so that they do not starve. `num_landing` tokens, by default all, come from elsewhere, and only
+        pages before the last of them are taken from the cache. Nothing will read the first `num_unneeded` pages.
         """
         if self._queues.waiting and self._queues.waiting[0].rank < self._queues[sequence].rank:
             return None
@@ -193,7 +197,7 @@ class DecodeScheduler:
         return Reservation(grant.pages[: grant.num_filled], grant.pages[grant.num_filled :], grant.num_dropped)
 
     def keep_whole(self, sequence: Sequence, keeps: bool) -> None:
-        """Starts or ends a time in which a sequence keeps even pages that no later token of it reads."""
+        """Sets whether a sequence keeps even the pages that none of its later tokens reads."""
         self._pages.keep_whole(sequence, keeps)
 
     @property
@@ -202,7 +206,7 @@ class DecodeScheduler:
 
     @property
     def _num_kept_back(self) -> int:
-        """Pages that new sequences leave to running ones; with none running there is nothing to keep back for."""
+        """The number of pages that new sequences leave to running ones; 0 if none runs."""
         return self._watermark_pages if self._queues.running else 0
 
     # Steps.
@@ -210,7 +214,7 @@ class DecodeScheduler:
     def schedule(self, max_chunk_tokens: int | None = None) -> StepPlan:
         """Returns the next step: each running sequence's next token, then chunks of prompts within the token budget.
 
-        The chunks have at most `max_chunk_tokens` in all. No step may be in flight.
+        The chunks have at most `max_chunk_tokens` tokens in total. No step may be in flight.
         """
         assert not self._steps, "a step is in flight"
         num_waiting = len(self._queues.waiting)
@@ -223,30 +227,30 @@ class DecodeScheduler:
                 if entry.sequence.num_uncomputed_tokens == 1 and entry.sequence not in proposed
             ]
         )
-        # One token each first (decode), then chunks: a long prompt must not delay those already streaming.
+        # First one token each (decode), then chunks, so that a long prompt does not delay running streams.
         without_room = self._table.without_room()
         if len(without_room) <= self._pool.num_available:
             self._pages.extend_rows(without_room)
         else:
             for entry in self._queues.by_rank(without_room):
-                if entry.sequence in self._table:  # not preempted for the sake of an earlier one
+                if entry.sequence in self._table:  # not preempted for an earlier sequence
                     self._make_room(entry, 1)
         verified = self._schedule_verified(proposed)
         budget = self._chunk_budget(max_chunk_tokens, sum(item.num_positions for item in verified))
         chunks = [*verified, *self._schedule_chunks(budget, proposed)]
-        # A preemption may have hit a sequence that was scheduled earlier in this very step.
+        # A preemption may have hit a sequence that was scheduled earlier in this same step.
         chunks = [chunk for chunk in chunks if chunk.sequence.pages]
         if (
             len(self._queues.waiting) <= num_waiting
-        ):  # else a sequence was just preempted and must not come straight back
+        ):  # otherwise a sequence was just preempted and must not return at once
             chunks += self._admit_waiting(budget)
         return self._steps.launch(chunks)
 
     def schedule_ahead(self, max_chunk_tokens: int | None = None) -> StepPlan | None:
-        """Returns the step after the one in flight, before that has sampled its tokens: one more token for every
+        """Returns the step after the one in flight, before the latter has sampled its tokens: one more token for every
         sequence that decodes or gets its first token there, and chunks of prompts as in `schedule`.
 
-        Returns None if it has to wait: pages are too few, or sampling depends on the text. Never preempts.
+        Returns None if it has to wait because there are too few pages or sampling depends on the text. Never preempts.
         """
         if len(self._steps) != 1 or self._steps.newest.speculates or self._pays_to_propose():
             return None
@@ -269,8 +273,9 @@ class DecodeScheduler:
         return self._steps.launch([*chunks, *self._admit_waiting(budget, is_ahead=True)]) or None
 
     def _first_waiting_needs_text(self) -> bool:
-        """Returns whether the first waiting sequence could be admitted but samples by its text, so that it needs a step
-        that follows no other."""
+        """Returns whether the first waiting sequence could be admitted but its sampling depends on its text, so that
+        its step cannot be scheduled ahead.
+        """
         waiting = self._queues.waiting
         return bool(waiting) and not self._is_full and waiting[0].sequence.sampling_needs_text
 
@@ -280,7 +285,7 @@ class DecodeScheduler:
 
     def _schedule_chunks(self, budget: ChunkBudget, proposed: Collection[Sequence]) -> list[ScheduledSequence]:
         chunks: list[ScheduledSequence] = []
-        # Sequences that stream already and were given tokens by their grammars go before prompts.
+        # Streaming sequences with tokens forced by their grammars go before prompts.
         for entry in sorted(self._queues.rowless, key=lambda entry: not entry.sequence.is_fast_forwarding):
             if budget.is_spent:
                 break
@@ -301,7 +306,7 @@ class DecodeScheduler:
                 break
             room = len(entry.sequence.pages) * self._page_size - entry.sequence.num_computed_tokens
             num_tokens = budget.take(entry.sequence, min(entry.sequence.num_uncomputed_tokens, room))
-            if not num_tokens:  # admitted, but other prompts are scored in this step, or it needs further pages
+            if not num_tokens:  # admitted, but other prompts are scored in this step or it needs more pages
                 break
             chunks.append(ScheduledSequence(entry.sequence, num_tokens))
         return chunks
@@ -317,7 +322,9 @@ class DecodeScheduler:
         return True
 
     def _make_room(self, entry: TrackedSequence, num_tokens: int) -> bool:
-        """Allocates pages for the next `num_tokens`, preempting others if necessary; False if it preempted itself."""
+        """Allocates pages for the next `num_tokens`, preempting others if necessary. Returns False if it preempted
+        itself.
+        """
         chunk = ScheduledSequence(entry.sequence, num_tokens)
         while True:
             try:
@@ -330,7 +337,7 @@ class DecodeScheduler:
                     return False
 
     def _choose_victim(self, entry: TrackedSequence) -> TrackedSequence:
-        """Returns the running sequence to preempt for `entry`: one that ranks behind it, or itself if there is none."""
+        """Returns the running sequence to preempt for `entry`: one that ranks behind it, or else itself."""
 
         def cost(victim: TrackedSequence) -> tuple[bool, int, float]:
             return victim.sequence.lane is not Lane.BULK, victim.sequence.num_computed_tokens, -victim.rank[1]
@@ -349,7 +356,7 @@ class DecodeScheduler:
     # Speculation.
 
     def _propose(self) -> Mapping[Sequence, tuple[int, ...]]:
-        """Returns the tokens to verify in the next step, and takes the rows of their sequences from them."""
+        """Returns the tokens to verify in the next step, and withdraws the rows of their sequences."""
         decoding = self._decoding()
         if self._speculator is None or not decoding or not self._speculator.may_pay(len(decoding)):
             return {}
@@ -360,9 +367,9 @@ class DecodeScheduler:
         return proposed
 
     def _pays_to_propose(self) -> bool:
-        """Returns whether the step after the one in flight should verify proposals, for which it has to wait."""
+        """Returns whether the step after the one in flight should verify proposals, for which it would have to wait."""
         step = self._steps.newest.step
-        if self._asked[0] != step:  # calls come in while a step is in flight, and each asks
+        if self._asked[0] != step:  # each call during a step in flight would ask again
             decoding = self._decoding()
             pays = self._speculator is not None and bool(decoding) and self._speculator.may_pay(len(decoding))
             if pays and self._speculator is not None:
@@ -371,8 +378,9 @@ class DecodeScheduler:
         return self._asked[1]
 
     def _decoding(self) -> list[Sequence]:
-        """Returns the sequences that get a token each in the next step; none if prompts are computed beside them: such
-        a step is long enough."""
+        """Returns the sequences that get one token each in the next step; none if prompts are computed too, since such
+        a step is long enough.
+        """
         if self._speculator is None or self._queues.waiting:
             return []
         rowless = [entry.sequence for entry in self._queues.rowless]
@@ -381,8 +389,9 @@ class DecodeScheduler:
         return [*self._table.sequences, *rowless]
 
     def _schedule_verified(self, proposed: Mapping[Sequence, tuple[int, ...]]) -> list[ScheduledSequence]:
-        """Returns the sequences with proposed tokens, each with as many of them as pages are free for: nothing is
-        preempted for a proposal."""
+        """Returns the sequences with as many of their proposed tokens as free pages allow, since nothing is preempted
+        for a proposal.
+        """
         chunks: list[ScheduledSequence] = []
         for entry in self._queues.by_rank(proposed):
             sequence = entry.sequence
@@ -396,16 +405,16 @@ class DecodeScheduler:
         return chunks
 
     def append_verified(self, sequence: Sequence, token_id: int) -> None:
-        """Appends a token that the step just recorded has sampled behind another one; the KV before it is there."""
+        """Appends a further token that the step just recorded has sampled; the KV before it is there."""
         sequence.token_ids.append(token_id)
         self._pages.share_full(sequence)
 
     # Several steps at once.
 
     def num_steps_alike(self, plan: StepPlan, limit: int) -> int:
-        """Returns how many steps, `plan` included, compute the same rows and nothing else, at most `limit`.
+        """Returns how many steps, including `plan`, compute the same rows and nothing else, at most `limit`.
 
-        That is, until a row ends or pages run out, as long as nothing is asked of the scheduler.
+        They do so until a row ends or pages run out, unless another method is called.
         """
         if plan.chunks or self._queues.rowless or self.preempted:
             return 1
@@ -416,10 +425,10 @@ class DecodeScheduler:
         return max(1, num_steps)
 
     def advance(self, num_steps: int, *, goes_on: bool = False) -> None:
-        """Takes several steps at once that compute rows alone, with tokens that their sequences have already.
+        """Takes several steps at once that compute only rows, whose tokens their sequences already have.
 
-        `goes_on` says that another such step has begun. No step may be in flight. Lets simulations skip what they know:
-        the state is that after as many calls of `schedule` and `record`.
+        `goes_on` says that another such step has begun. No step may be in flight. The state is the same as after that
+        many calls of `schedule` and `record`, so that simulations can skip them.
         """
         assert not self._steps, "a step is in flight"
         self._pages.extend_rows_by(num_steps + goes_on)
@@ -443,11 +452,11 @@ class DecodeScheduler:
         return self._steps.record(plan, tokens_R, chunk_tokens)
 
     def record_some(self, work: Seq[ScheduledSequence], token_ids: Seq[int | None]) -> Collection[Sequence]:
-        """Ends the only step in flight like `record`, with the part of it that did not fail."""
+        """Ends the only step in flight like `record`, but with only the part of it that did not fail."""
         return self._steps.record_some(work, token_ids)
 
     def commit(self, work: Seq[ScheduledSequence], output: StepOutput) -> list[tuple[Sequence, SampledToken]]:
-        """Calls `record` for a plan, `record_some` for anything else; returns each sampled token that was appended."""
+        """Calls `record` for a plan and `record_some` for anything else. Returns each token that was appended."""
         token_ids = [None if token is None else token.token_id for token in output.tokens]
         if isinstance(work, StepPlan):
             num_rows = len(work.rows)

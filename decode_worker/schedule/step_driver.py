@@ -1,14 +1,14 @@
-"""Keeps the device busy: takes steps from the worker's core, has them computed, and brings back their tokens.
+"""Keeps the device busy: takes steps from the worker's core, has them computed, and returns their tokens.
 
 While a step computes, the step loop takes calls: requests come and end, first tokens go out, pages are reserved and
-land. On a GPU the next step is scheduled and given to the device meanwhile, if possible (`schedule_ahead`). On a CPU it
-is not: scheduling takes a hundredth of a step there, and a request that arrives during a step would miss the next.
-Where a grammar rules a token of that next step, the step is computed up to its logits, and sampled as soon as the
-tokens of the step before it have been recorded: the mask follows from them.
+land. On a GPU the next step is scheduled and given to the device in the meantime if possible (`schedule_ahead`). On a
+CPU it is not: scheduling takes a hundredth of a step there, and a request that arrives during a step would miss the
+next. If a grammar constrains a token of that next step, the step is computed up to its logits and sampled as soon as
+the tokens of the previous step, which determine the mask, have been recorded.
 
-A model that is split between ranks announces each step to the others when it is given, so that a rank continues with
-the next step without waiting for rank 0. They compute every step announced to them: a step that awaits a failed one is
-computed and discarded, and nothing else starts before it is over.
+If a model is split between ranks, each step is announced to the other ranks when it is given to the device, so that a
+rank continues with the next step without waiting for rank 0. Ranks compute every announced step: a step after a failed
+one is computed and discarded, and nothing else starts before it is over.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _UnsampledStep(NamedTuple):
 
 
 class StepDriver:
-    """Owns the steps given to the device. Every method but `stop` runs on the step loop."""
+    """Owns the steps given to the device. Every method except `stop` runs on the step loop."""
 
     def __init__(
         self, worker: DecodeWorker, engine: Engine, name: str, post: Callable[[Callable[[], None]], None]
@@ -49,11 +49,11 @@ class StepDriver:
         )
         self._runs_ahead = engine.runs_ahead
         self._in_flight: deque[StepPlan] = deque()
-        self._unsampled: _UnsampledStep | None = None  # the newest step in flight, if a grammar rules a token of it
+        self._unsampled: _UnsampledStep | None = None  # the newest step in flight, if it waits for a mask
         self._started_s = 0.0  # when the device began to compute the oldest of them
 
     def turn(self) -> None:
-        """Gives the device what it can compute now. Called after other calls; the end of a step is such a call too."""
+        """Gives the device what it can compute now. Runs after other calls, among them the end of a step."""
         if self._in_flight:
             self._worker.serve_during_step()
         else:
@@ -91,7 +91,7 @@ class StepDriver:
         now_s = time.monotonic()
         if isinstance(outcome, PenstockError):
             log.warning("a step failed and is recomputed, each sequence by itself if necessary: %s", outcome)
-            self._thread.drain()  # waits for the step after it
+            self._thread.drain()  # waits for the step after the failed one
             self._in_flight.clear()
             self._unsampled = None
             self._worker.scheduler.cancel_ahead()
@@ -103,7 +103,7 @@ class StepDriver:
         self._sample_next()
 
     def _sample_next(self) -> None:
-        """Samples the step that was given to the device ahead of its texts: they are known now."""
+        """Samples the step that was given to the device before its texts were known, which they are now."""
         if self._unsampled is None:
             return
         (plan, step, forward), self._unsampled = self._unsampled, None
@@ -115,5 +115,5 @@ class StepDriver:
         )
 
     def stop(self) -> None:
-        """Ends the device's thread; call it once the step loop has ended. Blocks."""
+        """Ends the device's thread. Call it once the step loop has ended. Blocks."""
         self._thread.stop()

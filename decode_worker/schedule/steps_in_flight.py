@@ -1,10 +1,10 @@
 """Owns decode steps from the moment they are scheduled until their tokens are recorded. Pure.
 
-A step in flight may still write the pages of every sequence that it computes. One rule makes it safe to ask anything of
-the scheduler meanwhile: pages that are given back while a step is in flight become free only when it is over. Tokens
-that a step samples for a sequence that has lost its pages meanwhile, or has got other tokens, are discarded.
+A step in flight may still write the pages of every sequence that it computes. One rule makes any call of the scheduler
+safe meanwhile: pages returned while a step is in flight become free only when it is over. Tokens that a step samples
+for a sequence that has since lost its pages or got other tokens are discarded.
 
-The scheduler decides who has a row; only this module changes how far rows are in their texts.
+The scheduler decides which sequences have a row; only this module changes how far rows are in their texts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.types import PageId
 
 
 class StepsInFlight:
-    """Owns the steps' plans, and pages parked until they are over."""
+    """Owns the plans of the steps, and the pages parked until these are over."""
 
     def __init__(self, pool: PagePool, pages: SequencePages, rows: RowTable) -> None:
         self._pool = pool
@@ -35,19 +35,19 @@ class StepsInFlight:
         self._num_steps = 0
         self._dropped: dict[
             Sequence, int
-        ] = {}  # lost their pages or continue otherwise: tokens up to this step are void
-        self._parked: deque[tuple[int, list[PageId]]] = deque()  # free once that step is over
+        ] = {}  # sequences that lost their pages or changed: tokens up to this step are void
+        self._parked: deque[tuple[int, list[PageId]]] = deque()  # pages that are free once that step is over
 
     def __len__(self) -> int:
         return len(self._plans)
 
     @property
     def newest(self) -> StepPlan:
-        """The last step scheduled; at least one must be in flight."""
+        """The last scheduled step; at least one must be in flight."""
         return self._plans[-1]
 
     def places(self, sequences: Collection[Sequence]) -> dict[Sequence, int]:
-        """Returns the places in the newest plan of those sequences whose tokens it will not discard."""
+        """Returns the places in the newest plan of sequences whose tokens will not be discarded."""
         if not sequences:
             return {}
         wanted = set(sequences) - self._dropped.keys()
@@ -57,7 +57,7 @@ class StepsInFlight:
         return any(item.sequence is sequence for plan in self._plans for item in plan)
 
     def launch(self, chunks: list[ScheduledSequence]) -> StepPlan:
-        """Returns the next step: a token for each row, and `chunks`. An empty step is not in flight."""
+        """Returns the next step: one token for each row, and `chunks`. An empty step does not count as in flight."""
         self._num_steps += 1
         plan = StepPlan(self._rows.launch(self._num_steps), chunks)
         if plan:
@@ -65,18 +65,18 @@ class StepsInFlight:
         return plan
 
     def cancel_ahead(self) -> None:
-        """Cancels the step scheduled after the oldest one, if there is one: the oldest has failed."""
+        """Cancels the step scheduled after the oldest one, if there is one, because the oldest has failed."""
         if len(self._plans) > 1:
             self._plans.pop()
             self._rows.rewind()
 
     def supersede(self, sequence: Sequence) -> None:
-        """Discards what the steps in flight sample for the sequence: its text continues otherwise."""
+        """Discards what the steps in flight sample for the sequence, because its text has changed."""
         if self.computes(sequence):
             self._dropped[sequence] = self._num_steps
 
     def discarded(self, plan: StepPlan) -> Collection[Sequence]:
-        """Returns the sequences whose tokens of a step in flight will be discarded, as far as it is known."""
+        """Returns the sequences whose tokens of a step in flight will be discarded, as far as known now."""
         return self._discarded(plan)
 
     def give_back(self, sequence: Sequence) -> None:
@@ -92,17 +92,17 @@ class StepsInFlight:
             self._parked.append((self._num_steps, pages))
 
     def drop_behind(self, sequences: Iterable[Sequence]) -> None:
-        """Gives back the pages of running sequences that lie behind the window of every layer."""
+        """Returns pages of running sequences that are behind the window of every layer to the pool."""
         for sequence in sequences:
             self._give_back(self._pages.drop_behind(sequence))
 
     def record(
         self, plan: StepPlan, tokens_R: Seq[int] | np.ndarray, chunk_tokens: Seq[int | None]
     ) -> Collection[Sequence]:
-        """See `DecodeScheduler.record`."""
+        """Ends the oldest step; see `DecodeScheduler.record`."""
         if not plan:
             return ()
-        if self._plans.popleft() is not plan:  # pages that a later step writes would be given back
+        if self._plans.popleft() is not plan:  # otherwise pages that a later step writes would be returned
             raise InternalError("steps are recorded in another order than they were scheduled")
         discarded = self._discarded(plan)
         self._record_each(plan.chunks, chunk_tokens, discarded)
@@ -113,7 +113,7 @@ class StepsInFlight:
         return discarded
 
     def record_some(self, work: Seq[ScheduledSequence], token_ids: Seq[int | None]) -> Collection[Sequence]:
-        """See `DecodeScheduler.record_some`."""
+        """Ends a step that failed in part; see `DecodeScheduler.record_some`."""
         self._plans.popleft()
         discarded = self._discarded(work)
         self._record_each(work, token_ids, discarded)
@@ -136,7 +136,7 @@ class StepsInFlight:
             if token_id is not None:
                 sequence.token_ids.append(token_id)
                 if sequence.num_uncomputed_tokens == 1:
-                    sequence.start_decoding()  # it may have its row already
+                    sequence.start_decoding()  # it may already have its row
         self.drop_behind(item.sequence for item in work if item.sequence not in discarded)
 
     def _free_parked(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""A request as its decode worker holds it, and what it sends back: tokens, an end, and where the time went."""
+"""Defines a request as its decode worker holds it, and what it sends back: tokens, an end, and the timing."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from penstock.types import FinishReason, TokenLogprob, TransferKey, WorkerId
 from penstock.v1 import common_pb2, worker_pb2
 from worker.pull.policy import PrefixSource
 
-_MAX_PREEMPTIONS = 16  # whose moments are kept
+_MAX_PREEMPTIONS = 16  # preemptions whose times are kept
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """A sequence's share of a step: a token, an end, or both; or news of its migration or its prefill."""
+    """A sequence's share of a step: a token, an end or both, or an event of its migration or its prefill."""
 
     stream_id: int
     token: SampledToken | None = None
     finish_reason: FinishReason | None = None
     error: PenstockError | None = None
     timing: common_pb2.Timing | None = None  # with finish_reason
-    migrated: worker_pb2.Migrated | None = None  # nothing follows it
+    migrated: worker_pb2.Migrated | None = None  # the last delta here
     prefill: worker_pb2.PrefillOutcome | None = None
-    prompt_logprobs: tuple[bytes, ...] = ()  # with the first token: `StepDelta`s that hold them, encoded
+    prompt_logprobs: tuple[bytes, ...] = ()  # with the first token: encoded `StepDelta`s that hold them
 
 
 @dataclass(slots=True, eq=False)
 class PlainTokens:
-    """A token for each of many sequences and nothing else: most of what a step yields. Not empty."""
+    """One token for each of many sequences and nothing else, which is most of a step's output. Never empty."""
 
     stream_ids: np.ndarray  # uint64
     token_ids: np.ndarray  # int64, one for each stream
@@ -48,15 +48,15 @@ Delta = TokenDelta | PlainTokens
 
 
 class DeltaStream(Protocol):
-    """Carries deltas to the reader of its requests. The object is the reader's identity: its tokens travel together."""
+    """Carries deltas to the reader of its requests. The object identifies the reader; its tokens are sent together."""
 
     def send(self, deltas: list[Delta]) -> None:
-        """Called on the step loop, at most once a step; must not block."""
+        """Sends deltas. Called on the step loop at most once per step; must not block."""
         ...
 
 
 def split_plain(deltas: Iterable[Delta]) -> Iterator[TokenDelta]:
-    """Yields the same deltas, with plain tokens split into one delta a sequence."""
+    """Yields the same deltas, with plain tokens split into one delta per sequence."""
     for delta in deltas:
         if isinstance(delta, TokenDelta):
             yield delta
@@ -66,7 +66,7 @@ def split_plain(deltas: Iterable[Delta]) -> Iterator[TokenDelta]:
 
 
 def _encode_scores(scores: PromptScores) -> bytes:
-    """Returns an encoded `StepDelta`: parts of a message may be encoded one by one, as they become known."""
+    """Returns an encoded `StepDelta`. Parts of a message may be encoded one by one as they become known."""
     message = worker_pb2.StepDelta()
     for token_ids, logprobs in zip(scores.token_ids_SA.tolist(), scores.logprobs_SA.tolist(), strict=True):
         top = tuple(zip(token_ids[1:], logprobs[1:], strict=True))
@@ -78,31 +78,33 @@ def _encode_scores(scores: PromptScores) -> bytes:
 class RemotePart:
     """The first part of a prompt, computed by a prefill worker."""
 
-    computed_s: float  # moment at which this worker learned of it
+    computed_s: float  # when this worker learned of it
     queue_s: float
     prefill_s: float
 
 
 @dataclass(slots=True)
 class StageTimes:
-    """Moments are monotonic seconds, 0 until they come; `queue_s` and `prefill_s` are durations."""
+    """The times of a request's stages, in monotonic seconds, 0 until they come; `queue_s` and `prefill_s` are
+    durations.
+    """
 
     submitted_s: float = 0.0
-    placed_s: float = 0.0  # for the last time
+    placed_s: float = 0.0  # last placement
     started_s: float = 0.0  # first step that computed it here
     first_token_s: float = 0.0
     landed_s: float = 0.0
     decode_queue_s: float = 0.0  # a duration: from the last page's landing to the first step here
     queue_s: float = 0.0
     prefill_s: float = 0.0
-    part: RemotePart | None = None  # of a prompt that is split
-    preempted_s: list[float] = field(default_factory=list)  # moments; the first few
+    part: RemotePart | None = None  # only for a split prompt
+    preempted_s: list[float] = field(default_factory=list)  # times of the first few preemptions
 
     def on_started(self, now_s: float) -> None:
-        """Notes a step that computes the sequence; only the first one counts."""
+        """Records a step that computes the sequence; only the first one counts."""
         if not self.started_s:
             self.started_s = now_s
-            if self.landed_s and self.part is None:  # of a split prompt, the wait is a part of `queue_s`
+            if self.landed_s and self.part is None:  # for a split prompt, `queue_s` includes the wait
                 self.decode_queue_s = max(0.0, now_s - max(self.landed_s, self.first_token_s))
 
     def on_preempted(self, now_s: float) -> None:
@@ -110,7 +112,7 @@ class StageTimes:
             self.preempted_s.append(now_s)
 
     def on_sampled(self, now_s: float) -> None:
-        """Notes a token that this worker sampled; only the first one counts."""
+        """Records a token that this worker sampled; only the first one counts."""
         if not self.first_token_s:
             self.first_token_s = now_s
             self.queue_s = self.started_s - self.submitted_s
@@ -121,13 +123,14 @@ class StageTimes:
 
     @property
     def exposed_s(self) -> float:
-        """Returns the time from the end of the prefill worker's computation until the last of its pages landed."""
+        """Returns the time from the end of the prefill worker's computation to the landing of its last page."""
         computed_s = self.part.computed_s if self.part else self.first_token_s
         return max(0.0, self.landed_s - computed_s) if self.landed_s else 0.0
 
     def on_remote_token(self, queue_s: float, prefill_s: float, now_s: float) -> None:
-        """Notes a token that a prefill worker sampled; only the first one counts, since an attempt after a failed one
-        brings a later token."""
+        """Records a token that a prefill worker sampled. Only the first one counts, since another attempt after a
+        failure brings a later token.
+        """
         if not self.first_token_s:
             self.first_token_s = now_s
             self.queue_s = queue_s
@@ -135,7 +138,7 @@ class StageTimes:
 
 
 class PendingMigration(Protocol):
-    """Answers the source once a migrating sequence's pages are here, or will not come."""
+    """Answers the source once a migrating sequence's pages are here or will not come."""
 
     def confirm(self) -> None: ...
 
@@ -152,50 +155,52 @@ class HedgeAttempt:
 
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
-    """Owned by `DecodeWorker`, on the step loop."""
+    """A request and the state of its sequence. Owned by `DecodeWorker` on the step loop."""
 
     stream_id: int
     sequence: Sequence
-    stream: DeltaStream  # its router's
+    stream: DeltaStream  # the stream of its router
     candidates: deque[PrefillCandidate]
-    deadline_s: float  # monotonic; bounds every leg
+    deadline_s: float  # monotonic; bounds every call for the request
     times: StageTimes = field(default_factory=StageTimes)
     transfer: TransferKey | None = None  # the attempt in flight
-    hedge: HedgeAttempt | None = None  # until one of the two attempts begins
-    prefix_source: PrefixSource | None = None  # which this worker may pull from
-    pull: common_pb2.Pull | None = None  # by the worker that computed the prompt
-    must_be_remote: bool = False  # its prompt is computed by the first candidate, whatever that costs
-    placed: PricedPlace | None = None  # where its prompt is computed, for the last time
-    prices: list[common_pb2.PrefillPrice] = field(default_factory=list)  # what was predicted of that, and other ways
+    hedge: HedgeAttempt | None = None  # set until one of the two attempts begins
+    prefix_source: PrefixSource | None = None  # a worker that this one may pull from
+    pull: common_pb2.Pull | None = None  # record of the pull by the worker that computed the prompt
+    must_be_remote: bool = False  # the first candidate computes its prompt, whatever that costs
+    placed: PricedPlace | None = None  # where its prompt is computed, by the last placement
+    prices: list[common_pb2.PrefillPrice] = field(default_factory=list)  # predictions for that place and for others
     prefilled_by: WorkerId | None = None
-    cached_tokens: int = 0  # in the prefill worker's cache
+    cached_tokens: int = 0  # prompt tokens in the prefill worker's cache
     pages_moved: int = 0
-    migration: PendingMigration | None = None  # while the sequence migrates here, until it runs
-    num_preemptions: int = 0  # at workers before this one, as are the two below
+    migration: PendingMigration | None = None  # set while the sequence migrates here, until it runs
+    num_preemptions: int = 0  # at previous workers, like the two below
     num_migrations: int = 0
     migration_pause_s: float = 0.0
-    paused_since_s: float | None = None  # monotonic; set while the sequence has migrated here and sampled no token yet
-    prompt_logprobs: list[bytes] = field(default_factory=list)  # see `TokenDelta`; until the first token
+    paused_since_s: float | None = None  # monotonic; set from the migration here to the first token
+    prompt_logprobs: list[bytes] = field(default_factory=list)  # kept until the first token; see `TokenDelta`
 
     def add_scores(self, scores: PromptScores) -> None:
-        """Keeps scores of a chunk of the prompt. A chunk from the start replaces what an earlier computation found."""
+        """Keeps the scores of a chunk of the prompt. A chunk from the start replaces the scores of an earlier
+        computation.
+        """
         if scores.first == 1:
             self.prompt_logprobs.clear()
         self.prompt_logprobs.append(_encode_scores(scores))
 
     def take_prompt_logprobs(self) -> tuple[bytes, ...]:
-        """Returns what has been kept, once."""
+        """Returns and drops the kept log-probabilities."""
         taken, self.prompt_logprobs = tuple(self.prompt_logprobs), []
         return taken
 
     def place(self, decision: PrefillDecision, now_s: float) -> None:
-        """Notes where the prompt is computed from now on."""
+        """Records where the prompt is computed from now on."""
         self.placed, self.times.placed_s = decision.chosen, now_s
         self.times.part, self.times.landed_s = None, 0.0
         self.prices = [_price_to_wire(priced) for priced in (decision.chosen, *decision.others)]
 
     def end_pause(self, now_s: float) -> None:
-        """Adds the migration's pause, if one is open, to the account: a token has been sampled."""
+        """Adds an open migration pause to the total, because a token has been sampled."""
         if self.paused_since_s is not None:
             self.migration_pause_s += now_s - self.paused_since_s
             self.paused_since_s = None
@@ -214,7 +219,7 @@ class DecodeRequest:
     def timing(
         self, *, decode_worker: WorkerId, cached_tokens: int, num_preemptions: int, now_s: float
     ) -> common_pb2.Timing:
-        """`cached_tokens` and `num_preemptions` are this worker's own counts."""
+        """Returns the timing so far. `cached_tokens` and `num_preemptions` are this worker's own counts."""
         times = self.times
         return common_pb2.Timing(
             queue_ms=times.queue_s * 1e3,
@@ -224,7 +229,7 @@ class DecodeRequest:
             decode_ms=(now_s - times.first_token_s) * 1e3,
             prefill_worker=self.prefilled_by,
             decode_worker=decode_worker,
-            # Counts the prompt where it was computed; a cache hit at a later worker does not belong here.
+            # Counts hits where the prompt was computed; a hit at a later worker does not belong here.
             cached_tokens=self.cached_tokens if self.num_migrations else max(self.cached_tokens, cached_tokens),
             pages_moved=self.pages_moved,
             num_preemptions=self.num_preemptions + num_preemptions,

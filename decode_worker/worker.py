@@ -1,8 +1,8 @@
-"""The decode worker's core: it owns each request from submission to its last token. Runs on the step loop, no gRPC.
+"""The decode worker's core: owns each request from submission to its last token. Runs on the step loop without gRPC.
 
 A request is placed (prefill here or at a prefill worker), gets its first token and its pages, joins the running batch,
-and leaves with a finish reason, an error or a cancellation; whatever it holds is then released. Pages that a transfer
-may still write stay fenced until the transfer is known to be over, even if nobody wants its pages any more.
+and leaves with a finish reason, an error or a cancellation. Everything it holds is then released. Pages that a transfer
+may still write stay fenced until the transfer is known to be over, even if they are no longer needed.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ class DecodeWorker:
         adapters: AdapterQueue | None = None,
         draft: DraftModel | None = None,
     ) -> None:
-        """Without `grammars` or `adapters` requests that have one are refused; without `pulls` nothing is pulled from
-        other workers; without `draft` only repetitions are proposed."""
+        """Requests with a grammar or adapter are refused without `grammars` or `adapters`. Without `pulls` nothing is
+        pulled from other workers; without `draft` only repetitions are proposed.
+        """
         self._worker_id = worker_id
         self._engine = engine
         self._config = config
@@ -97,17 +98,17 @@ class DecodeWorker:
             pulls=pulls,
         )
         self._landed: set[Sequence] = set()  # wait for their first step here
-        self.after_step: list[Callable[[], None]] = []  # called between two steps, and when there was nothing to do
+        self.after_step: list[Callable[[], None]] = []  # called between two steps and when there was nothing to do
         self.on_release: list[Callable[[DecodeRequest], None]] = []  # called when a request ends here or has migrated
         self.on_step: list[Callable[[int, int, float], None]] = []  # called with a step's sequences, tokens and seconds
-        # Called with the kind of a sequence's proposal, how many tokens it had, and how many of them were right.
+        # Called with the kind of a proposal, its number of tokens, and how many of them were accepted.
         self.on_verified: list[Callable[[ProposalKind, int, int], None]] = []
         self.load = WorkerLoad(total_pages=engine.pool.num_pages, free_pages=engine.pool.num_available)
 
     # Requests.
 
     def submit(self, request: DecodeRequest) -> None:
-        """Accepts and places a request; one that cannot be served ends at once with an error."""
+        """Accepts and places a request. If it cannot be served, it ends at once with an error."""
         request.times = StageTimes(submitted_s=time.monotonic())
         try:
             self.accept(request)
@@ -117,7 +118,7 @@ class DecodeWorker:
         self._when_ready(request, lambda: self._place(request))
 
     def _place(self, request: DecodeRequest) -> None:
-        """Places a request; one that continues an output may continue with tokens that its grammar forces."""
+        """Places a request. If it continues an output, it may continue with tokens that its grammar forces."""
         if request.sequence.matcher is not None:
             self._fast_forward(request)
         if request.sequence in self._requests:
@@ -129,14 +130,15 @@ class DecodeWorker:
         self._requests[request.sequence] = request
         self._delivery.add(request)
         self.scheduler.track(request.sequence)
-        # Both are prepared while its pages are on the way; `_when_ready` handles their errors.
+        # Both are prepared while its pages are on their way; `_when_ready` handles the errors.
         self._adapters.when_ready(request.sequence, lambda error: None)
         if self._grammars is not None and request.sequence.sampling.grammar is not None:
             self._grammars.when_ready(request.sequence, lambda error: None)
 
     def _when_ready(self, request: DecodeRequest, then: Callable[[], None]) -> None:
-        """Calls `then` once the request's adapter is loaded and its grammar compiled, unless the request has ended
-        meanwhile. Ends a request whose adapter or grammar cannot be had."""
+        """Calls `then` once the adapter is loaded and the grammar compiled, unless the request has ended; ends it on
+        failure.
+        """
         self._adapters.when_ready(
             request.sequence, partial(self._continue, request, partial(self._when_grammar_ready, request, then))
         )
@@ -156,7 +158,7 @@ class DecodeWorker:
             self._grammars.when_ready(request.sequence, partial(self._continue, request, then))
 
     def _refuse(self, request: DecodeRequest, error: PenstockError) -> None:
-        """Ends a request that cannot run here; one that migrates stays at its source."""
+        """Ends a request that cannot run here; a migrating one stays at its source."""
         if request.migration is None:
             self.cancel(request, error)
         else:
@@ -175,7 +177,7 @@ class DecodeWorker:
             raise Overloaded(f"this worker holds {len(self._requests)} requests, its limit; try again", _RETRY_AFTER_S)
 
     def cancel(self, request: DecodeRequest, error: PenstockError | None = None) -> None:
-        """Ends a request whose caller has gone, or with `error` one that cannot continue."""
+        """Ends a request whose caller has gone or, with `error`, one that cannot continue."""
         if request.sequence not in self._requests:
             return
         if error is not None:
@@ -200,19 +202,19 @@ class DecodeWorker:
         return self._requests.get(sequence)
 
     def replace(self, old: DecodeRequest, new: DecodeRequest) -> None:
-        """Continues the sequence of `old` for `new`, which inherits the account even if the sequence has ended."""
+        """Continues the sequence of `old` for `new`, which inherits its state even if the sequence has ended."""
         new.inherit(old)
         if new.sequence in self._requests:
             self._requests[new.sequence] = new
             self._delivery.refresh(new)
 
     def release_migrated(self, request: DecodeRequest, migrated: worker_pb2.Migrated) -> None:
-        """Ends a request whose sequence runs elsewhere now; its reader learns where."""
+        """Ends a request whose sequence now runs elsewhere, and informs its reader where."""
         self._delivery.put(request, TokenDelta(request.stream_id, migrated=migrated))
         self._release(request)
 
     def num_tokens_left(self, sequence: Sequence) -> int:
-        """Returns how many tokens the sequence may still get, at most."""
+        """Returns the most tokens that the sequence may still get."""
         return min(
             sequence.sampling.max_tokens - sequence.num_output_tokens, self._context_length - len(sequence.token_ids)
         )
@@ -237,7 +239,7 @@ class DecodeWorker:
             request.cached_tokens = max(request.cached_tokens, first.cached_tokens)
             return
         if len(request.sequence.token_ids) != self._transfers.num_tokens(key):
-            return  # an earlier attempt brought it
+            return  # an earlier attempt has already brought it
         request.times.on_remote_token(first.queue_s, first.prefill_s, now_s)
         request.cached_tokens = max(request.cached_tokens, first.cached_tokens)
         request.sequence.token_ids.append(first.token.token_id)
@@ -275,7 +277,7 @@ class DecodeWorker:
         self._transfers.on_heartbeat(key)
 
     def sweep(self, now_s: float) -> float | None:
-        """Ends waits for silent senders, whether or not there is anything to compute; returns when to sweep again."""
+        """Ends waits for silent senders, even if there is nothing to compute. Returns when to sweep again."""
         for expired in self._transfers.sweep(now_s):
             self._fall_back(expired.key, expired.request, expired.error)
         return self._transfers.next_sweep_s
@@ -284,14 +286,14 @@ class DecodeWorker:
         self._fall_back(key, self._transfers.on_closed(key, error), error)
 
     def on_lost(self, key: TransferKey, error: PenstockError) -> None:
-        """Serves the request another way: the call broke, the transport failed or pages never came."""
+        """Serves the request another way, because the call broke, the transport failed or pages never came."""
         self._fall_back(key, self._transfers.give_up(key), error)
 
     def on_quiesced(self, key: TransferKey) -> None:
         self._transfers.on_quiesced(key)
 
     def _fall_back(self, key: TransferKey, request: DecodeRequest | None, error: PenstockError | None) -> None:
-        """Serves a request without its transfer: a failed prefill is placed again, a failed migration is refused."""
+        """Serves a request without its transfer: places a failed prefill again, and refuses a failed migration."""
         if request is None:
             return
         if request.migration is not None:
@@ -299,7 +301,7 @@ class DecodeWorker:
             return
         self._prefills.on_failed(request, key, error)
 
-    # Steps. `StepDriver` computes what `begin_step` returns; any method above may run before the step is finished.
+    # Steps. `StepDriver` computes what `begin_step` returns; any method above may run before the step has finished.
 
     def serve_during_step(self) -> None:
         """Reserves pages and sends what is ready while a step is in flight."""
@@ -308,13 +310,13 @@ class DecodeWorker:
         self._refresh_load()
 
     def begin_step(self) -> StepPlan:
-        """Returns the next step; empty if there is nothing to compute."""
+        """Returns the next step, which is empty if there is nothing to compute."""
         self._grant_reservations()
         plan = self.scheduler.schedule(self._pace.chunk_tokens_within(self._config.itl_target_s))
         self._note_started(plan)
         for sequence in self.scheduler.preempted:
             self._requests[sequence].times.on_preempted(time.monotonic())
-        self._delivery.flush()  # first tokens from prefill workers do not wait for this step
+        self._delivery.flush()  # first tokens from prefill workers must not wait for this step
         if not plan:
             self._after_step()
         return plan
@@ -324,7 +326,7 @@ class DecodeWorker:
             self._fall_back(failed.key, failed.request, failed.error)
 
     def begin_step_ahead(self) -> StepPlan | None:
-        """Returns the step after the one in flight, if it can be scheduled already."""
+        """Returns the step after the one in flight if it can already be scheduled."""
         plan = self.scheduler.schedule_ahead(self._pace.chunk_tokens_within(self._config.itl_target_s))
         if plan is not None:
             self._note_started(plan)
@@ -355,7 +357,7 @@ class DecodeWorker:
         self._after_step()
 
     def _verified(self, scheduled: ScheduledSequence, further: list[SampledToken]) -> list[SampledToken]:
-        """Notes what has become of a sequence's proposed tokens, if it had any; returns what follows its first one."""
+        """Reports how many of a sequence's proposed tokens were accepted. Returns the tokens after its first one."""
         if self._speculator is not None and (num_proposed := len(scheduled.proposed)):
             kind = self._speculator.on_verified(scheduled.sequence, num_proposed, len(further))
             for call in self.on_verified:
@@ -363,7 +365,7 @@ class DecodeWorker:
         return further
 
     def _deliver_further(self, sequence: Sequence, further: list[SampledToken], now_s: float) -> None:
-        """Delivers what follows the first token of a sequence whose proposed tokens were right, up to its end."""
+        """Delivers the tokens after a sequence's first one that accepted proposals have yielded, up to its end."""
         for token in further:
             if sequence not in self._requests:
                 return
@@ -373,7 +375,7 @@ class DecodeWorker:
     def _deliver_rows(
         self, rows: DecodeRows, tokens: StepTokens, discarded: Collection[Sequence], now_s: float
     ) -> None:
-        """Delivers plain tokens all at once; tokens that may end a sequence or carry logprobs, one by one."""
+        """Delivers plain tokens all at once, and tokens that may end a sequence or carry logprobs one by one."""
         is_special_R = rows.may_end(tokens.rows, self._engine.model.eos_token_ids)
         if tokens.logprobs:
             is_special_R[[place for place in tokens.logprobs if place < len(rows)]] = True
@@ -385,8 +387,9 @@ class DecodeWorker:
                 self._on_sampled(sequence, SampledToken(int(tokens.rows[row]), tokens.logprobs.get(row)), now_s)
 
     def recompute_step(self, plan: StepPlan) -> None:
-        """Recomputes the failed and only step in flight on this thread, each sequence by itself if necessary, and ends
-        the sequences that fail."""
+        """Recomputes the failed step, the only one in flight, on this thread, each sequence by itself if necessary, and
+        ends sequences that fail.
+        """
         started_s = time.monotonic()
         work = [replace(item, proposed=()) for item in plan if item.sequence in self._requests]
         done = step_isolated(self._engine.step, work)
@@ -434,8 +437,7 @@ class DecodeWorker:
         self._on_token(request, token)
 
     def _on_token(self, request: DecodeRequest, token: SampledToken) -> None:
-        """Delivers a token that has just been appended to the request's sequence, and ends the request if it is the
-        last."""
+        """Delivers a token that was just appended to the request's sequence, and ends the request if it is the last."""
         request.end_pause(time.monotonic())
         self._delivery.refresh(request)
         reason = finish_reason(request.sequence, self._engine.model.eos_token_ids, self._context_length)
@@ -449,8 +451,7 @@ class DecodeWorker:
         self._release(request)
 
     def _fast_forward(self, request: DecodeRequest) -> None:
-        """Delivers the tokens that the request's grammar forces after its last one; their KV is computed in the next
-        step, as one chunk."""
+        """Delivers the tokens that the request's grammar forces next. The next step computes their KV as one chunk."""
         sequence, ends = request.sequence, self._engine.model.eos_token_ids
         try:
             forced = forced_tokens(sequence)

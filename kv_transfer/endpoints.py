@@ -1,8 +1,7 @@
-"""The interface through which workers send and receive KV: the two ends of every transfer, and how a worker opens its
-own.
+"""Defines the two ends of every transfer, through which workers send and receive KV, and opens a worker's own.
 
-The work is done by `TransferSender` (send/sender.py) and `TransferReceiver` (receive/receiver.py): one of each serves a
-worker of one rank. Ranks of tensor-parallel workers are composed behind the same methods (ranks/).
+`TransferSender` (send/sender.py) and `TransferReceiver` (receive/receiver.py) do the work: one of each serves a worker
+of one rank. The ranks of tensor-parallel workers are composed behind the same methods (ranks/).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from penstock.types import Epoch, Lane, PageId, TransferKey, WorkerId
 
 
 class KvSender(Protocol):
-    """Pushes pages of this worker. Methods are documented at `TransferSender`, and `checksums` at `RankedSender`."""
+    """Pushes pages of this worker. `TransferSender` documents its methods, and `RankedSender` documents `checksums`."""
 
     @property
     def transports(self) -> list[str]: ...
@@ -59,7 +58,7 @@ class KvSender(Protocol):
 
 
 class KvReceiver(Protocol):
-    """Takes pages into this worker's pool. Methods are documented at `TransferReceiver`."""
+    """Takes pages into this worker's pool. `TransferReceiver` documents its methods."""
 
     @property
     def transports(self) -> list[str]: ...

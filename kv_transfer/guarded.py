@@ -1,4 +1,4 @@
-"""Runs callbacks and events so that a fault in one of them cannot end the thread that serves every transfer."""
+"""Runs callbacks and events such that an error in one of them cannot end the thread that serves all transfers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 
 
 def guarded(event: Callable[[], None]) -> None:
-    """Runs `event`; logs what it raises."""
+    """Runs `event` and logs what it raises."""
     try:
         event()
     except Exception:

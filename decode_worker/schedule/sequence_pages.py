@@ -1,7 +1,7 @@
-"""Allocates the pages of sequences, offers full ones to the prefix cache, and takes back those behind a window. Pure.
+"""Allocates the pages of sequences, offers full ones to the prefix cache, and reclaims those behind a window. Pure.
 
-The decode scheduler calls it. It owns how much of each sequence the prefix cache has been offered; the pages themselves
-are the pool's, and `decode_worker.schedule.steps_in_flight` decides when they go back.
+The decode scheduler calls it. It knows how much of each sequence was offered to the prefix cache. The pool owns the
+pages, and `decode_worker.schedule.steps_in_flight` decides when they return to it.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ class PageGrant:
     """Pages for the beginning of a sequence, as `Sequence.pages` holds them."""
 
     pages: list[PageId]
-    num_filled: int  # leading ones that need no computing
-    num_dropped: int  # of these, entries without a page
+    num_filled: int  # leading pages that need not be computed
+    num_dropped: int  # those of them that are entries without a page
     num_found: int  # of these, pages that the cache stands for; what nothing will read is left out
 
 
 class SequencePages:
-    """Counts pages of `page_size` tokens. Adds every page that a row gets to `rows`."""
+    """Manages pages of `page_size` tokens. Adds every page that a row gets to `rows`."""
 
     def __init__(
         self, pool: PagePool, cache: PrefixCache, page_size: int, rows: RowTable, max_chunk_tokens: int
     ) -> None:
-        """No step computes more than `max_chunk_tokens` of one sequence."""
+        """`max_chunk_tokens` is the most that a step computes of one sequence."""
         self._pool = pool
         self._cache = cache
         self._page_size = page_size
         self._rows = rows
         self._max_chunk_tokens = max_chunk_tokens
         self._num_shared: dict[Sequence, int] = {}  # leading full pages already offered to the prefix cache
-        self._whole: set[Sequence] = set()  # whose pages stay, although they are behind the window
+        self._whole: set[Sequence] = set()  # sequences that keep pages behind the window
 
     # Prompts.
 
     def peek(self, sequence: Sequence) -> int:
-        """Returns how many leading pages need no computing here."""
+        """Returns how many leading pages need not be computed here."""
         return self._cache.peek(self._reusable_hashes(sequence, len(sequence.token_ids)))
 
     def allocate(
@@ -55,11 +55,11 @@ class SequencePages:
         num_landing: int | None = None,
         num_unneeded: int = 0,
     ) -> PageGrant | None:
-        """Returns pages for `num_tokens`, each with a reference, or for as many of them as a window lets it hold.
+        """Returns referenced pages for `num_tokens`, or for as many of them as a window lets the sequence hold.
 
-        With `num_landing`, so many leading tokens get their KV from elsewhere, except the first `num_unneeded` pages,
-        which nothing will read. Cached pages are looked for within those tokens, by default in all. Returns None, and
-        allocates nothing, if that would leave fewer than `num_kept_back` pages in the pool.
+        With `num_landing`, that many leading tokens get their KV from elsewhere, except in the first `num_unneeded`
+        pages, which nothing will read. Cached pages are searched within those tokens, by default in all. Returns None
+        and allocates nothing if fewer than `num_kept_back` pages would be left in the pool.
         """
         hashes = self._reusable_hashes(sequence, num_tokens if num_landing is None else num_landing)
         cached = self._cache.match(hashes, num_unneeded)
@@ -70,7 +70,7 @@ class SequencePages:
                 pages = [*cached, *self._pool.allocate(num_fresh)]
                 return self._fill(hashes, pages, len(cached), num_dropped, num_unneeded)
             except OutOfPages:
-                pass  # the references on `cached` made evictable pages unavailable: same as too few
+                pass  # the references on `cached` made evictable pages unavailable: too few again
         self._pool.release(cached[num_dropped:])
         return None
 
@@ -101,7 +101,7 @@ class SequencePages:
         self._num_shared[sequence] = grant.num_filled
 
     def drop(self, sequence: Sequence) -> None:
-        """Takes the sequence's pages from it; the caller gives them back to the pool."""
+        """Takes the sequence's pages from it; the caller returns them to the pool."""
         sequence.pages, sequence.num_dropped = [], 0
         sequence.num_computed_tokens = 0
         self._num_shared.pop(sequence, None)
@@ -110,14 +110,14 @@ class SequencePages:
     # The window.
 
     def keep_whole(self, sequence: Sequence, keeps: bool) -> None:
-        """Starts or ends a time in which the sequence keeps its pages, although they come to lie behind the window."""
+        """Sets whether the sequence keeps its pages even behind the window."""
         if keeps:
             self._whole.add(sequence)
         else:
             self._whole.discard(sequence)
 
     def drop_behind(self, sequence: Sequence) -> list[PageId]:
-        """Takes those pages from the sequence that no later token of it reads; the caller gives them back."""
+        """Takes the pages that no later token of the sequence reads; the caller returns them to the pool."""
         stop = self._cache.window.num_behind(sequence.num_computed_tokens)
         first = sequence.num_dropped
         if stop <= first or sequence in self._whole:
@@ -140,7 +140,7 @@ class SequencePages:
             chunk.sequence.pages += self._pool.allocate(missing)
 
     def extend_rows(self, sequences: list[Sequence]) -> None:
-        """Allocates one page for each row, which needs no more since it gets one token a step. Raises OutOfPages."""
+        """Allocates one page for each row, which is enough for one token per step. Raises OutOfPages."""
         if sequences:
             pages = self._pool.allocate(len(sequences))
             for sequence, page in zip(sequences, pages, strict=True):
@@ -148,7 +148,7 @@ class SequencePages:
             self._rows.add_pages(sequences, pages)
 
     def extend_rows_by(self, num_steps: int) -> None:
-        """Allocates what every row lacks for that many more steps. Raises OutOfPages."""
+        """Allocates the pages that rows lack for `num_steps` more steps. Raises OutOfPages."""
         missing = self._rows.num_missing_pages(num_steps)
         lacking = missing.nonzero()[0].tolist()
         pages = self._pool.allocate(int(missing.sum()))
@@ -162,7 +162,7 @@ class SequencePages:
     # Sharing.
 
     def share_full(self, sequence: Sequence) -> None:
-        """Offers the sequence's fully computed pages to the prefix cache, if it is enabled."""
+        """Offers the sequence's fully computed pages to the prefix cache if that is enabled."""
         if not self._cache.enabled:
             return
         num_full = sequence.num_computed_tokens // self._page_size
@@ -173,7 +173,7 @@ class SequencePages:
             self._num_shared[sequence] = num_full
 
     def share_filled(self, sequences: Iterable[Sequence]) -> None:
-        """Does what `share_full` does, at once for many sequences that have just filled a page."""
+        """Does the same as `share_full`, at once for many sequences that have just filled a page."""
         if not self._cache.enabled:
             return
         plain: list[Sequence] = []
@@ -191,7 +191,7 @@ class SequencePages:
     def _reusable_hashes(self, sequence: Sequence, num_tokens: int) -> list[PageHash]:
         """Returns the hashes of the full pages before the last token, which is recomputed for its logits.
 
-        There are none where the logits of every token of the prompt are wanted.
+        There are none if the logits of every token of the prompt are needed.
         """
         if sequence.scores_prompt:
             return []

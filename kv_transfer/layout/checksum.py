@@ -1,7 +1,7 @@
-"""Computes checksums of pages, at both ends of a transfer where TransferConfig.checksums is on.
+"""Computes checksums of pages, at both ends of a transfer if TransferConfig.checksums is on.
 
-They cover the page's bytes, whatever their dtype, and are the same number on every device
-(`engine.kernels.checksum_words`). A pool is read in place, about as fast as memory allows.
+They cover a page's bytes, whatever their dtype, and are the same on every device (`engine.kernels.checksum_words`). A
+pool is read in place, about as fast as memory allows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def page_checksums(pool: torch.Tensor, pages: Sequence[PageId]) -> list[int]:
 
 
 def row_checksums(pool: torch.Tensor, pages: Sequence[PageId], rows: PageRows) -> list[int]:
-    """Returns what `page_checksums` does, over some rows of each page only, as if they were a page of their own."""
+    """Returns the same as `page_checksums` over only some rows of each page, as if these rows were a page."""
     if rows == WHOLE_PAGE:
         return page_checksums(pool, pages)
     whole = PageBuffer(pool).in_rows(rows.num_in_page)

@@ -1,7 +1,7 @@
-"""Views a pool, or a staging buffer, as plain rows of bytes: one row a page.
+"""Views a pool or a staging buffer as plain rows of bytes, one row per page.
 
-Sits between the transports and the pool tensor, which the engine owns: this module only views it and copies rows in
-and out. It ignores the dtype and geometry of pages; the handshake has compared them.
+This module is between the transports and the pool tensor, which the engine owns: it only views the tensor and copies
+rows in and out. It ignores the dtype and geometry of pages, which the handshake has compared.
 
 Shape suffixes: P pages, W 8-byte words of a page (bytes where a page is not a multiple of 8).
 """
@@ -29,7 +29,7 @@ class PageBuffer:
         bytes_P = tensor.view(self.num_pages, -1).view(torch.uint8)
         self.page_bytes = bytes_P.shape[1]
         self.rows_PW = bytes_P.view(torch.int64) if self.page_bytes % 8 == 0 else bytes_P
-        self._copy = select_copy(tensor.device.type)  # here, so that the first page does not wait for a compiler
+        self._copy = select_copy(tensor.device.type)  # chosen here so that the first page does not wait for a compiler
 
     @classmethod
     def staging(cls, num_pages: int, page_bytes: int, device: torch.device) -> PageBuffer:
@@ -53,7 +53,7 @@ class PageBuffer:
         return PageBuffer(self.rows_PW.view(self.num_pages * count, -1)) if count > 1 else self
 
     def in_rows(self, count: int) -> PageBuffer:
-        """Splits as `split` does, for any `count` that divides a page's bytes."""
+        """Splits like `split`, for any `count` that divides a page's bytes."""
         if count == 1:
             return self
         return PageBuffer(self.rows_PW.view(torch.uint8).view(self.num_pages * count, -1))
@@ -71,14 +71,15 @@ class PageBuffer:
         torch.index_select(self.rows_PW, 0, index_P, out=out.rows_PW[: len(pages)])
 
     def copy_from(self, source: PageBuffer, src_pages: Sequence[PageId], dst_pages: Sequence[PageId]) -> None:
-        """Copies source's src_pages[i] into dst_pages[i] of this buffer; both are on one kind of device. On a GPU it is
-        queued on the current stream and does not wait."""
+        """Copies source's src_pages[i] into dst_pages[i] of this buffer; both are on one kind of device. On a GPU the
+        copy is queued on the current stream without waiting.
+        """
         self._copy(self.rows_PW, source.rows_PW, dst_pages, src_pages)
 
     def copy_part(
         self, source: PageBuffer, src_pages: Sequence[PageId], dst_pages: Sequence[PageId], part: tuple[int, int]
     ) -> None:
-        """Copies as `copy_from` does, but only the `part[0]`-th of `part[1]` equal runs of each page's bytes."""
+        """Copies like `copy_from`, but only the `part[0]`-th of `part[1]` equal runs of each page's bytes."""
         index, count = part
         src_rows, dst_rows = ([PageId(page * count + index) for page in pages] for pages in (src_pages, dst_pages))
         self.split(count).copy_from(source.split(count), src_rows, dst_rows)
@@ -91,7 +92,7 @@ class PageBuffer:
     def scatter(
         self, pages: Sequence[PageId], staged: PageBuffer, staged_pages: Sequence[PageId], part: PageRows
     ) -> None:
-        """Copies staged_pages[i] of `staged`, which hold only that part of each page, into pages[i]."""
+        """Copies staged_pages[i] of `staged`, which hold only `part` of each page, into pages[i]."""
         if part == WHOLE_PAGE:
             self.copy_from(staged, staged_pages, pages)
             return
@@ -101,5 +102,5 @@ class PageBuffer:
 
 
 def rows_of_pages(pages: Sequence[PageId], num_rows: int, places: Sequence[int]) -> list[PageId]:
-    """Returns the rows at `places` of each page, in order, where a page has `num_rows` rows."""
+    """Returns the rows at `places` of each page in order, given that a page has `num_rows` rows."""
     return [PageId(page * num_rows + place) for page in pages for place in places]

@@ -1,12 +1,12 @@
 """Maps tokens and heads of one page layout to pages of another. Pure.
 
-A transfer moves the KV of some tokens, for the layers and KV heads that both ends hold, from pages of the sender's
-size to pages of the receiver's. The ends may differ in the tokens of a page (`PageRun`), in its layers and heads, and
-in the dtype of its values, which are then converted (`ReshardPlan`). Any other difference is refused by name. Between
-equal layouts a plan says so (`whole_pages`), and every page moves as it is.
+A transfer moves the KV of some tokens, for the layers and KV heads that both ends hold, from pages of the sender's size
+to pages of the receiver's. The ends may differ in the tokens of a page (`PageRun`), in its layers and heads, and in the
+dtype of its values, which are then converted (`ReshardPlan`). Any other difference is refused by name. Between equal
+layouts the plan has `whole_pages`, and every page moves unchanged.
 
-Several senders that each hold a share of the heads may fill one page of a receiver. What one of them moves is then a
-part of the page, made of runs of bytes (`page_rows`).
+Several senders that each hold a share of the heads may fill one page of a receiver. Each then moves a part of the page
+that consists of runs of bytes (`page_rows`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from engine.cache.kv_layout import DTYPE_BYTES, QUANTIZED_KV, SCALE_BYTES, KVLayout
 from penstock.errors import TransferRefused
 
-# Both ends must agree on these: a model that computes in another dtype is a different model.
+# Both ends must agree on these, since a model that computes in another dtype is a different model.
 _SHARED_FIELDS = (
     "model_revision",
     "num_layers",
@@ -32,10 +32,10 @@ _SHARED_FIELDS = (
 
 
 class PageRun(NamedTuple):
-    """Consecutive tokens that lie in one page at either end. Page numbers count from the sequence's first page."""
+    """Consecutive tokens that are in one page at both ends. Page numbers count from the sequence's first page."""
 
     source_page: int
-    source_token: int  # in that page
+    source_token: int  # index within that page
     target_page: int
     target_token: int
     num_tokens: int
@@ -43,20 +43,20 @@ class PageRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
-    """The way in which KV of one layout becomes KV of another. `plan_reshard` makes it."""
+    """How KV of one layout becomes KV of another. Made by `plan_reshard`."""
 
     source: KVLayout
-    target: KVLayout  # of what is moved: the receiver's page, or the heads of it that this sender holds
-    page: KVLayout  # of the receiver's whole page
+    target: KVLayout  # what is moved: the receiver's page, or those of its heads that this sender holds
+    page: KVLayout  # the receiver's whole page
 
     @property
     def fills_pages(self) -> bool:
-        """Whether this sender alone fills the receiver's pages."""
+        """Whether this sender fills the receiver's pages by itself."""
         return self.target == self.page
 
     @property
     def whole_pages(self) -> bool:
-        """Whether a page of the sender is, byte for byte, what the receiver wants."""
+        """Whether the sender's pages are byte for byte what the receiver needs."""
         source, target = self.source, self.target
         same_places = (source.page_size, source.layers, source.heads) == (target.page_size, target.layers, target.heads)
         return same_places and not self.converts
@@ -77,7 +77,7 @@ class ReshardPlan:
         return _inside(self.target.heads, self.source.heads)
 
     def token_runs(self, tokens: range) -> Iterator[PageRun]:
-        """Yields the fewest runs that cover `tokens`, in order: one a page where both ends have one page size."""
+        """Yields the fewest runs that cover `tokens`, in order: one per page if both ends have the same page size."""
         source_size, target_size = self.source.page_size, self.target.page_size
         token = tokens.start
         while token < tokens.stop:
@@ -89,8 +89,9 @@ class ReshardPlan:
 
 
 def plan_reshard(source: KVLayout, page: KVLayout, heads: range | None = None) -> ReshardPlan:
-    """Plans the move of all heads of the receiver's page, or of `heads` alone. Raises TransferRefused that names every
-    difference that cannot be bridged, with both digests."""
+    """Plans the move of all heads of the receiver's page, or only of `heads`. Raises TransferRefused that names every
+    incompatible difference and both digests.
+    """
     target = page if heads in (None, page.heads) else layout_of_heads(page, heads)
     problems = [
         f"{field} is {getattr(target, field)!r} at the receiver, {getattr(source, field)!r} at the sender"
@@ -127,8 +128,9 @@ def layout_of_heads(page: KVLayout, heads: range) -> KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class PageRows:
-    """A part of a page in rows of bytes. Page and part are cut into rows of one size; row i of the part is row
-    `places[i]` of the page."""
+    """A part of a page, in rows of bytes. Page and part consist of rows of one size; row i of the part is row
+    `places[i]` of the page.
+    """
 
     num_in_page: int
     places: tuple[int, ...]
@@ -142,16 +144,18 @@ WHOLE_PAGE = PageRows(1, (0,))
 
 
 def page_rows(page: KVLayout, heads: range) -> PageRows:
-    """Returns the rows that hold these heads: a run of bytes for K and one for V in each layer, likewise for scales."""
+    """Returns the rows that hold these heads: a run of bytes for K and one for V in each layer, and the same for
+    scales.
+    """
     if heads == page.heads:
         return WHOLE_PAGE
     num_heads, first = len(page.heads), heads.start - page.heads.start
     widths = [page.head_dim, SCALE_BYTES] if page.is_quantized else [page.head_dim * DTYPE_BYTES[page.dtype]]
     row_bytes = math.gcd(num_heads, first, len(heads)) * page.page_size * math.gcd(*widths)
     places: list[int] = []
-    start = 0  # row at which K or V of a layer begins, or the scales of either
+    start = 0  # first row of K or V of a layer, or of their scales
     for width in widths * len(page.layers):
-        rows_a_head = page.page_size * width / row_bytes  # a fraction where a row holds several heads
+        rows_a_head = page.page_size * width / row_bytes  # a fraction if a row holds several heads
         for _ in range(2):
             begin = start + round(first * rows_a_head)
             places += range(begin, begin + round(len(heads) * rows_a_head))

@@ -1,8 +1,8 @@
 """Repacks pages of the pool into a receiver's layout, in a bounded buffer of staging rows.
 
-Used where pages cannot move as they are; values that the receiver keeps in another dtype are converted. A transport
-takes rows of this buffer as it takes pages of the pool, and knows of no layout. Rows are taken when a push starts and
-released when it has ended; a push that finds too few rows waits. The sender's thread alone uses it.
+It serves pages that cannot move unchanged, and converts values that the receiver keeps in another dtype. A transport
+takes rows of this buffer like pages of the pool, and knows no layout. Rows are taken when a push starts and released
+when it has ended; a push that finds too few rows waits. Only the sender's thread uses it.
 
 Shape suffixes: P pages of the pool, R rows (pages of the receiver's size), L layers, K KV heads, S tokens, H head dim.
 """
@@ -22,12 +22,12 @@ from kv_transfer.layout.pages import PageBuffer
 from kv_transfer.layout.reshard import ReshardPlan
 from penstock.types import PageId
 
-STAGING_BYTES = 64 << 20  # for one layout: eight pushes of transport.MAX_PUSH_BYTES
+STAGING_BYTES = 64 << 20  # for each layout: eight pushes of transport.MAX_PUSH_BYTES
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # numpy has no bfloat16
 
 
 class PageSlice(NamedTuple):
-    """Tokens of one page of the pool, and their place in a page of the receiver."""
+    """Tokens of one page of the pool, and their position in a page of the receiver."""
 
     page: PageId
     source_token: int
@@ -35,12 +35,13 @@ class PageSlice(NamedTuple):
     num_tokens: int
 
 
-PageSlices = tuple[PageSlice, ...]  # that make one page of the receiver
+PageSlices = tuple[PageSlice, ...]  # the slices of one page of the receiver
 
 
 def page_slices(plan: ReshardPlan, tokens: range, src_pages: Sequence[PageId]) -> list[PageSlices]:
-    """Returns, for each of the receiver's pages that hold `tokens`, the slices that make it. `src_pages` are the
-    sequence's pages in the pool, from its first token on."""
+    """Returns the slices of each of the receiver's pages that hold `tokens`. `src_pages` are the sequence's pages in
+    the pool, from its first token on.
+    """
     by_page: dict[int, list[PageSlice]] = defaultdict(list)
     for run in plan.token_runs(tokens):
         part = PageSlice(src_pages[run.source_page], run.source_token, run.target_token, run.num_tokens)
@@ -61,8 +62,9 @@ class Repacker:
         self._page_size = plan.target.page_size
 
     def pack(self, pages: Sequence[PageSlices], rows: Sequence[PageId]) -> None:
-        """Fills rows[i] with pages[i]. Zeroes the places after a last page's tokens: they may hold another request's
-        KV. On a GPU it runs on the current stream."""
+        """Fills rows[i] with pages[i]. Zeroes the slots after the last page's tokens, which may hold another request's
+        KV. On a GPU it runs on the current stream.
+        """
         if self._code_dtypes or self._target[0].is_cuda:
             self.pack_by_index(pages, rows)
         else:
@@ -78,7 +80,7 @@ class Repacker:
                 to_RL2KS[row, :, :, :, _end(slices) : self._page_size] = 0
 
     def pack_by_index(self, pages: Sequence[PageSlices], rows: Sequence[PageId]) -> None:
-        """Packs as `pack` does, with one kernel for each alignment of slices, of which there are few."""
+        """Packs like `pack`, with one kernel for each alignment of slices, of which there are few."""
         aligned: dict[tuple[int, int, int], list[tuple[PageId, PageId]]] = defaultdict(list)
         for row, slices in zip(rows, pages, strict=True):
             for page, source_token, target_token, count in slices:
@@ -108,8 +110,7 @@ class Repacker:
 
 
 def _fields(values: torch.Tensor) -> list[torch.Tensor]:
-    """Returns what a pool stores of each token, as words: values [P, L, 2, K, S, H] and, where it is quantized, scales
-    [P, L, 2, K, S]."""
+    """Returns a pool's fields as words: values [P, L, 2, K, S, H] and, if it is quantized, scales [P, L, 2, K, S]."""
     fields = [values, scales_of(values)] if is_quantized(values) else [values]
     return [field.view(_WORDS[field.element_size()]) for field in fields]
 
@@ -123,7 +124,7 @@ def _make_rows(plan: ReshardPlan, num_rows: int, device: torch.device) -> torch.
 
 
 class Staging:
-    """Lends staging rows to the pushes that go to receivers of one layout."""
+    """Lends staging rows to pushes to receivers of one layout."""
 
     def __init__(self, plan: ReshardPlan, pool: torch.Tensor, on_room: Callable[[], None]) -> None:
         """`on_room` is called when rows are released after some push found too few."""
@@ -131,8 +132,8 @@ class Staging:
         rows = _make_rows(plan, num_rows, pool.device)
         self.pages = PageBuffer(rows)
         self._repacker = Repacker(plan, pool, rows)
-        self._stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None  # beside the engine's
-        if self._stream is not None:  # earlier work may still write to this recycled memory
+        self._stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None  # separate from the engine's stream
+        if self._stream is not None:  # earlier work may still write to this reused memory
             self._stream.wait_stream(torch.cuda.current_stream(pool.device))
         self._free = [PageId(row) for row in range(num_rows)]
         self._on_room = on_room
@@ -143,9 +144,10 @@ class Staging:
         return len(self._free)
 
     def stage(self, pages: Sequence[PageSlices], num_held: int) -> list[PageId] | None:
-        """Returns rows that hold these pages, whose slices must be complete in memory, or None where too few are free.
-        A receiver that holds `num_held` rows gets at most about half of all, so that a stuck one leaves room to
-        others."""
+        """Returns rows that hold these pages, whose slices must be complete in memory, or None if too few are free. A
+        receiver, which holds `num_held` rows already, gets at most about half of all rows, so that a stuck one leaves
+        room for others.
+        """
         too_greedy = num_held > 0 and num_held + len(pages) > len(self._free)
         if too_greedy or len(pages) > len(self._free):
             self._starved = True
@@ -158,7 +160,7 @@ class Staging:
         return rows
 
     def release(self, rows: Sequence[PageId]) -> None:
-        """Returns rows that nothing reads any more."""
+        """Frees rows that nothing reads any more."""
         self._free += rows
         if self._starved:
             self._starved = False

@@ -1,10 +1,10 @@
 """Plans which rank of a sender writes which KV heads to which rank of a receiver. Pure.
 
 Either end of a transfer may be a group of tensor-parallel ranks that each hold a share of the KV heads. Such a transfer
-consists of routes: what one sending rank writes into the pages of one receiving rank. Both ends derive the same routes
-from the two numbers of ranks. Between two single ranks there is one route, the transfer itself.
+consists of routes. A route is what one sending rank writes into the pages of one receiving rank. Both ends derive the
+same routes from the two numbers of ranks. Between two single ranks there is one route, the transfer itself.
 
-Ranks have epochs and names of their own, so that transports tell them apart: a rank's epoch is its worker's plus its
+Ranks have their own epochs and names, so that transports can distinguish them: a rank's epoch is its worker's plus its
 number.
 """
 
@@ -20,13 +20,13 @@ from kv_transfer.session.handshake import MAX_OFFER_BYTES
 from penstock.errors import TransferError
 from penstock.types import Epoch, TransferKey, WorkerId
 
-MAX_RANKS = 64  # of one worker, as EngineConfig.tensor_parallel allows
+MAX_RANKS = 64  # limit of one worker, as in EngineConfig.tensor_parallel
 
 
 class HeadRoute(NamedTuple):
-    sender: int  # rank
-    receiver: int  # rank
-    heads: range  # of the model's KV heads
+    sender: int  # sending rank
+    receiver: int  # receiving rank
+    heads: range  # range of the model's KV heads
 
     def key_of(self, transfer: TransferKey) -> TransferKey:
         """Returns the key under which the two ranks of this route move their share of a transfer."""
@@ -38,7 +38,7 @@ class HeadRoute(NamedTuple):
 
 
 def rank_epoch(epoch: Epoch, rank: int) -> Epoch:
-    """Returns the epoch of a worker's rank: `new_epoch` leaves room for `MAX_RANKS`."""
+    """Returns the epoch of a worker's rank; `new_epoch` leaves room for `MAX_RANKS`."""
     return Epoch(epoch + rank)
 
 
@@ -47,8 +47,9 @@ def rank_name(worker_id: WorkerId, rank: int) -> WorkerId:
 
 
 def plan_head_routes(num_kv_heads: int, num_senders: int, num_receivers: int) -> tuple[HeadRoute, ...]:
-    """Routes every head of every receiving rank from exactly one sending rank. Sending ranks that hold the same head
-    take turns."""
+    """Routes every head of every receiving rank from exactly one sending rank. Sending ranks with the same head take
+    turns.
+    """
     owners = [Shard(rank, num_senders).kv_heads(num_kv_heads) for rank in range(num_senders)]
     routes: list[HeadRoute] = []
     for receiver in range(num_receivers):
@@ -64,22 +65,23 @@ def plan_head_routes(num_kv_heads: int, num_senders: int, num_receivers: int) ->
 
 
 def check_ranks(num_kv_heads: int, num_ranks: int, end: str) -> None:
-    """Raises TransferError unless so many ranks at the `end` (sender or receiver) can share the heads evenly."""
+    """Raises TransferError unless `num_ranks` ranks at the `end` (sender or receiver) can share the heads evenly."""
     even = num_ranks >= 1 and (num_kv_heads % num_ranks == 0 or num_ranks % num_kv_heads == 0)
     if not even or num_ranks > MAX_RANKS:
         raise TransferError(f"{num_ranks} ranks at the {end} cannot share {num_kv_heads} KV heads")
 
 
 def join_offers(num_senders: int, num_receivers: int, offers: list[bytes]) -> bytes:
-    """Joins the offers of all routes, in the order of their plan. Between single ranks the one offer stays as it is."""
+    """Joins the offers of all routes in the order of their plan. Between single ranks it is the one offer."""
     if num_senders == num_receivers == 1:
         return offers[0]
     return msgpack.packb({"ranks": [num_senders, num_receivers], "offers": offers})
 
 
 def split_offer(data: bytes) -> tuple[int, int, list[bytes]]:
-    """Returns the number of sending ranks that an offer is made for, that of receiving ranks, and the offer of each
-    route, unparsed. Raises TransferError."""
+    """Returns an offer's number of sending ranks, its number of receiving ranks, and the unparsed offer of each route.
+    Raises TransferError.
+    """
     if len(data) > MAX_OFFER_BYTES:
         raise TransferError(f"offer: {len(data)} bytes, at most {MAX_OFFER_BYTES} are read")
     try:

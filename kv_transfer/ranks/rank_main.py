@@ -1,4 +1,4 @@
-"""Runs the process of a rank other than the first: `python -m kv_transfer.ranks.rank_main PATH PARENT`.
+"""Runs the process of any rank except the first: `python -m kv_transfer.ranks.rank_main PATH PARENT`.
 
 Rank 0's process starts it. PATH is the socket on which rank 0 listens, PARENT is rank 0's process id.
 """

@@ -1,7 +1,7 @@
-"""The senders and receivers of a rank other than 0, driven by messages from rank 0 (remote_ends.py).
+"""The senders and receivers of a rank other than 0, controlled by messages from rank 0 (remote_ends.py).
 
 Runs in that rank's process as an extension of `WorkerRank`. Rank 0 creates an end over the rank's share of each page,
-names it by a number, calls it by that number and is sent its events.
+gives it a number, calls it by that number and receives its events.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RankTransfers:
         self._ends[number], self._calls[number] = end, calls
 
     def _call(self, message: list[Any]) -> Any:
-        """Returns None for an end that was closed meanwhile: rank 0 may still be in the middle of a push."""
+        """Calls an end. Returns None for a closed one, since rank 0 may still be in the middle of a push."""
         number, call, body = message
         calls = self._calls.get(number)
         return calls[call](body) if calls is not None else None

@@ -1,7 +1,7 @@
-"""Receives a worker's transfers with as many ranks as either end has. Implements `endpoints.KvReceiver`.
+"""Receives a worker's transfers, with any number of ranks at either end. Implements `endpoints.KvReceiver`.
 
 A transfer between two workers of one rank each goes straight to the local `TransferReceiver`. Any other transfer is
-open on every rank, as its routes (head_routes.py); a page has arrived once every route has brought its part of it.
+opened on every rank as its routes (head_routes.py); a page has arrived once every route has brought its part.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from penstock.types import Epoch, PageId, TransferKey, WorkerId
 @dataclass(slots=True)
 class _RankedTransfer:
     routes: tuple[HeadRoute, ...]
-    landed: dict[int, set[TransferKey]] = field(default_factory=dict)  # index of an incomplete page: routes so far
+    landed: dict[int, set[TransferKey]] = field(default_factory=dict)  # incomplete page: routes so far
     failed: bool = False
 
     def complete(self, first_index: int, num_pages: int, route_key: TransferKey) -> list[int]:
-        """Records what a route has brought. Returns the indexes of pages that are complete by it."""
+        """Records the pages that a route has brought. Returns the indexes of pages that are now complete."""
         indexes = range(first_index, first_index + num_pages)
         for index in indexes:
             self.landed.setdefault(index, set()).add(route_key)
@@ -46,7 +46,7 @@ class _RankedTransfer:
 
 
 class RankedReceiver:
-    """Is safe from any thread. Callbacks run on threads of the receivers and of the ranks, and must not block."""
+    """Receives on all ranks. Thread-safe. Callbacks run on threads of receivers and ranks, and must not block."""
 
     def __init__(
         self, engine: Engine, epoch: Epoch, config: TransferConfig, on_arrival: OnArrival, on_failure: OnFailure
@@ -59,11 +59,11 @@ class RankedReceiver:
         self._on_failure = on_failure
         self._lock = threading.Lock()
         self._peers = Incarnations()
-        self._peer_ranks: dict[Epoch, int] = {}  # of known incarnations
-        self._ranked: dict[TransferKey, _RankedTransfer] = {}  # open transfers in which either end has several ranks
-        self._transfer_of: dict[TransferKey, TransferKey] = {}  # by key of route
+        self._peer_ranks: dict[Epoch, int] = {}  # number of ranks of known incarnations
+        self._ranked: dict[TransferKey, _RankedTransfer] = {}  # open transfers with several ranks at either end
+        self._transfer_of: dict[TransferKey, TransferKey] = {}  # by route key
         self._settle_numbers = count(1)
-        self._settling: dict[int, tuple[int, Callable[[], None]]] = {}  # number: ranks that have not settled, callback
+        self._settling: dict[int, tuple[int, Callable[[], None]]] = {}  # number: ranks not settled, callback
         self._local = TransferReceiver(
             engine.kv_pages,
             engine.layout,
@@ -88,7 +88,7 @@ class RankedReceiver:
         return self._local.transports
 
     def offer(self, peer_worker_id: WorkerId, peer_epoch: Epoch, num_ranks: int = 1) -> bytes:
-        """Returns what that incarnation, of so many ranks, needs to push here, as `TransferReceiver.offer` does."""
+        """Returns what an incarnation with `num_ranks` ranks needs to push here; see `TransferReceiver.offer`."""
         check_ranks(self._num_kv_heads, num_ranks, "sender")
         with self._lock:
             if self._peer_ranks.setdefault(peer_epoch, num_ranks) != num_ranks:
@@ -108,8 +108,9 @@ class RankedReceiver:
         return join_offers(num_ranks, self._num_ranks, offers)
 
     def open(self, key: TransferKey, pages: Sequence[PageId], timeout_s: float | None = None) -> None:
-        """Opens a transfer as `TransferReceiver.open` does, on every rank. Raises TransferError for a sender that is
-        not known, or was forgotten."""
+        """Opens a transfer like `TransferReceiver.open` on every rank. Raises TransferError for a sender that is
+        unknown or was forgotten.
+        """
         with self._lock:
             num_ranks = self._ranks_of(key)
             is_ranked = num_ranks > 1 or self._num_ranks > 1
@@ -128,7 +129,7 @@ class RankedReceiver:
             raise
 
     def close(self, key: TransferKey) -> None:
-        """Closes a transfer as `TransferReceiver.close` does, on every rank."""
+        """Closes a transfer like `TransferReceiver.close` on every rank."""
         routes = self._routes(key)
         with self._lock:
             self._ranked.pop(key, None)
@@ -138,7 +139,7 @@ class RankedReceiver:
             receiver.close(route_key)
 
     def after_stray_writes(self, then: Callable[[], None]) -> None:
-        """Calls `then` once what `TransferReceiver.after_stray_writes` waits for holds on every rank."""
+        """Calls `then` once `TransferReceiver.after_stray_writes` has called back on every rank."""
         number = next(self._settle_numbers)
         with self._lock:
             self._settling[number] = (self._num_ranks, then)
@@ -157,8 +158,9 @@ class RankedReceiver:
         then()
 
     def checksums(self, key: TransferKey, pages: Sequence[PageId]) -> list[int]:
-        """Returns the checksums of what the transfer has brought into these pages, to be compared with the sender's
-        `sent_checksums` or `checksums`. Blocks."""
+        """Returns the checksums of what the transfer has brought into these pages, for comparison with the sender's
+        `sent_checksums` or `checksums`. Blocks.
+        """
         with self._lock:
             transfer = self._ranked.get(key)
             num_ranks = 1 if transfer else self._ranks_of(key)
@@ -166,7 +168,7 @@ class RankedReceiver:
         return join_checksums([self._receivers[route.receiver].checksums(pages, route.heads) for route in routes])
 
     def forget(self, epoch: Epoch) -> None:
-        """Forgets an incarnation as `TransferReceiver.forget` does, on every rank. What is open then fails."""
+        """Forgets an incarnation like `TransferReceiver.forget` on every rank. Its open transfers fail."""
         ends = self._ends_of(epoch)
         with self._lock:
             self._peers.forget(epoch)
@@ -175,26 +177,29 @@ class RankedReceiver:
             receiver.forget(rank)
 
     def cut_off(self, epoch: Epoch) -> bool:
-        """Cuts an incarnation off as `TransferReceiver.cut_off` does, on every rank; it must have no way to any."""
+        """Cuts an incarnation off like `TransferReceiver.cut_off` on every rank. Returns whether it has no way into
+        any.
+        """
         answers = [receiver.cut_off(rank) for receiver, rank in self._ends_of(epoch)]
         return all(answers)
 
     def tear_down(self, epoch: Epoch) -> bool:
-        """Takes every way from an incarnation as `TransferReceiver.tear_down` does, on every rank."""
+        """Removes every way of an incarnation like `TransferReceiver.tear_down` on every rank."""
         ends = self._ends_of(epoch)
         self.forget(epoch)
         answers = [receiver.tear_down(rank) for receiver, rank in ends]
         return all(answers)
 
     def _ends_of(self, epoch: Epoch) -> list[tuple[TransferReceiver | RemoteReceiver, Epoch]]:
-        """Returns every receiver with the epoch of every rank of the peer; of all that it may have if it was
-        forgotten."""
+        """Returns every receiver with the epoch of every rank of the peer, or of every possible rank if it was
+        forgotten.
+        """
         with self._lock:
             num_ranks = self._peer_ranks.get(epoch, MAX_RANKS)
         return [(receiver, rank_epoch(epoch, rank)) for receiver in self._receivers for rank in range(num_ranks)]
 
     def _ranks_of(self, key: TransferKey) -> int:
-        """Called under the lock. Raises TransferError."""
+        """Returns the sender's number of ranks. Called under the lock. Raises TransferError."""
         num_ranks = self._peer_ranks.get(key.sender_epoch)
         if num_ranks is None:
             problem = "its sender is not known here, or was forgotten"
@@ -202,13 +207,13 @@ class RankedReceiver:
         return num_ranks
 
     def shutdown(self) -> None:
-        """Shuts down the receivers of all ranks as `TransferReceiver.shutdown` does."""
+        """Shuts down the receivers of all ranks; see `TransferReceiver.shutdown`."""
         self._local.shutdown()
         if self._remote is not None:
             self._remote.close()
 
     def _routes(self, key: TransferKey) -> list[tuple[TransferReceiver | RemoteReceiver, TransferKey]]:
-        """Returns the receivers of a transfer, each with the key under which it knows it."""
+        """Returns the receivers of a transfer, each with its own key of the transfer."""
         with self._lock:
             transfer = self._ranked.get(key)
         if transfer is not None:
@@ -220,7 +225,7 @@ class RankedReceiver:
             key = self._transfer_of.get(route_key)
             transfer = self._ranked.get(key) if key is not None else None
             indexes = transfer.complete(first_index, num_pages, route_key) if transfer is not None else []
-        if key is None and self._num_ranks == 1:  # a transfer between single ranks; any other is closed
+        if key is None and self._num_ranks == 1:  # a transfer between single ranks; others without a key are closed
             self._on_arrival(route_key, first_index, num_pages)
         if key is None:
             return
@@ -239,7 +244,7 @@ class RankedReceiver:
 
 
 def _runs(indexes: Sequence[int]) -> list[range]:
-    """Joins neighbouring indexes into ranges, in order."""
+    """Joins consecutive indexes into ranges, in order."""
     runs: list[range] = []
     for index in indexes:
         if runs and runs[-1].stop == index:

@@ -1,9 +1,9 @@
-"""Sends a worker's transfers over as many ranks as either end has. Implements `endpoints.KvSender`.
+"""Sends a worker's transfers, with any number of ranks at either end. Implements `endpoints.KvSender`.
 
-A transfer between two workers of one rank each goes straight to the local `TransferSender`. Any other transfer opens as
-its routes (head_routes.py), each pushed by the rank that holds its heads, and is over when every route is: source pages
-have the same ids on every rank and are freed together. Other ranks get their pushes over their channel, behind the step
-that fills the pages.
+A transfer between two workers of one rank each goes straight to the local `TransferSender`. Any other transfer is
+opened as its routes (head_routes.py), each pushed by the rank that holds its heads, and is over when every route is
+over: source pages have the same ids on every rank and are freed together. Other ranks receive their pushes over their
+channel, after the step that fills the pages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Leg(NamedTuple):
     """A route of an open transfer."""
 
     sender: int  # rank
-    key: TransferKey  # of the route
+    key: TransferKey  # the route's key
     offer: bytes
     plan: ReshardPlan
 
@@ -40,12 +40,12 @@ class _Leg(NamedTuple):
 @dataclass(slots=True)
 class _RankedTransfer:
     legs: list[_Leg]
-    open: set[TransferKey] = field(default_factory=set)  # keys of routes that are not over
+    open: set[TransferKey] = field(default_factory=set)  # keys of the routes that are not over
     failed: bool = False
 
 
 class RankedSender:
-    """Is safe from any thread. Callbacks run on threads of the senders and of the ranks, and must not block."""
+    """Sends from all ranks. Thread-safe. Callbacks run on threads of the senders and the ranks, and must not block."""
 
     def __init__(
         self, engine: Engine, epoch: Epoch, config: TransferConfig, on_done: OnDone, on_failure: OnFailure
@@ -57,7 +57,7 @@ class RankedSender:
         self._on_failure = on_failure
         self._lock = threading.Lock()
         self._local_keys: set[TransferKey] = set()  # transfers between single ranks, until they are over
-        self._ranked: dict[TransferKey, _RankedTransfer] = {}  # all others
+        self._ranked: dict[TransferKey, _RankedTransfer] = {}  # all other transfers
         self._transfer_of: dict[TransferKey, TransferKey] = {}  # by key of route
         self._local = TransferSender(
             engine.kv_pages, engine.layout, rank_epoch(epoch, 0), config, self._on_route_done, self._on_route_failure
@@ -78,12 +78,15 @@ class RankedSender:
 
     @property
     def stats(self) -> SenderStats:
-        """Totals of what rank 0 has sent since the start; its own part of each page where the ranks share the model."""
+        """What rank 0 has sent since the start, which is only its own part of each page if several ranks share the
+        model.
+        """
         return self._local.stats
 
     def open(self, key: TransferKey, offer: bytes, lane: Lane = Lane.STANDARD) -> ReshardPlan:
-        """Opens a transfer as `TransferSender.open` does, on every rank that has a route. Returns the plan of one
-        route: the page sizes of all routes are the same."""
+        """Opens a transfer like `TransferSender.open` on every rank that has a route. Returns the plan of one route, as
+        all routes have the same page sizes.
+        """
         num_senders, num_receivers, offers = split_offer(offer)
         if num_senders != len(self._senders):
             raise TransferError(
@@ -118,7 +121,7 @@ class RankedSender:
             raise
 
     def _open_own_legs(self, key: TransferKey, legs: Sequence[_Leg], lane: Lane) -> None:
-        """Opens what this rank sends, the part that may be refused; on refusal nothing stays open."""
+        """Opens the routes that this rank sends, which may be refused; then nothing stays open."""
         opened: list[TransferKey] = []
         try:
             for leg in legs:
@@ -135,7 +138,7 @@ class RankedSender:
             raise
 
     def _plan(self, key: TransferKey, num_receivers: int, offers: Sequence[bytes]) -> list[_Leg]:
-        """Raises TransferError, TransferRefused."""
+        """Plans the routes of a transfer. Raises TransferError and TransferRefused."""
         routes = plan_head_routes(self._num_kv_heads, len(self._senders), num_receivers)
         if len(routes) != len(offers):
             raise TransferError(f"offer.offers: {len(offers)}, want {len(routes)}: one for each route")
@@ -158,32 +161,33 @@ class RankedSender:
         dst_pages: Sequence[PageId],
         layer_group: LayerGroup = ALL_LAYERS,
     ) -> None:
-        """Pushes tokens as `TransferSender.push_tokens` does, on every rank that has a route."""
+        """Pushes tokens like `TransferSender.push_tokens` on every rank that has a route."""
         for sender, route_key in self._routes(key):
             sender.push_tokens(route_key, first_index, tokens, src_pages, dst_pages, layer_group)
 
     def num_layer_groups(self, key: TransferKey) -> int:
-        """Returns what `TransferSender.num_layer_groups` does, or 1 where the transfer has several routes."""
+        """Returns the same as `TransferSender.num_layer_groups`, or 1 if the transfer has several routes."""
         return self._local.num_layer_groups(key) if len(self._routes(key)) == 1 else 1
 
     def sent_checksums(self, key: TransferKey, tokens: range, src_pages: Sequence[PageId]) -> list[int]:
-        """Returns what `TransferSender.sent_checksums` does, over all ranks of the receiver."""
+        """Returns the same as `TransferSender.sent_checksums`, over all ranks of the receiver."""
         return join_checksums([end.sent_checksums(at, tokens, src_pages) for end, at in self._routes(key)])
 
     def checksums(self, pages: Sequence[PageId], num_receivers: int) -> list[int]:
-        """Returns the checksums that a receiver of so many ranks and the same layout will compute of these pages once
-        it holds them. Blocks. Raises TransferError if so many ranks cannot share the heads."""
+        """Returns the checksums that a receiver with `num_receivers` ranks and the same layout will compute for these
+        pages. Blocks. Raises TransferError if that many ranks cannot share the heads.
+        """
         check_ranks(self._num_kv_heads, num_receivers, "receiver")
         routes = plan_head_routes(self._num_kv_heads, len(self._senders), num_receivers)
         return join_checksums([self._senders[route.sender].checksums(pages, route.heads) for route in routes])
 
     def finish(self, key: TransferKey) -> None:
-        """Finishes every route as `TransferSender.finish` does."""
+        """Finishes every route; see `TransferSender.finish`."""
         for sender, route_key in self._routes(key):
             sender.finish(route_key)
 
     def abort(self, key: TransferKey) -> None:
-        """Aborts every route as `TransferSender.abort` does."""
+        """Aborts every route; see `TransferSender.abort`."""
         for sender, route_key in self._routes(key):
             sender.abort(route_key)
 
@@ -193,13 +197,13 @@ class RankedSender:
             return key in self._ranked or key in self._local_keys
 
     def shutdown(self) -> None:
-        """Shuts down the senders of all ranks as `TransferSender.shutdown` does."""
+        """Shuts down the senders of all ranks; see `TransferSender.shutdown`."""
         self._local.shutdown()
         if self._remote is not None:
             self._remote.close()
 
     def _routes(self, key: TransferKey) -> list[tuple[TransferSender | RemoteSender, TransferKey]]:
-        """Returns the senders that move an open transfer, each with the key under which it does."""
+        """Returns the senders of an open transfer, each with its own key of the transfer."""
         with self._lock:
             if key in self._local_keys:
                 return [(self._local, key)]
@@ -213,13 +217,13 @@ class RankedSender:
             self._on_done(key)
 
     def _finished_transfer(self, route_key: TransferKey) -> TransferKey | None:
-        """Closes a route. Returns the transfer if it is over with it."""
+        """Closes a route. Returns the transfer if this was its last route."""
         if route_key in self._local_keys:
             self._local_keys.discard(route_key)
             return route_key
         key = self._transfer_of.pop(route_key, None)
         if key is None:
-            return None  # the transfer could not be opened on another rank
+            return None  # opening the transfer failed on another rank
         transfer = self._ranked[key]
         transfer.open.discard(route_key)
         if transfer.open:
@@ -228,7 +232,7 @@ class RankedSender:
         return key
 
     def _on_route_failure(self, route_key: TransferKey, error: TransferError) -> None:
-        """Reports the failure and stops the other routes: a transfer that lacks one is of no use."""
+        """Reports the failure and stops the other routes, since a transfer is useless without one of them."""
         with self._lock:
             is_local = route_key in self._local_keys
             key = self._transfer_of.get(route_key)

@@ -1,8 +1,8 @@
-"""Rank 0's stubs of the senders and receivers that run on the other ranks of its worker.
+"""Rank 0's stubs for the senders and receivers on the other ranks of its worker.
 
-Each stub has the methods of a `TransferSender` or `TransferReceiver` and sends them over the channel of ranks;
+Each stub has the methods of a `TransferSender` or `TransferReceiver` and sends the calls over the channel of ranks;
 rank_service.py answers. Calls that must follow a step (pushes) are queued behind it. Calls that a peer may need at any
-moment (offers, opening and closing at a receiver) are answered beside a step.
+moment (offers, opening and closing at a receiver) are answered even during a step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def error_to_plain(key: TransferKey, error: TransferError) -> list[object]:
 
 
 def event_name(number: int, event: str) -> str:
-    """Returns the kind of message by which end `number` on another rank reports an event."""
+    """Returns the kind of message with which end `number` on another rank reports an event."""
     return f"{event} {number}"
 
 
@@ -47,8 +47,9 @@ class RemoteEnds:
         config: TransferConfig,
         on_event: Mapping[str, Callable[[Any], None]],
     ) -> None:
-        """`kind` is sender or receiver; `on_event` handles what the ends report, by event. Blocks while every rank
-        creates its end. Raises ConfigError."""
+        """`kind` is sender or receiver; `on_event` maps event names to handlers. Blocks while every rank creates its
+        end. Raises ConfigError.
+        """
         self._ranks = ranks
         self._number = ranks.next_number()
         self._events = [event_name(self._number, event) for event in on_event]
@@ -61,15 +62,15 @@ class RemoteEnds:
         self._ranks.send_to(rank, "end", [self._number, call, body])
 
     def ask(self, rank: int, call: str, body: object) -> Any:
-        """Queues a call likewise, and blocks until it is answered."""
+        """Queues a call like `post`, and blocks until it is answered."""
         return self._ranks.call(rank, "end", [self._number, call, body])
 
     def ask_at_once(self, rank: int, call: str, body: object) -> Any:
-        """Has a call answered beside steps. Blocks for a moment. Raises PenstockError."""
+        """Makes a call that is answered even during a step. Blocks briefly. Raises PenstockError."""
         return self._ranks.call(rank, "end_at_once", [self._number, call, body])
 
     def close(self) -> None:
-        """Shuts the ends down; their events are dropped from now on. Blocks. A lost rank has no end left."""
+        """Shuts the ends down and drops their events from now on. Blocks. Lost ranks have no ends left."""
         with contextlib.suppress(RankFailure):
             self._ranks.call_all("close_end", self._number)
         for name in self._events:
@@ -84,7 +85,7 @@ class RemoteSender:
         self._rank = rank
 
     def open(self, key: TransferKey, offer: bytes, lane: Lane) -> None:
-        """Returns at once; an offer that the rank cannot use is reported as a failure, followed by `on_done`."""
+        """Opens a transfer and returns at once. An unusable offer is reported as a failure, followed by `on_done`."""
         self._ends.post(self._rank, "open", [key_to_plain(key), offer, lane.value])
 
     def push_tokens(
@@ -146,7 +147,7 @@ class RemoteReceiver:
         return bool(self._ends.ask_at_once(self._rank, "tear_down", epoch))
 
     def begin_settling(self, number: int) -> None:
-        """Has the rank report the event `settled` with this number, as by `TransferReceiver.after_stray_writes`."""
+        """Makes the rank report the event `settled` with this number; see `TransferReceiver.after_stray_writes`."""
         self._ends.ask_at_once(self._rank, "settle", number)
 
     def checksums(self, pages: Sequence[PageId], heads: range) -> list[int]:

@@ -1,9 +1,9 @@
-"""The receiver's table of open transfers: which pages each may write, which have landed, and which transfer has
+"""The receiver's table of open transfers: which pages each may write, which have landed, and which transfers have
 stalled.
 
 Pure: no I/O, no thread, no clock except the `now_s` passed in. The receiver (receiver.py) owns the table and guards it
-with its lock. Each transfer has a lock of its own, `TransferArrivals.writing`, which is taken before the receiver's
-lock and never while that lock is held.
+with its lock. Each transfer has its own lock, `TransferArrivals.writing`, which is taken before the receiver's lock and
+never while that lock is held.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TransferArrivals:
 
     key: TransferKey
     pages: tuple[PageId, ...]
-    timeout_s: float  # that may pass without a page
+    timeout_s: float  # longest time without a page
     last_progress_s: float
     missing: set[int]  # indexes of pages that have not landed
     failed: bool = False
@@ -34,11 +34,11 @@ class TransferArrivals:
 
     @property
     def due_s(self) -> float:
-        """The time at which the transfer counts as stalled, unless a page comes before."""
+        """The time from which the transfer counts as stalled unless a page comes before."""
         return self.last_progress_s + self.timeout_s
 
     def fresh(self, arrival: Arrival) -> list[int]:
-        """Returns the indexes of an arrival that have not landed before."""
+        """Returns those indexes of an arrival that have not landed before."""
         return [index for index in _indexes(arrival) if index in self.missing]
 
     def land(self, indexes: Iterable[int], now_s: float) -> None:
@@ -72,14 +72,14 @@ class ArrivalTable:
         return closed
 
     def find(self, arrival: Arrival) -> TransferArrivals | None:
-        """Returns the transfer of an arrival, or None if it is not open, has failed, or has no such pages."""
+        """Returns the transfer of an arrival; None if it is not open, has failed, or does not have these pages."""
         arrivals = self._open.get(arrival.key)
         if arrivals is None or arrivals.failed or _indexes(arrival).stop > len(arrivals.pages):
             return None
         return arrivals
 
     def arrive(self, arrival: Arrival, now_s: float) -> None:
-        """Records pages that the peer has written on its own."""
+        """Records pages that the peer has written by itself."""
         if (arrivals := self.find(arrival)) is not None:
             arrivals.land(_indexes(arrival), now_s)
 
@@ -97,7 +97,7 @@ class ArrivalTable:
         return [arrivals for arrivals in self._waiting() if arrivals.key.sender_epoch == sender_epoch]
 
     def next_due_s(self) -> float:
-        """Returns when the first transfer will have stalled; infinity if none waits for pages."""
+        """Returns when the next transfer will count as stalled; infinity if none waits for pages."""
         return min((arrivals.due_s for arrivals in self._waiting()), default=math.inf)
 
     def last_progress_s(self) -> float | None:

@@ -1,8 +1,8 @@
-"""The incarnations that a receiver's pool was offered to, their shares of the heads, and which may still be connecting.
+"""Keeps the incarnations that a receiver's pool was offered to, their shares of the heads, and which may still connect.
 
 Pure: no I/O, no thread, no clock except the `now_s` passed in. The receiver (receiver.py) owns the tables and guards
-them with its lock. An epoch alone names an incarnation, and epochs have no order: which of two incarnations of a worker
-is the later one shows only by which is offered to from then on.
+them with its lock. Incarnations are named only by their epochs, which have no order: the later of two incarnations of a
+worker is the one that gets further offers.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from kv_transfer.transports.transport import Peer
 from penstock.errors import TransferError
 from penstock.types import Epoch, WorkerId
 
-MAX_INCARNATIONS = 4  # of one worker that are known at a time; routers may name an earlier one for a moment
-MAX_CUT_OFF = 4096  # epochs that are remembered as cut off
+MAX_INCARNATIONS = 4  # known per worker at a time; routers may briefly name an earlier one
+MAX_CUT_OFF = 4096  # most epochs remembered as cut off
 
 
 class Incarnations:
-    """The known incarnations of each worker, those offered to last."""
+    """The known incarnations of each worker, which were offered to most recently."""
 
     def __init__(self) -> None:
         self._by_worker: dict[WorkerId, OrderedDict[Epoch, None]] = {}
@@ -28,7 +28,7 @@ class Incarnations:
         return len(self._worker_of)
 
     def admit(self, peer: Peer) -> Peer | None:
-        """Adds an incarnation, or notes that it is offered to again. Returns the one that had to give way, if any."""
+        """Adds an incarnation, or records a further offer to it. Returns the one that is displaced, if any."""
         known = self._by_worker.setdefault(peer.worker_id, OrderedDict())
         known[peer.epoch] = None
         known.move_to_end(peer.epoch)
@@ -48,18 +48,19 @@ class Incarnations:
 
 
 class KnownPeers:
-    """Guarded by the receiver's lock."""
+    """The peers of a receiver. Guarded by the receiver's lock."""
 
     def __init__(self) -> None:
         self._incarnations = Incarnations()
-        self._heads: dict[Epoch, range | None] = {}  # that a peer sends; None: all heads in our pages
-        self._awaited: dict[Epoch, float] = {}  # peers that may be connecting, and until when
+        self._heads: dict[Epoch, range | None] = {}  # heads that a peer sends; None: all heads of our pages
+        self._awaited: dict[Epoch, float] = {}  # until when peers may be connecting
         self._announcing: set[Epoch] = set()  # peers whose pages are reported without polling
-        self._cut_off: OrderedDict[Epoch, None] = OrderedDict()  # in the order of their cutting
+        self._cut_off: OrderedDict[Epoch, None] = OrderedDict()  # ordered by time of the cut
 
     def admit(self, peer: Peer, heads: range | None) -> Peer | None:
-        """Lets a peer send, only `heads` if given. Returns the incarnation that gave way, which the caller must forget.
-        Raises TransferError for a peer that sends other heads than before."""
+        """Lets a peer send, but only `heads` if given. Returns the displaced incarnation, which the caller must forget.
+        Raises TransferError for a peer that sends other heads than before.
+        """
         known = self._heads.setdefault(peer.epoch, heads)
         if known != heads:
             raise TransferError(f"{peer.worker_id}: epoch {peer.epoch} sends heads {known}, it cannot send {heads} too")
@@ -75,15 +76,16 @@ class KnownPeers:
         self._incarnations.forget(peer.epoch)
 
     def heads_of(self, epoch: Epoch) -> range | None:
-        """Returns the heads that the peer sends; None if it sends all of a page. Raises TransferError for a peer that
-        is not known, or not any more."""
+        """Returns the heads that the peer sends; None if it sends whole pages. Raises TransferError for an unknown or
+        forgotten peer.
+        """
         try:
             return self._heads[epoch]
         except KeyError:
             raise TransferError(f"epoch {epoch} is not known here, or was forgotten") from None
 
     def cut_off(self, epoch: Epoch) -> None:
-        """Notes that the peer gets no way to write into the pool on its own any more."""
+        """Records that the peer gets no further way to write into the pool by itself."""
         self._cut_off[epoch] = None
         if len(self._cut_off) > MAX_CUT_OFF:
             self._cut_off.popitem(last=False)
@@ -92,7 +94,7 @@ class KnownPeers:
         return epoch in self._cut_off
 
     def expect(self, epoch: Epoch, until_s: float) -> None:
-        """Expects the peer to connect until then, unless it has come by a transport that needs no polling."""
+        """Expects the peer to connect by `until_s`, unless it has connected over a transport that needs no polling."""
         if epoch not in self._announcing:
             self._awaited[epoch] = until_s
 
@@ -101,17 +103,17 @@ class KnownPeers:
         self._awaited.pop(epoch, None)
 
     def announces(self, epoch: Epoch) -> bool:
-        """Returns whether the peer's pages are reported without polling, as far as is known."""
+        """Returns whether the peer's pages are known to be reported without polling."""
         return epoch in self._announcing
 
     def has_announced(self, epoch: Epoch) -> None:
-        """Notes that pages of the peer were reported without polling; those that follow will be."""
+        """Records that the peer's pages are reported without polling from now on."""
         if epoch in self._heads:
             self._awaited.pop(epoch, None)
             self._announcing.add(epoch)
 
     def has_left(self, epoch: Epoch, until_s: float) -> None:
-        """Notes the end of a peer's connection: until then it may come back by any transport."""
+        """Records the end of a peer's connection. Until `until_s` it may reconnect over any transport."""
         self._announcing.discard(epoch)
         if epoch in self._heads:
             self._awaited[epoch] = until_s

@@ -1,14 +1,15 @@
-"""The receiving end of KV transfers: which pages may be written, what has landed, which peer is lost.
+"""The receiving end of KV transfers: decides which pages may be written, and reports what has landed and which peers
+are lost.
 
-Sits between a worker's loop, which opens and closes transfers, and the transports. Owns the table of open transfers.
-It never touches the page pool's bookkeeping, so it fences nothing: the caller fences pages before `open` and lifts the
-fence when `close` has returned *and* the sender has said that it is over, or is known dead
+It is between a worker's loop, which opens and closes transfers, and the transports, and owns the table of open
+transfers. It never touches the page pool's bookkeeping and so fences nothing: the caller fences pages before `open`,
+and lifts the fence when `close` has returned *and* the sender has said that it is over, or is known to be dead
 (session/transfer_session.py).
 
-One thread. It sleeps while nothing is open. For transports that must be polled, it polls only while transfers are
-open, a peer is about to connect, or fences wait for stray writes. Transports land pages from threads of their own. One
+It has one thread, which sleeps while nothing is open. The thread polls transports that need it only while transfers are
+open, a peer is about to connect, or fences wait for stray writes. Transports land pages from their own threads. One
 lock guards what all threads share: the open transfers (arrival_table.py), the peers (known_peers.py), the waiting
-fences, and the events for the thread. Callbacks are called without it.
+fences, and the events for the thread. Callbacks run without the lock.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from penstock.config import TransferConfig
 from penstock.errors import TransferError
 from penstock.types import Epoch, PageId, TransferKey, WorkerId
 
-FASTEST_POLL_S = 0.00005  # just after an arrival
-SLOWEST_POLL_S = 0.0002  # between a prefill's chunks; a write shows at the second poll (docs/lab-notes/)
+FASTEST_POLL_S = 0.00005  # pause just after an arrival
+SLOWEST_POLL_S = 0.0002  # pause between chunks; the second poll shows a write (docs/lab-notes/)
 JOIN_TIMEOUT_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -52,13 +53,15 @@ class ReceiverStats:
     """Counters since the start."""
 
     num_pages: int = 0
-    num_late_arrivals: int = 0  # ignored: not open, out of range, or landed before
+    num_late_arrivals: int = 0  # ignored arrivals: not open, out of range, or landed before
     num_lost_peers: int = 0
     num_failures: int = 0
 
 
 class TransferReceiver:
-    """Is safe from any thread. Callbacks run on threads of the receiver and its transports, and must not block."""
+    """Receives one rank's transfers. Thread-safe. Callbacks run on threads of the receiver and its transports, and must
+    not block.
+    """
 
     def __init__(
         self,
@@ -95,14 +98,15 @@ class TransferReceiver:
         return [transport.name for transport in self._transports]
 
     def offer(self, peer_worker_id: WorkerId, peer_epoch: Epoch, heads: range | None = None) -> bytes:
-        """Returns what that incarnation needs to push here; it sends only `heads` of each page, if given. Of several
-        incarnations of a worker, those offered to last stay known. Raises TransferError."""
+        """Returns what an incarnation needs to push here; it sends only `heads` of each page, if given. Only the most
+        recently offered incarnations of a worker stay known. Raises TransferError.
+        """
         peer = Peer(peer_worker_id, peer_epoch)
         share = heads if heads != self._layout.heads else None
         with self._lock:
             surplus = self._peers.admit(peer, share)
             cut_off = self._peers.is_cut_off(peer_epoch)
-            # Under the lock, so that no offer gets past `cut_off`.
+            # Under the lock, so that no offer bypasses `cut_off`.
             details = tuple(
                 (transport.name, transport.offer(peer))
                 for transport in self._transports
@@ -122,10 +126,11 @@ class TransferReceiver:
         return Offer(self._epoch, self._layout, self._pages.num_pages, details, wanted).encode()
 
     def open(self, key: TransferKey, pages: Sequence[PageId], timeout_s: float | None = None) -> None:
-        """Lets the transfer write `pages`, which the caller has fenced; index i of an arrival is pages[i].
+        """Lets the transfer write `pages`, which the caller has fenced; index i of an arrival means pages[i].
 
-        The transfer fails when no page comes for `timeout_s`, by default the configured time-out; `math.inf` if the
-        caller itself watches the sender. Raises TransferError for another epoch or an open key."""
+        The transfer fails when no page comes for `timeout_s`, by default the configured time-out; pass `math.inf` if
+        the caller watches the sender itself. Raises TransferError for another epoch or an open key.
+        """
         if key.receiver_epoch != self._epoch:
             raise TransferError(
                 f"transfer {key.transfer_id}: receiver epoch {key.receiver_epoch}, this is {self._epoch}"
@@ -137,7 +142,8 @@ class TransferReceiver:
 
     def close(self, key: TransferKey) -> None:
         """Starts no further callback of the transfer, and lets no staging transport write its pages. A peer that writes
-        on its own still may, until it says that it is over. Blocks while a copy into the pages runs. Idempotent."""
+        by itself may go on until it says that it is over. Blocks while a copy into the pages runs. Idempotent.
+        """
         with self._lock:
             transfer = self._open.close(key)
         if transfer is not None:
@@ -145,11 +151,11 @@ class TransferReceiver:
                 transfer.closed = True
 
     def after_stray_writes(self, then: Callable[[], None]) -> None:
-        """Calls `then`, from any thread, once no write of a sender that is already over can reach the pool any more.
+        """Calls `then`, on any thread, once no write of senders that are already over can reach the pool any more.
 
-        That is at once, except over RDMA: packets may still be in the fabric, and where the device memory is out of the
-        NIC's reach this end's polling copies what has arrived. There `then` waits until polling has gone on for as long
-        as a packet lives.
+        That is at once except over RDMA, where packets may still be in the fabric, and where this end's polling copies
+        what has arrived if the NIC cannot reach device memory. In that case `then` is called after polling for the
+        lifetime of a packet.
         """
         with self._lock:
             if self._stray_s and not self._stopping:
@@ -159,11 +165,11 @@ class TransferReceiver:
         guarded(then)
 
     def checksums(self, pages: Sequence[PageId], heads: range) -> list[int]:
-        """Returns the checksums of those heads of some pages of the pool. Blocks."""
+        """Returns the checksums of `heads` in some pages of the pool. Blocks."""
         return row_checksums(self._pages.tensor, pages, page_rows(self._layout, heads))
 
     def forget(self, epoch: Epoch) -> None:
-        """Fails what an incarnation has open and ends its connections. It may write on, as `cut_off` says."""
+        """Fails an incarnation's open transfers and ends its connections. It may continue to write; see `cut_off`."""
         with self._lock:
             peer = self._peers.find(epoch)
             if peer is None:
@@ -174,17 +180,19 @@ class TransferReceiver:
         self._fail_all(peer, TransferError(f"{peer.worker_id} (epoch {peer.epoch}) is gone"))
 
     def cut_off(self, epoch: Epoch) -> bool:
-        """Gives the incarnation no new way to write into the pool on its own. Returns whether it has none: nothing of
-        its transfers is written then once they are closed here. It may still connect by two-sided transports."""
+        """Gives the incarnation no new way to write into the pool by itself. Returns whether it has none left: then
+        nothing of its transfers is written once they are closed here. It may still connect over two-sided transports.
+        """
         with self._lock:
             self._peers.cut_off(epoch)
             answers = [transport.cut_off(epoch) for transport in self._transports]
         return all(answers)
 
     def tear_down(self, epoch: Epoch) -> bool:
-        """Forgets an incarnation whose machine is known to be dead, and takes from it the ways that `cut_off` leaves
-        open; where that is RDMA, every peer must connect again. Returns what `cut_off` then does. Blocks. Raises
-        TransferError if the memory cannot be withdrawn."""
+        """Forgets an incarnation whose machine is known to be dead, and removes the ways that `cut_off` leaves open;
+        over RDMA every peer must then reconnect. Returns the result of `cut_off` after that. Blocks. Raises
+        TransferError if the memory cannot be withdrawn.
+        """
         self.forget(epoch)
         self.cut_off(epoch)
         for transport in self._transports:
@@ -193,7 +201,7 @@ class TransferReceiver:
         return self.cut_off(epoch)
 
     def shutdown(self) -> None:
-        """Closes every transport and stops callbacks. Blocks until the thread has ended, for a few seconds at most."""
+        """Closes every transport and stops callbacks. Blocks until the thread has ended, for at most a few seconds."""
         with self._lock:
             self._stopping = True
             self._lock.notify()
@@ -207,7 +215,7 @@ class TransferReceiver:
         for transport in self._transports:
             transport.close()
 
-    # `transport.Landing`: called by transports from threads of their own.
+    # `transport.Landing`: called by transports from their own threads.
 
     def land(self, arrival: Arrival, staged: PageBuffer, rows: PageRows) -> bool:
         part_bytes = self._pages.page_bytes // rows.num_in_page * rows.num_in_part
@@ -223,7 +231,7 @@ class TransferReceiver:
             if transfer.closed or transfer.failed:
                 self._ignore(arrival)
                 return False
-            # A duplicate may come after the fence was lifted for pages that have all landed: it must write nothing.
+            # A duplicate may come after all pages have landed and the fence was lifted; it must write nothing.
             fresh = transfer.fresh(arrival)
             offsets = [PageId(index - arrival.first_index) for index in fresh]
             into = [transfer.pages[index] for index in fresh]
@@ -249,7 +257,7 @@ class TransferReceiver:
         guarded(lambda: self._arrived(arrival))
 
     def lost(self, peer: Peer, error: TransferError) -> None:
-        log.info("%s", error)  # transfers that fail by it carry the error
+        log.info("%s", error)  # the failed transfers carry the error
         with self._lock:
             self.stats.num_lost_peers += 1
             if self._polled:
@@ -278,7 +286,7 @@ class TransferReceiver:
             self._call_settled(now_s)
 
     def _call_settled(self, now_s: float) -> None:
-        """Calls what was due at `now_s`, before the last poll began."""
+        """Calls the callbacks that were due at `now_s`, before the last poll began."""
         with self._lock:
             due = [then for due_s, then in self._settling if due_s <= now_s]
             self._settling = [entry for entry in self._settling if entry[0] > now_s]
@@ -288,13 +296,13 @@ class TransferReceiver:
     def _must_poll(self, now_s: float) -> bool:
         if not self._polled:
             return False
-        # A transfer counts until the caller closes it: a sender cannot finish its last push if nobody polls here.
-        # Nor does one whose pages another transport reports.
+        # A transfer counts until the caller closes it, as a sender cannot finish its last push unless this end polls.
+        # Transfers whose pages are reported without polling do not count.
         is_open = any(not self._peers.announces(epoch) for epoch in self._open.senders())
         return self._peers.any_expected(now_s) or is_open or bool(self._settling)
 
     def _pause_s(self, now_s: float) -> float | None:
-        """Returns how long the thread may sleep unless it is woken; None for ever."""
+        """Returns how long the thread may sleep unless it is woken; None means forever."""
         if not self._must_poll(now_s):
             next_s = self._open.next_due_s()
             return None if math.isinf(next_s) else max(0.0, next_s - now_s)
@@ -311,13 +319,13 @@ class TransferReceiver:
             self._arrived(arrival)
 
     def _arrived(self, arrival: Arrival) -> None:
-        """Records and reports pages that the peer has written on its own."""
+        """Records and reports pages that the peer has written by itself."""
         with self._lock:
             self._open.arrive(arrival, time.monotonic())
         self._report(arrival)
 
     def _report(self, arrival: Arrival) -> None:
-        """Calls `on_arrival`, unless the transfer was closed meanwhile."""
+        """Calls `on_arrival` unless the transfer has been closed."""
         with self._lock:
             if known := self._open.find(arrival) is not None:
                 self.stats.num_pages += arrival.num_pages
@@ -340,7 +348,9 @@ class TransferReceiver:
             self._post(lambda transfer=transfer: self._fail(transfer, error))  # type: ignore[misc]
 
     def _fail(self, transfer: TransferArrivals, error: TransferError) -> None:
-        """Reports a failure once a transfer. It stays open until the caller closes it; nothing more is written."""
+        """Reports a failure once per transfer. The transfer stays open until the caller closes it; nothing more is
+        written.
+        """
         with self._lock:
             if not self._open.fail(transfer):
                 return

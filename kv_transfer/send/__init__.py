@@ -1,5 +1,5 @@
 """The sending end of one rank: `TransferSender`, its links to receivers, and the queue of pushes for each.
 
-Owners open a transfer, push pages as they are computed, and hear when it is over. It must not know the page pool's
-bookkeeping, ranks other than its own, or any transport by name.
+Owners open a transfer, push pages as they are computed, and are notified when it is over. It must not know the page
+pool's bookkeeping, other ranks, or any transport by name.
 """

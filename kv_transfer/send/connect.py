@@ -1,6 +1,7 @@
-"""Connects to one receiver incarnation: over its favourite transport first, over the next one when that fails.
+"""Connects to one receiver incarnation, over its preferred transport first and over the next one if that fails.
 
-Blocks, so the sender runs it in a thread of its own for each new receiver: a frozen one delays nobody else.
+Connecting blocks, so the sender runs it in a separate thread for each new receiver, and a frozen receiver delays no
+other.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ log = logging.getLogger(__name__)
 
 
 class RowLink:
-    """A `TransportLink` that takes pages, over one that takes rows: for a sending rank that holds a part of each of the
-    receiver's pages. What it announces counts in pages."""
+    """A `TransportLink` that takes pages, on top of one that takes rows, for a sending rank that holds a part of each
+    of the receiver's pages. Its announcements count pages.
+    """
 
     takes_layer_groups = gains_from_layer_groups = False
 
@@ -56,8 +58,9 @@ class RowLink:
 
 
 def common_transports(offer: Offer, transports: Mapping[str, SendingTransport]) -> list[str]:
-    """Returns the names of the transports that reach the receiver from here, in its order of preference. Raises
-    TransferError if there are none."""
+    """Returns the names of the transports that reach the receiver from here, in the receiver's order. Raises
+    TransferError if there are none.
+    """
     names = [name for name, details in offer.transports if name in transports and transports[name].suits(details)]
     if not names:
         offered = [name for name, _ in offer.transports]

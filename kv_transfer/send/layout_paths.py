@@ -1,8 +1,8 @@
 """The transports that reach receivers of one page layout: over the pool itself, or over a staging buffer.
 
-Sits between the sender and the transports. A transport serves one buffer of pages and knows of no layout. So receivers
-whose pages equal ours share the transports over the pool; every other layout gets a path of its own, with a staging
-buffer and transports over it, opened when its first receiver comes.
+It is between the sender and the transports. A transport serves one buffer of pages and knows no layout. So receivers
+whose pages equal ours share the transports over the pool; every other layout gets its own path, with a staging buffer
+and transports over it, opened for its first receiver.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.config import TransferConfig
 from penstock.errors import TransferError
 from penstock.types import Epoch, PageId
 
-MAX_STAGED_PATHS = 4  # layouts other than ours at a time: bounds the memory for staging
+MAX_STAGED_PATHS = 4  # limit of layouts other than ours, to bound the memory for staging
 
 
 class LayoutPath:
@@ -32,7 +32,7 @@ class LayoutPath:
         self, plan: ReshardPlan, pool: torch.Tensor, config: TransferConfig, epoch: Epoch, wake: Callable[[], None]
     ) -> None:
         self.plan = plan
-        self.rows: PageRows = page_rows(plan.page, plan.target.heads)  # of a page, that the transports move
+        self.rows: PageRows = page_rows(plan.page, plan.target.heads)  # rows of a page that the transports move
         self._pool = pool
         self._config = config
         self._epoch = epoch
@@ -44,12 +44,13 @@ class LayoutPath:
 
     @property
     def staging(self) -> Staging | None:
-        """The buffer of repacked pages; None if these receivers take ours as they are."""
+        """The buffer of repacked pages; None if these receivers take our pages unchanged."""
         return self._staging
 
     def transports(self) -> Mapping[str, SendingTransport]:
-        """Returns the transports by name, and opens them on the first call, which blocks. Safe from any thread. Raises
-        TransferError, ConfigError."""
+        """Returns the transports by name. The first call opens them and blocks. Thread-safe. Raises TransferError and
+        ConfigError.
+        """
         with self._lock:
             if self._problem is not None:
                 raise TransferError(self._problem.message)
@@ -66,9 +67,9 @@ class LayoutPath:
     def sources(
         self, tokens: range, src_pages: Sequence[PageId], num_pages: int
     ) -> Sequence[PageId] | Sequence[PageSlices]:
-        """Returns what makes the receiver's next `num_pages` pages. They hold `tokens`, and `src_pages` are the
-        sequence's pages from its first one on; without tokens they are `src_pages` as they are. Raises
-        TransferError."""
+        """Returns the sources of the receiver's next `num_pages` pages, which hold `tokens`; `src_pages` are then the
+        sequence's pages from the first. Without tokens they are `src_pages` unchanged. Raises TransferError.
+        """
         size = self.plan.target.page_size
         if not tokens:
             if not self.plan.whole_pages:
@@ -89,7 +90,7 @@ class LayoutPath:
 
 
 class LayoutPaths:
-    """All paths of a sender, by plan. The sender's thread alone uses it, except `own`."""
+    """All paths of a sender by plan. Only the sender's thread uses it, except for `own`."""
 
     def __init__(
         self, layout: KVLayout, pool: torch.Tensor, config: TransferConfig, epoch: Epoch, wake: Callable[[], None]
@@ -102,7 +103,8 @@ class LayoutPaths:
 
     def find(self, plan: ReshardPlan, in_use: Collection[LayoutPath]) -> tuple[LayoutPath, list[SendingTransport]]:
         """Returns the path for a plan, and the transports of an unused path that it displaces, which the caller must
-        close. If every path is in use, the returned path raises on use."""
+        close. If every path is in use, the returned path raises when used.
+        """
         if plan.whole_pages and plan.fills_pages:
             return self.own, []
         if (known := self._staged.get(plan)) is not None:

@@ -1,7 +1,7 @@
 """A sender's links, one for each receiver incarnation: connects them, moves pages over them, reports what is over.
 
-Sits between the sender (sender.py), whose thread alone calls it, and the transports. Owns the receivers with their
-queues, and the paths that lead to them; needs no lock. A thread of its own connects each receiver: it reads only the
+It is between the sender (sender.py) and the transports. It owns the receivers with their queues, and the paths to them.
+Only the sender's thread calls it, so it needs no lock. A separate thread connects each receiver: it reads only the
 offer and the path, which do not change, and posts the result to the sender's thread.
 """
 
@@ -25,25 +25,25 @@ from penstock.config import TransferConfig
 from penstock.errors import TransferError
 from penstock.types import Epoch, Lane, PageId, TransferKey
 
-FASTEST_POLL_S = 0.00002  # just after a push began or ended, on a transport that must be polled
-SLOWEST_POLL_S = 0.0002  # while one is in flight
-IDLE_LINK_S = 300.0  # a link without transfers is closed after it; connecting again is cheap
-LAYER_GROUPS = (
-    4  # only the last quarter of a chunk's transfer follows its computation, at the price of three more pushes
-)
+FASTEST_POLL_S = 0.00002  # pause just after a push began or ended, on a polled transport
+SLOWEST_POLL_S = 0.0002  # longest pause while a push is in flight
+IDLE_LINK_S = 300.0  # an idle link is closed after this long, as reconnecting is cheap
+LAYER_GROUPS = 4  # three more pushes leave only a quarter of a chunk's transfer after its computation
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class SenderStats:
-    """Counters since the start, kept by the sender's thread; `num_groups_ahead` by callers, under the sender's lock."""
+    """Counters since the start. The sender's thread keeps them, but callers count `num_groups_ahead` under the sender's
+    lock.
+    """
 
     num_pages: int = 0
     num_bytes: int = 0
     num_groups_ahead: int = 0  # pushes of a layer group before the last one
     num_connects: int = 0
-    num_fallbacks: int = 0  # transports that failed to connect, so that the next one was tried
+    num_fallbacks: int = 0  # transports that failed to connect
     num_failures: int = 0  # transfers
 
 
@@ -58,7 +58,9 @@ class _Receiver:
 
 
 class ReceiverLinks:
-    """The sender's thread alone uses it, and all callbacks run there, except `post`: connecting threads call it."""
+    """Owns the links. Only the sender's thread uses it, and all callbacks run there except `post`, for connecting
+    threads.
+    """
 
     def __init__(
         self,
@@ -71,9 +73,10 @@ class ReceiverLinks:
         on_failure: Callable[[TransferKey, TransferError], None],
         on_over: Callable[[TransferKey], None],
     ) -> None:
-        """`post` has the sender's thread run a function, or returns False if the thread is ending. `on_layer_groups`
-        reports into how many groups of layers it pays to cut pushes to a receiver: 1 once its link is gone. `on_over`
-        comes once for each transfer, after its `on_failure` if there is one (sender.py)."""
+        """`post` makes the sender's thread run a function, or returns False if the thread is ending. `on_layer_groups`
+        reports into how many groups of layers pushes to a receiver should be cut: 1 once its link is gone. `on_over` is
+        called once for each transfer, after its `on_failure` if there is one (sender.py).
+        """
         self._paths = paths
         self._transports = paths.own.transports()
         self._num_layers = num_layers
@@ -87,7 +90,7 @@ class ReceiverLinks:
         self._reported: set[TransferKey] = set()  # transfers whose failure has been reported
 
     def open(self, key: TransferKey, offer: Offer, plan: ReshardPlan, lane: Lane) -> None:
-        """Opens a transfer, and starts to connect if there is no link yet."""
+        """Opens a transfer and starts to connect if there is no link yet."""
         receiver = self._receivers.get(offer.receiver_epoch)
         if receiver is None:
             path, unused = self._paths.find(plan, [other.path for other in self._receivers.values()])
@@ -135,12 +138,12 @@ class ReceiverLinks:
             found[1].aborted = True
 
     def advance(self) -> None:
-        """Collects pushes that have ended, starts those that may start, reports transfers that are over."""
+        """Collects pushes that have ended, starts those that may start, and reports transfers that are over."""
         for receiver in list(self._receivers.values()):
             guarded(partial(self._advance, receiver, time.monotonic()))
 
     def pause_s(self, now_s: float) -> float | None:
-        """Returns how long the sender's thread may sleep unless it is woken; None for ever."""
+        """Returns how long the sender's thread may sleep unless it is woken; None means forever."""
         pauses: list[float] = []
         for receiver in self._receivers.values():
             if receiver.queue.waits_for_polling:
@@ -159,7 +162,7 @@ class ReceiverLinks:
         self._close_transports(self._paths.close())
 
     def _connect(self, receiver: _Receiver) -> None:
-        """Runs in a thread of its own, for at most connect_timeout_s per transport."""
+        """Connects one receiver. Runs in its own thread, for at most connect_timeout_s per transport."""
         result: tuple[str, TransportLink, int] | TransferError
         try:
             result = connect(receiver.offer, receiver.path.transports(), receiver.path.rows)
@@ -184,7 +187,7 @@ class ReceiverLinks:
         self._on_layer_groups(receiver.offer.receiver_epoch, self._choose_layer_groups(receiver, link))
 
     def _choose_layer_groups(self, receiver: _Receiver, link: TransportLink) -> int:
-        """Returns the largest number of groups, up to the wanted one, that cuts this layout's layers evenly."""
+        """Returns the largest number of groups, up to the desired one, that divides this layout's layers evenly."""
         wanted = self._config.layer_groups or (LAYER_GROUPS if link.gains_from_layer_groups else 1)
         if not link.takes_layer_groups or not receiver.path.plan.whole_pages:
             return 1
@@ -200,7 +203,7 @@ class ReceiverLinks:
         try:
             queue.reap(now_s)
             while queue.post(now_s):
-                queue.reap(now_s)  # a write has often ended when the call that posts it returns
+                queue.reap(now_s)  # a write has often ended by the time the call that posts it returns
             if queue.stalled(now_s, self._config.timeout_s):
                 raise TransferError(
                     f"receiver epoch {receiver.offer.receiver_epoch}: no push ended for {self._config.timeout_s} s"
@@ -208,7 +211,7 @@ class ReceiverLinks:
         except TransferError as error:
             self._drop(receiver, error)
             return
-        except Exception as error:  # a transport's fault must not end the thread that serves every transfer
+        except Exception as error:  # an error in a transport must not end the thread that serves all transfers
             log.exception("a link failed")
             self._drop(receiver, TransferError(f"receiver epoch {receiver.offer.receiver_epoch}: {error!r}"))
             return
@@ -229,7 +232,7 @@ class ReceiverLinks:
         self._report(queue)
 
     def _report(self, queue: SendQueue) -> None:
-        """Reports to the owner which transfers failed, and which are over."""
+        """Reports to the owner which transfers have failed and which are over."""
         self._stats.num_pages += queue.num_pages_sent
         self._stats.num_bytes += queue.num_pages_sent * queue.page_bytes
         queue.num_pages_sent = 0

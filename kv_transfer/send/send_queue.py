@@ -1,11 +1,11 @@
 """Queues the pushes to one receiver incarnation, keeps those in flight, and decides when each transfer is over.
 
-Pages of interactive requests go before standard ones and bulk goes last; waiting pushes age in bytes sent
-(penstock/scheduling/lane_order.py), so no lane starves another. Bulk fills only a part of the link, because a posted
-push cannot be overtaken.
+Pages of interactive requests go before standard ones, and bulk goes last; waiting pushes age in bytes sent
+(penstock/scheduling/lane_order.py), so no lane starves another. Bulk fills only part of the link, because a posted push
+cannot be overtaken.
 
-The sender's thread alone uses it. It owns no thread, no lock and no clock. Invariant: a transfer is `over` exactly
-once, after its last push has ended one way or the other.
+Only the sender's thread uses it. It owns no thread, lock or clock. Invariant: a transfer is `over` exactly once, after
+its last push has ended in success or failure.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from penstock.errors import TransferError
 from penstock.scheduling.lane_order import LaneOrder
 from penstock.types import Lane, PageId, TransferKey
 
-MAX_INFLIGHT_BYTES = 64 << 20  # in flight on a link of common speed; the rest waits here, as page numbers only
-MAX_BULK_BYTES = 16 << 20  # in flight when a bulk push starts: enough to keep a link busy, and soon over
-# Bytes of later arrivals that may overtake a push of this lane: for bulk, a second or so of a common link.
+MAX_INFLIGHT_BYTES = 64 << 20  # in flight on a typical link; the rest waits here, only as page numbers
+MAX_BULK_BYTES = 16 << 20  # most in flight when a bulk push starts: enough to keep a link busy
+# Bytes of later arrivals that may overtake a push of this lane: for bulk, about a second of a typical link.
 HANDICAP_BYTES = {Lane.INTERACTIVE: 0, Lane.STANDARD: 128 << 20, Lane.BULK: 1 << 30}
 
 
 class ReadyEvent(Protocol):
-    """Says when the pages of a push are complete in memory, as a torch.cuda.Event does."""
+    """Shows when the pages of a push are complete in memory, like a torch.cuda.Event."""
 
     def query(self) -> bool: ...
 
@@ -60,37 +60,37 @@ class QueuedPush:
 
     transfer: OutgoingTransfer
     first_index: int
-    src_pages: Sequence[PageId] | Sequence[PageSlices]  # slices that make each page, where it must be staged
+    src_pages: Sequence[PageId] | Sequence[PageSlices]  # the slices of each page if it must be staged
     dst_pages: Sequence[PageId]
     ready: ReadyEvent | None
     layer_group: LayerGroup = ALL_LAYERS
-    order: tuple[float, int] = (0.0, 0)  # pushes wait in this order: of their lane, then of arrival
+    order: tuple[float, int] = (0.0, 0)  # pushes are ordered by lane rank, then by arrival
 
 
 @dataclass(slots=True)
 class _Flight:
     transfer: OutgoingTransfer
     push: PushHandle
-    pages: Sequence[PageId]  # of the pool, or staged
+    pages: Sequence[PageId]  # pages of the pool or staged pages
     layer_group: LayerGroup
 
 
 @dataclass(slots=True)
 class SendQueue:
-    page_bytes: int  # of the receiver's pages
+    page_bytes: int  # size of the receiver's pages
     link: TransportLink | None = None
-    staging: Staging | None = None  # where the receiver's layout is not ours
+    staging: Staging | None = None  # set if the receiver's layout differs from ours
     transfers: dict[TransferKey, OutgoingTransfer] = field(default_factory=dict)
     last_progress_s: float = 0.0
     num_pages_sent: int = 0
-    _queue: list[QueuedPush] = field(default_factory=list)  # by `order`
-    _num_queued: int = 0  # since the start
+    _queue: list[QueuedPush] = field(default_factory=list)  # sorted by `order`
+    _num_queued: int = 0  # pushes queued since the start
     _aging: LaneOrder = field(default_factory=lambda: LaneOrder(HANDICAP_BYTES))
     _in_flight: deque[_Flight] = field(default_factory=deque)
     _bytes_in_flight: int = 0
 
     def connect(self, link: TransportLink, staging: Staging | None) -> None:
-        """Lets pushes start. `staging` is needed where the receiver's layout is not ours."""
+        """Lets pushes start. `staging` is needed if the receiver's layout differs from ours."""
         self.link, self.staging = link, staging
 
     @property
@@ -107,7 +107,7 @@ class SendQueue:
         return self.link.max_push_bytes if self.link is not None and self.staging is None else MAX_PUSH_BYTES
 
     def add(self, queued: QueuedPush) -> None:
-        """Queues a push, cut to what a link takes at once. Within a transfer pushes keep their order."""
+        """Queues a push, cut to the size that a link takes at once. Pushes of a transfer keep their order."""
         step = max(1, self._max_push_bytes // self.page_bytes)
         for start in range(0, len(queued.src_pages), step):
             self._num_queued += 1
@@ -150,11 +150,11 @@ class SendQueue:
         return started
 
     def _next_ready(self) -> QueuedPush | None:
-        """Returns the first push that there is room for and whose pages are complete."""
+        """Returns the first push whose pages are complete and that there is room for."""
         scale = self._max_push_bytes // MAX_PUSH_BYTES
         if self._bytes_in_flight >= MAX_INFLIGHT_BYTES * scale:
             return None
-        not_ready = self._num_queued + 1  # chunks complete in the order in which they were queued
+        not_ready = self._num_queued + 1  # chunks complete in queueing order
         for queued in self._queue:
             if queued.transfer.lane is Lane.BULK and self._bytes_in_flight >= MAX_BULK_BYTES * scale:
                 continue
@@ -164,7 +164,7 @@ class SendQueue:
         return None
 
     def _stage(self, queued: QueuedPush) -> Sequence[PageId] | None:
-        """Returns the pages to push; None if they must be staged and there is no room now."""
+        """Returns the pages to push; None if they must be staged but there is no room now."""
         if self.staging is None:
             return cast(Sequence[PageId], queued.src_pages)
         num_held = self._bytes_in_flight // self.page_bytes
@@ -199,7 +199,7 @@ class SendQueue:
         return self.busy and now_s - self.last_progress_s > timeout_s
 
     def fail(self, error: TransferError) -> None:
-        """Ends every transfer, with nothing in flight: the link is closed, or could not be opened."""
+        """Ends every transfer. Nothing is in flight, as the link is closed or could not be opened."""
         for transfer in self.transfers.values():
             transfer.error = transfer.error or error
             transfer.num_unfinished = 0

@@ -1,15 +1,16 @@
-"""The sending end of KV transfers: pushes pages as chunks complete, and says when a transfer is over.
+"""The sending end of KV transfers: pushes pages as chunks complete, and reports when a transfer is over.
 
-Sits between a worker's loop, which opens transfers and hands in pages, and the links to receivers (receiver_links.py).
-Owns the set of open transfers and the commands for its thread. It never touches the page pool's bookkeeping: the
-caller keeps source pages until `on_done`. What a transfer moves is named in tokens, so the receiver's pages may be of
-another size or hold a share of the heads; such pages are staged in its layout as they go out (layout/staging.py).
+It is between a worker's loop, which opens transfers and hands in pages, and the links to receivers (receiver_links.py).
+It owns the set of open transfers and the commands for its thread. It never touches the page pool's bookkeeping: the
+caller keeps source pages until `on_done`. Transfers are described in tokens, so the receiver's pages may have another
+size or hold a share of the heads; such pages are staged in the receiver's layout before they are sent
+(layout/staging.py).
 
 Every open transfer ends with exactly one `on_done(key)`, after at most one `on_failure(key, error)`. `on_done` means
 that nothing of the transfer is read or written any more: only then may source pages be released and the receiver be
 notified that the transfer is closed. It follows a failure at once, or after the pushes that were in flight.
 
-One thread, asleep while nothing is in flight, alone uses the links; each connection is made in a thread of its own.
+Only one thread, which sleeps while nothing is in flight, uses the links; each connection is made in a separate thread.
 One lock guards what callers share with the thread: the commands, the open transfers, the numbers of layer groups, and
 the flags to wake and stop.
 """
@@ -47,7 +48,7 @@ OnFailure = Callable[[TransferKey, TransferError], None]
 
 
 class TransferSender:
-    """Is safe from any thread. Callbacks run on the sender's own thread and must not block."""
+    """Sends one rank's transfers. Thread-safe. Callbacks run on the sender's own thread and must not block."""
 
     def __init__(
         self,
@@ -68,12 +69,12 @@ class TransferSender:
         self._commands: deque[Callable[[], None]] = deque()
         self._woken = False
         self._stopping = False
-        self._open: dict[TransferKey, ReshardPlan] = {}  # until their on_done
-        self._num_layer_groups: dict[Epoch, int] = {}  # of linked receivers, where more than 1
+        self._open: dict[TransferKey, ReshardPlan] = {}  # open until their on_done
+        self._num_layer_groups: dict[Epoch, int] = {}  # of linked receivers, if more than 1
         self.stats = SenderStats()
         paths = LayoutPaths(layout, pool, config, epoch, self._wake)
         self._transports = paths.own.transports()
-        self._links = ReceiverLinks(  # used by the thread alone
+        self._links = ReceiverLinks(  # used only by the thread
             paths, len(layout.layers), config, self.stats, self._post, self._keep_layer_groups, on_failure, self._over
         )
         self._thread = threading.Thread(target=self._run, name="kv-sender", daemon=True)
@@ -84,9 +85,10 @@ class TransferSender:
         return list(self._transports)
 
     def open(self, key: TransferKey, offer: bytes, lane: Lane = Lane.STANDARD) -> ReshardPlan:
-        """Opens a transfer to whoever made the offer, and starts to connect if there is no link yet. Returns how this
-        pool's pages become the receiver's. Raises TransferRefused if they cannot, and TransferError for an unusable
-        offer; the transfer is then not open and no callback comes."""
+        """Opens a transfer to the receiver that made the offer, and starts to connect if there is no link yet. Returns
+        how this pool's pages become the receiver's. Raises TransferRefused if they cannot, and TransferError for an
+        unusable offer; then the transfer is not open and no callback follows.
+        """
         parsed = parse_offer(offer)
         plan = plan_reshard(self._layout, parsed.layout, range(*parsed.heads) if parsed.heads else None)
         common_transports(parsed, self._transports)
@@ -109,7 +111,8 @@ class TransferSender:
     ) -> None:
         """Moves src_pages[i] of this pool to dst_pages[i] of the receiver: the transfer's pages from `first_index` on.
         Pushes of a key start in order. Has no effect on a transfer that has failed or is not open. Fails a transfer to
-        a receiver of another layout, which needs `push_tokens`."""
+        a receiver with another layout, which needs `push_tokens`.
+        """
         if len(src_pages) != len(dst_pages) or not src_pages or first_index < 0:
             raise ValueError(f"push of {len(src_pages)} pages to {len(dst_pages)} at index {first_index}")
         self._check_pages(src_pages, dst_pages)
@@ -126,8 +129,9 @@ class TransferSender:
     ) -> None:
         """Moves the KV of `tokens` into `dst_pages` of the receiver, whatever the size of its pages. `tokens` starts at
         one of its page boundaries; only the last page may be partly filled. `src_pages` are the sequence's pages here,
-        from its first token on. Where `num_layer_groups` allows it, the layers of these pages may be pushed group by
-        group, the last group last. Otherwise as `push`."""
+        from its first token on. If `num_layer_groups` allows it, the layers of these pages may be pushed group by
+        group, the last group last. Otherwise it works like `push`.
+        """
         if not tokens or tokens.start < 0 or not dst_pages or first_index < 0:
             raise ValueError(f"push of {tokens} to {len(dst_pages)} pages at index {first_index}")
         if tokens.stop > len(src_pages) * self._layout.page_size:
@@ -136,8 +140,9 @@ class TransferSender:
         self._submit_push(key, first_index, tokens, src_pages, dst_pages, layer_group)
 
     def num_layer_groups(self, key: TransferKey) -> int:
-        """Returns into how many groups of layers it pays to cut pushes, each pushed once it is written; 1 for whole
-        pages."""
+        """Returns into how many groups of layers pushes should be cut, each pushed once it is written; 1 means whole
+        pages.
+        """
         with self._lock:
             return self._num_layer_groups.get(key.receiver_epoch, 1)
 
@@ -154,9 +159,9 @@ class TransferSender:
         dst_pages: Sequence[PageId],
         layer_group: LayerGroup = ALL_LAYERS,
     ) -> None:
-        """`tokens` is empty where `src_pages` are the pages to be moved instead of the sequence's."""
+        """Submits a push. `tokens` is empty if `src_pages` are the pages to move rather than the sequence's pages."""
         ready: ReadyEvent | None = None
-        if self._pages.is_cuda:  # the pages are complete once the caller's stream has come this far
+        if self._pages.is_cuda:  # the pages are complete once the caller's stream reaches this point
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self._pages.device))  # the caller may have another current device
         with self._lock:
@@ -167,23 +172,25 @@ class TransferSender:
             self._submit(push)
 
     def finish(self, key: TransferKey) -> None:
-        """Announces that no more pushes will come: on_done(key) follows once every push is complete."""
+        """Announces that no more pushes will come; on_done(key) follows once every push is complete."""
         with self._lock:
             self._submit(partial(self._links.finish, key))
 
     def abort(self, key: TransferKey) -> None:
-        """Starts no further push: on_done(key) follows once nothing of the transfer can be written any more."""
+        """Starts no further push; on_done(key) follows once nothing of the transfer can be written any more."""
         with self._lock:
             self._submit(partial(self._links.abort, key))
 
     def is_open(self, key: TransferKey) -> bool:
-        """Returns whether the transfer may still write, which it may until its on_done."""
+        """Returns whether the transfer may still write, as it may until its on_done."""
         with self._lock:
             return key in self._open
 
     def sent_checksums(self, key: TransferKey, tokens: range, src_pages: Sequence[PageId]) -> list[int]:
         """Returns a checksum of each of the receiver's pages that hold `tokens`, as they will be there, computed from
-        this pool. `tokens` and `src_pages` as for `push_tokens`. Empty if the transfer is over. Blocks."""
+        this pool. `tokens` and `src_pages` are the same as for `push_tokens`. Returns an empty list if the transfer is
+        over. Blocks.
+        """
         with self._lock:
             plan = self._open.get(key)
         return sent_checksums(plan, self._pages.tensor, tokens, src_pages) if plan is not None else []
@@ -193,7 +200,9 @@ class TransferSender:
         return row_checksums(self._pages.tensor, pages, page_rows(self._layout, heads))
 
     def shutdown(self) -> None:
-        """Fails every open transfer and closes every link. Blocks until the thread has ended, a few seconds at most."""
+        """Fails every open transfer and closes every link. Blocks until the thread has ended, for at most a few
+        seconds.
+        """
         with self._lock:
             self._stopping = True
             self._lock.notify()

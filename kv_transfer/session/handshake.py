@@ -1,7 +1,7 @@
 """The offer that a receiver makes to a sender before any page moves: its incarnation, page layout and transports.
 
-The offer travels inside gRPC messages (PrefillStart and its like) and comes over a network, so parsing trusts nothing:
-msgpack, a size limit, every field checked. Pure: no I/O.
+The offer is part of gRPC messages such as PrefillStart and comes over a network, so parsing trusts nothing: it is
+limited in size and every field is checked. Pure: no I/O.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.types import Epoch
 OFFER_VERSION = 3
 MAX_OFFER_BYTES = 1 << 20  # NIXL's metadata grows with the host's network interfaces: 0.5 KB here, tens with RDMA
 MAX_TRANSPORTS = 16
-MAX_PAGE_SIZE = 1024  # tokens, the limit of EngineConfig.page_size: bounds what is staged for a page
+MAX_PAGE_SIZE = 1024  # in tokens, as in EngineConfig.page_size; bounds what is staged for a page
 
 ValueT = TypeVar("ValueT", int, str, bytes)
 
@@ -28,9 +28,9 @@ ValueT = TypeVar("ValueT", int, str, bytes)
 class Offer:
     receiver_epoch: Epoch
     layout: KVLayout
-    num_pages: int  # of the receiver's pool
+    num_pages: int  # pages of the receiver's pool
     transports: tuple[tuple[str, Mapping[str, object]], ...]  # (name, details), in the receiver's order of preference
-    heads: tuple[int, int] | None = None  # first and end of the wanted heads; None: all in the page
+    heads: tuple[int, int] | None = None  # first and end of the requested heads; None: all in the page
 
     def encode(self) -> bytes:
         return msgpack.packb(
@@ -47,7 +47,7 @@ class Offer:
 
 
 def parse_offer(data: bytes) -> Offer:
-    """Parses an encoded offer. Raises TransferError that names the field and its value."""
+    """Parses an encoded offer. Raises a TransferError that names the field and its value."""
     if len(data) > MAX_OFFER_BYTES:
         raise TransferError(f"offer: {len(data)} bytes, at most {MAX_OFFER_BYTES} are read")
     try:
@@ -120,7 +120,7 @@ def _parse_layout(raw: object) -> KVLayout:
 
 
 def _share(raw: Mapping[str, object], field: str, whole: int) -> tuple[int, int] | None:
-    """Parses a range. None stands for the whole, so that equal layouts compare equal."""
+    """Parses a range. Returns None for the whole range, so that equal layouts compare equal."""
     match raw.get(field):
         case [int(start), int(end)] if 0 <= start < end <= whole:
             return None if (start, end) == (0, whole) else (start, end)

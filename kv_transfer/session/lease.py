@@ -1,7 +1,7 @@
-"""Leases between the two ends of a transfer, and when their owner has to check them. Pure: `now_s` is passed in.
+"""Defines leases between the two ends of a transfer, and when their owner checks them. Pure: `now_s` is passed in.
 
-A lease expires unless the peer shows by progress or by a heartbeat that it is still there. Each end sends heartbeats
-from the loop that does the work, so a worker whose loop hangs falls silent even where its sockets still answer.
+A lease expires unless progress or a heartbeat shows that the peer is alive. Each end sends heartbeats from the loop
+that does the work, so a worker whose loop hangs falls silent even if its sockets still answer.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-HEARTBEATS_A_LEASE = 4  # three may be lost or late
+HEARTBEATS_A_LEASE = 4  # so that three may be lost or late
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Sweeper:
         self.next_s: float | None = None  # None: no lease is open
 
     def is_due(self, now_s: float, any_open: bool) -> bool:
-        """Returns whether to sweep now; if so, the caller must call `looked` afterwards."""
+        """Returns whether to sweep now; in that case the caller must call `looked` afterwards."""
         if not any_open:
             self.next_s = None
         elif self.next_s is None:
@@ -47,7 +47,7 @@ class Sweeper:
         return self.next_s is not None and now_s >= self.next_s
 
     def looked(self, now_s: float, deadlines_s: Iterable[float]) -> None:
-        """Schedules the next sweep; `deadlines_s` are those of the open leases."""
+        """Schedules the next sweep; `deadlines_s` are the deadlines of the open leases."""
         self.next_s = min((now_s + self._every_s, *deadlines_s))
 
 
@@ -57,5 +57,5 @@ def heartbeat_s(lease_s: float) -> float:
 
 
 def earliest(*moments_s: float | None) -> float | None:
-    """Returns the first of the moments that are set, or None."""
+    """Returns the earliest moment that is set, or None."""
     return min((moment_s for moment_s in moments_s if moment_s is not None), default=None)

@@ -1,14 +1,14 @@
 """The life of one transfer at its receiver, as a pure state machine: no I/O, no clock except the `now_s` passed in.
 
-Two things are kept apart. The *interest* in the pages runs offered, reserved, streaming, landed, verified, admitted,
-and may end early as aborted or, when the sender is silent for its lease, as expired. The *sender's right to write*
-ends only when the sender says that it has closed the transfer, or when its incarnation is known to be dead; never by
-time alone. Pages are fenced while they are reserved and that right lasts, unless every page has landed: a sender
-writes each page once, and none beyond its manifest. (A sequence that grows while it migrates gets more pages reserved
-than it may need.)
+Two things are kept apart. The *interest* in the pages goes through offered, reserved, streaming, landed, verified and
+admitted, and may end early as aborted or, when the sender is silent for its lease, as expired. The *sender's right to
+write* ends only when the sender says that it has closed the transfer, or when its incarnation is known to be dead;
+never by time alone. Pages are fenced while they are reserved and that right lasts, unless every page has landed: a
+sender writes each page once, and none beyond its manifest. (More pages may be reserved for a sequence that grows while
+it migrates than it needs.)
 
-Every event returns the effects that the owner has to carry out, in order. Each effect comes at most once in a
-transfer's life, even if events are repeated, reordered or late.
+Every event returns the effects that the owner must carry out, in order. Each effect occurs at most once in a transfer's
+life, even if events are repeated, reordered or late.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.types import PageHash, PageId, TransferKey
 
 
 class Phase(StrEnum):
-    """The phase of the interest in the pages."""
+    """Phases of the interest in the pages."""
 
     OFFERED = "offered"  # the sender was asked; nothing is reserved
     RESERVED = "reserved"
@@ -36,16 +36,16 @@ class Phase(StrEnum):
 
 ENDED = frozenset({Phase.ADMITTED, Phase.ABORTED, Phase.EXPIRED})
 _WAITING_FOR_PAGES = frozenset({Phase.RESERVED, Phase.STREAMING})
-_WAITING = _WAITING_FOR_PAGES | {Phase.OFFERED}  # for the sender, within its lease
+_WAITING = _WAITING_FOR_PAGES | {Phase.OFFERED}  # phases that wait for the sender, within its lease
 
 
 class Effect(StrEnum):
-    """An action of the owner, in this order where several come together."""
+    """Actions of the owner, carried out in this order if several come together."""
 
     VERIFY = "verify"  # compare with the manifest, then `on_verified`
     CANCEL = "cancel"  # ask the sender to stop
-    CLOSE = "close"  # writes are over and nobody waits: close it at the receiver and forget it
-    LIFT = "lift"  # the fence
+    CLOSE = "close"  # writes are over and the request does not wait: close the transfer and forget it
+    LIFT = "lift"  # lift the fence
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +55,13 @@ class Manifest:
     num_tokens: int
     num_pages: int
     page_hashes: tuple[PageHash, ...]  # of the full pages
-    checksums: tuple[int, ...] = ()  # one a page, where they are on
+    checksums: tuple[int, ...] = ()  # one per page, if checksums are on
 
 
 @dataclass(slots=True)
 class TransferSession:
     key: TransferKey
-    lease: Lease  # of the sender, while the receiver waits for it
+    lease: Lease  # the sender's lease, while the receiver waits for it
     phase: Phase = Phase.OFFERED
     pages: tuple[PageId, ...] = ()
     manifest: Manifest | None = None
@@ -72,7 +72,7 @@ class TransferSession:
 
     @property
     def landed(self) -> bool:
-        """Whether every page that the manifest names, or else every reserved one, has landed."""
+        """Whether every page that the manifest names has landed, or without a manifest every reserved page."""
         return self._reserved and not self._missing
 
     @property
@@ -86,8 +86,9 @@ class TransferSession:
 
     @property
     def deadline_s(self) -> float | None:
-        """The time at which `expire` will end the interest unless the sender renews its lease; None outside of waiting
-        phases."""
+        """The time at which `expire` will end the interest unless the sender renews its lease; None if the phase does
+        not wait.
+        """
         return self.lease.deadline_s if self.phase in _WAITING else None
 
     @property
@@ -135,27 +136,27 @@ class TransferSession:
         return self._settle()
 
     def on_abort(self) -> tuple[Effect, ...]:
-        """Ends the interest: the request has ended, or is served another way."""
+        """Ends the interest, because the request has ended or is served another way."""
         if self.phase not in ENDED:
             self.phase = Phase.ABORTED
         return self._settle()
 
     def on_closed(self) -> tuple[Effect, ...]:
-        """Ends the sender's right to write. Its last arrivals may still be on their way here."""
+        """Ends the sender's right to write. Its last arrivals may still be on their way."""
         self.sender_over = True
         if not self._reserved:
-            return self.on_abort()  # nothing was reserved, so nothing can come
+            return self.on_abort()  # nothing was reserved, so nothing can arrive
         return self._settle()
 
     def on_sender_dead(self) -> tuple[Effect, ...]:
-        """Ends the right to write of a dead incarnation: what has not landed never will."""
+        """Ends a dead incarnation's right to write: pages that have not landed never will."""
         self.sender_over = True
         if self.phase in _WAITING_FOR_PAGES or self.phase is Phase.OFFERED:
             return self.on_abort()
         return self._settle()
 
     def expire(self, now_s: float) -> tuple[Effect, ...]:
-        """Ends the interest if the sender's lease has expired. The fence stays: time proves nothing."""
+        """Ends the interest if the sender's lease has expired. The fence stays, because elapsed time proves nothing."""
         if self.phase in _WAITING and self.lease.is_over(now_s):
             self.phase = Phase.EXPIRED
         return self._settle()

@@ -152,7 +152,16 @@ class PrefillWorker:
 
     def _add(self, job: PrefillJob) -> None:
         # A larger page of the receiver may begin before the window.
-        self.scheduler.add(job.sequence, 0 if job.page_size == self._page_size else job.page_size)
+        num_extra = 0 if job.page_size == self._page_size else job.page_size
+        window, num_pages = self._engine.prefix_cache.window.wider(num_extra), self._engine.pool.num_pages
+        if (needed := window.max_pages(len(job.sequence.token_ids), 1)) > num_pages:
+            problem = (
+                f"need {needed} pages here for a receiver whose pages hold {job.page_size} tokens, and this worker has "
+                f"{num_pages}; give both workers the same engine.page_size"
+            )
+            self.cancel(job.key, InvalidInput("token_ids", problem))
+            return
+        self.scheduler.add(job.sequence, num_extra)
 
     def set_destination(self, key: TransferKey, num_pages_held: int, pages: list[PageId]) -> None:
         job = self._jobs.get(key)

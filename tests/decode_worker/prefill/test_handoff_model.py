@@ -162,10 +162,13 @@ def test_a_key_survives_the_wire() -> None:
 
 
 class QuietSender:
-    """Stands in for `kv_transfer.endpoints.KvSender`, towards a receiver with pages of the same size."""
+    """Stands in for `kv_transfer.endpoints.KvSender`, towards a receiver with pages of that size."""
+
+    def __init__(self, page_size: int = 4) -> None:
+        self._page_size = page_size
 
     def open(self, key: TransferKey, offer: bytes, lane: object) -> object:
-        return SimpleNamespace(target=SimpleNamespace(page_size=4))
+        return SimpleNamespace(target=SimpleNamespace(page_size=self._page_size))
 
     def abort(self, key: TransferKey) -> None: ...
 
@@ -185,6 +188,26 @@ def test_a_destination_that_nobody_asked_for_is_refused_by_name() -> None:
     assert isinstance(closed, Closed)
     assert "destination: came before it was asked for; send it after `reserve`" in str(closed.error)
     assert not worker.step()
+
+
+def test_a_prompt_that_a_receivers_pages_make_too_large_is_refused_by_name() -> None:
+    """It would hold its pages for ever, and no prompt would begin after it."""
+    engine = FakeEngine(10, 4, window=9)
+    config = SimpleNamespace(transfer=TransferConfig(checksums=False), prefill=PrefillConfig(max_batch_tokens=8))
+    worker = PrefillWorker(cast(Any, engine), cast(Any, QuietSender(64)), cast(Any, config), CONTEXT)
+    key = TransferKey(TransferId("t"), Epoch(1), Epoch(2))
+    sequence = Sequence(RequestId("r"), list(range(60)), 60, SamplingParams(max_tokens=1), b"salt")
+    outcomes: list[PrefillOutcome] = []
+    worker.submit(PrefillJob(key, sequence, outcomes.append, 0.0), b"")
+    for _ in range(20):
+        worker.step()
+    worker.on_sent(key)
+    closed = outcomes[-1]
+    assert isinstance(closed, Closed)
+    assert "token_ids: need 15 pages here for a receiver whose pages hold 64 tokens, and this worker has 10" in str(
+        closed.error
+    )
+    assert engine.pool.num_available == 10
 
 
 def test_prompts_that_share_pages_may_all_end_while_a_step_computes_them() -> None:

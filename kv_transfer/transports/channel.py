@@ -1,8 +1,8 @@
 """A small framed TCP channel, over which transports authenticate peers, announce pages and acknowledge them.
 
-Each frame is a length and a msgpack array. A reader blocks in its own thread; `close` wakes it at once, and so does
-the death of the peer's process. A frozen peer shows only by silence, which the callers' own deadlines cover. No page
-goes over a channel.
+Each frame is a length and a msgpack array. A reader blocks in its own thread; `close` wakes it at once, and so does the
+death of the peer's process. A frozen peer is only silent, which the callers' deadlines cover. No page goes over a
+channel.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Channel:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
         self._sending = threading.Lock()
-        self._closed = False  # by this end
+        self._closed = False  # closed by this end
 
     def send(self, frame: list[object]) -> None:
         """Sends one frame. Raises ChannelClosed. Blocks only if the peer is frozen: frames fit the socket's buffer."""
@@ -50,7 +50,7 @@ class Channel:
         return bool(poll.poll(0))
 
     def has_frame(self) -> bool:
-        """Returns whether `receive` finds the beginning of a frame, or the connection's end, without waiting."""
+        """Returns whether `receive` would find the start of a frame or the connection's end without waiting."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
@@ -81,8 +81,9 @@ class Channel:
             self._socket.shutdown(socket.SHUT_WR)
 
     def wait_for_end(self) -> bool:
-        """Reads and drops what still comes. Returns whether the other end closed the connection, or its kernel did when
-        the process ended; False if this end did, or the network failed. Blocks without a time limit."""
+        """Reads and drops what still comes. Returns True if the other end, or its kernel at the process's end, closed
+        the connection, and False if this end did or the network failed. Blocks without a time limit.
+        """
         try:
             self._socket.settimeout(None)
             while self._socket.recv(MAX_FRAME_BYTES):

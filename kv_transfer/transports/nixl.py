@@ -52,14 +52,14 @@ from penstock.errors import TransferError
 from penstock.types import Epoch, PageId
 
 NAME = "nixl"
-MAX_REMOTE_PAGES = 1 << 26  # in an offer: bounds the descriptor list that this end builds for it
+MAX_REMOTE_PAGES = 1 << 26  # limit of an offer, to bound the descriptor list built for it
 PROBE_POLL_S = 0.0005
-PROBE_BYTES = 64  # of random bytes beside the pool, which a sender reads and compares when it connects
+PROBE_BYTES = 64  # random bytes next to the pool that a sender reads and compares when it connects
 NUM_PATTERNS = 256  # connections that a sender opens at once
 HELLO = "hello"
 METADATA_PIECE_BYTES = 32 << 10  # in a frame; metadata has 0.5 KB here, tens with many RDMA interfaces
 MAX_METADATA_BYTES = 1 << 20
-PACKET_LIFETIME_S = 1.0  # of InfiniBand: 4.096 us * 2^18, the most that switches are commonly set to
+PACKET_LIFETIME_S = 1.0  # InfiniBand: 4.096 us * 2^18, the most that switches are commonly set to
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,9 @@ class NixlReceiver:
         }
 
     def _serve(self, peer: Peer, channel: Channel) -> None:
-        """Lets the peer write, and runs until it goes. That is not a loss yet: notifications may wait to be polled."""
+        """Lets the peer write until it disconnects, which is not a loss yet, as notifications may still wait to be
+        polled.
+        """
         with self._granting:
             for first in range(0, len(self._metadata), METADATA_PIECE_BYTES):
                 piece = self._metadata[first : first + METADATA_PIECE_BYTES]
@@ -193,7 +195,7 @@ def _unpack(message: bytes) -> object:
 
 
 def host_identity() -> list[str]:
-    """Returns what two processes share where CMA reaches from one to the other: the boot, and both namespaces."""
+    """Returns what processes share that CMA can connect: the boot id and both namespaces."""
     return [boot_id(), *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))]
 
 
@@ -234,7 +236,7 @@ class NixlLink:
         self._remote_name = remote_name
         self._remote = remote
         self._num_remote_pages = num_remote_pages
-        self._handles: set[Any] = set()  # of pushes in flight
+        self._handles: set[Any] = set()  # handles of pushes in flight
         self._error: TransferError | None = None
         threading.Thread(target=self._watch, name="kv-watch", daemon=True).start()
 
@@ -299,7 +301,7 @@ class NixlLink:
                 try:
                     self._release(handle)
                 except self._agent.errors:
-                    continue  # it cannot be cancelled; disconnecting below ends it
+                    continue  # it cannot be cancelled; the disconnect below ends it
             self._handles.clear()
             if self._remote is not None:
                 self._remote.release()

@@ -1,7 +1,6 @@
 """Loads NIXL, registers the pool with an agent, and decides over which paths that agent may write pages.
 
-Used by nixl.py alone, apart from `is_installed` and `NixlAgent.warm_up`. Every NIXL call is made under
-`NixlAgent.lock`.
+Only nixl.py uses it, apart from `is_installed` and `NixlAgent.warm_up`. Every NIXL call is made under `NixlAgent.lock`.
 
 A fence may be lifted once the sender is over only if no byte of its pages can arrive later. UCX guarantees that where
 the sender itself moves the bytes: over RDMA, or with CMA (`process_vm_writev`) and CUDA IPC on one host. Over TCP it
@@ -35,7 +34,9 @@ _BUILDS = ("nixl_cu13", "nixl_cu12", "nixl")  # "nixl" chooses one of the others
 
 
 def is_installed() -> bool:
-    """Returns whether any build of NIXL is here, also one that does not fit torch's CUDA: `module_name` says so."""
+    """Returns whether any build of NIXL is installed, even one that does not fit torch's CUDA, which `module_name`
+    reports.
+    """
     return bool(_installed_builds())
 
 
@@ -98,8 +99,9 @@ class NixlAgent:
 
     @classmethod
     def warm_up(cls, config: TransferConfig) -> None:
-        """Has UCX inspect the machine, which takes 0.4 s of a core once a process, while other parts of a worker start.
-        Blocks, and leaves nothing open. Hides errors: the real agent reports them."""
+        """Makes UCX inspect the machine while other parts of a worker start, which takes 0.4 s of a core once per
+        process. Blocks, and leaves nothing open. Hides errors, which the real agent reports.
+        """
         if config.transport in ("auto", "nixl") and is_installed():
             with contextlib.suppress(TransferError):
                 cls(PageBuffer(torch.zeros(1, mmap.PAGESIZE, dtype=torch.uint8)), config).close()
@@ -116,8 +118,9 @@ class NixlAgent:
         return self.api.prep_xfer_dlist(agent_name, table_P3, self.memory)
 
     def close(self) -> None:
-        """Withdraws the memory and ends the agent: what other agents know of it is worthless. Idempotent. Raises what
-        NIXL raises, and has then ended the agent all the same."""
+        """Withdraws the memory and ends the agent, so that other agents can no longer reach it. Idempotent. Raises what
+        NIXL raises, but ends the agent in any case.
+        """
         with self.lock:
             registered, self._registered = self._registered, []
             api, self.api = self.api, None
@@ -148,8 +151,9 @@ def has_cma() -> bool:
 
 
 def _configure_ucx(uses_rdma: bool) -> None:
-    """Sets what the user has not set. Must run before UCX is loaded. Raises TransferError if UCX_TLS would let pages
-    travel over TCP."""
+    """Sets the variables that the user has not set. Must run before UCX is loaded. Raises TransferError if UCX_TLS
+    would let pages travel over TCP.
+    """
     os.environ.setdefault("UCX_LOG_LEVEL", "error")  # only the log says why memory could not be registered
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # above that, its Python part logs to stdout
     if uses_rdma:

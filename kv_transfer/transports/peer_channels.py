@@ -1,4 +1,4 @@
-"""The channels between a receiver and its peers: who may connect, and the thread of each peer that has.
+"""The channels between a receiver and its peers: admits peers and runs a thread for each connected one.
 
 Used by every transport. It mints the token that an incarnation's offer carries, matches connections to it, keeps one
 connection a peer, and reports a lost one to the receiver. What is said over a channel is the transport's business.
@@ -27,8 +27,8 @@ from penstock.errors import TransferError
 from penstock.types import Epoch
 
 TOKEN_BYTES = 32
-MAX_UNKNOWN = 64  # connections that have not presented a token yet
-JOIN_TIMEOUT_S = 2.0  # for threads at shutdown: one that outlives the interpreter takes the process down
+MAX_UNKNOWN = 64  # most connections that have not presented a token yet
+JOIN_TIMEOUT_S = 2.0  # for threads at shutdown, as one that outlives the interpreter crashes the process
 
 log = logging.getLogger(__name__)
 
@@ -36,13 +36,13 @@ log = logging.getLogger(__name__)
 class WritesEnd(StrEnum):
     """The event that ends the writes of a peer that has presented its token."""
 
-    HERE = "here"  # this end copies the pages, so it decides
+    HERE = "here"  # this end copies the pages, so it decides when writes end
     WITH_CHANNEL = "with channel"  # on one host: the sender closes its channel after its last write, as its kernel does
     WITH_MEMORY = "with memory"  # between hosts: a channel may break while the peer writes on
 
 
 def listen(host: str) -> socket.socket:
-    """Returns a socket that listens on a free port of that interface alone."""
+    """Returns a socket that listens on a free port of only that interface."""
     return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
@@ -69,7 +69,7 @@ class PeerChannels:
         self._channels: dict[Peer, Channel] = {}
         self._writes_end = writes_end
         self._settle_s = settle_s
-        self._num_ways: Counter[Epoch] = Counter()  # by which a peer may write on its own
+        self._num_ways: Counter[Epoch] = Counter()  # ways by which a peer may write by itself
         self._closing = threading.Event()
         self._held: set[Channel] = set()  # those whose threads have not ended, replaced and forgotten ones included
         self._threads: list[threading.Thread] = []
@@ -86,7 +86,7 @@ class PeerChannels:
         return {"host": self.host, "port": self._port, "token": token}
 
     def forget(self, peer: Peer) -> None:
-        """Ends the peer's connection and admits it no more."""
+        """Ends the peer's connection and no longer admits it."""
         with self._lock:
             self._tokens.pop(peer, None)
             channel = self._channels.pop(peer, None)
@@ -104,7 +104,7 @@ class PeerChannels:
             return not self._num_ways[epoch]
 
     def on_memory_withdrawn(self) -> None:
-        """Notes that no peer can write on its own any more, and ends all connections."""
+        """Records that no peer can write by itself any more, and ends all connections."""
         with self._lock:
             channels, self._channels = list(self._channels.values()), {}
             self._num_ways.clear()
@@ -182,7 +182,7 @@ class PeerChannels:
     def _serve_peer(self, peer: Peer, channel: Channel) -> None:
         with self._lock:
             if peer not in self._tokens:
-                return  # forgotten meanwhile
+                return  # it has been forgotten since
             earlier = self._channels.get(peer)
             self._channels[peer] = channel
             self._held.add(channel)

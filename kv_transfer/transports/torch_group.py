@@ -1,8 +1,8 @@
 """A process group of two ranks: gloo between CPU pools, NCCL between CUDA pools.
 
-Used by torch_dist.py. Calls that never end are bounded by time: gloo does it itself. NCCL's calls return before
-anything has moved, so a watchdog of ours aborts the group; NCCL's own would end the process. NCCL moves bytes on a
-stream of its own, beside the group's copies, so that one push is packed while another travels.
+Used by torch_dist.py. Calls are bounded in time: gloo does that itself. NCCL's calls return before anything has moved,
+so our own watchdog aborts the group; NCCL's would end the process. NCCL moves bytes on a separate stream, so that one
+push is packed while another is sent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.config import TransferConfig
 
 RECEIVER, SENDER = 0, 1  # ranks
 NEVER = datetime.timedelta(days=365)
-_HIGH_PRIORITY = -1  # of a stream: its copies go before the blocks of a step that wait for a multiprocessor
+_HIGH_PRIORITY = -1  # stream priority: its copies go before waiting blocks of a step
 
 
 class Watchdog:
@@ -34,7 +34,7 @@ class Watchdog:
         self._timeout_s = timeout_s
         self._on_late = on_late
         self._changed = threading.Condition()
-        self._due_s: deque[float] = deque()  # of calls in progress, which end in their order
+        self._due_s: deque[float] = deque()  # deadlines of calls in progress, which end in order
         self._stopped = False
         self._thread: threading.Thread | None = None
 

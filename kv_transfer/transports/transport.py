@@ -97,7 +97,7 @@ class ReceivingTransport(Protocol):
         """Returns what the peer needs to connect. Cheap and repeatable; never blocks."""
 
     def forget(self, peer: Peer) -> None:
-        """Ends the connections of an incarnation, and ignores what it still says. Never blocks."""
+        """Ends the connections of an incarnation, and ignores what it still sends. Never blocks."""
 
     def cut_off(self, epoch: Epoch) -> bool:
         """Lets the incarnation connect no more, unless it is offered to again. Returns whether it cannot write into the
@@ -114,7 +114,7 @@ class ReceivingTransport(Protocol):
 class PolledTransport(ReceivingTransport, Protocol):
     """A transport whose arrivals show only when it is polled."""
 
-    stray_s: float  # for how long bytes of a sender that is over may still arrive while `poll` is called
+    stray_s: float  # how long bytes of a finished sender may still arrive while `poll` is called
 
     def poll(self) -> list[Arrival]:
         """Returns arrivals since the last call, unchecked. Only the receiver's thread calls it; never blocks."""
@@ -163,7 +163,7 @@ class SendingTransport(Protocol):
     name: str
 
     def suits(self, details: Details) -> bool:
-        """Returns whether this transport can reach that receiver at all. Cheap; never blocks."""
+        """Returns whether this transport can reach the receiver at all. Cheap; never blocks."""
 
     def connect(self, details: Details, receiver_epoch: Epoch, num_rows: int = 1) -> TransportLink:
         """Connects to a receiver; `num_rows` rows of this end's buffer make one of its pages. Blocks for at most

@@ -1,9 +1,9 @@
 """The transport `cuda_ipc` between GPU pools of one host: exports and opens device memory, and copies on a stream.
 
-A pool is exported by the driver's handle of its allocation and its offset in there: plain bytes and numbers, sent to
-an authenticated peer only (ends.py). Each push is one kernel, on a stream of its own beside the engine's, and is
-announced once that stream is idle, so whatever the receiver launches afterwards reads the bytes. The memory of an
-exporter that has died stays mapped until the link is closed, so a copy into it harms nobody.
+A pool is exported by the driver's handle of its allocation and its offset in there: plain bytes and numbers, sent to an
+authenticated peer only (ends.py). Each push is one kernel on a separate stream, and is announced once that stream is
+idle, so whatever the receiver launches afterwards reads the bytes. The memory of a dead exporter stays mapped until the
+link is closed, so a copy into it does no harm.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.errors import TransferError
 from penstock.types import PageId
 
 NAME = "cuda_ipc"
-DEVICE_SETTLE_S = 1.0  # in which the driver ends the kernels of a process that has died; a push takes milliseconds
+DEVICE_SETTLE_S = 1.0  # time for the driver to end the kernels of a dead process; a push takes milliseconds
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +40,12 @@ class DeviceMemoryDriver(Protocol):
         """Maps bytes of another process's allocation, as uint8 that kernels on `device` can reach."""
 
     def read(self, opened: torch.Tensor, start: int, num_bytes: int, device: torch.device) -> bytes:
-        """Copies opened bytes to the host; blocks. `device` is the one that they were opened for: torch says of the
-        tensor that it is on the device that owns the memory, where this process may have no business."""
+        """Copies opened bytes to the host; blocks. `device` is the one that they were opened for, since torch reports
+        the device that owns the memory, which this process may not use.
+        """
 
     def close(self, opened: torch.Tensor, device: torch.device) -> None:
-        """Unmaps what `open` returned for that device. Neither it nor its views may be in use."""
+        """Unmaps what `open` returned for that device. Neither it nor its views may still be in use."""
 
 
 def driver_of(pages: PageBuffer) -> DeviceMemoryDriver | None:
@@ -110,7 +111,7 @@ class _MappedMemory:
         self.num_pages = num_pages
         pool_bytes = num_pages * own.page_bytes
         try:
-            # Memory out of reach shows here, where another transport can still be tried.
+            # Unreachable memory is detected here, where another transport can still be tried.
             if not is_mark(driver.read(self._opened, num_bytes - TRAILER_BYTES, MARK_BYTES, own.device), mark):
                 raise TransferError("the opened memory is another process's")
             self._pages = PageBuffer(self._opened[:pool_bytes].view(num_pages, -1))

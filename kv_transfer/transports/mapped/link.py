@@ -22,9 +22,9 @@ from kv_transfer.transports.transport import ALL_LAYERS, MAX_PUSH_BYTES, Arrival
 from penstock.errors import TransferError
 from penstock.types import PageId
 
-MAX_INLINE_BYTES = 4 << 20  # 0.25 ms of copying; waking the copying thread takes a fifth of it
+MAX_INLINE_BYTES = 4 << 20  # 0.25 ms of copying; waking the copying thread takes a fifth of that
 MAX_CUDA_PUSH_BYTES = 256 << 20  # a launch costs as much as copying this on one device, or a tenth of it over PCIe
-MAX_SHARED_NOTICE = 4  # pushes; a notice takes a tenth of the time of copying one push
+MAX_SHARED_NOTICE = 4  # pushes per notice, which takes a tenth of the time of copying one push
 
 log = logging.getLogger(__name__)
 
@@ -112,8 +112,9 @@ class MappedLink:
         return started
 
     def _may_inline(self, num_pages: int) -> bool:
-        """Returns whether the caller may copy a push itself: it is small, no push waits before it, and the receiver
-        reads its channel. Only the copying thread may wait for a receiver that has stopped reading."""
+        """Returns whether the caller may copy a push itself: the push is small, none waits before it, and the receiver
+        reads its channel. Only the copying thread may wait for a receiver that has stopped reading.
+        """
         small = num_pages * self._pages.page_bytes <= self._max_inline_bytes
         return small and self._num_queued == self._num_made and self._channel.has_room()
 
@@ -129,7 +130,7 @@ class MappedLink:
                 target.close()
 
     def _fail(self, error: TransferError) -> None:
-        """Ends the link. Blocks while a copy runs: the receiver takes the end of the channel as that of all writes."""
+        """Ends the link. Blocks while a copy runs, as the receiver takes the channel's end as the end of all writes."""
         if self._error is None:
             self._error = TransferError(f"{self._name} link: {error}")
         self._waiting.put(None)
@@ -172,7 +173,9 @@ class MappedLink:
         return True
 
     def _announce(self, made: Sequence[_MappedPush]) -> bool:
-        """Sends one notice for all of them: waking the receiver's thread for each would cost this one its core."""
+        """Sends one notice for all of them, as waking the receiver's thread for each would cost this thread its
+        core.
+        """
         first = made[0].arrival
         try:
             if made[0].layer_group.is_last:
@@ -185,7 +188,7 @@ class MappedLink:
         return True
 
     def _watch(self) -> None:
-        """Fails the link at whatever it reads: a receiver sends nothing after its greeting."""
+        """Fails the link when it reads anything, since a receiver sends nothing after its greeting."""
         try:
             frame = self._channel.receive()
             self._fail(TransferError(f"unexpected frame {str(frame)[:80]}"))

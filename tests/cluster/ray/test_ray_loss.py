@@ -142,9 +142,9 @@ def test_streams_end_well_when_the_node_manager_is_lost_and_serving_goes_on_at_t
     serving: Serving, undisturbed: list[int]
 ) -> None:
     assert serving.answer(killing="raylet") == undisturbed
+    serving.until("Ray is lost: its node manager (raylet) ended")
     with Client(serving.address) as client:  # waits for the new deployment
         assert begin_of_answer(client) == undisturbed[:60]
-    assert "Ray is lost: its node manager (raylet) ended" in serving.printed
     serving.until("Ctrl-C stops it", times=2)
     assert sum(each.name() == "raylet" for each in _descendants(serving)) == 1
 

@@ -36,7 +36,7 @@ help:
 	@echo "make bench-autoscale   the autoscaler beside one that goes by queue lengths, in virtual time"
 	@echo "make bench-flips    50 role flips, scale-downs and restarts under load, every token compared"
 	@echo "make bench-structured   what a grammar costs a stream, and the steps that forced tokens save"
-	@echo "make bench-schemas  outputs against 585 schemas of public suites, also while a worker is killed; needs pip's index once"
+	@echo "make bench-schemas  outputs against the schemas of two public suites, also while a worker is killed; downloads them with pip once"
 	@echo "make bench-lora     what adapters cost a decode step of 64 sequences, and how long one takes to load"
 	@echo "make bench-speculation  what verifying tokens costs, and what speculation gains by batch and kind of text"
 	@echo "make bench-steps    what a decode step costs besides the model, at batches of 1 to 256"

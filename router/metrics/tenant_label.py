@@ -1,4 +1,4 @@
-"""The label `tenant` of metrics: off unless it is configured, and with a bounded number of values."""
+"""Bounds the values of the metrics' `tenant` label, which is off unless it is configured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class TenantLabel:
     """Gives the first tenants that it sees their own value; later ones share `other`."""
 
     def __init__(self, most: int) -> None:
-        """With a maximum of 0 tenants there is no label."""
+        """Allows `most` tenants a value of their own; with 0 there is no label."""
         self.names: tuple[str, ...] = _NAMES if most else ()
         self._most = most
         self._known: dict[str, tuple[str, ...]] = {}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import functools
 import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -101,12 +99,9 @@ IMPURE = {"asyncio", "grpc", "ray", "socket", "subprocess", "threading", "time",
 @functools.cache
 def imported_modules(path: Path) -> tuple[str, ...]:
     found: list[str] = []
-    for node in house.nodes(str(path.relative_to(ROOT))):
-        if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import; name the module in full"
-            found.append(node.module or "")
+    for each in house.outline(str(path.relative_to(ROOT))).imports:
+        assert each.level == 0, f"{path}: relative import; name the module in full"
+        found += each.names if each.module is None else [each.module]
     return tuple(found)
 
 
@@ -234,25 +229,17 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     modules = sources()
     graph = {}
     for name, path in modules.items():
-        targets = set()
-        for node in _runtime_imports(house.parse(str(path.relative_to(ROOT)))):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                full = [f"{node.module}.{alias.name}" for alias in node.names]
-                targets |= {each if each in modules else node.module for each in full}
-            elif isinstance(node, ast.Import):
-                targets |= {alias.name for alias in node.names}
+        targets: set[str] = set()
+        for each in house.outline(str(path.relative_to(ROOT))).imports:
+            if not each.is_at_run_time:
+                continue
+            if each.module is None:
+                targets.update(each.names)
+            else:
+                full = [f"{each.module}.{imported}" for imported in each.names]
+                targets |= {module if module in modules else each.module for module in full}
         graph[name] = sorted((targets & modules.keys()) - {name})
     try:
         tuple(graphlib.TopologicalSorter(graph).static_order())
     except graphlib.CycleError as error:
         pytest.fail(f"import circle: {' -> '.join(error.args[1])}")
-
-
-def _runtime_imports(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yields the import statements outside `if TYPE_CHECKING:`."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            continue
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield node
-        yield from _runtime_imports(node)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import base64
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,6 +90,9 @@ def test_no_log_of_any_process_holds_a_prompt_an_answer_a_key_or_the_secret(tmp_
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "np.load", "numpy.load"}
 UNSAFE_ATTRIBUTES = {"broadcast_object_list", "send_object_list", "recv_object_list", "all_gather_object", "recv_pyobj"}
+UNSAFE_WORDS = re.compile(
+    r"\b(" + "|".join({*UNSAFE_MODULES, *UNSAFE_ATTRIBUTES, *(call.split(".")[-1] for call in UNSAFE_CALLS)}) + r")\b"
+)
 
 
 def sources() -> Iterator[Path]:
@@ -98,7 +102,9 @@ def sources() -> Iterator[Path]:
 
 def unsafe(source: str) -> list[str]:
     """Lists the uses in `source` that could run bytes from a network or a file."""
-    found = []
+    found: list[str] = []
+    if not UNSAFE_WORDS.search(source):  # most sources need no parsing
+        return found
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names if alias.name.split(".")[0] in UNSAFE_MODULES]

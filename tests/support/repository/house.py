@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -46,16 +48,60 @@ def sources(*prefixes: str) -> Iterator[str]:
             yield name
 
 
-@functools.cache
-def parse(name: str) -> ast.Module:
-    return ast.parse((ROOT / name).read_text(), name)
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """A class or function, or the module itself."""
+
+    kind: type[ast.AST]
+    name: str
+    line: int
+    is_top_level: bool
+    docstring: str
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """An import statement: of modules, or of names from one module."""
+
+    module: str | None  # None: `names` are modules
+    names: tuple[str, ...]
+    level: int
+    is_at_run_time: bool  # not below `if TYPE_CHECKING:`
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What these checks look at in a file. The whole tree would take a hundred times the memory."""
+
+    definitions: tuple[Definition, ...]
+    imports: tuple[Import, ...]
 
 
 @functools.cache
-def nodes(name: str) -> tuple[ast.AST, ...]:
-    """Returns the module, classes, functions and imports of a file: all that these checks look at."""
-    kept = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Import, ast.ImportFrom)
-    return tuple(node for node in ast.walk(parse(name)) if isinstance(node, kept))
+def outline(name: str) -> Outline:
+    """Returns the outline of a Python file, which is parsed once."""
+    definitions: list[Definition] = []
+    imports: list[Import] = []
+
+    def visit(node: ast.AST, depth: int, is_at_run_time: bool) -> None:
+        match node:
+            case ast.Module() | ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                docstring = ast.get_docstring(node, clean=False) or ""
+                own_name, line = getattr(node, "name", ""), getattr(node, "lineno", 1)
+                definitions.append(Definition(type(node), own_name, line, depth == 1, docstring))
+            case ast.Import():
+                imports.append(Import(None, tuple(alias.name for alias in node.names), 0, is_at_run_time))
+            case ast.ImportFrom():
+                names = tuple(alias.name for alias in node.names)
+                imports.append(Import(node.module or "", names, node.level, is_at_run_time))
+            case ast.If():
+                is_at_run_time = is_at_run_time and "TYPE_CHECKING" not in ast.dump(node.test)
+        for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+            for child in getattr(node, block, ()):
+                visit(child, depth + 1, is_at_run_time)
+
+    visit(ast.parse((ROOT / name).read_text(), name), 0, is_at_run_time=True)
+    return Outline(tuple(definitions), tuple(imports))
 
 
 def crowded_folders(*prefixes: str) -> list[str]:
@@ -84,9 +130,9 @@ def repeated_class_names() -> list[str]:
     homes: defaultdict[str, list[str]] = defaultdict(list)
     for name in sources():
         if not name.startswith("tests/"):
-            for node in parse(name).body:
-                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    homes[node.name].append(name)
+            for each in outline(name).definitions:
+                if each.kind is ast.ClassDef and each.is_top_level and not each.name.startswith("_"):
+                    homes[each.name].append(name)
     return [f"{name}: {', '.join(found)}" for name, found in sorted(homes.items()) if len(found) > 1]
 
 
@@ -94,11 +140,10 @@ def fragments(*prefixes: str) -> list[str]:
     """Lists docstrings that begin as a sentence fragment."""
     found = []
     for name in sources(*prefixes):
-        for node in nodes(name):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                text = (ast.get_docstring(node, clean=False) or "").lstrip()
-                if FRAGMENT.match(text):
-                    found.append(f"{name}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}")
+        for each in outline(name).definitions:
+            text = each.docstring.lstrip()
+            if FRAGMENT.match(text):
+                found.append(f"{name}:{each.line}: {text.splitlines()[0]}")
     return found
 
 
@@ -107,7 +152,9 @@ def rooms_without_introduction(*prefixes: str) -> list[str]:
     return [
         name
         for name in sources(*prefixes)
-        if name.endswith("/__init__.py") and not name.startswith("tests/") and not ast.get_docstring(parse(name))
+        if name.endswith("/__init__.py")
+        and not name.startswith("tests/")
+        and not outline(name).definitions[0].docstring
         if name != "penstock/v1/__init__.py"
     ]
 
@@ -148,10 +195,10 @@ def main() -> None:
         if not prefixes or any(prefix in line for prefix in prefixes):
             print(f"repeated_class_names: {line}")
     starts = Counter(
-        (ast.get_docstring(node) or "").split(" ")[0]
+        inspect.cleandoc(each.docstring).split(" ")[0]
         for name in sources(*prefixes)
-        for node in ast.walk(parse(name))
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        for each in outline(name).definitions
+        if each.kind is not ast.Module
     )
     starts.pop("", None)
     print("first words of docstrings:", ", ".join(f"{word} {count}" for word, count in starts.most_common(25)))

@@ -76,18 +76,22 @@ class PageChains:
             chosen.update((added.page_hash, added) for added in reversed(fresh))
         return [CachedPage(page_hash, node.parent_hash, node.page) for page_hash, node in chosen.items()]
 
-    def link(self, page_hash: PageHash, page: PageId, parent_hash: PageHash | None) -> ChainNode:
-        """Makes a page findable as a child of the page `parent_hash`, or as an orphan if that page is not cached."""
-        parent = self.nodes.get(parent_hash) if parent_hash is not None else None
-        node = ChainNode(page_hash, page, parent, parent_hash)
-        if parent is not None:
-            sibling = parent.first_child
-            if sibling is not None:
-                node.next_sibling, sibling.previous_sibling = sibling, node
-            parent.first_child = node
-        self.nodes[page_hash] = node
-        self.by_page[page] = node
-        return node
+    def link(self, run: Sequence[PageHash], pages: Sequence[PageId], parent_hash: PageHash | None) -> None:
+        """Makes a run of pages findable, each the child of the previous one.
+
+        The first is a child of the page `parent_hash`, or an orphan if that page is not cached.
+        """
+        nodes, by_page = self.nodes, self.by_page
+        parent = nodes.get(parent_hash) if parent_hash is not None else None
+        for page_hash, page in zip(run, pages, strict=True):
+            node = ChainNode(page_hash, page, parent, parent_hash)
+            if parent is not None:
+                sibling = parent.first_child
+                if sibling is not None:
+                    node.next_sibling, sibling.previous_sibling = sibling, node
+                parent.first_child = node
+            nodes[page_hash] = by_page[page] = parent = node
+            parent_hash = page_hash
 
     def unlink(self, root: ChainNode) -> list[ChainNode]:
         """Makes the subtree unfindable and returns its nodes, children before parents.

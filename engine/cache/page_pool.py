@@ -130,13 +130,14 @@ class PagePool:
     def share(self, pages: Sequence[PageId]) -> None:
         """Adds a reference to each page; all must be referenced or cached."""
         self._check_pages("share", pages)
+        refs, cached, evictable = self._refs, self._cached, self._evictable
         for page in pages:
-            if self._refs[page] == 0 and not self._cached[page]:
+            if refs[page] == 0 and not cached[page]:
                 raise PageMisuse(f"share: page {page} is {self.state(page)}, nobody holds it")
         for page in pages:
-            if self._refs[page] == 0:
-                del self._evictable[page]
-            self._refs[page] += 1
+            if refs[page] == 0:
+                del evictable[page]
+            refs[page] += 1
 
     def release(self, pages: Sequence[PageId]) -> None:
         """Drops a reference from each page. Pass a sequence's pages in order and in one call.
@@ -207,13 +208,12 @@ class PagePool:
             raise PageMisuse("set_evictor: this pool already serves a prefix cache")
         self._evict = evict
 
-    def first_to_refuse(self, pages: Iterable[PageId]) -> PageId | None:
+    def first_to_refuse(self, pages: Sequence[PageId]) -> PageId | None:
         """Returns the first page that `keep` would refuse; None if it would take all."""
         refs, cached, fences = self._refs, self._cached, self._fences
-        for page in pages:
-            if refs[page] == 0 or cached[page] or page in fences:
-                return page
-        return None
+        if all(map(refs.__getitem__, pages)) and not any(map(cached.__getitem__, pages)) and fences.keys().isdisjoint(pages):
+            return None
+        return next(page for page in pages if refs[page] == 0 or cached[page] or page in fences)
 
     def keep(self, pages: Sequence[PageId]) -> None:
         """Marks pages as cached: without a reference they become evictable instead of free."""
@@ -226,14 +226,15 @@ class PagePool:
     def forget(self, pages: Sequence[PageId]) -> None:
         """Marks pages as no longer cached: those without a reference become free."""
         self._check_pages("forget", pages)
-        for page in pages:
-            if not self._cached[page]:
-                raise PageMisuse(f"forget: page {page} is {self.state(page)} and not cached")
+        refs, cached, evictable = self._refs, self._cached, self._evictable
+        if not all(map(cached.__getitem__, pages)):
+            page = next(page for page in pages if not cached[page])
+            raise PageMisuse(f"forget: page {page} is {self.state(page)} and not cached")
         freed: list[PageId] = []
         for page in pages:
-            self._cached[page] = 0
-            if self._refs[page] == 0:
-                del self._evictable[page]
+            cached[page] = 0
+            if refs[page] == 0:
+                del evictable[page]
                 freed.append(page)
         self._set_free(freed)
 
@@ -242,9 +243,10 @@ class PagePool:
 
     def touch(self, pages: Sequence[PageId]) -> None:
         """Marks the evictable ones among these pages as most recently used, the last page as the oldest of them."""
+        evictable = self._evictable
         for page in reversed(pages):
-            if page in self._evictable:
-                self._evictable.move_to_end(page)
+            if page in evictable:
+                evictable.move_to_end(page)
 
     def evictable(self) -> Iterator[PageId]:
         """Iterates over evictable pages, least recently used first; invalid after a change to the pool."""

@@ -185,26 +185,31 @@ class PrefixCache:
         while self.window.tokens is None and start > 0 and hashes[start - 1] not in self._chains.nodes:
             start -= 1  # the parent has been evicted: begin where the chain is intact
         self._check_insertable(hashes[start:], pages[start : len(hashes)])
-        stored: list[tuple[PageHash, PageHash]] = []
+        nodes, index, num_stored = self._chains.nodes, start, 0
+        stored: list[tuple[Sequence[PageHash], PageHash]] = []  # runs of new pages, each with its parent
         met: list[PageId] = []  # cached pages with the same content; they count as used
-        for index in range(start, len(hashes)):
-            node = self._chains.nodes.get(hashes[index])
-            if node is None:
-                parent = hashes[index - 1] if index else None
-                self._link(hashes[index], pages[index], parent)
-                stored.append((hashes[index], parent or ROOT))
-            else:
+        while index < len(hashes):
+            if (node := nodes.get(hashes[index])) is not None:
                 met.append(node.page)
+                index += 1
+                continue
+            first, parent = index, hashes[index - 1] if index else None
+            while index < len(hashes) and hashes[index] not in nodes:
+                index += 1
+            run = hashes[first:index]
+            self._link(run, pages[first:index], parent)
+            stored.append((run, parent or ROOT))
+            num_stored += len(run)
         self.pool.touch(met)
         self._report_stored(stored)
-        return len(stored)
+        return num_stored
 
     def insert_last(self, chains: Iterable[tuple[Sequence[PageHash], Sequence[PageId]]]) -> None:
         """Inserts the last page of each chain, whose others are inserted already, and reports them as one event."""
         if not self.enabled:
             return
         nodes = self._chains.nodes
-        stored: list[tuple[PageHash, PageHash]] = []
+        stored: list[tuple[Sequence[PageHash], PageHash]] = []
         for hashes, pages in chains:
             last = len(hashes) - 1
             parent = nodes.get(hashes[last - 1]) if last else None
@@ -213,13 +218,14 @@ class PrefixCache:
                 stored = []
                 self.insert(hashes, pages, start=last)
             else:
-                self._link(hashes[last], pages[last], hashes[last - 1] if last else None)
-                stored.append((hashes[last], parent.page_hash if parent else ROOT))
+                run = (hashes[last],)
+                self._link(run, (pages[last],), hashes[last - 1] if last else None)
+                stored.append((run, parent.page_hash if parent else ROOT))
         self._report_stored(stored)
 
-    def _report_stored(self, pages: Sequence[tuple[PageHash, PageHash]]) -> None:
-        if self._events is not None and pages:
-            self._events.stored_each(pages)
+    def _report_stored(self, runs: Sequence[tuple[Sequence[PageHash], PageHash]]) -> None:
+        if self._events is not None and runs:
+            self._events.stored_runs(runs)
 
     # Pages exchanged with another worker's cache.
 
@@ -265,7 +271,7 @@ class PrefixCache:
         """
         if not self.enabled or page_hash in self._chains.nodes or not self._may_follow(parent):
             return False
-        self._link(page_hash, page, parent)
+        self._link((page_hash,), (page,), parent)
         if self._events is not None:
             self._events.stored([page_hash], parent if parent is not None else ROOT)
         return True
@@ -300,19 +306,19 @@ class PrefixCache:
         """Runs all checks before the first change, so that a refused insert changes nothing."""
         if len(set(pages)) != len(hashes):
             raise PageMisuse(f"insert: a page is named twice in {list(pages)}")
-        by_page, uncached = self._chains.by_page, []
-        for page_hash, page in zip(hashes, pages, strict=True):
-            known = by_page.get(page)
-            if known is None:
-                uncached.append(page)
-            elif known.page_hash != page_hash:
-                raise PageMisuse(f"insert: page {page} is cached under another hash")
+        by_page, uncached = self._chains.by_page, pages
+        if not by_page.keys().isdisjoint(pages):
+            uncached = [page for page in pages if page not in by_page]
+            for page_hash, page in zip(hashes, pages, strict=True):
+                if page in by_page and by_page[page].page_hash != page_hash:
+                    raise PageMisuse(f"insert: page {page} is cached under another hash")
         if (refused := self.pool.first_to_refuse(uncached)) is not None:
             raise PageMisuse(f"insert: page {refused} is {self.pool.state(refused)}")
 
-    def _link(self, page_hash: PageHash, page: PageId, parent: PageHash | None) -> None:
-        self.pool.keep((page,))
-        self._chains.link(page_hash, page, parent)
+    def _link(self, run: Sequence[PageHash], pages: Sequence[PageId], parent: PageHash | None) -> None:
+        """Makes a run of pages findable, each the child of the previous one."""
+        self.pool.keep(pages)
+        self._chains.link(run, pages, parent)
 
     def _evict(self, num_pages: int) -> None:
         """Frees at least `num_pages` pages, which the pool has counted as evictable."""

@@ -130,10 +130,11 @@ class KvEventLog:
         with self._lock:
             self._append(KvEventKind.STORED, self._places.put_run(hashes, parent))
 
-    def stored_each(self, pages: Iterable[tuple[PageHash, PageHash]]) -> None:
-        """Records pages of different runs on the device as one event; each is given with its parent."""
+    def stored_runs(self, runs: Iterable[tuple[Sequence[PageHash], PageHash]]) -> None:
+        """Records runs of pages on the device as one event; each run is given with its first page's parent."""
         with self._lock:
-            self._append(KvEventKind.STORED, [page for page, parent in pages if self._places.put(page, 0, parent)])
+            new = [self._places.put_run(hashes, parent) for hashes, parent in runs]
+            self._append(KvEventKind.STORED, new[0] if len(new) == 1 else list(itertools.chain.from_iterable(new)))
 
     def moved(self, hashes: Sequence[PageHash], kind: KvEventKind) -> None:
         """Records that stored pages have moved to another tier."""
@@ -142,7 +143,8 @@ class KvEventLog:
 
     def removed(self, hashes: Sequence[PageHash]) -> None:
         """Records that no tier holds the pages any more."""
-        self.moved(hashes, KvEventKind.REMOVED)
+        with self._lock:
+            self._append(KvEventKind.REMOVED, self._places.drop(hashes))
 
     def _append(self, kind: KvEventKind, hashes: Sequence[PageHash]) -> None:
         if hashes:

@@ -87,6 +87,26 @@ class PagePlaces:
             above, parent = place, page
         return new
 
+    def drop(self, pages: Iterable[PageHash]) -> list[PageHash]:
+        """Moves pages to nowhere. Returns those that were on a tier."""
+        places, unknown, gone = self._places, self._unknown, []
+        for page in pages:
+            place = places.get(page)
+            if place is None or place.rank or place.children:
+                if place is not None and self.put(page, NUM_RANKS):
+                    gone.append(page)
+                continue
+            above = place.parent  # the rest is `put` for a leaf on the device
+            assert above is not None
+            above.children -= _CHILD[0]
+            del places[page]
+            if above.rank:
+                self.num_strays -= 1
+                if above.rank == NUM_RANKS and not above.children and above is not unknown:
+                    del places[above.page]
+            gone.append(page)
+        return gone
+
     def _place_of(self, page: PageHash | None) -> _Place:
         if not page:
             return self._unknown if page is None else self._root

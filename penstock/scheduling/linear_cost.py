@@ -89,6 +89,82 @@ class LinearCost:
             self._covariance = _prior_covariance(len(row))
 
 
+class ThreeTermCost(LinearCost):
+    """A `LinearCost` of three quantities, equal to the last bit and several times as fast.
+
+    A router learns from every load report of every worker, so the loops over quantities are written out here.
+    """
+
+    def __init__(self, prior: Sequence[float]) -> None:
+        super().__init__(prior)
+        self._p0, self._p1, self._p2 = self._prior
+        self._c0, self._c1, self._c2 = self._prior  # the coefficients
+        self._r0 = self._r1 = self._r2 = 1.0  # their ratios to the prior
+        self._v00 = self._v11 = self._v22 = _VARIANCE  # the covariance, which is symmetric
+        self._v10 = self._v20 = self._v21 = 0.0
+
+    @property
+    def coefficients(self) -> tuple[float, float, float]:
+        return self._c0, self._c1, self._c2
+
+    def predict(self, quantities: Sequence[float]) -> float:
+        q0, q1, q2 = quantities
+        return self._c0 * q0 + self._c1 * q1 + self._c2 * q2
+
+    def observe(self, quantities: Sequence[float], seconds: float) -> None:
+        """Learns from one measurement; ignores impossible ones."""
+        q0, q1, q2 = quantities
+        if not (0 <= seconds < math.inf and 0 <= q0 < math.inf and 0 <= q1 < math.inf and 0 <= q2 < math.inf):
+            return
+        x0, x1, x2 = q0 * self._p0, q1 * self._p1, q2 * self._p2
+        predicted_s, floor_s = self._c0 * q0 + self._c1 * q1 + self._c2 * q2, 1e-4 * (x0 + x1 + x2)
+        predicted_s = predicted_s if predicted_s > floor_s else floor_s
+        if predicted_s <= 0.0:
+            return
+        x0, x1, x2 = x0 / predicted_s, x1 / predicted_s, x2 / predicted_s
+        observed = seconds / predicted_s if seconds < _MAX_OBSERVED * predicted_s else _MAX_OBSERVED
+        error = observed - (x0 * self._r0 + x1 * self._r1 + x2 * self._r2)
+        limit, size = _OUTLIER * self._deviation, abs(error)
+        deviation = self._deviation + _SMOOTHING * ((size if size < 2 * limit else 2 * limit) - self._deviation)
+        deviation = deviation if deviation > _MIN_DEVIATION else _MIN_DEVIATION
+        self._deviation = deviation if deviation < _MAX_DEVIATION else _MAX_DEVIATION
+        excess = size / limit
+        self._learn(x0, x1, x2, error, _NOISE_VARIANCE * (excess if excess > 1.0 else 1.0))
+        self.num_observed += 1
+
+    def _learn(self, x0: float, x1: float, x2: float, error: float, noise: float) -> None:
+        """Does what `_update` does."""
+        s0 = self._v00 * x0 + self._v10 * x1 + self._v20 * x2
+        s1 = self._v10 * x0 + self._v11 * x1 + self._v21 * x2
+        s2 = self._v20 * x0 + self._v21 * x1 + self._v22 * x2
+        scale = noise + (x0 * s0 + x1 * s1 + x2 * s2)
+        r0, cut0 = _step(self._r0, self._r0 + s0 / scale * error)
+        r1, cut1 = _step(self._r1, self._r1 + s1 / scale * error)
+        r2, cut2 = _step(self._r2, self._r2 + s2 / scale * error)
+        self._r0, self._r1, self._r2 = r0, r1, r2
+        self._c0, self._c1, self._c2 = r0 * self._p0, r1 * self._p1, r2 * self._p2
+        if cut0 or cut1 or cut2:
+            return
+        v00, v10, v11 = self._v00 - s0 * s0 / scale, self._v10 - s1 * s0 / scale, self._v11 - s1 * s1 / scale
+        v20, v21, v22 = self._v20 - s2 * s0 / scale, self._v21 - s2 * s1 / scale, self._v22 - s2 * s2 / scale
+        if min(v00, v11, v22) < 0:  # rounding error
+            v00 = v11 = v22 = _VARIANCE
+            v10 = v20 = v21 = 0.0
+        elif max(v00, v11, v22) < _VARIANCE * _FORGETTING:
+            v00, v10, v11 = v00 / _FORGETTING, v10 / _FORGETTING, v11 / _FORGETTING
+            v20, v21, v22 = v20 / _FORGETTING, v21 / _FORGETTING, v22 / _FORGETTING
+        self._v00, self._v10, self._v11, self._v20, self._v21, self._v22 = v00, v10, v11, v20, v21, v22
+
+
+def _step(ratio: float, wanted: float) -> tuple[float, bool]:
+    """Returns the new ratio of a coefficient to its prior, and whether the step to it was cut."""
+    limit = _MAX_STEP * ratio
+    limit = (1.0 if limit < 1.0 else limit) if limit < _MAX_RATIO else _MAX_RATIO
+    if wanted > limit:
+        return limit, True
+    return (wanted if wanted > 0.0 else 0.0), False
+
+
 def _dot(left: Sequence[float], right: Sequence[float]) -> float:
     total = 0.0
     for one, other in zip(left, right, strict=True):

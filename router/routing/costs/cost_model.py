@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from penstock.scheduling.linear_cost import LinearCost, positive
+from penstock.scheduling.linear_cost import ThreeTermCost, positive
 from penstock.types import StepTotals, WorkerId, WorkerLoad
 
 _SMOOTHING = 0.1
@@ -51,7 +51,7 @@ PRIOR_COSTS = WorkerCosts()
 
 @dataclass(slots=True)
 class _StepModel:
-    linear: LinearCost
+    linear: ThreeTermCost
     seen: StepTotals = field(default_factory=StepTotals)
 
     def observe(self, totals: StepTotals) -> StepTotals | None:
@@ -72,8 +72,8 @@ class _StepModel:
 
 class _WorkerModels:
     def __init__(self, prior: WorkerCosts) -> None:
-        self.prefill = _StepModel(LinearCost(positive(prior.prefill, PREFILL_PRIOR)))
-        self.decode = _StepModel(LinearCost(positive(prior.decode, DECODE_PRIOR)))
+        self.prefill = _StepModel(ThreeTermCost(positive(prior.prefill, PREFILL_PRIOR)))
+        self.decode = _StepModel(ThreeTermCost(positive(prior.decode, DECODE_PRIOR)))
         self.queued_token_s = prior.queued_token_s
         self.costs = prior
 

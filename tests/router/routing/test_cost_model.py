@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.scheduling.linear_cost import LinearCost
+from penstock.scheduling.linear_cost import LinearCost, ThreeTermCost
 from penstock.types import Labels, StepTotals, WorkerId, WorkerLoad
 from router.routing.costs.cost_model import DECODE_PRIOR, PREFILL_PRIOR, PRIOR_COSTS, CostBook, StepCost
 from router.routing.costs.link_costs import PRIORS, Distance, LinkBook, LinkCost, distance
@@ -133,11 +133,22 @@ _ANYTHING = st.floats(allow_nan=True, allow_infinity=True) | st.floats(0, 1e6)
 @example(rows=[((0.0, 0.0, 2.220446049250313e-16), 3.99168061906944e284)], prior=PREFILL_PRIOR)
 @settings(max_examples=300, deadline=None)
 def test_no_measurement_drives_a_model_out_of_bounds(rows, prior):
-    model = LinearCost((prior.fixed_s, prior.token_s, prior.context_s))
+    model = ThreeTermCost((prior.fixed_s, prior.token_s, prior.context_s))
     for quantities, seconds in rows:
         model.observe(quantities, seconds)
         for one, start in zip(model.coefficients, (prior.fixed_s, prior.token_s, prior.context_s), strict=True):
             assert 0 <= one <= 1e4 * start * 1.0001
+
+
+@given(rows=st.lists(st.tuples(st.tuples(_ANYTHING, _ANYTHING, _ANYTHING), _ANYTHING), max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_the_written_out_regression_learns_the_same_to_the_last_bit(rows):
+    plain, written_out = LinearCost(tuple(DECODE_PRIOR)), ThreeTermCost(tuple(DECODE_PRIOR))
+    for quantities, seconds in rows:
+        plain.observe(quantities, seconds)
+        written_out.observe(quantities, seconds)
+        assert (written_out.coefficients, written_out.num_observed) == (plain.coefficients, plain.num_observed)
+    assert written_out.predict((1, 2, 3)) == plain.predict((1, 2, 3))
 
 
 @given(data=st.data())

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from engine.cache.page_pool import OutOfPages, PagePool
 from engine.cache.prefix_cache import PrefixCache
-from penstock.kv.page_hash import hash_pages
 from simulator.fleet import FleetSpec, SimulatedFleet
+from simulator.prompt_hashes import PromptHasher
 from simulator.request import Outcome, TraceRequest
 from simulator.routers.router_model import SALT
 
@@ -94,12 +94,12 @@ def single_cache_hit_rate(requests: Sequence[TraceRequest], page_size: int, num_
     """
     pool = PagePool(num_pages)
     cache = PrefixCache(pool, page_size)
+    hasher = PromptHasher(page_size, SALT)
     hits = total = 0
     for request in requests:
-        tokens = request.token_ids()
-        hashes = hash_pages(tokens, page_size, SALT)
-        held = cache.match(hashes[: (len(tokens) - 1) // page_size])
-        hits, total = hits + len(held) * page_size, total + len(tokens)
+        hashes = hasher.hashes(request)
+        held = cache.match(hashes[: (request.num_input_tokens - 1) // page_size])
+        hits, total = hits + len(held) * page_size, total + request.num_input_tokens
         try:
             pages = [*held, *pool.allocate(len(hashes) - len(held))]
         except OutOfPages:

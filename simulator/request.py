@@ -97,7 +97,13 @@ class RequestTokens:
             block_end = min((position // size + 1) * size, end)
             tokens += [request.block_ids[position // size]] * (block_end - position)
             position = block_end
-        return tokens + [request.output_token(each) for each in range(max(start, num_input), stop)]
+        first = max(start, num_input)
+        if first >= stop:
+            return tokens
+        begin, end = request.output_token(first), request.output_token(stop - 1)
+        if end - begin == stop - 1 - first:  # consecutive, as nearly always
+            return tokens + list(range(begin, end + 1))
+        return tokens + [request.output_token(each) for each in range(first, stop)]
 
 
 @dataclass(slots=True)

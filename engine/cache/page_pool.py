@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from enum import StrEnum
 
 from penstock.errors import InternalError
@@ -211,7 +211,11 @@ class PagePool:
     def first_to_refuse(self, pages: Sequence[PageId]) -> PageId | None:
         """Returns the first page that `keep` would refuse; None if it would take all."""
         refs, cached, fences = self._refs, self._cached, self._fences
-        if all(map(refs.__getitem__, pages)) and not any(map(cached.__getitem__, pages)) and fences.keys().isdisjoint(pages):
+        if (
+            all(map(refs.__getitem__, pages))
+            and not any(map(cached.__getitem__, pages))
+            and fences.keys().isdisjoint(pages)
+        ):
             return None
         return next(page for page in pages if refs[page] == 0 or cached[page] or page in fences)
 

@@ -13,7 +13,7 @@ from penstock.client.retry import RetryBudget
 from penstock.config import RouterConfig
 from penstock.config.admission import AdmissionConfig
 from penstock.errors import DeadlineExceeded, PenstockError, Unavailable
-from penstock.kv.page_hash import hash_pages, make_salt
+from penstock.kv.page_hash import make_salt
 from penstock.types import PageHash, RequestId, Role, SamplingParams, WorkerId
 from router.admission.interface import AdmissionRequest, RequestUsage
 from router.dispatch.completion_core import RETRY_AFTER_S, CompletionCore
@@ -22,7 +22,8 @@ from router.routing.costs.inflight import InflightLedger
 from router.routing.costs.link_costs import LinkBook, LinkCost
 from router.routing.index.prefix_index import PrefixIndex
 from router.routing.policy.interface import PlacementPolicy, WorkerLimits
-from simulator.request import Outcome, RequestTokens, TraceRequest
+from simulator.prompt_hashes import PromptHasher
+from simulator.request import Outcome, RequestTokens
 from simulator.routers.follower_model import FollowerModel, RouterState, WorkerDirectory
 from simulator.routers.gate_model import GateModel, fleet_state
 from simulator.routers.placement_model import PlacementModel, PlacerModel
@@ -87,7 +88,7 @@ class RouterModel:
             max_replicas,
             pull_cost,
         )
-        self._page_size = page_size
+        self._hasher = PromptHasher(page_size, SALT)
         self._rng = network.sim.rng(f"dispatch {node.name}")
         self._max_redispatches = int(RouterConfig.model_fields["max_redispatches"].default)
         self._retries = RetryBudget(config.retry_share, config.retry_reserve)
@@ -147,7 +148,7 @@ class RouterModel:
         held = _OpenRequest(
             outcome,
             self._network.sim.now_s + timeout_s,
-            self._hashes(request),
+            self._hasher.hashes(request),
             next(self._streams),
             request.num_output_tokens,
             CompletionCore(self.ledger, self._retries, self._max_redispatches),
@@ -171,9 +172,6 @@ class RouterModel:
                 held.deadline_s,
             )
         )
-
-    def _hashes(self, request: TraceRequest) -> list[PageHash]:
-        return hash_pages(request.token_ids(), self._page_size, SALT)
 
     def _enter(self, number: int, max_tokens: int) -> None:
         held = self._at_gate[number]

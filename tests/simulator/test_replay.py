@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.kv.page_hash import hash_pages
 from simulator.fleet import FleetSpec
+from simulator.prompt_hashes import PromptHasher
 from simulator.replay import UNLIMITED, fit, main, replay, with_pages
 from simulator.report import Slo, offered_load, single_cache_hit_rate
 from simulator.request import TraceRequest
@@ -101,3 +103,10 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "30 of 30 requests fit" in printed
     assert [line.split()[0] for line in printed.splitlines()[2:]] == ["round-robin", "kv-aware"]
     assert main(["--trace", "gone.jsonl"]) == 2
+
+
+@pytest.mark.parametrize("page_size", [16, 48, 64, 128])
+def test_hashes_by_block_are_those_of_the_prompts(page_size: int) -> None:
+    hasher = PromptHasher(page_size, b"salt")
+    for request in MIX.make(5):
+        assert hasher.hashes(request) == hash_pages(request.token_ids(), page_size, b"salt")

@@ -10,6 +10,7 @@ from functools import partial
 
 from decode_worker.delivery.lookaside import LookasidePort, LookasideService, check_lookaside, load_spelling
 from decode_worker.draft_model import DraftModel
+from decode_worker.events import DecodeEvents
 from decode_worker.migrate.client import MigrationClient
 from decode_worker.migrate.incoming import LEASE_S, IncomingMigrations
 from decode_worker.migrate.outgoing import OutgoingMigrations
@@ -93,9 +94,8 @@ class DecodeServer:
             shell.pulls,
             self._adapters,
             self._draft,
+            self._events(),
         )
-        worker.on_step.append(shell.step_metrics.observe)
-        worker.on_verified.append(shell.speculation_metrics.observe)
         self._driver = StepDriver(worker, engine, config.worker_id, loop.post)
 
         calls = self._migration_calls = MigrationClient(loop, shell.channels, self._worker_id, engine.num_ranks)
@@ -110,6 +110,20 @@ class DecodeServer:
         if config.lookaside is not None:
             shell.description.lookaside_address = await self._open_lookaside(intake)
         await shell.serve()
+
+    def _events(self) -> DecodeEvents:
+        """Connects the worker to its migrations, which are built over it, and to the metrics."""
+
+        def after_step() -> None:
+            self.outgoing.advance()
+            self.incoming.answer()
+
+        return DecodeEvents(
+            after_step,
+            on_release=lambda request: self.outgoing.abandon(request),
+            on_step=self.shell.step_metrics.observe,
+            on_verified=self.shell.speculation_metrics.observe,
+        )
 
     def _core(self) -> RoleCore:
         worker, driver = self.worker, self._driver

@@ -17,12 +17,15 @@ import numpy as np
 
 from decode_worker.delivery.token_delivery import TokenDelivery
 from decode_worker.draft_model import DraftModel
+from decode_worker.events import DecodeEvents
 from decode_worker.prefill.client import RemoteFirstToken
 from decode_worker.prefill.prefill_attempts import PrefillAttempts
 from decode_worker.prefill.transfer_table import FailedTransfer, LandedTransfer, TransferTable
+from decode_worker.readiness import SequenceReadiness
 from decode_worker.request import DecodeRequest, RemotePart, StageTimes, TokenDelta
 from decode_worker.schedule.pace import Pace
 from decode_worker.schedule.scheduler import DecodeScheduler
+from decode_worker.step_measurements import StepMeasurements
 from engine.adapters.queue import AdapterQueue
 from engine.engine import Engine
 from engine.sampling.grammar.fast_forward import forced_tokens
@@ -33,12 +36,11 @@ from engine.step.isolation import step_isolated
 from engine.step.plan import DecodeRows, EndConditions, StepPlan
 from engine.step.prompt_scores import PromptScores
 from engine.step.row_table import RowTable
-from engine.step.sequence import SampledToken, ScheduledSequence, Sequence
-from engine.step.speculation.proposal import ProposalKind
+from engine.step.sequence import SampledToken, Sequence
 from engine.step.speculation.speculator import Speculator
 from kv_transfer.session.transfer_session import Manifest
 from penstock.config import DecodeConfig
-from penstock.errors import Cancelled, InvalidInput, Overloaded, PenstockError
+from penstock.errors import Cancelled, Overloaded, PenstockError
 from penstock.types import TransferKey, WorkerId, WorkerLoad
 from penstock.v1 import common_pb2, worker_pb2
 from penstock.worker_metrics import HANDOFF_MISMATCHES
@@ -64,6 +66,7 @@ class DecodeWorker:
         pulls: PrefixPulls | None = None,
         adapters: AdapterQueue | None = None,
         draft: DraftModel | None = None,
+        events: DecodeEvents | None = None,
     ) -> None:
         """Requests with a grammar or adapter are refused without `grammars` or `adapters`. Without `pulls` nothing is
         pulled from other workers; without `draft` only repetitions are proposed.
@@ -73,16 +76,16 @@ class DecodeWorker:
         self._config = config
         self._context_length = context_length
         rows = RowTable(engine.layout.page_size, EndConditions(engine.model.eos_token_ids, context_length))
-        self._speculator = None
+        speculator = None
         if config.speculation != "off":
             always = config.speculation == "always"
-            self._speculator = Speculator(config.speculation_tokens, time.monotonic, always, draft=draft)
+            speculator = Speculator(config.speculation_tokens, time.monotonic, always, draft=draft)
         self.scheduler = DecodeScheduler(
-            engine.pool, engine.prefix_cache, engine.layout.page_size, config, rows, self._speculator
+            engine.pool, engine.prefix_cache, engine.layout.page_size, config, rows, speculator
         )
         self._transfers = transfers
-        self._grammars = grammars
-        self._adapters = adapters or AdapterQueue(None, lambda call: None)
+        self._readiness = SequenceReadiness(grammars, adapters)
+        self._events = events or DecodeEvents()
         self._requests: dict[Sequence, DecodeRequest] = {}
         self._delivery = TokenDelivery()
         self._pace = Pace()
@@ -97,12 +100,8 @@ class DecodeWorker:
             report=self._report,
             pulls=pulls,
         )
+        self._measurements = StepMeasurements(self._pace, self._prefills, speculator, self._events)
         self._landed: set[Sequence] = set()  # wait for their first step here
-        self.after_step: list[Callable[[], None]] = []  # called between two steps and when there was nothing to do
-        self.on_release: list[Callable[[DecodeRequest], None]] = []  # called when a request ends here or has migrated
-        self.on_step: list[Callable[[int, int, float], None]] = []  # called with a step's sequences, tokens and seconds
-        # Called with the kind of a proposal, its number of tokens, and how many of them were accepted.
-        self.on_verified: list[Callable[[ProposalKind, int, int], None]] = []
         self.load = WorkerLoad(total_pages=engine.pool.num_pages, free_pages=engine.pool.num_available)
 
     # Requests.
@@ -130,18 +129,13 @@ class DecodeWorker:
         self._requests[request.sequence] = request
         self._delivery.add(request)
         self.scheduler.track(request.sequence)
-        # Both are prepared while its pages are on their way; `_when_ready` handles the errors.
-        self._adapters.when_ready(request.sequence, lambda error: None)
-        if self._grammars is not None and request.sequence.sampling.grammar is not None:
-            self._grammars.when_ready(request.sequence, lambda error: None)
+        self._readiness.prepare(request.sequence)  # while its pages are on their way
 
     def _when_ready(self, request: DecodeRequest, then: Callable[[], None]) -> None:
         """Calls `then` once the adapter is loaded and the grammar compiled, unless the request has ended; ends it on
         failure.
         """
-        self._adapters.when_ready(
-            request.sequence, partial(self._continue, request, partial(self._when_grammar_ready, request, then))
-        )
+        self._readiness.when_ready(request.sequence, partial(self._continue, request, then))
 
     def _continue(self, request: DecodeRequest, then: Callable[[], None], error: PenstockError | None) -> None:
         if request.sequence not in self._requests:
@@ -150,12 +144,6 @@ class DecodeWorker:
             then()
         else:
             self._refuse(self._requests[request.sequence], error)
-
-    def _when_grammar_ready(self, request: DecodeRequest, then: Callable[[], None]) -> None:
-        if self._grammars is None:
-            self._continue(request, then, None)
-        else:
-            self._grammars.when_ready(request.sequence, partial(self._continue, request, then))
 
     def _refuse(self, request: DecodeRequest, error: PenstockError) -> None:
         """Ends a request that cannot run here; a migrating one stays at its source."""
@@ -171,8 +159,7 @@ class DecodeWorker:
 
     def _check(self, sequence: Sequence) -> None:
         self.check_tokens(sequence)
-        if sequence.sampling.grammar is not None and self._grammars is None:
-            raise InvalidInput("sampling.grammar", "is not supported by this worker; leave it out")
+        self._readiness.check(sequence)
         if len(self._requests) >= self._config.max_batch_sequences + self._config.max_waiting:
             raise Overloaded(f"this worker holds {len(self._requests)} requests, its limit; try again", _RETRY_AFTER_S)
 
@@ -340,7 +327,7 @@ class DecodeWorker:
 
     def finish_step(self, plan: StepPlan, tokens: StepTokens, elapsed_s: float) -> None:
         """Records the oldest step in flight and delivers its tokens."""
-        self._measure_step(plan, elapsed_s, sum(map(len, tokens.further.values())))
+        self._measurements.on_step(plan, elapsed_s, sum(map(len, tokens.further.values())))
         for sequence, error in tokens.failed:
             self._fail(sequence, error)
         discarded = self.scheduler.record(plan, tokens.rows, tokens.chunks)
@@ -350,19 +337,12 @@ class DecodeWorker:
         self._deliver_rows(plan.rows, tokens, discarded, now_s)
         for place, (scheduled, token_id) in enumerate(zip(plan.chunks, tokens.chunks, strict=True), len(plan.rows)):
             if token_id is not None and scheduled.sequence not in discarded:
-                further = self._verified(scheduled, tokens.further.get(place, []))
+                further = tokens.further.get(place, [])
+                self._measurements.on_verified(scheduled, len(further))
                 self._on_sampled(scheduled.sequence, SampledToken(token_id, tokens.logprobs.get(place)), now_s)
                 self._deliver_further(scheduled.sequence, further, now_s)
         self._delivery.flush()
         self._after_step()
-
-    def _verified(self, scheduled: ScheduledSequence, further: list[SampledToken]) -> list[SampledToken]:
-        """Reports how many of a sequence's proposed tokens were accepted. Returns the tokens after its first one."""
-        if self._speculator is not None and (num_proposed := len(scheduled.proposed)):
-            kind = self._speculator.on_verified(scheduled.sequence, num_proposed, len(further))
-            for call in self.on_verified:
-                call(kind, num_proposed, len(further))
-        return further
 
     def _deliver_further(self, sequence: Sequence, further: list[SampledToken], now_s: float) -> None:
         """Delivers the tokens after a sequence's first one that accepted proposals have yielded, up to its end."""
@@ -393,7 +373,7 @@ class DecodeWorker:
         started_s = time.monotonic()
         work = [replace(item, proposed=()) for item in plan if item.sequence in self._requests]
         done = step_isolated(self._engine.step, work)
-        self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, time.monotonic() - started_s)
+        self._measurements.on_recomputed(plan, time.monotonic() - started_s)
         for sequence, error in done.failed:
             self._fail(sequence, error)
         now_s = time.monotonic()
@@ -404,17 +384,6 @@ class DecodeWorker:
         self._delivery.flush()
         self._after_step()
 
-    def _measure_step(self, plan: StepPlan, elapsed_s: float, num_further: int) -> None:
-        if plan.speculates:
-            self._pace.on_speculation(len(plan), len(plan) + num_further, elapsed_s)
-        else:
-            self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, elapsed_s)
-            self._prefills.on_step(plan, elapsed_s)
-        if self._speculator is not None and all(chunk.num_tokens == 1 for chunk in plan.chunks):
-            self._speculator.on_step(len(plan), plan.num_tokens - len(plan), num_further, elapsed_s)
-        for call in self.on_step:
-            call(len(plan), plan.num_tokens, elapsed_s)
-
     def _keep_scores(self, sequence: Sequence, scores: PromptScores, discarded: Collection[Sequence] = ()) -> None:
         if (request := self._requests.get(sequence)) is not None and sequence not in discarded:
             request.add_scores(scores)
@@ -424,8 +393,7 @@ class DecodeWorker:
             self.cancel(request, error)
 
     def _after_step(self) -> None:
-        for call in self.after_step:
-            call()
+        self._events.after_step()
         self._refresh_load()
 
     # Tokens and ends.
@@ -471,11 +439,10 @@ class DecodeWorker:
         del self._requests[request.sequence]
         self._landed.discard(request.sequence)
         self._delivery.remove(request)
-        for call in self.on_release:
-            call(request)
+        self._events.on_release(request)
         self._transfers.abandon(request)
         self.scheduler.forget(request.sequence)
-        self._adapters.release(request.sequence)
+        self._readiness.release(request.sequence)
 
     def _report(self, request: DecodeRequest, outcome: worker_pb2.PrefillOutcome) -> None:
         self._delivery.put(request, TokenDelta(request.stream_id, prefill=outcome))
@@ -494,7 +461,7 @@ class DecodeWorker:
             decode_steps=self._pace.decode_steps,
             num_open=len(self._requests),
             requests=self._delivery.totals,
-            adapters=self._adapters.ready,
-            adapter_load_s=self._adapters.load_s,
+            adapters=self._readiness.loaded_adapters,
+            adapter_load_s=self._readiness.adapter_load_s,
             metrics={**self.scheduler.metrics.values(), HANDOFF_MISMATCHES.name: float(self._transfers.num_mismatches)},
         )

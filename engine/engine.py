@@ -20,7 +20,6 @@ from engine.adapters.engine_adapters import EngineAdapters
 from engine.cache.disk_tier import DiskFile, DiskTier, SlotFile
 from engine.cache.host_tier import HostTier
 from engine.cache.kv_layout import KVLayout
-from engine.cache.page_pool import PagePool
 from engine.cache.pool_memory import zero_pages
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.tensor_parallel import AllRanksDiskFile, AllRanksHostTier, zero_on_all_ranks
@@ -125,9 +124,15 @@ class Engine:
             num_pages = min(part.count_pages(), *ranks.wait(answers))
             ranks.call_all("pool", num_pages)
         kv_pages = part.make_pool(num_pages)
-        pool = PagePool(num_pages, _make_eraser(kv_pages, ranks) if config.zero_freed_pages else None)
-        tiers = _make_tiers(config, kv_pages, part.layout.page_bytes, ranks)
-        cache = PrefixCache(pool, config.page_size, on_event, config.prefix_caching, tiers, part.model.page_window)
+        cache = PrefixCache(
+            num_pages,
+            config.page_size,
+            on_event,
+            config.prefix_caching,
+            tiers=_make_tiers(config, kv_pages, part.layout.page_bytes, ranks),
+            window=part.model.page_window,
+            on_free=_make_eraser(kv_pages, ranks) if config.zero_freed_pages else None,
+        )
         engine = cls(part, kv_pages, cache, ranks)
         log.info(
             "loaded %s: %d pages, %s, KV in %s, %s attention on %s%s",

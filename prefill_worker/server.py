@@ -57,8 +57,8 @@ class PrefillServer:
             grammars=self._grammars,
             pulls=shell.pulls,
             adapters=adapters,
+            on_step=shell.step_metrics.observe,
         )
-        worker.on_step.append(shell.step_metrics.observe)
         service = PrefillService(worker, shell.loop)
         core = RoleCore(
             step=worker.step,

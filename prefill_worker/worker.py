@@ -68,10 +68,11 @@ class PrefillWorker:
         grammars: GrammarQueue | None = None,
         pulls: PrefixPulls | None = None,
         adapters: AdapterQueue | None = None,
+        on_step: Callable[[int, int, float], None] | None = None,
     ) -> None:
         """`context_length` is the number of tokens that both the model and the pool can hold. Jobs with a grammar are
         refused without `grammars`, and jobs with an adapter without `adapters`; without `pulls` nothing is pulled from
-        other workers.
+        other workers. `on_step` is called with the sequences, tokens and seconds of each step.
         """
         self._engine = engine
         self._grammars = grammars
@@ -100,7 +101,7 @@ class PrefillWorker:
         self._measured_s = 0.0
         self._tokens_per_s = 0.0
         self._totals = StepTotals()
-        self.on_step: list[Callable[[int, int, float], None]] = []  # called with a step's sequences, tokens and seconds
+        self._on_step = on_step
         self.load = WorkerLoad(total_pages=engine.pool.num_pages, free_pages=engine.pool.num_available)
 
     # Commands of the receiver.
@@ -384,8 +385,8 @@ class PrefillWorker:
         self._totals = self._totals.plus(num_tokens, num_contexts, elapsed_s)
         rate = num_tokens / max(elapsed_s, 1e-6)
         self._tokens_per_s += (rate - self._tokens_per_s) * (_RATE_SMOOTHING if self._tokens_per_s else 1.0)
-        for call in self.on_step:
-            call(num_sequences, num_tokens, elapsed_s)
+        if self._on_step is not None:
+            self._on_step(num_sequences, num_tokens, elapsed_s)
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:

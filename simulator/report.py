@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.cache.page_pool import OutOfPages, PagePool
+from engine.cache.page_pool import OutOfPages
 from engine.cache.prefix_cache import PrefixCache
 from simulator.fleet import FleetSpec, SimulatedFleet
 from simulator.prompt_hashes import PromptHasher
@@ -92,8 +92,8 @@ def single_cache_hit_rate(requests: Sequence[TraceRequest], page_size: int, num_
 
     It is an upper bound for every placement, up to luck: no page is held twice, and running requests take no room.
     """
-    pool = PagePool(num_pages)
-    cache = PrefixCache(pool, page_size)
+    cache = PrefixCache(num_pages, page_size)
+    pool = cache.pool
     hasher = PromptHasher(page_size, SALT)
     hits = total = 0
     for request in requests:

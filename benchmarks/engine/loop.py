@@ -16,6 +16,7 @@ from typing import Any, cast
 from benchmarks.engine.workload import BATCH_TOKENS, BATCHES, Ask
 from benchmarks.steps.null_engine import NullTransfers
 from decode_worker.draft_model import DraftModel
+from decode_worker.events import DecodeEvents
 from decode_worker.request import DecodeRequest, Delta, TokenDelta, split_plain
 from decode_worker.schedule.step_driver import StepDriver
 from decode_worker.worker import DecodeWorker
@@ -42,10 +43,16 @@ class Generated:
 class EngineLoop:
     """Owns a step loop over an engine, which must not be used otherwise while `answer` or `generate` waits."""
 
-    def __init__(self, engine: Engine, config: DecodeConfig = _CONFIG, draft: DraftModel | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        config: DecodeConfig = _CONFIG,
+        draft: DraftModel | None = None,
+        events: DecodeEvents | None = None,
+    ) -> None:
         transfers = cast(Any, NullTransfers())
         context = engine.model.context_length
-        self._worker = DecodeWorker(WorkerId("bench"), engine, transfers, config, context, draft=draft)
+        self._worker = DecodeWorker(WorkerId("bench"), engine, transfers, config, context, draft=draft, events=events)
         self._loop = StepLoop("bench", self._step, self._fail)
         self._driver = StepDriver(self._worker, engine, "bench", self._loop.post)
         self._deltas: queue.SimpleQueue[list[Delta] | BaseException] = queue.SimpleQueue()
@@ -89,11 +96,6 @@ class EngineLoop:
         if delta.token is not None:
             outputs[delta.stream_id].append(delta.token.token_id)
         return delta.finish_reason is not None
-
-    @property
-    def worker(self) -> DecodeWorker:
-        """For callbacks, to be set before the first request."""
-        return self._worker
 
     def _step(self) -> bool:
         self._driver.turn()

@@ -23,7 +23,6 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -35,6 +34,7 @@ from benchmarks.speculation.replay import ReplayEngine
 from benchmarks.speculation.step_costs import step_rows
 from benchmarks.speculation.texts import BundledTexts, RepositoryTexts, Script
 from decode_worker.draft_model import DraftModel
+from decode_worker.events import DecodeEvents
 from engine.engine import Engine
 from engine.step.sequence import Sequence as EngineSequence
 from engine.step.speculation.proposal import ProposalKind
@@ -50,15 +50,15 @@ DRAFT_FOLDER = BUNDLED.with_name("penstock-tiny-draft")
 REBUILT_TOKENS = 256
 
 
-@dataclass
 class MeasuredLoop:
     """A worker's loop with one setting, and what came of its answers since `clear`."""
 
-    loop: EngineLoop
-    proposed: int = 0
-    accepted: int = 0
-    steps: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))  # seconds by size
-    answers: list[float] = field(default_factory=list)  # seconds by the clock
+    def __init__(self, engine: Engine, config: DecodeConfig, draft: DraftModel | None) -> None:
+        self.proposed = self.accepted = 0
+        self.steps: dict[tuple[int, int], list[float]] = defaultdict(list)  # seconds by size
+        self.answers: list[float] = []  # seconds by the clock
+        events = DecodeEvents(on_step=self.on_step, on_verified=self.on_verified)
+        self.loop = EngineLoop(engine, config, draft, events)
 
     def on_verified(self, kind: ProposalKind, num_proposed: int, num_accepted: int) -> None:
         self.proposed += num_proposed
@@ -89,9 +89,7 @@ def loops(engine: Engine, draft: DraftModel | None) -> dict[str, MeasuredLoop]:
         config = DecodeConfig.model_validate(
             {"max_batch_sequences": 64, "max_batch_tokens": 4096, "placement": "local", "speculation": speculation}
         )
-        measured = found[name] = MeasuredLoop(EngineLoop(engine, config, draft if name == DRAFT else None))
-        measured.loop.worker.on_verified.append(measured.on_verified)
-        measured.loop.worker.on_step.append(measured.on_step)
+        found[name] = MeasuredLoop(engine, config, draft if name == DRAFT else None)
     return found
 
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import torch
 
-from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import PrefixCache
 from engine.sampling.sampler import Sampled
 from engine.step.batch import build_host_batch
@@ -31,8 +30,8 @@ class NullEngine:
         """`max_batch` is the most tokens that `compute` returns."""
         self.layout = SimpleNamespace(page_size=PAGE_SIZE, page_bytes=1, layers=range(30))
         self.model = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({2}), context_length=8192)
-        self.pool = PagePool(num_pages)
-        self.prefix_cache = PrefixCache(self.pool, PAGE_SIZE, KvEventLog(), prefix_caching)
+        self.prefix_cache = PrefixCache(num_pages, PAGE_SIZE, KvEventLog(), prefix_caching)
+        self.pool = self.prefix_cache.pool
         self._token_ids = torch.arange(max_batch) + 1000
         self._valid = torch.ones(max_batch, dtype=torch.bool)
 

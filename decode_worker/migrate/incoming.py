@@ -111,7 +111,6 @@ class IncomingMigrations:
         self._sweeper = Sweeper(lease_s)
         self._unanswered: dict[TransferKey, tuple[IncomingMigration, worker_pb2.MigrationStart]] = {}  # by arrival
         self._kept: dict[TransferId, IncomingMigration] = {}
-        worker.after_step.append(self._answer)
 
     @property
     def num_kept(self) -> int:
@@ -121,8 +120,10 @@ class IncomingMigrations:
         """Queues a source's request to send a sequence; after the next step it gets a destination or a refusal."""
         self._unanswered[key] = IncomingMigration(key, call, self._keep), start
 
-    def _answer(self) -> None:
-        # Sequences that still wait here after the step need room, and go first.
+    def answer(self) -> None:
+        """Reserves pages for sequences that began to arrive during a step. Call it after each step: sequences that
+        still wait here need room, and go first.
+        """
         unanswered, self._unanswered = self._unanswered, {}
         for migration, start in unanswered.values():
             try:

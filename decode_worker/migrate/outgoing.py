@@ -116,8 +116,6 @@ class OutgoingMigrations:
         self._migrations: dict[TransferKey, OutgoingMigration] = {}
         self._unsettled: dict[Generation, OutgoingMigration] = {}
         self.num_migrated = 0
-        worker.after_step.append(self._advance_all)
-        worker.on_release.append(self._abandon)
 
     @property
     def num_open(self) -> int:
@@ -150,7 +148,7 @@ class OutgoingMigrations:
         state = sequence_state.to_wire(request, self._worker.timing(request), time.monotonic())
         num_tokens_left = self._worker.num_tokens_left(sequence)
         num_tokens = num_tokens_to_reserve(len(sequence.token_ids), num_tokens_left, self._page_size)
-        self._worker.scheduler.keep_whole(sequence, True)  # pages that the target awaits must not be dropped
+        self._worker.scheduler.keep_whole(sequence, keeps=True)  # pages that the target awaits must not be dropped
         self._calls.start(key, target, state, num_tokens, self._num_dropped_tokens(sequence), events=self)
 
     def _num_dropped_tokens(self, sequence: Generation) -> int:
@@ -258,7 +256,8 @@ class OutgoingMigrations:
 
     # Copying.
 
-    def _advance_all(self) -> None:
+    def advance(self) -> None:
+        """Makes every migration progress. Call it after each step."""
         now_s = time.monotonic()
         for migration in list(self._unsettled.values()):
             if migration.phase is not CopyPhase.PAUSED:
@@ -332,7 +331,7 @@ class OutgoingMigrations:
 
     # The end.
 
-    def _abandon(self, request: DecodeRequest) -> None:
+    def abandon(self, request: DecodeRequest) -> None:
         """Gives up the migration of a request that has ended here."""
         migration = self._unsettled.get(request.sequence)
         if migration is not None:
@@ -344,7 +343,7 @@ class OutgoingMigrations:
             return
         migration.error = error
         del self._unsettled[migration.sequence]
-        self._worker.scheduler.keep_whole(migration.sequence, False)
+        self._worker.scheduler.keep_whole(migration.sequence, keeps=False)
         log.info("%s did not migrate to %s: %s", migration.sequence.request_id, migration.target.worker_id, error)
         if migration.phase is not CopyPhase.COPYING and self._worker.request_of(migration.sequence) is not None:
             self._worker.scheduler.resume(migration.sequence)

@@ -196,9 +196,9 @@ class DecodeScheduler:
         self._queues[sequence].num_cached_tokens = grant.num_found * self._page_size
         return Reservation(grant.pages[: grant.num_filled], grant.pages[grant.num_filled :], grant.num_dropped)
 
-    def keep_whole(self, sequence: Sequence, keeps: bool) -> None:
+    def keep_whole(self, sequence: Sequence, *, keeps: bool) -> None:
         """Sets whether a sequence keeps even the pages that none of its later tokens reads."""
-        self._pages.keep_whole(sequence, keeps)
+        self._pages.keep_whole(sequence, keeps=keeps)
 
     @property
     def _is_full(self) -> bool:

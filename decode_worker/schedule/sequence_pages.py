@@ -109,7 +109,7 @@ class SequencePages:
 
     # The window.
 
-    def keep_whole(self, sequence: Sequence, keeps: bool) -> None:
+    def keep_whole(self, sequence: Sequence, *, keeps: bool) -> None:
         """Sets whether the sequence keeps its pages even behind the window."""
         if keeps:
             self._whole.add(sequence)

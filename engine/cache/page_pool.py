@@ -2,7 +2,7 @@
 
 Stands between the schedulers, which allocate pages for sequences, and the pool tensor, which this module never touches.
 It also owns the order in which unreferenced cached pages are evicted. It must not know what is in a page: hashes and
-chains belong to `engine.cache.prefix_cache`, which the pool asks to evict through the function given to `set_evictor`.
+chains belong to `engine.cache.prefix_cache`, which makes its pool and evicts pages when the pool asks for room.
 
 A page is exactly one of: free, owned (one reference), shared (several), evictable (no reference, but the prefix cache
 holds it), or fenced. Fenced takes precedence: a transfer may still write the page, so only lifting the fence makes it
@@ -48,9 +48,12 @@ class PagePool:
         self,
         num_pages: int,
         on_free: Callable[[Sequence[PageId]], None] | None = None,
+        evict: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_free` receives pages that have become free, before they can be allocated again; it may erase them."""
+        """`on_free` receives pages that have become free, before they can be allocated again; it may erase them.
+        `evict(n)` must `forget` pages until at least n more are free.
+        """
         self._clock = clock
         if num_pages < 1:
             raise ValueError(f"num_pages: {num_pages} given; a pool needs at least 1 page")
@@ -62,7 +65,7 @@ class PagePool:
         self._fences: dict[PageId, set[Hashable]] = {}  # only pages with at least one fence
         self._fenced_by: dict[Hashable, list[PageId]] = {}
         self._fenced_s: dict[Hashable, float] = {}  # when the first pages came under a key; oldest first
-        self._evict: Callable[[int], None] | None = None
+        self._evict = evict
         self._on_free = on_free
         self.num_allocated = 0  # pages handed out so far
 
@@ -201,12 +204,6 @@ class PagePool:
         self._set_free(freed)
 
     # ---- for the prefix cache -----------------------------------------------------------------------------------
-
-    def set_evictor(self, evict: Callable[[int], None]) -> None:
-        """Registers the prefix cache's evictor, once. `evict(n)` must `forget` pages until at least n more are free."""
-        if self._evict is not None:
-            raise PageMisuse("set_evictor: this pool already serves a prefix cache")
-        self._evict = evict
 
     def first_to_refuse(self, pages: Sequence[PageId]) -> PageId | None:
         """Returns the first page that `keep` would refuse; None if it would take all."""

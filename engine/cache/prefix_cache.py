@@ -18,7 +18,7 @@ Routers receive an event for each page that moves: to the device, to the best lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from engine.cache.page_chains import ChainNode, PageChains
 from engine.cache.page_pool import PageMisuse, PagePool
@@ -30,27 +30,29 @@ from penstock.types import CachedPage, CacheStats, PageHash, PageId
 
 
 class PrefixCache:
-    """The findable pages of one pool. Not thread-safe: the worker's step loop is the only caller."""
+    """A page pool and its findable pages. Not thread-safe: the worker's step loop is the only caller."""
 
     def __init__(
         self,
-        pool: PagePool,
+        num_pages: int,
         page_size: int,
         events: KvEventLog | None = None,
         enabled: bool = True,
         tiers: CacheTiers | None = None,
         window: int | None = None,
+        on_free: Callable[[Sequence[PageId]], None] | None = None,
     ) -> None:
-        """`window` is how many tokens, including itself, a token reads in the layer that reads most; None: all."""
+        """`window` is how many tokens, including itself, a token reads in the layer that reads most; None: all.
+        `on_free` is the pool's.
+        """
         self.page_size = page_size
         self.window = PageWindow(window, page_size)
         self.enabled = enabled
-        self.pool = pool
+        self.pool = PagePool(num_pages, on_free, self._evict)
         self._events = events
         self._tiers = tiers
         self._num_queries = self._num_device_hits = self._num_evictions = 0  # pages
         self._chains = PageChains()
-        pool.set_evictor(self._evict)
 
     @property
     def num_cached(self) -> int:

@@ -25,7 +25,6 @@ from decode_worker.prefill.placement_policy import (
 from decode_worker.prefill.step_costs import StepWork
 from decode_worker.schedule.pace import Pace
 from decode_worker.schedule.scheduler import DecodeScheduler
-from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import PrefixCache
 from engine.step.plan import DecodeRows, StepPlan
 from engine.step.row_table import RowTable
@@ -122,8 +121,8 @@ class DecodeModel(TransferOwner):
         self.worker_id = WorkerId(node.name)
         self.page_size = page_size
         self.events = KvEventLog()
-        self.pool = PagePool(num_pages)
-        self.cache = PrefixCache(self.pool, page_size, self.events)
+        self.cache = PrefixCache(num_pages, page_size, self.events)
+        self.pool = self.cache.pool
         self.scheduler = DecodeScheduler(self.pool, self.cache, page_size, config, RowTable(page_size))
         self.transfers = TransferModel(node, network, self.pool, self.scheduler, page_size, find_prefill, self)
         self.loop = VirtualStepLoop(node, self._begin_step, self._end_steps)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import PrefixCache
 from engine.step.sequence import ScheduledSequence, Sequence
 from kv_transfer.session.lease import heartbeat_s
@@ -87,8 +86,8 @@ class PrefillModel:
         self.worker_id = WorkerId(node.name)
         self.page_size = page_size
         self.events = KvEventLog()
-        self.pool = PagePool(num_pages)
-        self.cache = PrefixCache(self.pool, page_size, self.events)
+        self.cache = PrefixCache(num_pages, page_size, self.events)
+        self.pool = self.cache.pool
         self.scheduler = PrefillScheduler(
             self.pool, self.cache, page_size, config.max_batch_tokens or 2048, config.max_batch_sequences
         )

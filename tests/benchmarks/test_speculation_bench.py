@@ -13,6 +13,7 @@ from benchmarks.engine.loop import EngineLoop
 from benchmarks.speculation.replay import ReplayEngine
 from benchmarks.speculation.texts import BundledTexts
 from decode_worker.draft_model import DraftModel
+from decode_worker.events import DecodeEvents
 from engine.step.speculation.proposal import ProposalKind
 from penstock.config import DecodeConfig, EngineConfig
 
@@ -39,10 +40,12 @@ def generate(
 ) -> tuple[list[list[int]], dict[ProposalKind, int], int]:
     """Returns what is said, how many proposed tokens of each kind were right, and the number of steps."""
     settings = {"max_batch_sequences": 4, "placement": "local", "speculation": speculation}
-    loop = EngineLoop(engine, DecodeConfig.model_validate(settings), draft)
     right, steps = dict.fromkeys(ProposalKind, 0), []
-    loop.worker.on_verified.append(lambda kind, _, accepted: right.update({kind: right[kind] + accepted}))
-    loop.worker.on_step.append(lambda *step: steps.append(step))
+    events = DecodeEvents(
+        on_step=lambda *step: steps.append(step),
+        on_verified=lambda kind, _, accepted: right.update({kind: right[kind] + accepted}),
+    )
+    loop = EngineLoop(engine, DecodeConfig.model_validate(settings), draft, events)
     try:
         return loop.generate(prompts, num_tokens).outputs, right, len(steps)
     finally:

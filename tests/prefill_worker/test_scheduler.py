@@ -19,8 +19,8 @@ PAGE_SIZE = 4
 def make_scheduler(
     num_pages: int, max_batch_tokens: int = 8, reserved: dict[Lane, float] | None = None
 ) -> tuple[PrefillScheduler, PagePool]:
-    pool = PagePool(num_pages)
-    return PrefillScheduler(pool, PrefixCache(pool, PAGE_SIZE), PAGE_SIZE, max_batch_tokens, 3, reserved), pool
+    cache = PrefixCache(num_pages, PAGE_SIZE)
+    return PrefillScheduler(cache.pool, cache, PAGE_SIZE, max_batch_tokens, 3, reserved), cache.pool
 
 
 def make_sequence(name: str, tokens: list[int], lane: Lane = Lane.STANDARD) -> Sequence:

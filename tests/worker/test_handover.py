@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker.server import DecodeServer
-from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import PrefixCache
 from engine.engine import Engine
 from engine.generate import generate
@@ -103,8 +102,8 @@ def test_a_common_trunk_goes_to_every_target_and_its_branches_are_divided() -> N
 
 def cached(prompts: Sequence[Sequence[int]], num_pages: int = 64) -> PrefixCache:
     """Each prompt's pages, computed one prompt after the other."""
-    pool = PagePool(num_pages)
-    cache = PrefixCache(pool, 1, KvEventLog())
+    cache = PrefixCache(num_pages, 1, KvEventLog())
+    pool = cache.pool
     for prompt in prompts:
         hashes = hash_pages(list(prompt), 1, SALT)
         held = cache.match(hashes)
@@ -122,8 +121,8 @@ def test_the_hottest_pages_come_with_their_parents_and_can_be_grafted_elsewhere(
     hot = cache.hottest(limit)
     assert len(hot) <= limit
     assert len(cache.hottest(200)) == cache.num_cached
-    pool = PagePool(64)
-    other = PrefixCache(pool, 1, KvEventLog())
+    other = PrefixCache(64, 1, KvEventLog())
+    pool = other.pool
     wanted = other.lacking([(one.page_hash, one.parent) for one in hot])
     assert wanted == list(range(len(hot)))
     fresh = pool.allocate(len(hot))

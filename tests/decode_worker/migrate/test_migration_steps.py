@@ -137,7 +137,7 @@ def test_a_source_that_lies_about_its_tokens_is_refused_by_name(
     node.engine.prefix_cache.insert(hash_pages(list(range(16)), 4, b""), cached)
     node.engine.pool.release(cached)
     node.incoming.on_start(TransferKey(TransferId("t"), Epoch(1), node.epoch), start, source)
-    node.incoming._answer()
+    node.incoming.answer()
     assert source.num_held is None
     with pytest.raises(kind, match=why):
         raise source.error or AssertionError("accepted")
@@ -155,7 +155,7 @@ def test_a_last_state_that_no_step_can_compute_is_refused_by_name(token_ids: lis
     state = worker_pb2.SequenceState(request_id="r", token_ids=range(9), num_prompt_tokens=8, timeout_ms=1_000_000)
     state.sampling.max_tokens = 40
     node.incoming.on_start(key, worker_pb2.MigrationStart(state=state, num_tokens=12), source)
-    node.incoming._answer()
+    node.incoming.answer()
     assert source.num_held == 0
     last = worker_pb2.SequenceState(request_id="r", num_known=9, token_ids=token_ids, timeout_ms=1_000_000)
     node.incoming.on_finish(key, last, Manifest(8 + len(token_ids), 1, ()), 0.0)

@@ -24,10 +24,10 @@ PAGE_SIZE = 4
 
 
 def make_scheduler(num_pages: int, **config: float) -> tuple[DecodeScheduler, PagePool]:
-    pool = PagePool(num_pages)
+    cache = PrefixCache(num_pages, PAGE_SIZE)
     defaults = {"max_batch_sequences": 4, "max_batch_tokens": 8, "watermark": 0.0}
     settings_ = DecodeConfig.model_validate(defaults | config)
-    return DecodeScheduler(pool, PrefixCache(pool, PAGE_SIZE), PAGE_SIZE, settings_, RowTable(PAGE_SIZE)), pool
+    return DecodeScheduler(cache.pool, cache, PAGE_SIZE, settings_, RowTable(PAGE_SIZE)), cache.pool
 
 
 def make_sequence(name: str, num_tokens: int, seed: int = 0, lane: Lane = Lane.STANDARD) -> Sequence:

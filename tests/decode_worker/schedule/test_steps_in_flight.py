@@ -21,7 +21,6 @@ from decode_worker.delivery.router_stream import encode_plain
 from decode_worker.schedule.pace import Pace
 from decode_worker.schedule.scheduler import DecodeScheduler
 from decode_worker.schedule.step_driver import StepDriver
-from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import PrefixCache
 from engine.sampling.counter_random import uniform, uniforms
 from engine.sampling.row_params import SamplingRows
@@ -54,10 +53,10 @@ class Machine:
     """A scheduler and the device that computes its steps, one or two at a time."""
 
     def __init__(self, num_pages: int, speculator: Speculator | None = None) -> None:
-        self.pool = PagePool(num_pages)
+        cache = PrefixCache(num_pages, PAGE_SIZE)
+        self.pool = cache.pool
         self._allocate, self.pool.allocate = self.pool.allocate, self.allocate  # type: ignore[method-assign]
         config = DecodeConfig(max_batch_sequences=4, max_batch_tokens=8, watermark=0.0)
-        cache = PrefixCache(self.pool, PAGE_SIZE)
         self.scheduler = DecodeScheduler(
             self.pool, cache, PAGE_SIZE, config, RowTable(PAGE_SIZE, EndConditions({EOS}, 60)), speculator
         )

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 
 from engine.cache.disk_tier import DiskFile, DiskTier
 from engine.cache.host_tier import HostTier
-from engine.cache.page_pool import OutOfPages, PagePool
+from engine.cache.page_pool import OutOfPages
 from engine.cache.page_slots import PageSlots
 from engine.cache.pinned_memory import allocate_pinned
 from engine.cache.pool_memory import zero_pages
@@ -53,12 +53,14 @@ class Store:
         self, num_pages: int, num_host_pages: int, num_disk_pages: int = 0, folder: str = "", device: str = "cpu"
     ) -> None:
         self.kv_pages = torch.zeros(num_pages, *SHAPE, dtype=torch.bfloat16, device=device)
-        self.pool = PagePool(num_pages, lambda pages: zero_pages(self.kv_pages, pages))
         self.host = HostTier(self.kv_pages, num_host_pages)
         self.disk = DiskTier(DiskFile(folder, num_disk_pages, self.host), num_disk_pages) if num_disk_pages else None
         self.tiers = CacheTiers(self.host, self.disk)
         self.events = KvEventLog(window=100_000)
-        self.cache = PrefixCache(self.pool, 1, self.events, tiers=self.tiers)
+        self.cache = PrefixCache(
+            num_pages, 1, self.events, tiers=self.tiers, on_free=lambda pages: zero_pages(self.kv_pages, pages)
+        )
+        self.pool = self.cache.pool
 
     def take(self, hashes: list[PageHash]) -> tuple[list[PageId], int]:
         """Takes pages for a prompt as a scheduler does, and checks what the tiers returned."""

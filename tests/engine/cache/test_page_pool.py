@@ -99,17 +99,16 @@ def test_misuse_is_refused_by_name_and_changes_nothing() -> None:
 
 
 def test_an_evictor_that_frees_too_little_is_an_error_and_hands_out_nothing() -> None:
-    pool = PagePool(2)
-    pages = pool.allocate(2)
-    for page in pages:
-        pool.keep([page])
-    pool.release(pages)
+    pools = [PagePool(2), PagePool(2, evict=lambda count: pools[1].forget(range(count - 1)))]
+    for pool in pools:
+        pages = pool.allocate(2)
+        pool.keep(pages)
+        pool.release(pages)
     with pytest.raises(PageMisuse, match="cached pages without an evictor"):
-        pool.allocate(1)
-    pool.set_evictor(lambda count: pool.forget(pages[: count - 1]))
+        pools[0].allocate(1)
     with pytest.raises(PageMisuse, match="1 pages are free after an eviction, 2 asked for"):
-        pool.allocate(2)
-    pool.check_integrity()
+        pools[1].allocate(2)
+    pools[1].check_integrity()
 
 
 def test_the_age_of_a_fence_is_that_of_its_first_pages_and_the_oldest_counts() -> None:

@@ -76,8 +76,9 @@ def hashes_of(*tokens: int) -> list[PageHash]:
 
 def make(num_pages: int, window: int = 3) -> tuple[PagePool, PrefixCache, KvEventLog]:
     """Returns a cache in which a prefix needs the two pages before the next token."""
-    pool, events = PagePool(num_pages), KvEventLog()
-    return pool, PrefixCache(pool, 1, events, window=window), events
+    events = KvEventLog()
+    cache = PrefixCache(num_pages, 1, events, window=window)
+    return cache.pool, cache, events
 
 
 def test_a_prefix_is_found_without_the_pages_behind_the_window() -> None:
@@ -149,8 +150,8 @@ def test_a_page_is_handed_over_with_the_window_before_it_alone() -> None:
 
 
 def test_a_cache_without_a_window_has_no_orphans() -> None:
-    pool = PagePool(4)
-    cache = PrefixCache(pool, 1)
+    cache = PrefixCache(4, 1)
+    pool = cache.pool
     pages = pool.allocate(2)
     cache.insert(hashes_of(1, 2), pages)
     cache._chains.detach(cache._chains.by_page[pages[0]])
@@ -174,9 +175,9 @@ def test_a_wider_window_finds_less(first: int, second: int) -> None:
 @pytest.mark.parametrize("num_evicted", range(7))
 def test_no_more_is_promised_of_lower_tiers_than_they_fill(num_evicted: int) -> None:
     """Neither half of a window suffices if one is on the device and the other below it."""
-    pool = PagePool(7)
     host = CacheTiers(FakeHost([[None] for _ in range(7)], 8))
-    cache = PrefixCache(pool, 1, tiers=host, window=4)
+    cache = PrefixCache(7, 1, tiers=host, window=4)
+    pool = cache.pool
     pages = pool.allocate(6)
     hashes = hashes_of(1, 2, 3, 4, 5, 6)
     cache.insert(hashes, pages)

@@ -22,8 +22,9 @@ def hashes_of(*tokens: int) -> list[PageHash]:
 
 
 def make(num_pages: int) -> tuple[PagePool, PrefixCache, KvEventLog]:
-    pool, events = PagePool(num_pages), KvEventLog()
-    return pool, PrefixCache(pool, 1, events), events
+    events = KvEventLog()
+    cache = PrefixCache(num_pages, 1, events)
+    return cache.pool, cache, events
 
 
 def cached_by_events(events: KvEventLog) -> set[PageHash]:
@@ -206,19 +207,13 @@ def test_clear_forgets_everything_but_leaves_referenced_pages_to_their_holder() 
 
 
 def test_a_disabled_cache_finds_and_keeps_nothing() -> None:
-    pool = PagePool(2)
-    cache = PrefixCache(pool, 1, None, enabled=False)
+    cache = PrefixCache(2, 1, None, enabled=False)
+    pool = cache.pool
     pages = pool.allocate(2)
     assert cache.insert(hashes_of(1, 2), pages) == 0
     assert cache.match(hashes_of(1, 2)) == []
     pool.release(pages)
     assert pool.num_free == 2
-
-
-def test_one_pool_serves_one_cache() -> None:
-    pool, _, _ = make(2)
-    with pytest.raises(PageMisuse, match="already"):
-        PrefixCache(pool, 1)
 
 
 NUM_PAGES = 12
@@ -233,9 +228,9 @@ class PoolHistory(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = PagePool(NUM_PAGES)
         self.events = KvEventLog(window=100_000)
-        self.cache = PrefixCache(self.pool, 1, self.events)
+        self.cache = PrefixCache(NUM_PAGES, 1, self.events)
+        self.pool = self.cache.pool
         self.refs = [0] * NUM_PAGES
         self.fenced: dict[int, list[PageId]] = {}
         self.next_key = 0

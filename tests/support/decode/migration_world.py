@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import cast
 
+from decode_worker.events import DecodeEvents
 from decode_worker.migrate.client import MigrationTarget
 from decode_worker.migrate.incoming import IncomingMigrations
 from decode_worker.migrate.outgoing import OutgoingMigrations
@@ -61,7 +62,8 @@ class Node:
         )
         self.transfers = transfers
         config = DecodeConfig(max_batch_sequences=4, max_batch_tokens=8, placement="local", watermark=0.0)
-        self.worker = DecodeWorker(WorkerId(f"d{epoch}"), self.engine, transfers, config, CONTEXT)  # type: ignore[arg-type]
+        events = DecodeEvents(self.after_step, on_release=lambda request: self.outgoing.abandon(request))
+        self.worker = DecodeWorker(WorkerId(f"d{epoch}"), self.engine, transfers, config, CONTEXT, events=events)  # type: ignore[arg-type]
         self.steps = SplitSteps(self.worker, self.engine, world.rng)
         self.calls = OutgoingCalls(world.network, self)
         self.outgoing = OutgoingMigrations(
@@ -77,6 +79,10 @@ class Node:
         self.router_inbox: deque[Action] = deque()  # to the router
         self.inbox: deque[Action] = deque()  # from the router
         self.wire_events: deque[Action] = deque()
+
+    def after_step(self) -> None:
+        self.outgoing.advance()
+        self.incoming.answer()
 
     def sweep(self) -> None:
         """Sweeps leases, as even an idle step loop does."""

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from engine.cache.page_pool import PagePool
 from engine.cache.page_slots import PageSlots
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.tiers import CacheTiers
@@ -102,11 +101,11 @@ class FakeEngine:
         self.model = FakeModel()
         self.runs_ahead = False
         self.in_flight: list[set[PageId]] = []
-        self.pool = PagePool(num_pages)
-        self._allocate, self.pool.allocate = self.pool.allocate, self.allocate  # type: ignore[method-assign]
         self.kv_pages: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
         tiers = CacheTiers(FakeHost(self.kv_pages, num_host_pages)) if num_host_pages else None
-        self.prefix_cache = PrefixCache(self.pool, page_size, tiers=tiers, window=window)
+        self.prefix_cache = PrefixCache(num_pages, page_size, tiers=tiers, window=window)
+        self.pool = self.prefix_cache.pool
+        self._allocate, self.pool.allocate = self.pool.allocate, self.allocate  # type: ignore[method-assign]
         self.window = window
         self.most_held = 0  # pages that a sequence had when a step began
 

@@ -25,6 +25,7 @@ from penstock.rpc.secret import ClusterSecret
 from penstock.rpc.server import make_channel
 from penstock.types import Role, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
+from prefill_worker.server import PrefillServer
 from router.server import RouterServer
 from tests.support.key_files import write_secret
 from tests.support.plain_processes import Deployment, Process
@@ -108,18 +109,22 @@ def _streams(router: RouterServer, features: Iterable[Any], *, lookaside: bool =
 
 async def _served(group: Group, *configs: WorkerConfig, times: int = 1) -> Results:
     """Runs all requests over workers in this process, several times one after another; returns the last answers."""
-    accepted: list[int] = []
     async with workers(*configs) as servers:
-        for server in servers:
-            if isinstance(server, DecodeServer):
-                server.worker.on_verified.append(lambda kind, num_proposed, num_accepted: accepted.append(num_accepted))
         async with _router(group, [server.address for server in servers], len(servers)) as router:
             for _ in range(times):
                 async with _streams(router, group.features) as streams:
                     results = await streams.results()
             await wait_until_empty(*servers)
-    assert any(accepted) or FEATURES["speculation"] not in group.features, "no proposed token was right"
+        num_accepted = sum(map(_num_accepted, servers))
+    assert num_accepted or FEATURES["speculation"] not in group.features, "no proposed token was right"
     return results
+
+
+def _num_accepted(server: DecodeServer | PrefillServer) -> float:
+    """Returns how many proposed tokens the worker has accepted."""
+    families = server.shell.speculation_metrics.registry.collect()
+    samples = (sample for family in families for sample in family.samples)
+    return sum(sample.value for sample in samples if sample.name == "vllm:spec_decode_num_accepted_tokens_total")
 
 
 def _timings(results: Results) -> Iterator[tuple[Stream, Any]]:

@@ -1,0 +1,23 @@
+"""What a decode worker reports to other parts of its process: ends of steps, of proposals and of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from decode_worker.request import DecodeRequest
+from engine.step.speculation.proposal import ProposalKind
+
+
+def _ignore(*event: object) -> None:
+    """Takes an event that nobody wants."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeEvents:
+    """The functions that a decode worker calls on the step loop."""
+
+    after_step: Callable[[], None] = _ignore  # between two steps, and when there was nothing to compute
+    on_release: Callable[[DecodeRequest], None] = _ignore  # a request has ended here or has migrated
+    on_step: Callable[[int, int, float], None] = _ignore  # the sequences, tokens and seconds of a step
+    on_verified: Callable[[ProposalKind, int, int], None] = _ignore  # a proposal: its tokens, how many were accepted

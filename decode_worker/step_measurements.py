@@ -1,0 +1,43 @@
+"""Passes what each step took, and how many proposed tokens it accepted, to all that learn from it."""
+
+from __future__ import annotations
+
+from decode_worker.events import DecodeEvents
+from decode_worker.prefill.prefill_attempts import PrefillAttempts
+from decode_worker.schedule.pace import Pace
+from engine.step.plan import StepPlan
+from engine.step.sequence import ScheduledSequence
+from engine.step.speculation.speculator import Speculator
+
+
+class StepMeasurements:
+    """Feeds the worker's pace, the prefill placement, the speculator and the metrics of the process."""
+
+    def __init__(
+        self, pace: Pace, prefills: PrefillAttempts, speculator: Speculator | None, events: DecodeEvents
+    ) -> None:
+        self._pace = pace
+        self._prefills = prefills
+        self._speculator = speculator
+        self._events = events
+
+    def on_step(self, plan: StepPlan, elapsed_s: float, num_further: int) -> None:
+        """Takes a step that is not yet recorded; `num_further` of its tokens are accepted proposals."""
+        if plan.speculates:
+            self._pace.on_speculation(len(plan), len(plan) + num_further, elapsed_s)
+        else:
+            self.on_recomputed(plan, elapsed_s)
+            self._prefills.on_step(plan, elapsed_s)
+        if self._speculator is not None and all(chunk.num_tokens == 1 for chunk in plan.chunks):
+            self._speculator.on_step(len(plan), plan.num_tokens - len(plan), num_further, elapsed_s)
+        self._events.on_step(len(plan), plan.num_tokens, elapsed_s)
+
+    def on_recomputed(self, plan: StepPlan, elapsed_s: float) -> None:
+        """Takes a step that was computed again; its duration is no sample of ordinary steps, but it sets the pace."""
+        self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, elapsed_s)
+
+    def on_verified(self, scheduled: ScheduledSequence, num_accepted: int) -> None:
+        """Takes how many of a sequence's proposed tokens were accepted."""
+        if self._speculator is not None and (num_proposed := len(scheduled.proposed)):
+            kind = self._speculator.on_verified(scheduled.sequence, num_proposed, num_accepted)
+            self._events.on_verified(kind, num_proposed, num_accepted)

@@ -6,6 +6,7 @@ The order follows the dependencies: state first, then what publishes it, then wh
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from cluster.controller.controller import Controller
 from cluster.controller.event_log import EventLog
@@ -33,6 +34,31 @@ from penstock.rpc.server import Dial, make_channel
 from penstock.types import Role
 
 
+@dataclass(frozen=True, slots=True)
+class _State:
+    """The parts that know what the deployment should be and what it is."""
+
+    config: ServeConfig
+    pools: Pools
+    served: ServedModels
+    reports: LoadReportStore
+    events: EventLog
+    leaving_nodes: LeavingNodes
+    readiness: Readiness
+    keeper: RecordKeeper
+    membership: MembershipPublisher
+
+
+@dataclass(frozen=True, slots=True)
+class _Supervision:
+    """The parts that start processes and follow them until they end."""
+
+    spares: Spares
+    status: StatusReporter
+    gone: GoneWorkers
+    supervisor: Supervisor
+
+
 def make_controller(
     config: ServeConfig,
     spawn: Spawn,
@@ -51,11 +77,57 @@ def make_controller(
     and `nodes` on a single machine. Without `machines`, sizes are not checked against what the machines can hold.
     """
     config = with_model(config, record.model) if record.model else config
+    state = _make_state(config, send_first_request, record, save, canary_check)
+    supervision = _make_supervision(state, spawn, dial, canary_check, nodes)
+    pools, reports, membership, supervisor = state.pools, state.reports, state.membership, supervision.supervisor
+    draining = DrainService(config, pools, reports, supervisor, dial, membership.publish)
+    capacity = CapacityCheck(pools, machines)
+    upgrading = UpgradeService(state.served, pools, reports, supervisor, draining, membership, capacity)
+    can_flip = config.engine_config(Role.PREFILL) == config.engine_config(Role.DECODE)
+    pool_service = PoolService(
+        pools, reports, supervisor, draining, upgrading, membership, state.events, capacity, can_flip=can_flip
+    )
+    leaving = state.leaving_nodes
+    relocation = RelocationService(
+        nodes, leaving, pools, reports, supervisor, draining, membership, state.events, config.start_timeout_s
+    )
+
+    def is_migrating() -> bool:
+        """Returns whether a drain or an upgrade migrates sequences, which balancing must not disturb."""
+        return draining.is_active or state.served.upgrade is not None
+
+    return Controller(
+        pools=pools,
+        events=state.events,
+        reports=reports,
+        membership=membership,
+        readiness=state.readiness,
+        keeper=state.keeper,
+        spares=supervision.spares,
+        status_reporter=supervision.status,
+        supervisor=supervisor,
+        draining=draining,
+        upgrading=upgrading,
+        pool_service=pool_service,
+        relocation=relocation,
+        gone=supervision.gone,
+        scaling=AutoscalerRunner(config, pool_service),
+        balancing=RebalanceRunner(config, reports, is_migrating, state.events.note, dial),
+        machines=machines,
+        dial=dial,
+    )
+
+
+def _make_state(
+    config: ServeConfig,
+    send_first_request: SendFirstRequest,
+    record: ControllerRecord,
+    save: SaveRecord,
+    canary_check: ChecksCanary | None,
+) -> _State:
     pools = Pools(config, record.replicas, record.last_numbers)
     served = ServedModels(config)
-    reports = LoadReportStore(pools)
     events = EventLog(time.time)
-    leaving_nodes = LeavingNodes()
     readiness = Readiness(
         pools,
         send_first_request,
@@ -71,61 +143,35 @@ def make_controller(
         membership.note_ends({end.value: count for end, count in events.ends.items()})
         keeper.keep()
 
+    membership = MembershipPublisher(pools, served, record.first_version, on_change)
+    return _State(config, pools, served, LoadReportStore(pools), events, LeavingNodes(), readiness, keeper, membership)
+
+
+def _make_supervision(
+    state: _State, spawn: Spawn, dial: Dial, canary_check: ChecksCanary | None, nodes: NodeWatch | None
+) -> _Supervision:
+    config, pools, served, membership = state.config, state.pools, state.served, state.membership
+
     def spawn_served(incarnation: Incarnation) -> SupervisedProcess:
         return spawn(incarnation, served.config_of(incarnation))
 
-    membership = MembershipPublisher(pools, served, record.first_version, on_change)
     spare_counts = {role: config.pool(role).spares for role in Role}
     spares = Spares(
-        spare_counts, pools, spawn_served, config.start_timeout_s, events, publish=membership.publish_spares
+        spare_counts, pools, spawn_served, config.start_timeout_s, state.events, publish=membership.publish_spares
     )
 
     def obtain(incarnation: Incarnation) -> SupervisedProcess:
         # Spares run the old code and model during an upgrade, and may be on a node that leaves.
-        may_take = served.upgrade is None and not leaving_nodes.notices
+        may_take = served.upgrade is None and not state.leaving_nodes.notices
         taken = spares.take(incarnation, spawn_served) if may_take else None
         return taken or spawn_served(incarnation)
 
-    status = StatusReporter(pools, reports, spares, served, membership.routers)
+    status = StatusReporter(pools, state.reports, spares, served, membership.routers)
     canary = None
     if canary_check is not None:
-        canary = CanaryRunner(canary_check, pools, membership, keeper.keep, config.canary_interval_s)
+        canary = CanaryRunner(canary_check, pools, membership, state.keeper.keep, config.canary_interval_s)
     gone = GoneWorkers(nodes, pools, dial)
     supervisor = Supervisor(
-        pools, reports, status, readiness, spares, membership, canary, gone, obtain, config.start_timeout_s
+        pools, state.reports, status, state.readiness, spares, membership, canary, gone, obtain, config.start_timeout_s
     )
-    draining = DrainService(config, pools, reports, supervisor, dial, membership.publish)
-    capacity = CapacityCheck(pools, machines)
-    upgrading = UpgradeService(served, pools, reports, supervisor, draining, membership, capacity)
-    can_flip = config.engine_config(Role.PREFILL) == config.engine_config(Role.DECODE)
-    pool_service = PoolService(
-        pools, reports, supervisor, draining, upgrading, membership, events, capacity, can_flip=can_flip
-    )
-    relocation = RelocationService(
-        nodes, leaving_nodes, pools, reports, supervisor, draining, membership, events, config.start_timeout_s
-    )
-
-    def is_migrating() -> bool:
-        """Returns whether a drain or an upgrade migrates sequences, which balancing must not disturb."""
-        return draining.is_active or served.upgrade is not None
-
-    return Controller(
-        pools=pools,
-        events=events,
-        reports=reports,
-        membership=membership,
-        readiness=readiness,
-        keeper=keeper,
-        spares=spares,
-        status_reporter=status,
-        supervisor=supervisor,
-        draining=draining,
-        upgrading=upgrading,
-        pool_service=pool_service,
-        relocation=relocation,
-        gone=gone,
-        scaling=AutoscalerRunner(config, pool_service),
-        balancing=RebalanceRunner(config, reports, is_migrating, events.note, dial),
-        machines=machines,
-        dial=dial,
-    )
+    return _Supervision(spares, status, gone, supervisor)

@@ -75,23 +75,16 @@ def plan_memory(
     """
     has_weights = has_weight_files(Path(config.model))
     model = ModelConfig.from_folder(config.model, has_weights=has_weights)
-    max_context = estimates.select_context(config, model)
-    if context is not None and not 1 <= context <= max_context:
-        raise ConfigError(
-            f"a context of {context} tokens: {config.model} takes 1 to {max_context}; give a number in that range"
-        )
+    max_context = _select_context(config, model, context)
     shard = Shard(0, config.tensor_parallel)  # no other rank needs more
     if device.type == "cpu":  # all ranks share it
         device = replace(device, total_bytes=device.total_bytes // shard.num_ranks)
     layout = shard_layout(estimates.make_layout(config, model), shard)
     _check_e4m3(config, device)
     weights = _loaded_bytes(config, model, device, layout, shard)
-    reserved = estimates.CUDA_CONTEXT_BYTES if device.type == "cuda" else 0
-    reserved += estimates.workspace_bytes(config, model, device.type)
-    reserved += _LIBRARY_BYTES if config.attention == "flashinfer" else 0
     graphs = estimates.graph_bytes(config, model, device.type, shard)
     adapters = adapter_bytes(config, model, layout.dtype, shard)
-    free = device.total_bytes - reserved - weights - graphs - adapters
+    free = device.total_bytes - _reserved_bytes(config, model, device) - weights - graphs - adapters
     num_tokens = step_tokens or estimates.saturating_tokens(device.type)
     step = estimates.step_bytes(
         shard_model(model, shard), layout.dtype, num_tokens, max_sequences + estimates.SCORED_TOKENS
@@ -121,6 +114,21 @@ def plan_memory(
         num_ranks=shard.num_ranks,
         has_weights=has_weights,
     )
+
+
+def _select_context(config: EngineConfig, model: ModelConfig, asked: int | None) -> int:
+    """Returns the most tokens that a request may have. Raises ConfigError if `asked` is more."""
+    most = estimates.select_context(config, model)
+    if asked is not None and not 1 <= asked <= most:
+        raise ConfigError(f"a context of {asked} tokens: {config.model} takes 1 to {most}; give a number in that range")
+    return most
+
+
+def _reserved_bytes(config: EngineConfig, model: ModelConfig, device: DeviceMemory) -> int:
+    """Returns what the device's runtime and the libraries take, whatever is served."""
+    reserved = estimates.CUDA_CONTEXT_BYTES if device.type == "cuda" else 0
+    reserved += estimates.workspace_bytes(config, model, device.type)
+    return reserved + (_LIBRARY_BYTES if config.attention == "flashinfer" else 0)
 
 
 def _loaded_bytes(

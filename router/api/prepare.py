@@ -134,21 +134,12 @@ class RequestPreparer:
         accepted_s = accepted_s or time.monotonic()
         trace = RequestTrace(sampled, "chat" if wire.messages else "text_completion", accepted_s) if sampled else None
         with self._context.counting_errors(trace):
-            if self._leaving:
-                raise Unavailable("this router is shutting down; call another one", _RETRY_AFTER_S)
             deadline_s = accepted_s + self._limit_s(timeout_s)
-            async with self.until(deadline_s):
-                await self._inspect(wire, tenant, lambda: check_request(wire, self.limits_of(wire)))
-            adapter = self.check_model(wire.model)
-            lane = tenant.lane(wire.lane)
+            adapter, lane = await self._check(wire, tenant, deadline_s)
             async with self.until(deadline_s):
                 token_ids, prepaid_tokens = await self._prompt(wire, tenant, lane)
-            check_tokens(len(token_ids), self.limits)
-            if self._context.quarantine.holds(token_ids, accepted_s):
-                raise Quarantined("prompt: several workers died in a row while serving it; do not send it again")
-            fraction = _fraction_of(hints.session) if hints.session else self._rng.random()
-            left_s = max(0.0, deadline_s - time.monotonic())
-            group = await self._wait_for_group(fraction, min(left_s, _WAIT_FOR_WORKER_S))
+            self._check_prompt(token_ids, accepted_s)
+            group = await self._wait_for_group(hints.session, deadline_s)
             params = self._with_max_tokens(
                 wire.sampling, lane, group.context_length - len(token_ids), default_max_tokens
             )
@@ -185,6 +176,16 @@ class RequestPreparer:
         if trace is not None:
             trace.request = prepared
         return prepared
+
+    async def _check(
+        self, wire: inference_pb2.GenerateRequest, tenant: Tenant, deadline_s: float
+    ) -> tuple[AdapterRef | None, Lane]:
+        """Returns the adapter and the lane of a request that this router serves. Raises what `prepare` raises."""
+        if self._leaving:
+            raise Unavailable("this router is shutting down; call another one", _RETRY_AFTER_S)
+        async with self.until(deadline_s):
+            await self._inspect(wire, tenant, lambda: check_request(wire, self.limits_of(wire)))
+        return self.check_model(wire.model), tenant.lane(wire.lane)
 
     async def _sampling(
         self, params: common_pb2.SamplingParams, num_prompt_tokens: int, group: WorkerGroup, tenant: str
@@ -289,7 +290,16 @@ class RequestPreparer:
     def adapters(self) -> list[AdapterRef]:
         return self._fleet.adapters.all
 
-    async def _wait_for_group(self, fraction: float, limit_s: float) -> WorkerGroup:
+    def _check_prompt(self, token_ids: list[int], now_s: float) -> None:
+        """Raises InvalidInput for too many tokens, and Quarantined for a prompt that workers died of."""
+        check_tokens(len(token_ids), self.limits)
+        if self._context.quarantine.holds(token_ids, now_s):
+            raise Quarantined("prompt: several workers died in a row while serving it; do not send it again")
+
+    async def _wait_for_group(self, session: str, deadline_s: float) -> WorkerGroup:
+        """Returns the group of workers that serves the session. Raises Unavailable if none appears in time."""
+        fraction = _fraction_of(session) if session else self._rng.random()
+        limit_s = min(max(0.0, deadline_s - time.monotonic()), _WAIT_FOR_WORKER_S)
         group = await self._fleet.wait_for(lambda: self._fleet.choose_group(fraction), limit_s)
         if group is None:
             raise Unavailable("no decode worker takes requests now; try again", _RETRY_AFTER_S)

@@ -20,7 +20,7 @@ from penstock.errors import InvalidInput
 from penstock.rpc.hints import read_hints
 from penstock.text.grammars import FIELD as GRAMMAR_FIELD
 from penstock.v1 import inference_pb2
-from router.api.dialect import BodyT, CallResponse, CallTotals, Dialect
+from router.api.dialect import BodyT, CallResponse, CallTotals, Dialect, DialectBody
 from router.api.http.bodies import BodyReader
 from router.api.http.connections import ABORT, SUBJECTS
 from router.api.http.request_ids import name_request
@@ -45,6 +45,7 @@ from router.api.reader_watch import ReaderWatch
 from router.dispatch.dispatcher import Dispatcher
 from router.fair_threads import FairThreads
 from router.metrics.metrics import RouterMetrics
+from router.prepared_request import PreparedRequest
 
 _INLINE_TOKENS = 64  # of an answer that is written in a few milliseconds, each with 20 alternatives
 API_KEY = "x-api-key"  # the header of Anthropic's clients; `authorization` takes precedence
@@ -106,30 +107,13 @@ class GenerationCalls:
         heartbeats: proxies and clients end a connection on which nothing comes.
         """
         preparer, accepted_s = self._preparer, time.monotonic()
-        timeout_s = read_timeout_s(http.headers)
-        async with preparer.until(preparer.deadline_s(timeout_s)):
+        async with preparer.until(preparer.deadline_s(read_timeout_s(http.headers))):
             read = functools.partial(self._read, dialect, raw, tenant)
             body, response, parsing, wanted = await self.parse(raw, tenant, read, off_loop=dialect.reads_more)
         del raw, read
         held.close()
         name_request(http.scope, body.caller_id)
-        hints = read_hints(http.headers, body.session)
-        lane = read_lane(http.headers, body.lane)
-        sampled = preparer.begin_trace(http.headers)
-        requests = []
-        check_completions(wanted, preparer.limits)
-        for wire in wanted:
-            wire.lane = lane
-            preparing = preparer.prepare(
-                wire, tenant, timeout_s, body.default_max_tokens, hints, accepted_s, parsing.complete_sampling, sampled
-            )
-            try:
-                requests.append(await preparing)
-                await asyncio.sleep(0)  # a call may have many prompts
-            except InvalidInput as error:
-                if error.field != GRAMMAR_FIELD:
-                    raise
-                raise InvalidInput(body.grammar_field, error.problem) from error
+        requests = await self._prepare(http, body, tenant, wanted, parsing, accepted_s)
         response.begin(requests)
         totals = CallTotals(sum(len(request.token_ids) for request in requests))
         parsed = ParsedOutputs(parsing, [request.token_ids for request in requests], requests[0].sampling.n)
@@ -153,6 +137,35 @@ class GenerationCalls:
         watch = ReaderWatch(requests[0].request_id, requests[0].deadline_s, preparer.limits, self._metrics, cut)
         events = event_bytes(started, parsed, response, totals)
         return EventStream(events, started, watch, headers, dialect.heartbeat, HEARTBEAT_S)
+
+    async def _prepare(
+        self,
+        http: Request,
+        body: DialectBody,
+        tenant: Tenant,
+        wanted: list[inference_pb2.GenerateRequest],
+        parsing: OutputParsing,
+        accepted_s: float,
+    ) -> list[PreparedRequest]:
+        """Returns the call's requests, ready to be placed. Raises what `RequestPreparer.prepare` raises."""
+        preparer, timeout_s = self._preparer, read_timeout_s(http.headers)
+        hints, lane = read_hints(http.headers, body.session), read_lane(http.headers, body.lane)
+        sampled = preparer.begin_trace(http.headers)
+        check_completions(wanted, preparer.limits)
+        requests = []
+        for wire in wanted:
+            wire.lane = lane
+            preparing = preparer.prepare(
+                wire, tenant, timeout_s, body.default_max_tokens, hints, accepted_s, parsing.complete_sampling, sampled
+            )
+            try:
+                requests.append(await preparing)
+                await asyncio.sleep(0)  # a call may have many prompts
+            except InvalidInput as error:
+                if error.field != GRAMMAR_FIELD:
+                    raise
+                raise InvalidInput(body.grammar_field, error.problem) from error
+        return requests
 
     async def parse(
         self, raw: bytes, tenant: Tenant, read: Callable[[LimitsConfig], ResultT], *, off_loop: bool = False

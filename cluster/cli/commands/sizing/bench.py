@@ -53,8 +53,14 @@ def run(arguments: Namespace) -> int:
 
 
 def _add_run_arguments(parser: ArgumentParser) -> None:
-    target = parser.add_argument_group("the server")
-    add = target.add_argument
+    _add_server_arguments(parser)
+    _add_workload_arguments(parser)
+    _add_load_arguments(parser)
+    _add_report_arguments(parser)
+
+
+def _add_server_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("the server").add_argument
     add("--url", default="http://localhost:8000/v1", help="an OpenAI-compatible server; default: %(default)s")
     add("--grpc", metavar="HOST:PORT", help="a Penstock deployment's gRPC address instead")
     add("--api", choices=("completions", "chat"), default="completions", help="default: %(default)s")
@@ -66,8 +72,9 @@ def _add_run_arguments(parser: ArgumentParser) -> None:
     )
     add_tls_options(parser)
 
-    workload = parser.add_argument_group("what is sent")
-    add = workload.add_argument
+
+def _add_workload_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("what is sent").add_argument
     add("--trace", metavar="FILE", help="a recorded trace: Mooncake's or agents' JSONL, Azure's CSV ...")
     add("--dataset", metavar="FILE", help="prompts as JSON lines, or in ShareGPT's form")
     add("--mix", metavar="NAME[=SHARE],...", help="synthetic: random, shared-prefix, chat, rag, agents, bulk")
@@ -112,8 +119,9 @@ def _add_run_arguments(parser: ArgumentParser) -> None:
     add("--no-ignore-eos", action="store_true", help="let answers end early, for servers that do not know ignore_eos")
     add("--body", type=_json_object, default={}, metavar="JSON", help="further fields for each HTTP request")
 
-    load = parser.add_argument_group("when it is sent (lists are sweeps)")
-    add = load.add_argument
+
+def _add_load_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("when it is sent (lists are sweeps)").add_argument
     add("--rate", metavar="R,...", help="open loop: requests/s at random times")
     add(
         "--burstiness",
@@ -138,8 +146,9 @@ def _add_run_arguments(parser: ArgumentParser) -> None:
     )
     add("--seed", type=int, default=0, help="random seed; default: %(default)s")
 
-    out = parser.add_argument_group("what is reported")
-    add = out.add_argument
+
+def _add_report_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("what is reported").add_argument
     add(
         "--slo",
         action="append",

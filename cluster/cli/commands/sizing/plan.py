@@ -59,6 +59,23 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="costs measured on that accelerator, as `penstock fit` writes them, instead of derived ones; may be "
         "repeated, for each tensor-parallel degree",
     )
+    _add_target_arguments(parser)
+    _add_traffic_arguments(parser)
+    _add_worker_arguments(parser)
+    output = parser.add_argument_group("output").add_argument
+    output(
+        "--verify",
+        type=int,
+        default=300,
+        metavar="N",
+        help="requests to simulate of each; default: %(default)s; 0: none",
+    )
+    output("--json", action="store_true", help="print JSON")
+    output("--html", metavar="FILE", help="write a page with tables, charts and reasons")
+    output("--write", metavar="FILE", help="write settings for `penstock serve --config`")
+
+
+def _add_target_arguments(parser: ArgumentParser) -> None:
     targets = parser.add_argument_group("targets").add_argument
     targets("--ttft", type=float, default=2.0, metavar="S", help="seconds to the first token; default: %(default)s")
     targets("--ttft-per-token", type=float, default=0.0, metavar="S", help="seconds more for each token of the prompt")
@@ -66,6 +83,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--itl", type=float, default=0.05, metavar="S", help="mean seconds between two tokens; default: %(default)s"
     )
     targets("--attainment", type=float, default=0.95, help="share of requests within both; default: %(default)s")
+
+
+def _add_traffic_arguments(parser: ArgumentParser) -> None:
     traffic = parser.add_argument_group("traffic").add_argument
     traffic("--rate", type=float, metavar="R", help="requests/s; scales the arrivals of a trace")
     traffic("--input-tokens", type=float, metavar="N", help="mean prompt, without a trace")
@@ -78,6 +98,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     traffic("--limit", type=int, metavar="N", help="read the first N requests only")
     traffic("--seed", type=int, default=0, help="default: %(default)s")
+
+
+def _add_worker_arguments(parser: ArgumentParser) -> None:
     workers = parser.add_argument_group("workers").add_argument
     workers("--tensor-parallel", default="1,2,4,8", metavar="N,N", help="degrees to consider; default: %(default)s")
     workers(
@@ -88,17 +111,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     workers("--max-devices", type=int, default=512, metavar="N", help="most devices of a plan; default: %(default)s")
     workers("--max-context", type=int, metavar="N", help="drop longer requests; default: the model's context")
-    output = parser.add_argument_group("output").add_argument
-    output(
-        "--verify",
-        type=int,
-        default=300,
-        metavar="N",
-        help="requests to simulate of each; default: %(default)s; 0: none",
-    )
-    output("--json", action="store_true", help="print JSON")
-    output("--html", metavar="FILE", help="write a page with tables, charts and reasons")
-    output("--write", metavar="FILE", help="write settings for `penstock serve --config`")
 
 
 def run(arguments: Namespace) -> int:

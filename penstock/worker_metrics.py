@@ -38,6 +38,14 @@ PULL_FAILURES = WorkerMetric("pull_failures", "Pulls that brought less than was 
 PULLED_PAGES = WorkerMetric("pulled_pages", "KV pages pulled from other workers instead of being computed")
 PULL_SECONDS = WorkerMetric("pull_seconds", "Seconds that pulls took")
 
+KV_EVENT_BATCHES = WorkerMetric("kv_event_batches", "Batches of KV events published over ZMQ")
+KV_EVENT_RESYNCS = WorkerMetric(
+    "kv_event_resyncs", "Whole caches published again because the publisher had fallen behind"
+)
+KV_EVENT_UNNAMED_PAGES = WorkerMetric(
+    "kv_event_unnamed_pages", "Pages not published when they came, because their tokens were not known yet"
+)
+
 METRICS = {
     metric.name: metric
     for metric in (
@@ -53,6 +61,9 @@ METRICS = {
         PULL_FAILURES,
         PULLED_PAGES,
         PULL_SECONDS,
+        KV_EVENT_BATCHES,
+        KV_EVENT_RESYNCS,
+        KV_EVENT_UNNAMED_PAGES,
     )
 }
 

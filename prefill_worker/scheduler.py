@@ -204,6 +204,7 @@ class PrefillScheduler:
         sequence.pages, sequence.num_dropped = [*cached, *fresh], num_dropped
         num_filled = self._cache.promote(hashes, sequence.pages, len(cached), window=window)
         sequence.num_computed_tokens = num_filled * self._page_size
+        self._cache.note_found_texts(sequence, hashes[:num_filled])
         return True
 
     def drop_behind(self, sequences: Collection[Sequence]) -> list[PageId]:
@@ -225,6 +226,7 @@ class PrefillScheduler:
             sequence.num_computed_tokens += scheduled.num_tokens
             self._order.advance(scheduled.num_tokens)
             num_full = sequence.num_computed_tokens // self._page_size
+            self._cache.note_texts(sequence, sequence.page_hashes[:num_full], num_shared)
             self._cache.insert(sequence.page_hashes[:num_full], sequence.pages, start=num_shared)
             if is_complete:
                 complete.append(sequence)

@@ -48,6 +48,8 @@ from worker.handover.client import HandoverClient
 from worker.handover.intake import PageIntake
 from worker.handover.service import HandoverService
 from worker.handover.source import PageSource
+from worker.kv_publisher.publisher import KvPublisher
+from worker.kv_publisher.scopes import SharedScope
 from worker.metrics.collector import WorkerCollector
 from worker.metrics.model_work import find_work
 from worker.metrics.page_use import measure_pages
@@ -128,6 +130,7 @@ class WorkerShell:
         self._fenced_s: float | None = None  # time of the oldest fence, monotonic
         self._receiver: KvReceiver | None = None
         self._metrics: MetricsPort | None = None
+        self.publisher: KvPublisher | None = None
         self._opening_receiver = threading.Lock()
 
     async def load(self, progress: StartReporter) -> Engine:
@@ -191,6 +194,11 @@ class WorkerShell:
             self.tickets,
             self.fences.on_gone,
         )
+        if self.config.kv_publisher is not None:
+            scope = SharedScope(self.description.model_revision, lambda: self.trust.secrets)
+            self.publisher = KvPublisher(
+                self.replica.events, self.config.kv_publisher, self.description.page_size, scope.extra_key
+            )
         names = worker_pb2.DESCRIPTOR.services_by_name
         self.rpc = self.trust.server([names["Worker"], names[service], names["PageHandover"]])
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self.rpc.server)
@@ -227,6 +235,8 @@ class WorkerShell:
                 last_port=config.last_metrics_port,
             )
             self.description.metrics_address = f"{config.host}:{self._metrics.port}"
+        if self.publisher is not None:
+            self.publisher.start()
         self.loop.start()
         self._engine.when_lost(self._on_fatal)
         port = await self.rpc.start(self.config.host, self.config.port)
@@ -243,6 +253,8 @@ class WorkerShell:
     def _step(self) -> bool:
         worked = self._core.step()
         self.service.notify()
+        if self.publisher is not None:
+            self.publisher.notify()
         return worked
 
     def _load(self) -> WorkerLoad:
@@ -257,7 +269,8 @@ class WorkerShell:
             TRANSFER_FAILURES.name: float(stats.num_failures),
             TRANSPORT_FALLBACKS.name: float(stats.num_fallbacks),
         }
-        return replace(load, metrics={**load.metrics, **own, **self.pulls.metrics.values()})
+        published = {} if self.publisher is None else self.publisher.metrics
+        return replace(load, metrics={**load.metrics, **own, **self.pulls.metrics.values(), **published})
 
     def _sweep(self, now_s: float) -> float | None:
         self._fenced_s = self._engine.pool.oldest_fence_s
@@ -313,6 +326,8 @@ class WorkerShell:
 
     async def stop_loop(self) -> None:
         await asyncio.to_thread(self.loop.stop)
+        if self.publisher is not None:
+            await asyncio.to_thread(self.publisher.close)
 
     async def stop_receiver(self) -> None:
         if self._receiver is not None:

@@ -68,7 +68,9 @@ class SequencePages:
         if self._pool.num_available - num_fresh >= num_kept_back:
             try:
                 pages = [*cached, *self._pool.allocate(num_fresh)]
-                return self._fill(hashes, pages, len(cached), num_dropped, num_unneeded)
+                grant = self._fill(hashes, pages, len(cached), num_dropped, num_unneeded)
+                self._cache.note_found_texts(sequence, hashes[: grant.num_filled])
+                return grant
             except OutOfPages:
                 pass  # the references on `cached` made evictable pages unavailable: too few again
         self._pool.release(cached[num_dropped:])
@@ -169,6 +171,7 @@ class SequencePages:
         num_shared = max(self._num_shared.get(sequence, 0), sequence.num_dropped)
         if num_full > num_shared:
             hashes = sequence.hash_full_pages(self._page_size)
+            self._cache.note_texts(sequence, hashes[:num_full], num_shared)
             self._cache.insert(hashes[:num_full], sequence.pages, start=num_shared)
             self._num_shared[sequence] = num_full
 
@@ -186,6 +189,8 @@ class SequencePages:
                 self.share_full(sequence)
         if plain:
             hash_one_more_page(plain, self._page_size)
+            for sequence in plain:
+                self._cache.note_texts(sequence, sequence.page_hashes, len(sequence.page_hashes) - 1)
             self._cache.insert_last([(sequence.page_hashes, sequence.pages) for sequence in plain])
 
     def _reusable_hashes(self, sequence: Sequence, num_tokens: int) -> list[PageHash]:

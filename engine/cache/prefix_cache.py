@@ -26,6 +26,7 @@ from engine.cache.page_window import PageWindow
 from engine.cache.tiers import CacheTiers
 from penstock.kv.events import KvEventKind, KvEventLog
 from penstock.kv.page_places import ROOT
+from penstock.kv.page_texts import TextSource
 from penstock.types import CachedPage, CacheStats, PageHash, PageId
 
 
@@ -170,6 +171,18 @@ class PrefixCache:
             return num_matched if self._tiers is None else self._promotable(hashes, num_matched, 0, None)[1]
         num_leading = len(self._chains.leading(hashes))
         return num_leading + (len(self._tiers.leading(hashes[num_leading:])) if self._tiers else 0)
+
+    def note_texts(self, source: TextSource, hashes: Sequence[PageHash], first: int = 0) -> None:
+        """Names the tokens of the pages `hashes[first:]`, which are inserted next, to readers of events that want
+        tokens; without such readers it costs nothing."""
+        if self.enabled and self._events is not None:
+            self._events.note_texts(source, hashes, first)
+
+    def note_found_texts(self, source: TextSource, hashes: Sequence[PageHash]) -> None:
+        """Does the same for pages that `source` has found here: their tokens are not known if another worker sent
+        them."""
+        if self.enabled and self._events is not None:
+            self._events.note_held_texts(source, hashes)
 
     def insert(self, hashes: Sequence[PageHash], pages: Sequence[PageId], start: int = 0) -> int:
         """Makes `pages[i]`, full and computed, findable as `hashes[i]`; returns how many pages entered the cache.

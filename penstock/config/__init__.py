@@ -15,6 +15,7 @@ from penstock.config.serve import PoolConfig, ServeConfig
 from penstock.config.tracing import TracingConfig
 from penstock.config.workers import (
     DecodeConfig,
+    KvPublisherConfig,
     LabelsConfig,
     LookasideConfig,
     PrefillConfig,
@@ -30,6 +31,7 @@ __all__ = [
     "EngineConfig",
     "IndexConfig",
     "KvAwareConfig",
+    "KvPublisherConfig",
     "LabelsConfig",
     "LimitsConfig",
     "LookasideConfig",

@@ -13,6 +13,7 @@ from penstock.config.router import RouterConfig
 from penstock.config.security import SecurityConfig, TenantConfig, TenantName, TlsConfig
 from penstock.config.workers import (
     DecodeConfig,
+    KvPublisherConfig,
     LabelsConfig,
     LookasideConfig,
     PrefillConfig,
@@ -109,6 +110,8 @@ class ServeConfig(FrozenConfig):
     """First and last port for workers' metrics; each worker takes one that is free on its machine. By default any free
     port, which cannot be named in firewall rules.
     """
+    kv_publisher: KvPublisherConfig | None = None
+    """Publishes each worker's KV events for routers of other projects; by default only Penstock's routers get them."""
     address: str = ""
     """Ray cluster to join; empty starts one here."""
     prefill_pool: PoolConfig = PoolConfig()
@@ -239,4 +242,5 @@ class ServeConfig(FrozenConfig):
             metrics_port=first_port if self.worker_metrics else None,
             last_metrics_port=last_port,
             price_per_hour=self.pool(role).price_per_hour,
+            kv_publisher=self.kv_publisher,
         )

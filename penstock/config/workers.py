@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from penstock.config.base import FrozenConfig
 from penstock.config.engine import EngineConfig
-from penstock.config.security import SecurityConfig, TlsConfig
+from penstock.config.security import SecurityConfig, TlsConfig, is_loopback
 from penstock.types import Lane, Role
 
 
@@ -134,6 +134,37 @@ class LookasideConfig(FrozenConfig):
     """Certificate of this port; by default it uses plain text."""
 
 
+class KvPublisherConfig(FrozenConfig):
+    """Publishes a worker's KV events over ZMQ in vLLM's schema, for routers of other projects. The schema knows no
+    credentials, and its events hold the tokens of every cached prompt.
+    """
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(0, ge=0, le=65534)
+    """Port of the events; replays are at the next one. 0 takes any two free ones."""
+    last_port: int | None = Field(None, ge=1, le=65534)
+    """Lets a worker take the first two adjacent free ports from `port`, `port + 2` and so on to this one."""
+    topic: str = Field("", max_length=256)
+    """Topic of the events, by which subscribers choose."""
+    replay_batches: int = Field(10_000, ge=1)
+    """Batches kept for subscribers that missed some."""
+    replay_bytes: int = Field(64 << 20, ge=1)
+    """Bytes of these batches."""
+    insecure: bool = False
+    """Allows a `host` beyond loopback, where whoever connects reads the tokens of all cached prompts."""
+
+    @model_validator(mode="after")
+    def _check_host(self) -> KvPublisherConfig:
+        if not self.insecure and not is_loopback(self.host):
+            raise ValueError(
+                f"kv_publisher.host = {self.host!r} is beyond loopback, and the schema has no credentials: whoever "
+                "reaches it reads the tokens of all cached prompts; listen on 127.0.0.1, or set kv_publisher.insecure "
+                "= true where only routers reach it"
+            )
+        return self
+
+
 class WorkerConfig(FrozenConfig):
     """A worker process."""
 
@@ -169,8 +200,20 @@ class WorkerConfig(FrozenConfig):
     """Seconds after SIGTERM for requests in flight to finish or migrate."""
     lookaside: LookasideConfig | None = None
     """Port for clients with tickets while the worker decodes; by default clients get their tokens only from routers."""
+    kv_publisher: KvPublisherConfig | None = None
+    """Publishes KV events for routers of other projects; by default only Penstock's routers get them."""
 
     @model_validator(mode="after")
     def _check_trust(self) -> WorkerConfig:
         self.security.check_host("host", self.host)
+        return self
+
+    @model_validator(mode="after")
+    def _check_publisher(self) -> WorkerConfig:
+        if self.kv_publisher is not None and not (self.engine.kv_events and self.engine.prefix_caching):
+            off = "prefix_caching" if not self.engine.prefix_caching else "kv_events"
+            raise ValueError(
+                f"kv_publisher has nothing to publish while engine.{off} = false; turn that on, or leave kv_publisher "
+                "out"
+            )
         return self

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import msgpack
 
 from penstock.kv.page_places import NUM_RANKS, PagePlaces
+from penstock.kv.page_texts import PageText, PageTexts, TextSource
 from penstock.types import PageHash
 
 _HASH_BYTES = 16
@@ -116,10 +117,47 @@ class KvEventLog:
         self._events: deque[KvEvent] = deque(maxlen=window)
         self._next_seq = 1
         self._places = PagePlaces()
+        self._texts: PageTexts | None = None
 
     @property
     def next_seq(self) -> int:
         return self._next_seq
+
+    def keep_texts(self, page_size: int) -> None:
+        """From now on remembers the tokens of pages that `note_texts` names."""
+        if self._texts is None:
+            self._texts = PageTexts(page_size)
+
+    def note_texts(self, source: TextSource, hashes: Sequence[PageHash], first: int = 0) -> None:
+        """Remembers the tokens of the pages `hashes[first:]`, which the caller is about to store, if anybody reads
+        them."""
+        if self._texts is None:
+            return
+        with self._lock:
+            self._restate(self._texts.note(source, hashes, first))
+
+    def note_held_texts(self, source: TextSource, hashes: Sequence[PageHash]) -> None:
+        """Does the same for leading pages of a prompt of which some are held, whoever stored them."""
+        if self._texts is None:
+            return
+        with self._lock:
+            new = self._texts.note(source, hashes, 0)
+            self._texts.forget([page for page in new if self._places.rank_of(page) == NUM_RANKS])
+            self._restate(new)
+
+    def _restate(self, pages: Iterable[PageHash]) -> None:
+        """Records held pages again: readers of tokens could not understand the first time."""
+        by_rank: list[list[PageHash]] = [[] for _ in range(NUM_RANKS + 1)]
+        for page in pages:
+            by_rank[self._places.rank_of(page)].append(page)
+        for kind, held in zip(_HELD_KINDS, by_rank, strict=False):
+            self._append(kind, held)
+
+    def texts_of(self, pages: Iterable[PageHash]) -> dict[PageHash, PageText]:
+        """Returns the known texts of pages that are held now."""
+        with self._lock:
+            texts = self._texts
+            return {} if texts is None else {page: text for page in pages if (text := texts.get(page)) is not None}
 
     def stored(self, hashes: Sequence[PageHash], parent: PageHash | None = None) -> None:
         """Records a run of pages on the device, each the child of the previous one.
@@ -150,6 +188,8 @@ class KvEventLog:
         if hashes:
             self._events.append(KvEvent(kind, tuple(hashes)))
             self._next_seq += 1
+            if self._texts is not None and kind is KvEventKind.REMOVED:
+                self._texts.forget(hashes)
 
     def read(self, next_seq: int) -> KvEventBatch:
         """Returns all events from `next_seq` on, or a snapshot if the window does not reach back to it."""

@@ -42,6 +42,11 @@ class PagePlaces:
     def __len__(self) -> int:
         return sum(place.rank < NUM_RANKS for place in self._places.values())
 
+    def rank_of(self, page: PageHash) -> int:
+        """Returns the rank of the tier that holds a page, NUM_RANKS if none does."""
+        place = self._places.get(page)
+        return NUM_RANKS if place is None else place.rank
+
     def put(self, page: PageHash, rank: int, parent: PageHash | None = None) -> bool:
         """Moves a page to a tier. Returns False if it is there already. `parent` (None: unknown) matters only for new
         pages.

@@ -50,6 +50,7 @@ SECTIONS: tuple[tuple[type[BaseModel], str], ...] = (
     (config.TlsConfig, "`[tls]`, `[security.tls]`"),
     (config.WorkerConfig, "the file that `python -m prefill_worker` and `python -m decode_worker` read"),
     (config.LookasideConfig, "`[lookaside]` of a worker"),
+    (config.KvPublisherConfig, "`[kv_publisher]`"),
 )
 _INTRODUCTION = """\
 # Configuration

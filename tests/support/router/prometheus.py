@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from penstock.config import RouterConfig
+from penstock.config import KvPublisherConfig, RouterConfig
 from penstock.rpc.secret import digest_of, make_api_key
 from penstock.types import Role
 from tests.support.plain_processes import Deployment
@@ -93,7 +93,7 @@ def watched_deployment() -> Iterator[tuple[str, Mapping[str, str], Prometheus]]:
         token.chmod(0o600)
         engine = {"num_pages": 160, "dtype": "float32", "host_memory_bytes": 1 << 24}
         roles = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE}
-        own = {"metrics_port": 0, "price_per_hour": 0.4}
+        own = {"metrics_port": 0, "price_per_hour": 0.4, "kv_publisher": KvPublisherConfig()}
         workers = processes.start_workers(
             [worker_config(role, _MODEL, name, engine=engine).model_copy(update=own) for name, role in roles.items()]
         )

@@ -177,7 +177,7 @@ bench-lora: setup
 
 # Most of ten minutes; ONLY="batch 16" measures the workloads whose names contain it and keeps the others.
 bench-speculation: setup
-	$(PY) -m benchmarks.speculation --only "$(ONLY)"
+	$(PY) -m benchmarks.engine.speculation --only "$(ONLY)"
 
 bench-transfer: setup
 	$(PY) -m benchmarks.transfer

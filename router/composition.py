@@ -24,12 +24,12 @@ from router.api.prepare import RequestPreparer
 from router.dispatch.context import DispatchContext, make_context
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.lookaside import Lookaside
-from router.fair_threads import FairThreads
 from router.fleet.adapter_registry import read_adapters
 from router.fleet.worker_fleet import WorkerFleet
 from router.live.controller_reader import ControllerReader
 from router.live.view import LiveView
 from router.metrics.metrics import RouterMetrics
+from router.text.fair_threads import FairThreads
 from router.text.model_card import ModelCard
 from router.text.tokenizer import Tokenizer
 from router.tracing.start import start_tracer

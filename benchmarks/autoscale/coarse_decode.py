@@ -57,7 +57,6 @@ class CoarseDecode:
     ) -> None:
         self.worker_id = WorkerId(name)
         self.on_end: Callable[[Job], None] = lambda job: None
-        self.num_preempted = 0
         self._sim = sim
         self._costs = costs
         self._config = config
@@ -202,7 +201,6 @@ class CoarseDecode:
             generated = job.num_generated + self._steps - job.joined_at
             self._leave(job)
             job.num_generated, job.stopped = generated, True
-            self.num_preempted += 1
             self._waiting.appendleft(job)
 
     def _grant(self) -> None:

@@ -27,7 +27,6 @@ class Answer:
     num_tokens: int = 0
     first_s: float | None = None  # since the burst began
     ended_s: float = 0.0
-    retry_after: str = ""
     problem: str = ""
 
     @property
@@ -48,8 +47,6 @@ async def ask(url: str, body: dict[str, object], begun_s: float, *, leaves: bool
             writer.write(f"{head}Connection: close\r\nContent-Length: {len(payload)}\r\n\r\n".encode() + payload)
             answer.status = int((await reader.readline()).split()[1])
             async for line in reader:
-                if line.lower().startswith(b"retry-after:"):
-                    answer.retry_after = line.split(b":")[1].decode().strip()
                 if line.startswith(b"event: error"):
                     answer.problem = (await reader.readline()).decode()
                 elif line.startswith(b"data: {"):

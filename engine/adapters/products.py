@@ -17,7 +17,6 @@ from engine.weights.tensor_slices import TensorSlice
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 
-NO_SLOT = 0  # of rows without an adapter; its weights stay 0
 QKV, OUT, GATE_UP, DOWN = "qkv", "out", "gate_up", "down"
 
 

@@ -48,18 +48,6 @@ class StepTokens:
     # The tokens after the first one of a sequence whose proposed tokens were right, by place in the plan.
     further: Mapping[int, list[SampledToken]] = field(default_factory=dict)
 
-    @classmethod
-    def from_list(
-        cls,
-        token_ids: list[int | None],
-        num_rows: int,
-        logprobs: Mapping[int, TokenLogprob] | None = None,
-        scores: Mapping[int, PromptScores] | None = None,
-    ) -> StepTokens:
-        """Splits tokens in the plan's order into those of rows, which are never None, and those of chunks."""
-        rows, chunks = np.array(token_ids[:num_rows], np.int64), token_ids[num_rows:]
-        return cls(rows, chunks, logprobs or {}, scores=scores or {})
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedStep:

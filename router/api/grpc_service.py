@@ -24,11 +24,11 @@ from router.api.reader_watch import ReaderWatch
 from router.api.request_decoding import Undecoded, deserializer
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.lookaside import Route
-from router.fair_threads import FairThreads
 from router.fleet.worker_fleet import WorkerFleet
 from router.metrics.metrics import RouterMetrics
 from router.prepared_request import PreparedRequest
 from router.routing.decision_record import to_json
+from router.text.fair_threads import FairThreads
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 

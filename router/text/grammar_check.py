@@ -21,7 +21,7 @@ import msgpack
 from penstock.errors import CheckpointError, InternalError, InvalidInput
 from penstock.text.grammars import FIELD, MAX_SOURCE_BYTES
 from penstock.types import Grammar
-from router.fair_threads import FairThreads
+from router.text.fair_threads import FairThreads
 from router.text.frames import read_frame, write_frame
 from router.text.grammar_sandbox import OBEYED, READY, REFUSED
 

@@ -15,9 +15,9 @@ import tokenizers
 
 from penstock.errors import CheckpointError, InvalidInput
 from penstock.text.spelling import Spelling
-from router.fair_threads import FairThreads
 from router.text.chat_template import ChatTemplate, load_chat_template
 from router.text.conversation import ROLES, Conversation
+from router.text.fair_threads import FairThreads
 from router.text.pretokenizer_cache import AddedToken, PretokenizerCache, SegmentCutter
 
 _MAX_QUEUED = 1 << 28  # characters

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.common.shapes import BUNDLED
 from benchmarks.engine.loop import EngineLoop
-from benchmarks.speculation.replay import ReplayEngine
-from benchmarks.speculation.texts import BundledTexts
+from benchmarks.engine.speculation.replay import ReplayEngine
+from benchmarks.engine.speculation.texts import BundledTexts
 from decode_worker.draft_model import DraftModel
 from decode_worker.events import DecodeEvents
 from engine.step.speculation.proposal import ProposalKind

@@ -27,8 +27,8 @@ from router.api.translation.anthropic.errors import anthropic_error
 from router.api.translation.responses.errors import responses_error
 from router.api.translation.responses.store import ResponseStore
 from router.dispatch.dispatcher import Dispatcher
-from router.fair_threads import FairThreads
 from router.metrics.metrics import RouterMetrics
+from router.text.fair_threads import FairThreads
 
 # The shapes of errors other than OpenAI's, by the beginning of the paths that have them.
 SHAPES: Mapping[str, ErrorShape] = {

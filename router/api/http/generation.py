@@ -43,9 +43,9 @@ from router.api.parsed_outputs import OutputParsing, ParsedOutputs
 from router.api.prepare import RequestPreparer
 from router.api.reader_watch import ReaderWatch
 from router.dispatch.dispatcher import Dispatcher
-from router.fair_threads import FairThreads
 from router.metrics.metrics import RouterMetrics
 from router.prepared_request import PreparedRequest
+from router.text.fair_threads import FairThreads
 
 _INLINE_TOKENS = 64  # of an answer that is written in a few milliseconds, each with 20 alternatives
 API_KEY = "x-api-key"  # the header of Anthropic's clients; `authorization` takes precedence

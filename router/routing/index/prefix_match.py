@@ -18,10 +18,6 @@ class PrefixMatch(NamedTuple):
     num_device_pages: int
     num_host_pages: int = 0  # after those on the device
 
-    @property
-    def num_disk_pages(self) -> int:
-        return self.num_pages - self.num_device_pages - self.num_host_pages
-
 
 class MaskSlots:
     """Assigns each worker its slot of bits in the masks.

@@ -554,7 +554,7 @@ class Tokens:
 
     def wait(self) -> StepTokens:
         assert self._over is None or self._over.wait(60)
-        return StepTokens.from_list(self.tokens, 0)
+        return StepTokens(np.array([], np.int64), self.tokens)
 
 
 def fail(error: Exception) -> Tokens:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from tests.support.engine.checkpoints import make_checkpoint
 
 class OneToken:
     def wait(self) -> StepTokens:
-        return StepTokens.from_list([7], 0)
+        return StepTokens(np.array([], np.int64), [7])
 
 
 def test_a_job_thread_runs_calls_in_order_and_raises_what_they_raise() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.parsers.choice import ParsedCall, ParsedOutput
 from router.parsers.tools import ToolFunction
+from tests.support.router.parsed_outputs import ParsedCall, ParsedOutput
 
 WEATHER = ToolFunction(
     "get_weather",

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidInput
-from router.parsers.choice import choose_parsers, gather
+from router.parsers.choice import choose_parsers
 from router.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 from router.parsers.output_parser import OutputParser
 from tests.router.parsers.recorded import RECORDED, TOOLS, Recorded
+from tests.support.router.parsed_outputs import gather
 
 WITH_IDS = {"hermes-id", "mistral-call id", "mistral-list of two"}
 WORD = re.compile(r"w[0-9]+w")

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.parsers.choice import ParserChoice, choose_parsers, gather, parse_whole
+from router.parsers.choice import ParserChoice, choose_parsers
 from router.parsers.events import ParserEvent, TextDelta, ToolCallStart
 from router.parsers.formats import TOOL_FORMATS
 from router.parsers.output_parser import OutputParser
 from tests.router.parsers.recorded import RECORDED, TOOLS, Recorded
+from tests.support.router.parsed_outputs import gather, parse_whole
 
 each_recorded = pytest.mark.parametrize("recorded", RECORDED, ids=lambda recorded: recorded.id)
 

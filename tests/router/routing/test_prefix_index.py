@@ -72,7 +72,6 @@ def test_pages_are_counted_by_tier() -> None:
     index = index_of([event(DEVICE, 0, 1, 2, 3, 4), event(HOST, 2), event(DISK, 3, 4)], [event(DISK, 0)])
     matched = index.match(PAGES)
     assert matched == {"a": PrefixMatch(5, 2, 1), "b": PrefixMatch(1, 0)}
-    assert (matched[WORKERS[0]].num_disk_pages, matched[WORKERS[1]].num_disk_pages) == (2, 1)
     assert index.pages_by_tier(WORKERS[0]) == (2, 1, 2)
     index.apply(WORKERS[0], KvEventBatch(4, (event(DEVICE, 2, 3), event(GONE, 4))))
     assert index.match(PAGES)[WORKERS[0]] == PrefixMatch(4, 4)

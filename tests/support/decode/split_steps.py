@@ -7,6 +7,8 @@ import random
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
+
 from decode_worker.worker import DecodeWorker
 from engine.step.compute import StepTokens
 from engine.step.plan import StepPlan
@@ -101,7 +103,9 @@ class SplitSteps:
         """Ends the oldest step in flight."""
         done = self._in_flight.popleft()
         self._compute(done)
-        self._worker.finish_step(done.plan, StepTokens.from_list(done.sampled, len(done.plan.rows)), 0.001)
+        num_rows = len(done.plan.rows)
+        tokens = StepTokens(np.array(done.sampled[:num_rows], np.int64), done.sampled[num_rows:])
+        self._worker.finish_step(done.plan, tokens, 0.001)
 
     def _fail(self) -> None:
         """Fails the oldest step after its last write; the step after it is computed and discarded."""

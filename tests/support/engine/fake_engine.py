@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import numpy as np
+
 from engine.cache.page_slots import PageSlots
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.tiers import CacheTiers
@@ -90,7 +92,7 @@ class PendingStep:
 
     def wait(self) -> StepTokens:
         assert self._in_flight.pop(0) is self._pages, "steps end in order"
-        return StepTokens.from_list([token and token.token_id for token in self._output.tokens], 0)
+        return StepTokens(np.array([], np.int64), [token and token.token_id for token in self._output.tokens])
 
 
 class FakeEngine:

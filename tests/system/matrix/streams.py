@@ -12,7 +12,7 @@ import httpx
 
 from penstock import AsyncClient
 from penstock.client.results import Logprob, ResultBuilder, Timing
-from router.parsers.choice import ParsedCall, parse_whole
+from tests.support.router.parsed_outputs import ParsedCall, parse_whole
 from tests.system.matrix.features import CHAT, TOOL, Feature, parser_choice, spelling
 from tests.system.matrix.reference import Answered, options_of, single_process
 

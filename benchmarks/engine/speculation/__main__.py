@@ -30,9 +30,9 @@ import torch
 from benchmarks.common.report import RESULTS, Row, percentile, publish, show
 from benchmarks.common.shapes import BUNDLED, random_llama
 from benchmarks.engine.loop import EngineLoop
-from benchmarks.speculation.replay import ReplayEngine
-from benchmarks.speculation.step_costs import step_rows
-from benchmarks.speculation.texts import BundledTexts, RepositoryTexts, Script
+from benchmarks.engine.speculation.replay import ReplayEngine
+from benchmarks.engine.speculation.step_costs import step_rows
+from benchmarks.engine.speculation.texts import BundledTexts, RepositoryTexts, Script
 from decode_worker.draft_model import DraftModel
 from decode_worker.events import DecodeEvents
 from engine.engine import Engine

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from penstock.errors import InvalidInput, Overloaded
-from router.fair_threads import FairThreads
+from router.text.fair_threads import FairThreads
 
 SIZE = 1024  # what any work counts for at least
 

@@ -28,9 +28,12 @@ class StepMeasurements:
         else:
             self.on_recomputed(plan, elapsed_s)
             self._prefills.on_step(plan, elapsed_s)
+        self._events.on_step(len(plan), plan.num_tokens, elapsed_s)
+
+    def on_finished(self, plan: StepPlan, elapsed_s: float, num_further: int) -> None:
+        """Takes the same step once its tokens are delivered; `elapsed_s` includes that."""
         if self._speculator is not None and all(chunk.num_tokens == 1 for chunk in plan.chunks):
             self._speculator.on_step(len(plan), plan.num_tokens - len(plan), num_further, elapsed_s)
-        self._events.on_step(len(plan), plan.num_tokens, elapsed_s)
 
     def on_recomputed(self, plan: StepPlan, elapsed_s: float) -> None:
         """Takes a step that was computed again; its duration is no sample of ordinary steps, but it sets the pace."""

@@ -327,7 +327,8 @@ class DecodeWorker:
 
     def finish_step(self, plan: StepPlan, tokens: StepTokens, elapsed_s: float) -> None:
         """Records the oldest step in flight and delivers its tokens."""
-        self._measurements.on_step(plan, elapsed_s, sum(map(len, tokens.further.values())))
+        began_s, num_further = time.monotonic(), sum(map(len, tokens.further.values()))
+        self._measurements.on_step(plan, elapsed_s, num_further)
         for sequence, error in tokens.failed:
             self._fail(sequence, error)
         discarded = self.scheduler.record(plan, tokens.rows, tokens.chunks)
@@ -343,6 +344,9 @@ class DecodeWorker:
                 self._deliver_further(scheduled.sequence, further, now_s)
         self._delivery.flush()
         self._after_step()
+        # Delivering counts unless another step was computed meanwhile.
+        finish_s = 0.0 if self.scheduler.num_in_flight else time.monotonic() - began_s
+        self._measurements.on_finished(plan, elapsed_s + finish_s, num_further)
 
     def _deliver_further(self, sequence: Sequence, further: list[SampledToken], now_s: float) -> None:
         """Delivers the tokens after a sequence's first one that accepted proposals have yielded, up to its end."""

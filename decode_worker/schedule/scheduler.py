@@ -358,7 +358,7 @@ class DecodeScheduler:
     def _propose(self) -> Mapping[Sequence, tuple[int, ...]]:
         """Returns the tokens to verify in the next step, and withdraws the rows of their sequences."""
         decoding = self._decoding()
-        if self._speculator is None or not decoding or not self._speculator.may_pay(len(decoding)):
+        if self._speculator is None or not decoding:
             return {}
         limit = min(SCORED_TOKENS, self._config.max_batch_tokens - len(decoding))
         proposed = self._speculator.propose(decoding, self._table.num_left, limit)
@@ -371,17 +371,20 @@ class DecodeScheduler:
         step = self._steps.newest.step
         if self._asked[0] != step:  # each call during a step in flight would ask again
             decoding = self._decoding()
-            pays = self._speculator is not None and bool(decoding) and self._speculator.may_pay(len(decoding))
-            if pays and self._speculator is not None:
+            pays = False
+            if decoding and self._speculator is not None:
                 pays = self._speculator.would_propose(decoding, self._table.num_left)
             self._asked = step, pays
         return self._asked[1]
 
     def _decoding(self) -> list[Sequence]:
-        """Returns the sequences that get one token each in the next step; none if prompts are computed too, since such
-        a step is long enough.
+        """Returns the sequences that get one token each in the next step; none if proposing to so many cannot pay, or
+        if prompts are computed too, since such a step is long enough.
         """
-        if self._speculator is None or self._queues.waiting:
+        num_running = len(self._queues.running)
+        if self._speculator is None or not num_running or self._queues.waiting:
+            return []
+        if not self._speculator.may_pay(num_running):
             return []
         rowless = [entry.sequence for entry in self._queues.rowless]
         if any(sequence.num_uncomputed_tokens > 1 for sequence in rowless):

@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.step.speculation.step_cost_table import StepCostTable
+from engine.step.speculation.step_cost_table import SpeculationCosts
 
 _LEAST_GAIN = 1.05  # of expected tokens per second; a smaller gain is within the prediction's error
 _ALLOWANCE = 0.004  # share of the time that failed attempts may cost
@@ -25,7 +25,7 @@ class Candidate:
     rate: float
 
 
-def could_pay(num_sequences: int, num_tokens: int, costs: StepCostTable) -> bool:
+def could_pay(num_sequences: int, num_tokens: int, costs: SpeculationCosts) -> bool:
     """Returns whether a step of `num_sequences` would gain by verifying up to `num_tokens` of each, or of one of them,
     if these nearly always held. Cheap, however many sequences there are."""
     least = _LEAST_GAIN * num_sequences / costs.predict(num_sequences)
@@ -33,13 +33,13 @@ def could_pay(num_sequences: int, num_tokens: int, costs: StepCostTable) -> bool
     for count in range(1, num_tokens + 1):
         held += _HOPEFUL_RATE**count
         for share in (num_sequences, 1):
-            if (num_sequences + share * held) / costs.predict(num_sequences + share * count) > least:
+            if (num_sequences + share * held) / costs.predict(num_sequences, share * count) > least:
                 return True
     return False
 
 
 def choose_draft_length(
-    num_sequences: int, rates: Sequence[float], num_tokens: int, costs: StepCostTable, draft_s: float
+    num_sequences: int, rates: Sequence[float], num_tokens: int, costs: SpeculationCosts, draft_s: float
 ) -> int:
     """Returns how many tokens to draft for each of `rates`, the sequences of a step of `num_sequences` that have no
     proposal; a rate is the probability that a drafted token holds if those before it do.
@@ -51,17 +51,16 @@ def choose_draft_length(
     for count in range(1, num_tokens + 1):
         expected += sum(powers)
         powers = [power * rate for power, rate in zip(powers, rates, strict=True)]
-        seconds = costs.predict(num_sequences + count * len(rates)) + count * draft_s
+        seconds = costs.predict(num_sequences, count * len(rates)) + count * draft_s
         if expected / seconds > best_rate:
             best, best_rate = count, expected / seconds
     return best
 
 
-def choose_lengths(num_sequences: int, candidates: Sequence[Candidate], costs: StepCostTable) -> list[int]:
+def choose_lengths(num_sequences: int, candidates: Sequence[Candidate], costs: SpeculationCosts) -> list[int]:
     """Returns how many tokens of each candidate are verified in a step of `num_sequences`.
 
-    The likeliest tokens come first, and the best number of them is taken. A step is assumed to cost what the table
-    predicts for its number of tokens.
+    The likeliest tokens come first, and the best number of them is taken.
     """
     lengths = [0] * len(candidates)
     queue = [(-each.rate, place) for place, each in enumerate(candidates) if each.num_tokens]
@@ -77,7 +76,7 @@ def choose_lengths(num_sequences: int, candidates: Sequence[Candidate], costs: S
         lengths[place] += 1
         if lengths[place] < candidates[place].num_tokens:
             heapq.heappush(queue, (probability * candidates[place].rate, place))
-        if (rate := expected / costs.predict(num_sequences + taken)) > best_rate:
+        if (rate := expected / costs.predict(num_sequences, taken)) > best_rate:
             best_rate, best = rate, taken
     for place in order[best:]:
         lengths[place] -= 1
@@ -97,11 +96,11 @@ class SpeculationLedger:
         """Whether speculation may be tried."""
         return self._has_begun and self._credit_s > 0
 
-    def on_step(self, plain_s: float) -> None:
-        """Notes that a step has ended; `plain_s` is the time of a step of as many sequences with one token each."""
+    def on_steps(self, num_steps: int, plain_s: float) -> None:
+        """Notes that steps have ended; `plain_s` is the time of a step of as many sequences with one token each."""
         if not self._has_begun:
             self._has_begun, self._credit_s = True, _FIRST_CREDIT_STEPS * plain_s
-        self.add(_ALLOWANCE * plain_s, plain_s)
+        self.add(_ALLOWANCE * num_steps * plain_s, plain_s)
 
     def on_verified(self, cost_s: float, num_plain: float, plain_s: float) -> None:
         """Notes a step that has verified proposals, and whose tokens would have taken `num_plain` steps of `plain_s`.

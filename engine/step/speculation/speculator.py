@@ -21,14 +21,15 @@ from engine.step.speculation.speculation_policy import (
     choose_lengths,
     could_pay,
 )
-from engine.step.speculation.step_cost_table import StepCostTable
+from engine.step.speculation.step_cost_table import SpeculationCosts
 
 # The rate assumed for each kind until one was observed.
 _FIRST_RATES = {ProposalKind.LONG_MATCH: 0.8, ProposalKind.SHORT_MATCH: 0.5, ProposalKind.DRAFT: 0.7}
 _FLEET_DECAY = 0.98  # by which earlier observations of all sequences shrink with each proposal
 _GATE_STEPS = 16  # for which the answer holds to whether proposals could pay at all
+_IDLE_STEPS = 8  # of which one is measured while nothing is looked for
 _DRAFT_PROBE_STEPS = 128  # after which a few tokens are drafted even if that should not pay, because texts change
-_PROBE_TOKENS = 2
+_PROBE_TOKENS = 2  # drafted, or verified for each sequence, to learn what that costs
 
 
 @dataclass(slots=True)
@@ -77,11 +78,12 @@ class Speculator:
         self._lookups = PromptLookups() if lookups is None else lookups
         self._draft = draft
         self._states: dict[Sequence, _State] = {}
-        self._costs = StepCostTable()
+        self._costs = SpeculationCosts()
         self._ledger = SpeculationLedger()
         self._rates = {kind: AcceptanceRate(decay=_FLEET_DECAY) for kind in ProposalKind}
         self._gates: dict[int, _Gate] = {}  # by number of sequences
         self._num_steps = 0
+        self._num_unnoted = 0  # steps that the ledger does not know of yet
         self._drafted_at = 0  # the step for which tokens were drafted last
         self._looked_s = 0.0  # seconds spent looking for proposals since the last step ended
 
@@ -96,6 +98,8 @@ class Speculator:
         gate = self._gates.get(num_sequences)
         if gate is None or gate.until_step <= self._num_steps:
             pays = could_pay(num_sequences, self._num_tokens, self._costs)
+            if not pays:
+                self._costs.doubt(num_sequences)
             gate = self._gates[num_sequences] = _Gate(pays, self._num_steps + _GATE_STEPS)
         return gate.pays
 
@@ -121,6 +125,8 @@ class Speculator:
         self, sequences: Collection[Sequence], num_left: Callable[[Sequence], int], limit: int, drafts: bool = True
     ) -> dict[Sequence, tuple[int, ...]]:
         started_s = self._clock()
+        if not (self._always or self._costs.knows_verifying(len(sequences))):
+            limit = min(limit, _PROBE_TOKENS * len(sequences))
         counts = self._most_tokens(sequences, num_left, limit)
         for sequence in counts:
             self._judge_unverified(sequence, self._states.setdefault(sequence, _State()))
@@ -218,14 +224,24 @@ class Speculator:
 
     def on_step(self, num_sequences: int, num_proposed: int, num_further: int, elapsed_s: float) -> None:
         """Notes that a step has ended which computed the last token of so many sequences, and these proposed tokens:
-        it has yielded `num_further` tokens beyond one for each sequence. Chunks of prompts were not among its work."""
-        looked_s, self._looked_s = self._looked_s, 0.0
+        it has yielded `num_further` tokens beyond one for each sequence. Chunks of prompts were not among its work.
+
+        `elapsed_s` is the whole time from the end of the step before, or from when there was something to do.
+        """
         self._num_steps += 1
-        self._costs.observe(num_sequences + num_proposed, max(elapsed_s - looked_s, 1e-9))
+        self._num_unnoted += 1
+        is_idle = not num_proposed and not self._looked_s
+        if is_idle and self._num_unnoted < _IDLE_STEPS and not self._costs.is_empty:
+            return
+        looked_s, self._looked_s = self._looked_s, 0.0
+        if num_proposed and self._costs.is_empty:
+            return  # what a plain step costs is not known yet
+        self._costs.observe(num_sequences, num_proposed, max(elapsed_s - looked_s, 1e-9))
         plain_s = self._costs.predict(num_sequences)
-        self._ledger.on_step(plain_s)
+        self._ledger.on_steps(self._num_unnoted, plain_s)
+        self._num_unnoted = 0
         if num_proposed:
-            cost_s = looked_s + self._costs.predict(num_sequences + num_proposed)
+            cost_s = looked_s + self._costs.predict(num_sequences, num_proposed)
             self._ledger.on_verified(cost_s, 1 + num_further / num_sequences, plain_s)
         else:
             self._ledger.add(-looked_s, plain_s)

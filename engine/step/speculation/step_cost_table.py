@@ -1,4 +1,4 @@
-"""Learns what a step costs by the number of tokens that it computes, from steps without chunks of prompts. Pure."""
+"""Learns what steps without chunks of prompts cost. Pure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import bisect
 
 _SMOOTHING = 0.1  # weight of the newest measurement
 _OUTLIER = 3.0  # times the known cost: a longer step counts as this, since something else took the machine
+_DOUBT = 0.0005  # share of an untested cost that is forgotten at a time
 _ASSUMED_SLOPE = 0.02  # share of a step by which one more token is assumed to lengthen it, until two sizes are known
 
 
 class StepCostTable:
-    """Owns a running mean for each number of tokens. Between those, costs are interpolated; beyond them, each token
-    lengthens a step as much as among them, and at most by its proportional share.
+    """Owns a running mean of a step's seconds for each number of tokens. Between those, costs are interpolated; beyond
+    them, each token lengthens a step as much as among them, and at most by its proportional share.
     """
 
     def __init__(self) -> None:
@@ -21,6 +22,10 @@ class StepCostTable:
     @property
     def is_empty(self) -> bool:
         return not self._tokens
+
+    def shrink_towards(self, seconds: float, share: float) -> None:
+        """Moves every cost by a share of its distance from `seconds`."""
+        self._seconds = [known + share * (seconds - known) for known in self._seconds]
 
     def observe(self, num_tokens: int, elapsed_s: float) -> None:
         place = bisect.bisect_left(self._tokens, num_tokens)
@@ -53,3 +58,62 @@ class StepCostTable:
         if len(tokens) < 2:
             return min(share, _ASSUMED_SLOPE * seconds[-1])
         return min(share, max(0.0, (seconds[-1] - seconds[0]) / (tokens[-1] - tokens[0])))
+
+
+class SpeculationCosts:
+    """Keeps plain steps, which compute one token for each sequence, apart from those that verify proposals.
+
+    The latter cost more than plain ones of as many tokens: their sequences have no rows, and their tokens are delivered
+    one by one.
+    """
+
+    def __init__(self) -> None:
+        self._plain = StepCostTable()
+        self._verifying: dict[int, StepCostTable] = {}  # by bits of the number of sequences
+
+    def observe(self, num_sequences: int, num_proposed: int, elapsed_s: float) -> None:
+        if num_proposed:
+            table = self._verifying.setdefault(num_sequences.bit_length(), _ratios())
+            highest = 2 + num_proposed / num_sequences  # of a multiple; beyond it, something else took the machine
+            table.observe(num_proposed, min(highest, elapsed_s / self._plain.predict(num_sequences)))
+        else:
+            self._plain.observe(num_sequences, elapsed_s)
+
+    @property
+    def is_empty(self) -> bool:
+        return self._plain.is_empty
+
+    def doubt(self, num_sequences: int) -> None:
+        """Trusts a little less that verifying is dear with about so many sequences, because it is not tried any more:
+        contexts, the machine's load and other conditions change."""
+        if (table := self._verifying.get(num_sequences.bit_length())) is not None:
+            table.shrink_towards(1.0, _DOUBT)
+
+    def knows(self, num_sequences: int) -> bool:
+        """Whether a plain step of exactly so many sequences has been measured."""
+        return self._plain.knows(num_sequences)
+
+    def knows_verifying(self, num_sequences: int) -> bool:
+        """Whether a step of about so many sequences has verified proposals."""
+        return num_sequences.bit_length() in self._verifying
+
+    def predict(self, num_sequences: int, num_proposed: int = 0) -> float:
+        """Returns seconds; at least one plain step must have been measured.
+
+        Until a step of about so many sequences has verified proposals, its cost is that of as many sequences as it has
+        tokens.
+        """
+        plain_s = self._plain.predict(num_sequences)
+        if not num_proposed:
+            return plain_s
+        table = self._verifying.get(num_sequences.bit_length())
+        if table is None:
+            return max(plain_s, self._plain.predict(num_sequences + num_proposed))
+        return plain_s * max(1.0, table.predict(num_proposed))
+
+
+def _ratios() -> StepCostTable:
+    """Returns a table of multiples of a plain step, which verifies nothing."""
+    table = StepCostTable()
+    table.observe(0, 1.0)
+    return table

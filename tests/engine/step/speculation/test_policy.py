@@ -19,14 +19,14 @@ from engine.step.speculation.speculation_policy import (
     could_pay,
 )
 from engine.step.speculation.speculator import Speculator
-from engine.step.speculation.step_cost_table import StepCostTable
+from engine.step.speculation.step_cost_table import SpeculationCosts, StepCostTable
 from penstock.types import Grammar, GrammarKind, RequestId, SamplingParams
 
 
-def table(fixed_s: float, token_s: float, sizes: range = range(1, 40)) -> StepCostTable:
-    costs = StepCostTable()
+def table(fixed_s: float, token_s: float, sizes: range = range(1, 40)) -> SpeculationCosts:
+    costs = SpeculationCosts()
     for size in sizes:
-        costs.observe(size, fixed_s + token_s * size)
+        costs.observe(size, 0, fixed_s + token_s * size)
     return costs
 
 
@@ -44,7 +44,7 @@ def test_no_other_lengths_promise_more(others: int, candidates: list[Candidate],
             for each, length in zip(candidates, lengths, strict=True)
             for place in range(length)
         )
-        return expected / costs.predict(count + sum(lengths))
+        return expected / costs.predict(count, sum(lengths))
 
     chosen = choose_lengths(count, candidates, costs)
     assert all(0 <= length <= each.num_tokens for length, each in zip(chosen, candidates, strict=True))
@@ -63,6 +63,24 @@ def test_costs_are_interpolated_smoothed_and_robust() -> None:
     assert not costs.knows(3)
     costs.observe(1, 1000.0)
     assert costs.predict(1) < 1.5
+
+
+def test_steps_that_verify_are_dearer_than_plain_ones_of_as_many_tokens() -> None:
+    costs = table(1.0, 0.0)
+    assert costs.predict(16, 8) == 1.0  # nothing was verified yet
+    costs.observe(16, 8, 1.1)
+    assert costs.predict(16, 8) == 1.1
+    assert costs.predict(16, 2) == pytest.approx(1.025)
+    assert costs.predict(17, 8) == 1.1, "as with about as many sequences"
+    assert costs.predict(2, 8) == 1.0
+    assert costs.predict(16) == 1.0, "plain steps are not dearer for it"
+    assert could_pay(16, 8, costs)
+    costs.observe(4, 8, 30.0)  # something else took the machine
+    assert not could_pay(4, 2, costs)
+    assert costs.predict(4, 8) == 4.0
+    for _ in range(10_000):
+        costs.doubt(4)
+    assert could_pay(4, 2, costs), "it is tried again"
 
 
 class Clock:
@@ -132,8 +150,12 @@ def run(
     token_s: float,
     num_steps: int = 2000,
     draft_s: float | None = None,
+    verify_s: float = 0.0,
 ) -> tuple[float, int]:
-    """Returns the throughput relative to no speculation, and how many tokens were proposed; the text is all ones."""
+    """Returns the throughput relative to no speculation, and how many tokens were proposed; the text is all ones.
+
+    A step that verifies takes `verify_s` longer than a plain one of as many tokens.
+    """
     clock = Clock()
     if draft_s is None:
         speculator = Speculator(8, clock, lookups=FixedProposer(clock, right))
@@ -147,7 +169,7 @@ def run(
         if speculator.may_pay(num_sequences):
             chosen = speculator.propose(sequences, lambda _: 1 << 30, 128)
         count = sum(map(len, chosen.values()))
-        clock.now_s += fixed_s + token_s * (num_sequences + count)
+        clock.now_s += fixed_s + token_s * (num_sequences + count) + (verify_s if count else 0.0)
         further = 0
         for sequence in sequences:
             proposed = chosen.get(sequence, ())
@@ -176,6 +198,16 @@ def test_speculation_never_costs(num_sequences: int, right: float, fixed_s: floa
         assert num_proposed < 200
 
 
+@pytest.mark.parametrize("num_sequences", [1, 4, 16])
+@pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("verify_s", [0.001, 0.005, 0.05])
+def test_verifying_that_is_dearer_than_predicted_never_costs(num_sequences: int, right: float, verify_s: float) -> None:
+    gain, _ = run(num_sequences, right, 0.01, 0.0001, verify_s=verify_s)
+    assert gain > 0.99
+    if right == 1.0 and verify_s <= 0.005:
+        assert gain > 3
+
+
 @pytest.mark.parametrize("num_sequences", [1, 16])
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("draft_s", [0.001, 0.01])
@@ -200,7 +232,7 @@ def test_no_other_number_of_drafted_tokens_promises_more(
 
     def promise(length: int) -> float:
         expected = count + sum(rate ** (place + 1) for rate in rates for place in range(length))
-        return expected / (costs.predict(count + length * len(rates)) + length * draft_s)
+        return expected / (costs.predict(count, length * len(rates)) + length * draft_s)
 
     chosen = choose_draft_length(count, rates, 8, costs, draft_s)
     best = max(range(9), key=promise)
@@ -230,14 +262,13 @@ def test_nothing_that_pays_is_missed_by_not_looking(
 def test_the_ledger_closes_when_more_was_lost_than_a_small_share_of_the_time() -> None:
     ledger = SpeculationLedger()
     assert not ledger.is_open
-    ledger.on_step(1.0)
+    ledger.on_steps(1, 1.0)
     assert ledger.is_open
     ledger.on_verified(cost_s=1.5, num_plain=1.0, plain_s=1.0)
     assert ledger.is_open
     ledger.add(-8.0, 1.0)
     assert not ledger.is_open
-    for _ in range(1000):
-        ledger.on_step(1.0)
+    ledger.on_steps(1000, 1.0)
     assert ledger.is_open
 
 

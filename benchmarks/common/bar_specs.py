@@ -38,7 +38,7 @@ _REPLAYED = r"(?P<part>.+): (?P<row>(?:%s)), (?P<kind>.+)"
 SPECS: dict[str, tuple[BarSpec, ...]] = {
     "attack": (
         BarSpec("Longest pause of the router in each attack, s", r"(?P<row>.+): router's longest pause", "s"),
-        BarSpec("ITL of the streams beside each attack, s", r"(?P<row>.+): ITL beside it", "s"),
+        BarSpec("ITL of ordinary streams during each attack, s", r"(?P<row>.+): ITL beside it", "s"),
     ),
     "autoscale": (
         BarSpec("Autoscaling", "(?P<row>.+): (?P<part>missed requests|worker hours|changes of size), (?P<kind>.+)"),
@@ -69,7 +69,7 @@ SPECS: dict[str, tuple[BarSpec, ...]] = {
     ),
     "pull": (),  # its curves show every row
     "quality": (
-        BarSpec("Logit error beside float32", "(?P<row>.+): logit error", shared_scale=True),
+        BarSpec("Logit error against float32", "(?P<row>.+): logit error", shared_scale=True),
         BarSpec("Greedy tokens equal to float32's", "(?P<row>.+): same greedy token", shared_scale=True),
     ),
     "quantized_cpu": (BarSpec("Quantized products, ms", "(?P<part>.+): (?P<row>.+ rows)", "ms"),),

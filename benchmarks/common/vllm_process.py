@@ -83,7 +83,7 @@ def parse_with_vllm(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace
     except NoVllm as error:
         parser.error(str(error))
     description = vllm.describe() if vllm is not None else "no vLLM (--vllm-python, or make bench-vllm)"
-    print(f"beside it: {description}", flush=True)
+    print(f"compared with {description}", flush=True)
     return arguments, vllm, description
 
 

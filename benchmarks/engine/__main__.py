@@ -231,7 +231,9 @@ def main() -> None:
         return
     rows: list[Row] = [row for name, seconds in found.items() for row in rows_of(name, seconds)]
     publish(
-        "engine", f"135M shape, bf16, {arguments.threads} threads; beside {vllm_description}", rows + aim_rows(found)
+        "engine",
+        f"135M shape, bf16, {arguments.threads} threads; compared with {vllm_description}",
+        rows + aim_rows(found),
     )
     print(f"took {time.perf_counter() - began_s:.0f} s")
 

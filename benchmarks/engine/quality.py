@@ -133,7 +133,7 @@ def main() -> None:
         rows.append(Row(f"{name}: same greedy token", quality.agreement, "share"))
         rows.append(Row(f"{name}: divergence", quality.divergence, "nats"))
     rows += kv_rows(kv_of(prompts[0]))
-    publish("quality", f"penstock-tiny, {sum(map(len, prompts))} tokens of held-out text, beside float32", rows)
+    publish("quality", f"penstock-tiny, {sum(map(len, prompts))} tokens of held-out text, against float32", rows)
 
 
 if __name__ == "__main__":

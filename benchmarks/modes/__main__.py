@@ -111,7 +111,7 @@ def main() -> None:
     add("--page-only", action="store_true", help="write the tables of what was measured before")
     add("--results", type=Path, default=RESULTS, help="folder of modes.json and modes.html")
     add("--no-docs", action="store_true", help="leave docs/modes.md as it is")
-    options, vllm, beside = parse_with_vllm(parser)
+    options, vllm, peer = parse_with_vllm(parser)
     if options.fresh:
         shutil.rmtree(BUILD, ignore_errors=True)
     started_s = time.perf_counter()
@@ -123,7 +123,7 @@ def main() -> None:
     points = [point for study in studies for result in study.results.values() for point in result.points]
     requests = max(point.figures.num_requests for point in points)
     model = options.model.name if options.model else "135M Llama shape, bf16"
-    workload = f"{model}, up to {requests} requests at each load, a core for each worker; beside {beside}"
+    workload = f"{model}, up to {requests} requests at each load, a core for each worker; compared with {peer}"
     publish("modes", workload, rows_of(studies), options.results)
     write_page(studies, options.results / "modes.html")
     if not options.no_docs:

@@ -109,7 +109,7 @@ def write_docs(results: Sequence[RunResult], docs: Path = DOCS) -> None:
     """Replaces the tables of docs/overload.md, and the charts in docs/overload/."""
     study, folder = Study(results), docs / "overload"
     folder.mkdir(exist_ok=True)
-    parts = ["### Beside the other policies", markdown_table(*judgement_table(study))]
+    parts = ["### Compared with the other policies", markdown_table(*judgement_table(study))]
     for traffic in study.traffic:
         name = traffic.lower().replace(",", "").replace(" ", "-")
         files = []

@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--requests", type=int, default=NUM_REQUESTS)
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
-    options, vllm, beside = parse_with_vllm(parser)
+    options, vllm, peer = parse_with_vllm(parser)
     servers = {COLOCATED: penstock_server(True, options.transport), SPLIT: penstock_server(False, options.transport)}
     found = {name: measure(name, server, options.rates, options.requests) for name, server in servers.items()}
     for name, peer in peers(vllm).items():
@@ -133,7 +133,9 @@ def main() -> None:
             found[name] = measure(name, peer, options.rates, options.requests)
         except (RuntimeError, TimeoutError) as error:  # our figures are valid without it
             print(f"{name} is left out: {error!r}", flush=True)
-    workload = f"{options.requests} requests, 135M Llama shape, bf16, transport {options.transport}; beside {beside}"
+    workload = (
+        f"{options.requests} requests, 135M Llama shape, bf16, transport {options.transport}; compared with {peer}"
+    )
     figures = {name: {rate: metrics_of(point.figures) for rate, point in each.items()} for name, each in found.items()}
     publish("serving", workload, rows_of(figures), curves=list(distributions(found)))
 

@@ -23,7 +23,7 @@ from penstock.rpc.secret import ADMIN, ClusterSecrets
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 
 CALL_TIMEOUT_S = 10.0
-# Calls that follow what goes on have no deadline: a host that does not answer, or does no longer, is noticed by these.
+# Calls that follow events have no deadline; these settings detect a host that does not answer, or no longer does.
 _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.min_reconnect_backoff_ms", 5_000),  # bounds the time to connect
     ("grpc.keepalive_time_ms", 10_000),
@@ -70,7 +70,7 @@ def _open_channel(
 
 
 def _with_advice(failed: grpc.RpcError, address: str) -> PenstockError:
-    """Returns the error of a failed call, with the fix where the address, the port or the token is at fault."""
+    """Returns the error of a failed call, with the fix if the address, the port or the token is wrong."""
     error = failed_call(failed, address, "give the deployment's --admin address, by default port 50052")
     if isinstance(error, Unauthenticated):
         return Unauthenticated(

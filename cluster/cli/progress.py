@@ -1,4 +1,4 @@
-"""Shows on a terminal what a command waits for: a spinner, and a bar once it is known how far the work is.
+"""Shows on a terminal what a command waits for: a spinner, and a bar once the share of the work that is done is known.
 
 Nothing is shown where standard error is not a terminal, or rich is missing, as in the bare client.
 """
@@ -27,7 +27,7 @@ class Progress:
         return self
 
     def show(self, text: str, share: float | None = None) -> None:
-        """Shows other words, and a bar for `share` of the work, from 0 to 1."""
+        """Shows another text, and a bar for `share` of the work, from 0 to 1."""
         if self._line is not None:
             total = None if share is None else 1.0
             self._line.update(self._line.task_ids[0], description=printable(text), total=total, completed=share or 0.0)

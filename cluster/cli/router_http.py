@@ -31,13 +31,13 @@ class RouterHttp:
         self._timeout_s = timeout_s
 
     def get(self, url: str) -> bytes | None:
-        """Returns the answer's body, or None where a router answers that it has none of the kind.
+        """Returns the answer's body, or None if a router answers that there is nothing at this URL.
 
-        Raises PenstockError that says what is wrong there.
+        Raises PenstockError that says what is wrong.
         """
         request = urllib.request.Request(url)
         if self._token:
-            # Not sent on to where a redirect leads, which may be another host.
+            # A redirect may lead to another host, which must not get the token.
             request.add_unredirected_header("Authorization", f"Bearer {self._token}")
         context = self._tls.context() if url.startswith("https") else None
         try:
@@ -61,7 +61,7 @@ def _is_router_error(text: str) -> bool:
 
 
 def _refusal(status: int, text: str, url: str) -> PenstockError:
-    """Returns the error of an answer; what the body says does not matter where the token is at fault."""
+    """Returns the error of an answer; leaves the body out if the token is wrong."""
     if status in (401, 403):
         return refused_http(status, "", url, _TOKEN_ADVICE)
     return refused_http(status, text, url, _ADVICE)

@@ -39,7 +39,7 @@ TIMING_HEADER = (
 
 
 def columns_of(stream: TextIO) -> int | None:
-    """Returns the width of the terminal that `stream` writes to, or None where it is none: what is piped is not cut."""
+    """Returns the width of the terminal that `stream` writes to; None for a pipe, whose lines are not cut."""
     return shutil.get_terminal_size().columns if stream.isatty() else None
 
 
@@ -57,8 +57,8 @@ def format_table(
 ) -> str:
     """Aligns columns with spaces, numeric columns to the right. A cell that `styles` names is coloured.
 
-    A table wider than `columns` gives up, one after another: columns that say nothing; its last column where that has
-    no title, whose cells become lines of their own; and, if it has a single row, its form, for a line a column.
+    A table wider than `columns` is narrowed step by step: empty columns are left out; the cells of a last column
+    without a title become lines of their own; and a single row becomes a line for each column.
     """
     if columns is not None and _width(header, rows) > columns:
         header, rows = _without_empty_columns(header, rows)
@@ -87,7 +87,7 @@ def _aligned(header: Sequence[str], rows: Sequence[Sequence[str]], styles: Style
 
 
 def printable(text: str) -> str:
-    """Returns text of a server or a model without what would control a terminal: move the cursor, set its title."""
+    """Returns text without the characters that control a terminal, such as those that move the cursor."""
     return text.translate(_CONTROLS)
 
 

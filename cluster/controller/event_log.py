@@ -1,6 +1,6 @@
 """The log of what happened to a deployment's workers, in order: the last few thousand transitions with their reasons.
 
-Kept by the controller in memory alone. Transitions are found by comparing slots with their previous state, so that no
+The controller keeps it in memory only. Transitions are found by comparing slots with their previous state, so that no
 code that changes a worker's state has to remember to log it.
 """
 

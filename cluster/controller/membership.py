@@ -30,11 +30,11 @@ class MembershipPublisher:
         self._routers: Counter[str] = Counter()  # watches of each router's peer address
         self._shares: Mapping[str, float] = {}  # of new requests, by cohort, while two models serve
         self._spares: Mapping[str, int] = {}  # warm spares by pool
-        self._ends: Mapping[str, int] = {}  # of workers, by how they ended
+        self._ends: Mapping[str, int] = {}  # numbers of workers, by the way they ended
         self._changed = asyncio.Event()
 
     def restore(self) -> None:
-        """Takes what an earlier controller published as published: nothing changes for routers."""
+        """Marks the membership as published by an earlier controller, so that nothing changes for routers."""
         self.members = self._current_members()
         self._shares = dict(self._served.shares)
 
@@ -61,8 +61,9 @@ class MembershipPublisher:
         self.publish()
 
     def note_ends(self, ends: Mapping[str, int]) -> None:
-        """Takes how many workers ended, by how, for the routers' metrics. It goes out with the change that is being
-        published."""
+        """Sets how many workers have ended in each way, for the routers' metrics. The counts go out with the change
+        that is being published.
+        """
         if ends != self._ends:
             self._ends = dict(ends)
             self._membership_version += 1

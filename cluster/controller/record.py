@@ -1,7 +1,7 @@
-"""The record that a controller leaves for its successor: little, since the workers themselves are asked for the rest.
+"""The record that a controller leaves for its successor. It is small, because the workers report the rest themselves.
 
-`generation` counts the controllers of one deployment; every version that one of them publishes is above those of all
-before it. `RecordKeeper` writes the record when it changes; where it is stored is the caller's choice.
+`generation` counts the controllers of one deployment; every version that a controller publishes is higher than those of
+all its predecessors. `RecordKeeper` writes the record when it changes; where it is stored is the caller's choice.
 """
 
 from __future__ import annotations
@@ -100,6 +100,6 @@ class RecordKeeper:
             self._save(record)
 
     def close(self) -> None:
-        """Saves that the deployment is stopping, so that a successor continues with that, and nothing after it."""
+        """Saves that the deployment is stopping, so that a successor goes on stopping it; saves nothing after that."""
         self._is_closed = True
         self._save(replace(self._record, stopping=True))

@@ -1,4 +1,4 @@
-"""The controller's part of `penstock doctor`: workers accept calls from their own deployment's processes alone."""
+"""The controller's part of `penstock doctor`: workers accept calls only from processes of their own deployment."""
 
 from __future__ import annotations
 

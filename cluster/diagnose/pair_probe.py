@@ -82,7 +82,7 @@ async def probe(
 
 
 def _prompt(descriptions: Descriptions) -> list[int]:
-    """Returns a prompt of one chunk at most, so that its pages move after the computation and not beside it."""
+    """Returns a prompt of one chunk at most, so that its pages move after the computation and not during it."""
     chunk = min(one.chunk_tokens or _MAX_TOKENS for one in descriptions)
     room = min(one.context_length for one in descriptions) // 2
     return [1 + number % 50 for number in range(max(2, min(chunk, room, _MAX_TOKENS)))]

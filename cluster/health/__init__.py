@@ -1,4 +1,5 @@
-"""Verdicts on workers and routers: do they live, do they answer rightly, and can the deployment serve a request?
+"""Judges whether workers and routers are alive, whether workers compute correctly, and whether the deployment can serve
+a request.
 
 Others take `follow_worker` and `follow_router` from `liveness`, `CanaryCheck` and `CanaryRunner` from `canary_check`,
 `CanaryJudge` from `canary_policy`, `Readiness` from `readiness`, `GoneWorkers` from `gone_workers` and the count of a

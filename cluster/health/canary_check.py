@@ -54,7 +54,7 @@ class CanaryCheck:
         self._dial = dial
 
     async def check(self, member: Member, decode: Sequence[Member], prefill: Sequence[Member]) -> None:
-        """Returns once `member` has answered rightly. Raises WrongAnswer, or Unavailable where there was no answer.
+        """Returns once `member` has answered correctly. Raises WrongAnswer, or Unavailable where there was no answer.
 
         `decode` and `prefill` have been checked already; a prefill worker is asked through one of `decode`.
         """
@@ -73,7 +73,9 @@ class CanaryCheck:
         raise Unavailable(f"its first request failed: {problems[-1].message if problems else 'no decode worker'}")
 
     async def _answers_alone(self, partner: Member) -> bool:
-        """Returns whether the decode worker answers rightly without the prefill worker: the fault is not its own."""
+        """Returns whether the decode worker answers correctly without the prefill worker, so that the fault is not its
+        own.
+        """
         try:
             await self._ask_and_judge(partner, partner, [])
         except PenstockError as error:

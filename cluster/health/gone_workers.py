@@ -1,8 +1,7 @@
 """Informs workers that the machine of a lost worker is dead, so that they can reuse pages which it might have written.
 
-Loss is not such a proof: the process may run on, out of reach. Where a worker was lost, its node is looked at until it
-is known to be dead; then every worker that serves is informed, until it has answered. What they do about it is theirs
-(`worker.fence_keeper`).
+That a worker was lost proves nothing: its process may still run, out of reach. So its node is watched until it is known
+to be dead; then every worker that serves is informed until it answers. `worker.fence_keeper` acts on it there.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from penstock.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 1.0  # at a node: nobody reports its death
-_WATCH_S = 900.0  # a node that lives longer than its lost worker; the worker's own port answers or refuses there
+_LOOK_EVERY_S = 1.0  # nobody reports the death of a node
+_WATCH_S = 900.0  # for a node that outlives its worker: there the worker's own port answers or refuses
 _CALL_TIMEOUT_S = 5.0
 _INFORM_S = 300.0  # a worker that is silent for longer is lost itself
 
@@ -49,7 +48,7 @@ class GoneWorkers:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_lost(self, incarnation: Incarnation) -> None:
-        """Begins to look at the node of a lost worker. Call it before the pool forgets the incarnation."""
+        """Begins to watch the node of a lost worker. Call it before the pool forgets the incarnation."""
         slot = self._pools.slot_of(incarnation)
         if self._nodes is None or slot is None or incarnation.pool_name == ROUTER:
             return

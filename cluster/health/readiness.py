@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 MAX_START_FAILURES = 3
 RETRY_PAUSE_S = 1.0  # after a first request that failed
-_HOPELESS = (CheckpointError, ConfigError, InvalidInput)  # another try would end alike
+_HOPELESS = (CheckpointError, ConfigError, InvalidInput)  # another try would end the same way
 
 SendFirstRequest = Callable[[str], Awaitable[None]]  # to the router at this address; raises PenstockError
 
@@ -55,7 +55,7 @@ class Readiness:
         return router_proven and self._pools.can_decode
 
     def trust(self, router: Incarnation) -> None:
-        """Takes a router as proven by an earlier controller, if the deployment was ready at all."""
+        """Counts a router as proven by an earlier controller, if the deployment was ready then."""
         if self.was_ready:
             self._proven.add(router)
 

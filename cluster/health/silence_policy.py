@@ -1,7 +1,7 @@
 """Decides whether a silent process is in doubt or lost, for an observer that may itself stand still. Pure.
 
-On a busy machine the observer gets no core either. Reports that came meanwhile wait in its sockets, and its timers fire
-before it reads them. Time in which it did not look proves nothing, so each look counts for a short while at most.
+On a busy machine the observer itself may get no core. Reports then wait in its sockets, and its timers fire before it
+reads them. Time in which it did not look proves nothing, so each look counts for a short while at most.
 """
 
 from __future__ import annotations

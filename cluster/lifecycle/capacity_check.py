@@ -1,6 +1,6 @@
 """Refuses changes that the machines cannot hold: sizes, flips, and workers that an upgrade starts beside the others.
 
-`capacity_policy` counts; this module gives it the pools as they are and says no in an operator's terms. `Machines`
+`capacity_policy` counts; this module passes it the present pools and words the refusals for operators. `Machines`
 (`cluster.ray.machines`) knows what the machines have.
 """
 
@@ -37,7 +37,7 @@ class Machines(Protocol):
 
 
 class CapacityCheck:
-    """Knows nothing and refuses nothing without `machines`. Call `refresh` before the others."""
+    """Refuses nothing without `machines`. Call `refresh` before the others."""
 
     def __init__(self, pools: Pools, machines: Machines | None) -> None:
         self._pools = pools
@@ -95,7 +95,7 @@ class CapacityCheck:
             )
 
     def _fit(self, role: Role, changes: Mapping[Role, int], without: Slot | None = None) -> Fit | None:
-        """`changes` are those of the other pools' sizes."""
+        """Returns how many workers the pool can have if the other pools change their sizes by `changes`."""
         if self._machines is None or self._capacity is None:
             return None
         plans = {each: self._plan(each, self._machines.needs[each], without) for each in Role}

@@ -198,7 +198,7 @@ class Drain:
         self._update(num_pages_handed=self.progress.num_pages_handed + response.num_pages)
 
     async def _find_handover_targets(self) -> list[worker_pb2.HandOverTarget]:
-        """Returns the workers that will receive its traffic and have its very layout: revisions never mix."""
+        """Returns the workers that will receive its traffic and have exactly its layout: revisions never mix."""
         own = await self._calls.describe(self.member)
         peers = [member for member in self._view.members(self.member.role) if member.epoch != self.member.epoch]
         if not peers and self.member.role is Role.PREFILL:

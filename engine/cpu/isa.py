@@ -42,7 +42,7 @@ ISAS: Mapping[str, Isa] = {
         Isa("avx512_bf16", "x86_64", (*_V4, "-mavx512bf16", "-mavx512vnni", "-mavx512vbmi"), _AVX512_BF16),
         Isa("avx512", "x86_64", _V4, _AVX512),
         Isa("avx2", "x86_64", ("-march=x86-64-v3",), _AVX2),
-        Isa("neon_bf16", "aarch64", ("-march=armv8.2-a+bf16",), frozenset({"asimd", "asimddp", "bf16"})),
+        Isa("neon_bf16", "aarch64", ("-march=armv8.2-a+bf16+dotprod",), frozenset({"asimd", "asimddp", "bf16"})),
         Isa("neon", "aarch64", ("-march=armv8-a",), frozenset({"asimd"})),
     )
 }

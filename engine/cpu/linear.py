@@ -4,7 +4,9 @@ The layout is the same for every instruction set; only with AMX is a tile multip
 
 A row's result depends only on the row, not on the other rows of the batch or the number of threads, which no library
 guarantees. Reference: torch's linear. Quantized weights stay quantized in memory and are multiplied with exactly the
-values they represent (`engine/cpu/csrc/quantized_linear.h`); reference: a product with their float32 values.
+values they represent (`engine/cpu/csrc/quantized_linear.h`); reference: a product with their float32 values. Where the
+checkpoint quantizes inputs too, products are sums of integers (`engine/cpu/csrc/int8_linear.h`); reference:
+`engine/kernels/int8_products.py`.
 
 Shapes: `T` tokens, `I` in, `O` out, `G` groups of inputs that share a scale.
 """
@@ -17,10 +19,14 @@ from dataclasses import dataclass
 import torch
 
 from engine.cpu.library import INT, POINTER, NativeKernels, load_native
+from engine.weights.quantization_config import Activations
 from engine.weights.quantized_weight import Kind, QuantizedWeight
 
 _OUT_MULTIPLE, _IN_MULTIPLE = 16, 32  # a tile
-_KINDS = {"int4": 1, "int8": 2, "fp8": 3}
+_QUAD = 4  # inputs whose products one instruction adds
+_MAX_INT8_INPUTS = 1 << 16  # more products of two bytes may overflow 32 bits
+_KINDS = {("int4", None): 1, ("int8", None): 2, ("fp8", None): 3, ("int8", "int8"): 4, ("int4", "int8"): 5}
+_MIDDLE = {"int4": 8, "int8": 0}  # the code of 0 in a symmetric weight
 _TILE_BYTES = {"int4": 256, "int8": 512, "fp8": 512}
 
 
@@ -47,6 +53,7 @@ class CodesLayout:
     kind: Kind
     tiles_in_group: int
     has_zeros: bool
+    activations: Activations | None = None
 
 
 class TileLinear:
@@ -70,9 +77,10 @@ class TileLinear:
         self._kernels = kernels
         self._described: PackedWeight | None = None
         if isinstance(weight, QuantizedWeight):
-            self.packed = _pack_codes(weight)
+            self.packed = _pack_codes(weight) if weight.activations is None else pack_quads(weight)
             self.scales, self.zeros = _by_panel(weight.scales_OG), _by_panel(_zeros(weight))
-            self.codes = CodesLayout(weight.kind, _tiles_in_group(weight), self.zeros is not None)
+            has_zeros = self.zeros is not None
+            self.codes = CodesLayout(weight.kind, _tiles_in_group(weight), has_zeros, weight.activations)
             return
         if codes is not None:
             assert weight.is_meta
@@ -106,7 +114,7 @@ class TileLinear:
                 codes=None if codes is None else self.packed.data_ptr(),
                 scales=_address(self.scales),
                 zeros=_address(self.zeros),
-                kind=0 if codes is None else _KINDS[codes.kind],
+                kind=0 if codes is None else _KINDS[codes.kind, codes.activations],
                 tiles_in_group=1 if codes is None else codes.tiles_in_group,
             )
         return self._described
@@ -144,6 +152,8 @@ def can_pack_codes(weight: QuantizedWeight) -> bool:
         return False
     if weight.scales_OG.shape[1] > 1 and weight.group_size % _IN_MULTIPLE:
         return False
+    if weight.activations is not None and (inputs > _MAX_INT8_INPUTS or not _is_symmetric(weight)):
+        return False
     return load_native() is not None
 
 
@@ -166,8 +176,25 @@ def _pack_codes(weight: QuantizedWeight) -> torch.Tensor:
     return tiles.reshape(*tiles.shape[:2], 8, 2, 4, 8).transpose(3, 4).flatten(2)
 
 
+def pack_quads(weight: QuantizedWeight) -> torch.Tensor:
+    """Arranges the codes for sums of integers, [O / 16, I / 32, bytes], as int8_linear.h reads them."""
+    codes = weight.codes_OI.view(torch.uint8) if weight.kind == "int4" else weight.codes_OI.view(torch.uint8) ^ 0x80
+    tiles = codes.unflatten(1, (-1, _IN_MULTIPLE // _QUAD, _QUAD)).unflatten(0, (-1, _OUT_MULTIPLE))
+    tiles = tiles.permute(0, 2, 3, 1, 4)  # [O / 16, I / 32, quads, 16, 4]
+    if weight.kind == "int4":
+        tiles = tiles[:, :, ::2] | tiles[:, :, 1::2] << 4
+    return tiles.flatten(2).contiguous()
+
+
+def _is_symmetric(weight: QuantizedWeight) -> bool:
+    zeros_OG = torch.zeros(()) if weight.zeros_OG is None else weight.zeros_OG
+    return bool((zeros_OG == _MIDDLE[weight.kind]).all())
+
+
 def _zeros(weight: QuantizedWeight) -> torch.Tensor | None:
     """Returns the zero points [O, G] relative to the values that the kernel decodes, which differ from the codes."""
+    if weight.activations is not None:  # the middle of the codes, which the kernel knows
+        return None
     shift = {"int4": -8.0, "int8": 0.5, "fp8": 0.0}[weight.kind]
     if weight.zeros_OG is None:
         return torch.full_like(weight.scales_OG, shift) if shift else None

@@ -153,7 +153,9 @@ def saved_bytes(
     device_type = device.type
     scheme = model.scheme
     kind = scheme.kind if scheme is not None else quantization
-    if dtype not in (("bfloat16",) if device_type == "cpu" else ("bfloat16", "float16")):
+    is_integer = device_type == "cpu" and scheme is not None and scheme.activations is not None
+    has_kernel = dtype in (("bfloat16",) if device_type == "cpu" else ("bfloat16", "float16"))
+    if not has_kernel and not is_integer:
         return 0
     saved = _saved_by_mxfp4(model, dtype) if device.reads_e4m3 else 0
     if kind not in BITS or (kind == "fp8" and not device.reads_e4m3):
@@ -166,9 +168,13 @@ def saved_bytes(
         if scheme is not None and name.removesuffix(".weight") not in stored:
             continue
         group = scheme.group_of(columns) if scheme is not None else int4_group(columns) if kind == "int4" else columns
-        has_zeros = kind == "int4" or (kind == "int8" and device_type == "cpu")
+        code_bits = 8 if is_integer and not has_kernel else BITS[kind]
+        if is_integer:  # weights are symmetric, and the kernels know where their zeros are
+            has_zeros = kind == "int4" and not has_kernel
+        else:
+            has_zeros = kind == "int4" or (kind == "int8" and device_type == "cpu")
         scales = rows * -(-columns // group) * _FLOAT32_BYTES * (1 + has_zeros)
-        saved += rows * columns * DTYPE_BYTES[dtype] - rows * columns * BITS[kind] // 8 - scales
+        saved += rows * columns * DTYPE_BYTES[dtype] - rows * columns * code_bits // 8 - scales
     return saved
 
 

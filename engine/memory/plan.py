@@ -145,8 +145,7 @@ def _loaded_bytes(
             "fetch the weight files too, or give the config.json of the model that is not quantized, with "
             "engine.quantization"
         )
-    if layout.dtype != "float32":
-        check_slice_groups(tensor_slices(model, shard), shapes, model.scheme, forms, config.quantization)
+    check_slice_groups(tensor_slices(model, shard), shapes, model.scheme, forms, config.quantization, layout.dtype)
     check_library(
         config.attention,
         layout,

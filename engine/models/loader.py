@@ -33,8 +33,7 @@ def check_share(folder: Path, config: ModelConfig, shard: Shard, dtype: str, qua
     shapes = tensor_shapes(config)
     _, stored = check_tensors(folder, shapes, optional_tensors(config), config.scheme)
     slices = tensor_slices(config, shard)
-    if dtype != "float32":
-        check_slice_groups(slices, shapes, config.scheme, stored, quantization)
+    check_slice_groups(slices, shapes, config.scheme, stored, quantization, dtype)
 
 
 def load_model(

@@ -1,7 +1,8 @@
 """Parses and checks `quantization_config` in config.json: how a checkpoint stores quantized weights. Torch-free.
 
 Supported are GPTQ, AWQ (gemm packing), fp8 (a scale for a tensor or a block), and the compressed-tensors formats
-pack-quantized, int-quantized and float-quantized. The stored tensors decide which weights are quantized; the config's
+pack-quantized, int-quantized and float-quantized, the first two also with inputs that are quantized to int8, each
+token with its own scale (W8A8, W4A8). The stored tensors decide which weights are quantized; the config's
 list of unquantized weights is checked against them. `engine.weights.quantized_layouts` has the tensors of each layout.
 """
 
@@ -17,6 +18,7 @@ from penstock.errors import CheckpointError
 
 KEY = "quantization_config"
 Layout = Literal["gptq", "awq", "packed", "codes"]
+Activations = Literal["int8"]
 _MAX_GROUP = 1 << 16
 _SHOWN = 200  # characters of the value in an error message
 _PLAIN = ", or a checkpoint without it, which engine.quantization can quantize while it is loaded"
@@ -42,6 +44,7 @@ class WeightScheme:
     zero_offset: int = 0  # the stored value is the zero point minus this
     ignored: tuple[str, ...] = ()  # modules that are not quantized: names, or regular expressions after "re:"
     by_part: bool = False  # an ignored name matches anywhere within a module's name
+    activations: Activations | None = None  # what the inputs of quantized weights are quantized to, token by token
 
     def group_of(self, inputs: int) -> int:
         """Returns how many inputs share a scale in a row of `inputs`."""
@@ -133,20 +136,42 @@ def _parse_compressed(config: Mapping[str, Any]) -> WeightScheme:
     _choice({"strategy": strategy}, "strategy", ("tensor", "channel", "group", "block"))
     size = _group_size(weights) if strategy == "group" else None
     block = _block(weights.get("block_structure"), "block_structure") if strategy == "block" else None
+    kind = _compressed_kind(form, weights)
     return WeightScheme(
         "compressed-tensors",
         "packed" if form == "pack-quantized" else "codes",
-        _compressed_kind(form, weights),
+        kind,
         size,
         block,
         ignored=_names(config.get("ignore")),
+        activations=None if kind == "fp8" else _activations(groups[0], weights),
     )
+
+
+def _activations(group: Mapping[str, Any], weights: Mapping[str, Any]) -> Activations | None:
+    inputs = group.get("input_activations")
+    if not inputs:
+        return None
+    served = {"type": "int", "num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
+    implied = {"type": "int", "num_bits": None, "strategy": None, "dynamic": False, "symmetric": True}
+    described = {key: default if inputs.get(key) is None else inputs[key] for key, default in implied.items()}
+    if described != served:
+        raise _unsupported(
+            "input_activations",
+            described,
+            "8 bits, type int, strategy token, dynamic and symmetric, or null, which leaves inputs as they are",
+        )
+    if weights.get("symmetric", True) is not True:
+        raise _unsupported("symmetric", weights["symmetric"], "symmetric weights where inputs are quantized")
+    if weights.get("actorder") in ("group", True):
+        raise _unsupported("actorder", weights["actorder"], "null, weight or static where inputs are quantized")
+    return "int8"
 
 
 def _compressed_kind(form: str, weights: Mapping[str, Any]) -> Literal["int4", "int8", "fp8"]:
     described = (form, weights.get("type", "int"), weights.get("num_bits"))
     match described:
-        case ("pack-quantized", "int", 4):
+        case ("pack-quantized" | "int-quantized", "int", 4):
             return "int4"
         case ("pack-quantized" | "int-quantized" | "naive-quantized", "int", 8):
             return "int8"
@@ -155,7 +180,7 @@ def _compressed_kind(form: str, weights: Mapping[str, Any]) -> Literal["int4", "
     raise _unsupported(
         "format, type, num_bits",
         described,
-        "pack-quantized with 4 or 8 bits, int-quantized with 8, or float-quantized with 8",
+        "pack-quantized or int-quantized with 4 or 8 bits, or float-quantized with 8",
     )
 
 

@@ -97,7 +97,7 @@ def _layout(scheme: WeightScheme, rows: int, columns: int) -> QuantizedLayout:
             "weight_g_idx": LayoutTensor(((columns,),), _INTS, is_required=False),
             "weight_shape": LayoutTensor(((2,),), ("I64", "I32"), is_required=False, is_read=False),
         }
-    # Calibrated scales for products that quantize their inputs too; here inputs stay as they are.
+    # Calibrated scales for products that quantize their inputs to fp8 too; here such inputs stay as they are.
     of_inputs = LayoutTensor(((1,), ()), (*FLOATS, "I8", "F8_E4M3"), is_required=False, is_read=False)
     shapes = _scale_shapes(scheme, rows, columns)
     scale = "weight_scale_inv" if scheme.method == "fp8" and scheme.block else "weight_scale"

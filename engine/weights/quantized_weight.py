@@ -15,7 +15,8 @@ from typing import Literal
 
 import torch
 
-from engine.weights.quantization_config import int4_group
+from engine.weights.quantization_config import Activations, int4_group
+from penstock.errors import CheckpointError
 
 Kind = Literal["int4", "int8", "fp8"]
 _FP8_LARGEST = 448.0
@@ -31,6 +32,8 @@ class QuantizedWeight:
     zeros_OG: torch.Tensor | None = None  # float32; None: all 0
     group_size: int = 0  # inputs of a group; the last group may have fewer
     group_I: torch.Tensor | None = None  # int64: each input's group, where groups are not runs of adjacent inputs
+    activations: Activations | None = None  # what the product's inputs are quantized to, each token with its scale
+    has_kernel: bool = True  # with `activations`: False where the product is computed in plain torch
 
     @property
     def shape(self) -> torch.Size:
@@ -94,7 +97,9 @@ Weight = torch.Tensor | QuantizedWeight
 
 
 def stack_rows(weights: Sequence[Weight], dtype: torch.dtype) -> Weight:
-    """Concatenates the outputs of all weights. The result is plain, in `dtype`, unless all are quantized alike."""
+    """Concatenates the outputs of all weights. The result is plain, in `dtype`, unless all are quantized alike.
+
+    Raises CheckpointError for weights that differ in whether their inputs are quantized, which no product can be."""
     if all(isinstance(weight, torch.Tensor) for weight in weights):
         return join([weight for weight in weights if isinstance(weight, torch.Tensor)])
     quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
@@ -105,6 +110,11 @@ def stack_rows(weights: Sequence[Weight], dtype: torch.dtype) -> Weight:
         and part.group_I is None
         for part in quantized
     )
+    if len({weight.activations if isinstance(weight, QuantizedWeight) else None for weight in weights}) > 1:
+        raise CheckpointError(
+            "some projections that are computed in one product have quantized inputs and others do not; give a "
+            "checkpoint that quantizes q, k and v alike, and gate and up alike"
+        )
     if not alike:
         return torch.cat([as_plain(weight, dtype) for weight in weights])
     zeros: torch.Tensor | None = None

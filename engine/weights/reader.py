@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
@@ -59,8 +60,9 @@ class WeightReader:
         self._num_quantized, self._num_dequantized = 0, 0
         self._dtype, self._device = dtype, device
         self._slices = slices or {}
-        if dtype != torch.float32:  # in float32 every weight is dequantized, and slices may split groups
-            check_slice_groups(self._slices, expected, scheme, self._layouts, quantization)
+        check_slice_groups(
+            self._slices, expected, scheme, self._layouts, quantization, str(dtype).removeprefix("torch.")
+        )
         self._on_progress = on_progress
         self._expected = tuple(name for name in expected if name.removesuffix(".weight") not in self._layouts)
         quantized = [f"{path}.{suffix}" for path in self._layouts for suffix in self._parts(path)]
@@ -134,10 +136,13 @@ class WeightReader:
         return self.multipliable(quantize_weight(self.read(name) if tied is None else tied, "int8"))
 
     def multipliable(self, quantized: QuantizedWeight, is_expert: bool = False) -> Weight:
-        """Returns the weight as it is if the machine can multiply with it, and otherwise its values."""
+        """Returns the weight as it is if the machine can multiply with it, and otherwise its values. On a CPU a weight
+        whose inputs are quantized stays as it is, because its values alone do not say what the checkpoint means."""
         self._num_quantized += 1
         if self._can_multiply(quantized, self._dtype, is_expert):
             return quantized
+        if quantized.activations is not None and self._device.type == "cpu":
+            return replace(quantized, has_kernel=False)
         self._num_dequantized += 1
         return quantized.dequantize(self._dtype)
 

@@ -45,12 +45,16 @@ def check_slice_groups(
     scheme: WeightScheme | None,
     stored: Collection[str],
     quantization: str | None,
+    dtype: str,
 ) -> None:
     """Raises ConfigError where a slice of a quantized weight begins or ends inside a group of inputs that share a
     scale: such a slice could only be used dequantized, at several times the memory.
 
     `stored` holds the paths of the weights that the checkpoint stores quantized; `quantization` is what the others are
-    quantized to while they are loaded."""
+    quantized to while they are loaded. With `dtype` float32, weights are dequantized anyway unless their inputs are
+    quantized too."""
+    if dtype == "float32" and (scheme is None or scheme.activations is None):
+        return
     for name, part in slices.items():
         inputs, is_stored = shapes.get(name, (0,))[-1], name.removesuffix(".weight") in stored
         is_product = name.endswith(".weight") and part.dim == 1 and not part.zeros

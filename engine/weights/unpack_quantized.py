@@ -10,6 +10,7 @@ Shapes: `O` outputs, `I` inputs, `G` groups of inputs.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -25,6 +26,10 @@ Tensors = Mapping[str, torch.Tensor]  # by the suffix of the name, behind the pa
 
 def unpack(scheme: WeightScheme, tensors: Tensors, shape: tuple[int, int]) -> QuantizedWeight:
     """Unpacks a weight of shape [O, I] from its stored tensors."""
+    return replace(_unpack(scheme, tensors, shape), activations=scheme.activations)
+
+
+def _unpack(scheme: WeightScheme, tensors: Tensors, shape: tuple[int, int]) -> QuantizedWeight:
     if scheme.layout == "gptq":
         return _unpack_gptq(scheme, tensors, shape)
     if scheme.layout == "awq":
@@ -68,7 +73,11 @@ def _unpack_codes(scheme: WeightScheme, tensors: Tensors, shape: tuple[int, int]
     zero = tensors.get("weight_zero_point")
     zeros_OG = None if zero is None or not zero.any() else _scales(scheme, zero, shape)
     size = scheme.block[1] if scheme.block is not None else scheme.group_size or shape[1]
-    return QuantizedWeight(scheme.kind, tensors["weight"], scales_OG, zeros_OG, size)
+    codes_OI = tensors["weight"]
+    if scheme.kind == "int4":  # signed; from 0 on here
+        codes_OI = codes_OI + _HALF["int4"]
+        zeros_OG = (torch.zeros_like(scales_OG) if zeros_OG is None else zeros_OG) + _HALF["int4"]
+    return QuantizedWeight(scheme.kind, codes_OI, scales_OG, zeros_OG, size)
 
 
 def _integer_weight(

@@ -1,8 +1,8 @@
 """A small framed TCP channel, over which transports authenticate peers, announce pages and acknowledge them.
 
 Each frame is a length and a msgpack array. A reader blocks in its own thread; `close` wakes it at once, and so does the
-death of the peer's process. A frozen peer is only silent, which the callers' deadlines cover. No page goes over a
-channel.
+death of the peer's process. A frozen peer merely falls silent; callers bound that with deadlines. Pages never travel
+over a channel.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ class Channel:
         return str(self._socket.getsockname()[0])
 
     def end_sending(self) -> None:
-        """Lets the other end read that nothing more comes; this end can still read. Never blocks."""
+        """Signals to the other end that nothing more follows; this end can still read. Never blocks."""
         with contextlib.suppress(OSError):  # the peer may have closed it already
             self._socket.shutdown(socket.SHUT_WR)
 
     def wait_for_end(self) -> bool:
-        """Reads and drops what still comes. Returns True if the other end, or its kernel at the process's end, closed
-        the connection, and False if this end did or the network failed. Blocks without a time limit.
+        """Reads and discards everything until the connection ends. Returns True if the other end closed it, or its
+        kernel did when the process ended, and False if this end did or the network failed. Blocks without a time limit.
         """
         try:
             self._socket.settimeout(None)

@@ -107,8 +107,8 @@ class NixlReceiver:
         }
 
     def _serve(self, peer: Peer, channel: Channel) -> None:
-        """Lets the peer write until it disconnects, which is not a loss yet, as notifications may still wait to be
-        polled.
+        """Lets the peer write until it disconnects. That alone does not make the peer lost: its notifications may still
+        wait to be polled.
         """
         with self._granting:
             for first in range(0, len(self._metadata), METADATA_PIECE_BYTES):
@@ -195,7 +195,7 @@ def _unpack(message: bytes) -> object:
 
 
 def host_identity() -> list[str]:
-    """Returns what processes share that CMA can connect: the boot id and both namespaces."""
+    """Returns what processes must share for CMA to connect them: the boot id and both namespaces."""
     return [boot_id(), *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))]
 
 

@@ -1,7 +1,7 @@
 """The channels between a receiver and its peers: admits peers and runs a thread for each connected one.
 
 Used by every transport. It mints the token that an incarnation's offer carries, matches connections to it, keeps one
-connection a peer, and reports a lost one to the receiver. What is said over a channel is the transport's business.
+connection a peer, and reports a lost one to the receiver. The transport defines the frames.
 
 A peer can write into the pool only after it has presented its token, so this is also where it is known which
 incarnations may write on their own, and what proves that one no longer does (`WritesEnd`).
@@ -69,7 +69,7 @@ class PeerChannels:
         self._channels: dict[Peer, Channel] = {}
         self._writes_end = writes_end
         self._settle_s = settle_s
-        self._num_ways: Counter[Epoch] = Counter()  # ways by which a peer may write by itself
+        self._num_ways: Counter[Epoch] = Counter()  # connections over which a peer may still write by itself
         self._closing = threading.Event()
         self._held: set[Channel] = set()  # those whose threads have not ended, replaced and forgotten ones included
         self._threads: list[threading.Thread] = []
@@ -94,7 +94,7 @@ class PeerChannels:
             self._hang_up(channel)
 
     def cut_off(self, epoch: Epoch) -> bool:
-        """Admits the incarnation no more, unless it is offered to again. Returns whether it cannot write into the pool
+        """No longer admits the incarnation, unless it gets another offer. Returns whether it cannot write into the pool
         on its own."""
         with self._lock:
             if self._writes_end is WritesEnd.HERE:
@@ -112,7 +112,7 @@ class PeerChannels:
             self._hang_up(channel)
 
     def _hang_up(self, channel: Channel) -> None:
-        """Ends a connection. Where it must show when the peer has ended its writes, the peer closes it."""
+        """Ends a connection. Where its end must prove that the peer writes no more, the peer is the one to close it."""
         if self._writes_end is WritesEnd.WITH_CHANNEL:
             channel.end_sending()
         else:
@@ -202,7 +202,7 @@ class PeerChannels:
             self._see_off(peer, channel)
 
     def _see_off(self, peer: Peer, channel: Channel) -> None:
-        """Waits until the peer has closed a connection by which it may write, and then takes that way as gone."""
+        """Waits until the peer closes a connection that lets it write, and then records that it no longer does."""
         if self._writes_end is WritesEnd.WITH_CHANNEL:
             channel.end_sending()
             ended = channel.wait_for_end() and not self._closing.wait(self._settle_s)

@@ -68,13 +68,15 @@ ALL_LAYERS = LayerGroup(0, 1)
 
 
 class Landing(Protocol):
-    """The receiver as transports with threads of their own see it: it lands pages and hears of lost peers. Safe from
-    any thread."""
+    """The part of the receiver that transports with their own threads use: it lands pages and is notified of lost
+    peers. Safe from any thread.
+    """
 
     def land(self, arrival: Arrival, staged: PageBuffer, rows: PageRows) -> bool:
-        """Copies staged pages, of which only `rows` are there, into the pool if the transfer is open and has such
-        pages. Returns whether they are there. A page that has landed before is not written again. Raises TransferError
-        for staged pages of another size."""
+        """Copies staged pages, which hold only `rows`, into the pool if the transfer is open and has such pages.
+        Returns whether the pool has them. A page that has landed before is not written again. Raises TransferError for
+        staged pages of another size.
+        """
 
     def landed(self, arrival: Arrival) -> None:
         """Reports pages that the peer has written on its own."""
@@ -84,7 +86,7 @@ class Landing(Protocol):
         was forgotten."""
 
     def lost(self, peer: Peer, error: TransferError) -> None:
-        """Fails what a peer still has open, because its connection broke."""
+        """Fails the transfers that a peer has open, because its connection broke."""
 
 
 class ReceivingTransport(Protocol):
@@ -100,12 +102,14 @@ class ReceivingTransport(Protocol):
         """Ends the connections of an incarnation, and ignores what it still sends. Never blocks."""
 
     def cut_off(self, epoch: Epoch) -> bool:
-        """Lets the incarnation connect no more, unless it is offered to again. Returns whether it cannot write into the
-        pool on its own. Never blocks."""
+        """No longer lets the incarnation connect, unless it gets another offer. Returns whether it cannot write into
+        the pool on its own. Never blocks.
+        """
 
     def tear_down(self) -> None:
         """Withdraws the pool's memory, so that no peer can write on its own; live peers connect again. Blocks. Has no
-        effect where `cut_off` needs no such help. Raises TransferError, and then nothing has changed."""
+        effect where `cut_off` suffices. Raises TransferError, and then nothing has changed.
+        """
 
     def close(self) -> None: ...
 

@@ -23,6 +23,7 @@ from penstock.config import EngineConfig
 from penstock.types import Role, SamplingParams
 from penstock.v1 import worker_pb2
 from tests.support.engine.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
+from tests.support.engine.int8_activations import SCHEMES, quantize_checkpoint
 from tests.support.serving import GREEDY, SALT, Caller, caller, wait_until_empty, worker_config, workers
 
 pytestmark = pytest.mark.processes
@@ -103,6 +104,26 @@ async def test_every_way_to_serve_gives_the_same_tokens(family: str, checkpoints
             assert await ask_all(router, prompts, GREEDY, [prefill]) == wanted
             # Without a prefill worker to ask, the same worker prefills by itself.
             assert await ask_all(router, prompts, GREEDY, []) == wanted
+        await wait_until_empty(prefill, decode)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_quantized_inputs_give_the_same_tokens_everywhere(scheme: str, tmp_path: Path) -> None:
+    """In bf16, where the kernels multiply in integers: disaggregated in chunks, with cached pages, and colocated."""
+    whole = make_checkpoint("llama", tmp_path / "whole", hidden_size=64, intermediate_size=128, head_dim=32)
+    model, _ = quantize_checkpoint(whole, tmp_path / scheme, scheme)
+    prompts = make_prompts(VOCAB_SIZE)
+    bf16: dict[str, object] = {"dtype": "bfloat16"}
+    single = Engine.load(EngineConfig(model=str(model), num_pages=64, num_threads=1, dtype="bfloat16"))
+    wanted = [generate(single, prompt, SEEDED, SALT, use_prefix_cache=False) for prompt in prompts]
+    async with workers(
+        worker_config(Role.PREFILL, model, engine=bf16, prefill={"max_batch_tokens": 40}),
+        worker_config(Role.DECODE, model, engine=bf16),
+    ) as (prefill, decode):
+        async with caller(decode) as router:
+            assert await ask_all(router, prompts, SEEDED, [prefill]) == wanted
+            assert await ask_all(router, prompts, SEEDED, [prefill]) == wanted
+            assert await ask_all(router, prompts, SEEDED, []) == wanted
         await wait_until_empty(prefill, decode)
 
 

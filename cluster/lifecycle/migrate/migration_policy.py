@@ -1,6 +1,6 @@
 """Plans which sequences of a worker migrate to which others, for a drain or a rebalance. Pure.
 
-Sequences with the fewest bytes go first: the more have migrated by some moment, the fewer are at stake. Each goes where
+Sequences with the fewest bytes go first, so that as many as possible have migrated if time runs out. Each goes where
 most room is left, so that no target fills up while another one is empty.
 """
 
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from penstock.types import Epoch, RequestId, WorkerId
 
 ABOUT_TO_END_TOKENS = 16  # with fewer tokens left, a sequence ends sooner than its migration would pay
-_GROWTH_TOKENS = 32  # generated while pages are copied,
-_GROWTH_SHARE = 16  # and a sixteenth of its tokens: pages are copied faster than they are filled
+# What a sequence may generate while its pages are copied: so many tokens, and a sixteenth of those it has.
+_GROWTH_TOKENS = 32
+_GROWTH_SHARE = 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""Rolling upgrades: new workers beside the old ones, a gate, then one by one in their place, or back.
+"""Rolling upgrades: new workers start beside the old ones and must pass a gate; then they replace them one by one.
 
 `RollingUpgrade` runs the stages, `gate_policy` judges new workers against old ones (pure), and `UpgradeService` starts,
-aborts and records upgrades for the controller. Which requests reach which cohort is the routers' business; this room
-only publishes the shares.
+aborts and records upgrades for the controller. Routers decide which requests reach which cohort; this room only
+publishes the shares.
 """

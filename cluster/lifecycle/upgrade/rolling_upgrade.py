@@ -1,4 +1,4 @@
-"""Replaces every worker by a new one: new workers beside the old ones, a gate, then one by one in their place, or back.
+"""Replaces every worker: new ones start beside the old ones, pass a gate, and then take their places one by one.
 
 New workers are a cohort of their own, whether they differ by model revision or by code alone, and serve a share of the
 requests. Pages of two revisions have different hashes and never meet, and a request ends with the revision that it

@@ -1,8 +1,10 @@
 // Matrix products with packed weights, on AMX tiles where the library is built for them. An output is one running sum
 // over the inputs in order, whatever the number of rows and threads, so a row's result depends only on the row, bit for
-// bit. quantized_linear.h has the products with quantized weights on tiles, vector_linear.h all products without tiles.
+// bit. quantized_linear.h has the products with quantized weights on tiles, vector_linear.h all products without tiles,
+// int8_linear.h those in integers.
 #pragma once
 
+#include "int8_linear.h"
 #include "quantized_linear.h"
 #include "vector_linear.h"
 #include "thread_team.h"
@@ -149,8 +151,11 @@ inline void for_outputs(int num_threads, const PackedWeight& weight, const uint1
   constexpr int kTasksPerThread = 6;
   const int panels = pair_distance == 1 ? weight.outputs / kSide : pair_distance, stride = pair_distance == 1 ? 2 : 1;
   const int quantized_run = std::max(1, panels / stride / (kTasksPerThread * num_threads));
-  const int run = stride * (weight.kind == kPlain ? 1 : quantized_run), runs = (panels + run - 1) / run;
+  const bool has_int8_rows = weight.kind == kInt8ByInt8 || weight.kind == kInt4ByInt8;
+  const int run = stride * (weight.kind == kPlain || has_int8_rows ? 1 : quantized_run), runs = (panels + run - 1) / run;
   const int rows = rows_in_cache(weight.inputs);
+  Int8Rows int8_rows{};
+  if (has_int8_rows) int8_rows = RowQuantizer(weight, count).run(strips, count, num_threads);
   thread_team::parallel_for(num_threads, (count + rows - 1) / rows * runs, [&](thread_team::Tasks& tasks) {
     const auto take_all = [&](auto&& blocks) {
       for (int task; tasks.take(task);) {
@@ -158,6 +163,10 @@ inline void for_outputs(int num_threads, const PackedWeight& weight, const uint1
         blocks.run(start, std::min(count, start + rows), from, std::min(panels, from + run));
       }
     };
+    if (weight.kind == kInt8ByInt8)
+      return take_all(Int8Blocks<Int8Codes, Finish>(weight, int8_rows, pair_distance, finish));
+    if (weight.kind == kInt4ByInt8)
+      return take_all(Int8Blocks<HalfByteCodes, Finish>(weight, int8_rows, pair_distance, finish));
 #if defined(PENSTOCK_TILES)
     tiles::configure(kSide);
     if (weight.kind == kPlain) take_all(Blocks<Finish>(weight, strips, pair_distance, finish));

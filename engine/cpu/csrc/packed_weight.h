@@ -16,13 +16,13 @@ constexpr int kTile = kSide * kDepth;
 constexpr int kBlock = 2 * kSide;  // rows and outputs that are computed at once
 constexpr int kMaxInputsInCache = 384 * 1024;  // of L2's 1024 * 1024 values; the rest is for panels and outputs
 
-enum Kind { kPlain, kInt4, kInt8, kFp8 };
+enum Kind { kPlain, kInt4, kInt8, kFp8, kInt8ByInt8, kInt4ByInt8 };  // the last two: rows are quantized to int8
 
 struct PackedWeight {
   const uint16_t* values;  // null for a quantized weight
   const uint16_t* bias;    // or null
   int32_t inputs, outputs;
-  const uint8_t* codes;  // in the same tiles, laid out as quantized_linear.h describes
+  const uint8_t* codes;  // in the same tiles, laid out as code_values.h or int8_linear.h describes
   const float* scales;   // [O / 16][groups][16]
   const float* zeros;    // the same, or null: weights are (value of the code - zero) * scale
   int32_t kind, tiles_in_group;

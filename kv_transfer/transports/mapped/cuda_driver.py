@@ -2,7 +2,7 @@
 
 Used by cuda_ipc.py. It calls the driver and not torch's own sharing of storages, which counts references in files of
 both processes that a killed one leaves behind, and which reads what the peer has serialized. Memory of torch's
-expandable segments has no such handle: `export` then says so, and pages take another transport. CUDA is not touched
+expandable segments has no such handle: `export` then raises, and pages take another transport. CUDA is not touched
 before `load` is called with a pool on a device.
 """
 
@@ -80,7 +80,7 @@ class CudaDriver:
         with self._context(tensor.device):
             self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
             try:
-                self._call("cuIpcGetMemHandle", ctypes.byref(handle), base.value)  # of a part there is none
+                self._call("cuIpcGetMemHandle", ctypes.byref(handle), base.value)  # a part of an allocation has none
             except TransferError as error:
                 raise TransferError(
                     f"{error}: the pool's memory cannot be shared with other processes; leave expandable_segments out "

@@ -1,9 +1,9 @@
 """The transport `cuda_ipc` between GPU pools of one host: exports and opens device memory, and copies on a stream.
 
-A pool is exported by the driver's handle of its allocation and its offset in there: plain bytes and numbers, sent to an
-authenticated peer only (ends.py). Each push is one kernel on a separate stream, and is announced once that stream is
-idle, so whatever the receiver launches afterwards reads the bytes. The memory of a dead exporter stays mapped until the
-link is closed, so a copy into it does no harm.
+A pool is exported as the driver's handle of its allocation and the pool's offset in it: plain bytes and numbers, sent
+to an authenticated peer only (ends.py). Each push is one kernel on a separate stream, and is announced once that stream
+is idle, so whatever the receiver launches afterwards reads the bytes. The memory of a dead exporter stays mapped until
+the link is closed, so a copy into it does no harm.
 """
 
 from __future__ import annotations

@@ -39,6 +39,20 @@ void multiply(const Folder& folder, int num_threads) {
   folder.write("product", out);
 }
 
+// Multiplies the rows, quantized to int8, with a weight of codes of this kind.
+void multiply_integers(const Folder& folder, const std::string& name, linear::Kind kind, int num_threads) {
+  const auto shape = folder.read<int32_t>("linear_shape");
+  const int rows = shape[0], outputs = shape[1], inputs = shape[2];
+  const auto codes = folder.read<uint8_t>((name + "_codes").c_str());
+  const auto scales = folder.read<float>((name + "_scales").c_str());
+  const auto x = folder.read<uint16_t>("any_rows");
+  std::vector<uint16_t> out(size_t(rows) * outputs);
+  const linear::PackedWeight product{nullptr, nullptr, inputs, outputs, codes.data(), scales.data(), nullptr, kind,
+                                     inputs / linear::kDepth};
+  penstock_linear(out.data(), x.data(), &product, rows, inputs, num_threads);
+  folder.write((name + "_product").c_str(), out);
+}
+
 void attend(const Folder& folder, int num_threads) {
   // sequences, table width, heads, KV heads, page size, head dim
   const auto shape = folder.read<int32_t>("attention_shape");
@@ -56,5 +70,7 @@ void attend(const Folder& folder, int num_threads) {
 int main(int, char** arguments) {
   const Folder folder{arguments[1]};
   multiply(folder, 2);
+  multiply_integers(folder, "int8", linear::kInt8ByInt8, 2);
+  multiply_integers(folder, "int4", linear::kInt4ByInt8, 2);
   attend(folder, 2);
 }

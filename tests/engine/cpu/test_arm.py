@@ -12,8 +12,11 @@ import torch
 
 from engine.cpu import library
 from engine.cpu.isa import ISAS
+from engine.cpu.linear import pack_quads
+from engine.kernels import int8_products
 from engine.kernels.reference import TorchAttention
 from tests.engine.kernels.test_attention import TOLERANCE, Problem, make_problem
+from tests.engine.weights.test_int8_activations import any_weight
 
 _COMPILER, _EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 _MISSING = [tool for tool in (_COMPILER, _EMULATOR) if shutil.which(tool) is None]
@@ -33,11 +36,20 @@ def test_products_and_attention_equal_torch_on_arm(isa: str, tmp_path: Path) -> 
     weight_OI, rows_TI = whole_numbers(48, 160), whole_numbers(19, 160)
     problem = make_problem([(1, 70), (1, 16), (40, 100)], dtype=torch.bfloat16)
     problem.pool_layer = problem.pool_layer.contiguous()
+    any_rows_TI = 3 * torch.randn(19, 160, generator=torch.Generator().manual_seed(1)).bfloat16()
+    integers = {kind: any_weight(kind, 48, 160, 160) for kind in ("int8", "int4")}
     write_arrays(tmp_path, weight_OI, rows_TI, problem)
+    write(tmp_path, "any_rows", any_rows_TI)
+    for kind, weight in integers.items():
+        write(tmp_path, f"{kind}_codes", pack_quads(weight))
+        write(tmp_path, f"{kind}_scales", weight.scales_OG)
     run_on_arm(isa, tmp_path)
 
     # Small whole numbers: every sum is exact in float32, whatever its order, and is rounded once.
     assert torch.equal(read_bf16(tmp_path / "product").view(19, 48), (rows_TI.float() @ weight_OI.float().T).bfloat16())
+    for kind, weight in integers.items():
+        wanted = int8_products.multiply(any_rows_TI, weight, None)
+        assert torch.equal(read_bf16(tmp_path / f"{kind}_product").view_as(wanted), wanted)
     expected = TorchAttention().paged_attention(problem.q_TNH, problem.pool_layer, problem.meta, 0.125, None)
     attended = read_bf16(tmp_path / "attended").view_as(expected)
     tolerance = TOLERANCE[torch.bfloat16]
@@ -64,7 +76,11 @@ def write_arrays(folder: Path, weight_OI: torch.Tensor, rows_TI: torch.Tensor, p
         "contexts": meta.context_lens_B,
     }
     for name, array in arrays.items():
-        (folder / name).write_bytes(array.contiguous().view(torch.uint8).numpy().tobytes())
+        write(folder, name, array)
+
+
+def write(folder: Path, name: str, array: torch.Tensor) -> None:
+    (folder / name).write_bytes(array.contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def run_on_arm(isa: str, folder: Path) -> None:

@@ -19,6 +19,7 @@ from engine.weights.shared_weights import linears
 from penstock.config import EngineConfig
 from penstock.types import RequestId, SamplingParams
 from tests.support.engine.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.support.engine.int8_activations import SCHEMES, quantize_checkpoint
 from tests.support.engine.isas import needs_native
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
@@ -42,10 +43,12 @@ def noise(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(torch.bfloat16)
 
 
-@pytest.fixture(params=[*CASES, *QUANTIZED])
+@pytest.fixture(params=[*CASES, *QUANTIZED, *SCHEMES])
 def engine(isa: str, request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
     family, overrides, more = CASES[request.param if request.param in CASES else "llama-biases"]
     folder = make_checkpoint(family, tmp_path, dtype=torch.bfloat16, head_dim=32, **overrides)
+    if request.param in SCHEMES:
+        folder, _ = quantize_checkpoint(folder, tmp_path / "int8", request.param)
     quantization = request.param if request.param in QUANTIZED else "none"
     settings = {"model": str(folder), "dtype": "bfloat16", "page_size": 8, "num_pages": 64, **more}
     engine = Engine.load(EngineConfig.model_validate({**settings, "quantization": quantization}))

@@ -16,6 +16,7 @@ from tests.engine.memory.test_memory_plan import HOST
 from tests.engine.parallel.test_tensor_parallel import GREEDY, MODEL, SALT, launch_threads
 from tests.engine.weights.test_quantized_weights import LAYOUTS, Quantizer, awq, gptq, packed
 from tests.support.engine.checkpoints import make_checkpoint
+from tests.support.engine.int8_activations import quantize_checkpoint
 
 PROMPT = texts(num_texts=1, num_tokens=60)[0]  # each next token is likelier than any other by 9 nats
 # A rank of the bundled model has 96 and 256 inputs of the products that are split along their inputs.
@@ -40,11 +41,14 @@ def tokens_of(folder: Path, num_ranks: int, **settings: object) -> list[int]:
         engine.close()
 
 
-@pytest.mark.parametrize("layout", [*CHECKPOINTS, "int8"])
+@pytest.mark.parametrize("layout", [*CHECKPOINTS, "int8", "w8a8"])
 def test_two_ranks_generate_the_tokens_of_one(layout: str, tmp_path: Path) -> None:
     """Runs in bf16, the dtype of quantized products, over a text that the model is sure of: sums over ranks round
     differently."""
     folder, settings = MODEL, {"dtype": "bfloat16", "quantization": layout}
+    if layout == "w8a8":
+        folder, _ = quantize_checkpoint(MODEL, tmp_path, layout)
+        settings = {"dtype": "bfloat16"}
     if layout in CHECKPOINTS:
         CHECKPOINTS[layout].convert(MODEL, tmp_path / "quantized", tmp_path / "plain")
         folder, settings = tmp_path / "quantized", {"dtype": "bfloat16"}

@@ -15,7 +15,7 @@ from penstock.errors import PenstockError
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    parser.add_argument("--system", metavar="TEXT", help="a system message at the start of the conversation")
     add_client_options(parser)
 
 

@@ -50,7 +50,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _base_url(text: str) -> str:
-    """Returns the URL without a path. Raises InvalidInput for what is none of HTTP."""
+    """Returns the URL without a path. Raises InvalidInput unless it is a URL of HTTP."""
     wrong = InvalidInput("--router", f"is {text!r}; give http://HOST:PORT, such as http://localhost:8000")
     try:
         parts = urllib.parse.urlsplit(text if "://" in text else f"http://{text}")
@@ -74,7 +74,7 @@ def _router_urls(arguments: Namespace) -> list[str]:
 def _find(urls: Sequence[str], request_id: str, routers: RouterHttp) -> dict[str, Any]:
     """Returns the first router's answer that knows the request.
 
-    Raises what is wrong at a router that cannot be asked, or InvalidInput if none of them knows it.
+    Raises the error of a router that cannot be read, or InvalidInput if none of them knows the request.
     """
     failed: PenstockError | None = None
     for url in urls:
@@ -95,7 +95,7 @@ def _find(urls: Sequence[str], request_id: str, routers: RouterHttp) -> dict[str
 
 
 def _read_answer(body: bytes) -> dict[str, Any] | None:
-    """Returns a router's answer, or None for what another server may say there."""
+    """Returns a router's answer, or None for that of another kind of server."""
     try:
         found = json.loads(body)
     except ValueError:

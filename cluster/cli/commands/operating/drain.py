@@ -30,7 +30,7 @@ def run(arguments: Namespace) -> int:
     if (arguments.worker is None) is (arguments.node is None):
         raise InvalidInput("worker", "and --node: give one of the two")
     if arguments.within is not None and (arguments.node is None or arguments.within <= 0):
-        raise InvalidInput("within", f"is {arguments.within:g}; give seconds above 0, beside --node")
+        raise InvalidInput("within", f"is {arguments.within:g}; give seconds above 0, together with --node")
     require_positive("timeout", arguments.timeout)
     with admin_stub(arguments) as (stub, metadata):
         if arguments.node is not None:

@@ -17,7 +17,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    with Progress("stopping; requests in flight may end"):
+    with Progress("stopping; requests in flight may finish"):
         admin_call(arguments, "Stop", admin_pb2.StopRequest(), _TIMEOUT_S)
     print("stopped")
     return 0

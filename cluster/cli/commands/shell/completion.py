@@ -14,7 +14,7 @@ Tree = Mapping[str, ArgumentParser]  # the parser of each command
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("shell", choices=list(SCRIPTS), help="whose script to print")
+    parser.add_argument("shell", choices=list(SCRIPTS), help="the shell to print a script for")
     parser.epilog = (
         "bash: source <(penstock completion bash). zsh: the same, after compinit. "
         "fish: penstock completion fish | source."

@@ -158,12 +158,12 @@ def _add_report_arguments(parser: ArgumentParser) -> None:
     )
     add("--out", metavar="FOLDER", help="where result.json, requests.csv and report.html go; default: a new one here")
     add("--label", default="", help="title of the report")
-    add("--json", action="store_true", help="print the figures as JSON; result.json has every request besides")
+    add("--json", action="store_true", help="print the figures as JSON; result.json also has every request")
     add("--quiet", action="store_true", help="show no progress")
 
 
 def _run(arguments: Namespace) -> int:
-    """Runs a sweep, writes its files and prints the report, also of what there was before Ctrl-C.
+    """Runs a sweep, writes its files and prints the report; after Ctrl-C, of what was measured until then.
 
     Returns 1 if no request was answered.
     """
@@ -386,7 +386,7 @@ def _as_json(data: dict[str, Any], ratios: Any) -> dict[str, Any]:
 
 
 def _report(arguments: Namespace) -> int:
-    """Prints a result and writes its page beside it."""
+    """Prints a result, and writes its page next to it."""
     from penstock.bench.pages.html import result_page
     from penstock.bench.results.result_file import read_result
 

@@ -94,7 +94,7 @@ def describe(profile: CostProfile, records: list[StepRecord]) -> str:
     if decode.chunk != replace(prefill):
         chunk = decode.chunk
         rows.append(
-            ("prompts beside decoding", f"{chunk.step_s * 1e3:.3g} ms", f"{chunk.token_s * 1e6:.3g} us",
+            ("prompts during decoding", f"{chunk.step_s * 1e3:.3g} ms", f"{chunk.token_s * 1e6:.3g} us",
              _ns(chunk.context_s))
         )  # fmt: skip
     errors = ", ".join(f"{name} {value:.0%}" for name, value in profile.errors.items())

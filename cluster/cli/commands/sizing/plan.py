@@ -49,7 +49,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         action="append",
         required=True,
         metavar="NAME=PRICE",
-        help=f"one that may be bought, with its price an hour; may be repeated. Known: {', '.join(ACCELERATORS)}",
+        help=f"an accelerator to consider, with its price an hour; may be repeated. Known: {', '.join(ACCELERATORS)}",
     )
     add(
         "--costs",
@@ -68,7 +68,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=int,
         default=300,
         metavar="N",
-        help="requests to simulate of each; default: %(default)s; 0: none",
+        help="requests to simulate for each candidate; default: %(default)s; 0: none",
     )
     output("--json", action="store_true", help="print JSON")
     output("--html", metavar="FILE", help="write a page with tables, charts and reasons")
@@ -78,7 +78,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def _add_target_arguments(parser: ArgumentParser) -> None:
     targets = parser.add_argument_group("targets").add_argument
     targets("--ttft", type=float, default=2.0, metavar="S", help="seconds to the first token; default: %(default)s")
-    targets("--ttft-per-token", type=float, default=0.0, metavar="S", help="seconds more for each token of the prompt")
+    targets("--ttft-per-token", type=float, default=0.0, metavar="S", help="further seconds for each prompt token")
     targets(
         "--itl", type=float, default=0.05, metavar="S", help="mean seconds between two tokens; default: %(default)s"
     )
@@ -91,8 +91,8 @@ def _add_traffic_arguments(parser: ArgumentParser) -> None:
     traffic("--input-tokens", type=float, metavar="N", help="mean prompt, without a trace")
     traffic("--output-tokens", type=float, metavar="N", help="mean answer, without a trace")
     traffic("--input-cv", type=float, default=1.0, help="standard deviation over mean; default: %(default)s")
-    traffic("--output-cv", type=float, default=1.0, help="the same of answers; default: %(default)s")
-    traffic("--gap-cv", type=float, default=1.0, help="the same of times between arrivals; default: 1, as Poisson")
+    traffic("--output-cv", type=float, default=1.0, help="the same for answers; default: %(default)s")
+    traffic("--gap-cv", type=float, default=1.0, help="the same for times between arrivals; default: 1, as Poisson")
     traffic(
         "--hit-rate", type=float, default=0.0, help="share of prompt tokens that are reusable; default: %(default)s"
     )
@@ -225,14 +225,14 @@ def make_tables(report: PlanReport) -> list[tuple[str, list[str], list[list[str]
     header = ["deployment", "devices", "an hour", "within targets", "simulated", "TTFT p99 s", "TPOT p99 ms"]
     return [
         ("Candidates, within targets by the flow model and simulated", header, candidates),
-        ("If an assumption is off", ["assumption", "within targets", "what would do", "cost"], variations),
+        ("If an assumption is wrong", ["assumption", "within targets", "what would suffice", "cost"], variations),
     ]
 
 
 def _shape(arguments: Namespace) -> ModelShape:
     folder = local_folder(arguments.model, config_only=True)
     shape = find_shape(folder)
-    if folder != arguments.model:  # of the Hub, whose folders have the names of commits
+    if folder != arguments.model:  # from the Hub, whose folders are named by commits
         shape = replace(shape, name=arguments.model)
     if bits := _WEIGHT_BITS.get(arguments.quantization):
         shape = shape.quantized(weight_bits=bits)

@@ -1,4 +1,4 @@
-"""`penstock plan-memory`: show what a model and its KV pages take of a device, and how many requests fit."""
+"""`penstock plan-memory`: show how much of a device a model and its KV pages take, and how many requests fit."""
 
 from __future__ import annotations
 

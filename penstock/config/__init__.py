@@ -9,9 +9,11 @@ from penstock.config.admission import AdmissionConfig
 from penstock.config.autoscaler import AutoscalerConfig, BalanceConfig, SloConfig
 from penstock.config.engine import EngineConfig
 from penstock.config.files import load, load_process, parse, read
+from penstock.config.limits import LimitsConfig
 from penstock.config.router import IndexConfig, KvAwareConfig, RouterConfig, StoreConfig
-from penstock.config.security import LimitsConfig, SecurityConfig, TenantConfig, TenantName, TlsConfig
+from penstock.config.security import SecurityConfig, TlsConfig
 from penstock.config.serve import PoolConfig, ServeConfig
+from penstock.config.tenants import TenantConfig, TenantName
 from penstock.config.tracing import TracingConfig
 from penstock.config.workers import (
     DecodeConfig,

@@ -9,7 +9,9 @@ from pydantic import Field, model_validator
 from penstock.config.admission import AdmissionConfig
 from penstock.config.autoscaler import SloConfig
 from penstock.config.base import FrozenConfig
-from penstock.config.security import LimitsConfig, SecurityConfig, TenantConfig, TenantName, TlsConfig
+from penstock.config.limits import LimitsConfig
+from penstock.config.security import SecurityConfig, TlsConfig
+from penstock.config.tenants import TenantConfig, TenantName
 from penstock.config.tracing import TracingConfig
 
 

@@ -10,7 +10,8 @@ from penstock.config.autoscaler import AutoscalerConfig, BalanceConfig
 from penstock.config.base import FrozenConfig
 from penstock.config.engine import EngineConfig
 from penstock.config.router import RouterConfig
-from penstock.config.security import SecurityConfig, TenantConfig, TenantName, TlsConfig
+from penstock.config.security import SecurityConfig, TlsConfig
+from penstock.config.tenants import TenantConfig, TenantName
 from penstock.config.workers import (
     DecodeConfig,
     KvPublisherConfig,

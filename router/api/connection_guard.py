@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from router.metrics.metrics import RouterMetrics
 
 log = logging.getLogger(__name__)

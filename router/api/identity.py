@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.config.admission import TenantLimits
-from penstock.config.security import TenantConfig
+from penstock.config.tenants import TenantConfig
 from penstock.errors import ConfigError, PermissionDenied, Unauthenticated
 from penstock.rpc.secret import ClusterSecret, ClusterSecrets, digest_of
 from penstock.rpc.ticket import page_salt

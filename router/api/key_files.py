@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.config import RouterConfig, load
-from penstock.config.security import TenantsFile
+from penstock.config.tenants import TenantsFile
 from penstock.errors import ConfigError
 from penstock.rpc.reload import FileWatcher
 from penstock.rpc.secret import read_private

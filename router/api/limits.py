@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from penstock.errors import InvalidInput
 from penstock.v1 import inference_pb2
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, ModelNotFound, Overloaded, Quarantined, Unavailable
 from penstock.kv.adapters import AdapterRef
 from penstock.rpc.hints import NO_HINTS, Hints

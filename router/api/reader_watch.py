@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from penstock.types import RequestId
 from router.metrics.metrics import RouterMetrics
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from penstock.errors import InvalidInput
 from router.api.limits import check_count
 

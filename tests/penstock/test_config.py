@@ -19,7 +19,8 @@ from penstock.config import (
     load_process,
     parse,
 )
-from penstock.config.security import SecurityConfig, TenantConfig
+from penstock.config.security import SecurityConfig
+from penstock.config.tenants import TenantConfig
 from penstock.errors import ConfigError
 from penstock.rpc.secret import ClusterSecrets
 from penstock.types import Lane, Role

@@ -21,7 +21,7 @@ import yaml
 from cluster.cli.main import make_parser
 from cluster.pools.resources import NodeResources, divide_resources, why_unplaced
 from penstock.config import ServeConfig, load, parse
-from penstock.config.security import TenantsFile
+from penstock.config.tenants import TenantsFile
 from penstock.types import Role
 from tests.support.repository import helm_render, helm_schema
 from tests.support.repository.helm_render import CHART, DEPLOY, KUBERAY, PLAIN, RenderError, manifests, overlay

@@ -9,13 +9,13 @@ from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+from penstock.config.limits import LimitsConfig
 from penstock.config.router import StoreConfig
-from penstock.config.security import LimitsConfig
-from penstock.kv.adapters import AdapterRef
-from router.api.dialect import Dialect, ErrorShape, Json
+from router.api.dialect import Dialect, ErrorShape
 from router.api.http import message_routes, response_routes
-from router.api.http.generation import GenerationCalls, identify
-from router.api.http.openapi.document import described_call, described_reading
+from router.api.http.generation import GenerationCalls
+from router.api.http.model_routes import add_models
+from router.api.http.openapi.document import described_call
 from router.api.http.operations import make_operations_app
 from router.api.http.request_ids import REQUEST_ID
 from router.api.http.streams import GRANTED_TOKENS
@@ -62,7 +62,7 @@ def make_app(
     add_tokenization(app, calls, preparer)
     message_routes.add_messages(app, calls, preparer)
     response_routes.add_responses(app, calls, preparer, ResponseStore(store or StoreConfig(), time.monotonic))
-    _add_models(app, preparer)
+    add_models(app, preparer)
     return app
 
 
@@ -87,25 +87,3 @@ def _add_generation(app: FastAPI, calls: GenerationCalls, preparer: RequestPrepa
     async def chat_completions(http: Request) -> Response:
         """Answers a conversation, as OpenAI's chat completions do; with `stream`, as events."""
         return await calls.answer(http, chat)
-
-
-def _add_models(app: FastAPI, preparer: RequestPreparer) -> None:
-    started_s = int(time.time())
-
-    def model_json(adapter: AdapterRef | None = None) -> Json:
-        model, length = preparer.card.name, preparer.context_length
-        name = model if adapter is None else adapter.name
-        described = {"id": name, "object": "model", "created": started_s, "owned_by": "penstock"}
-        return described | {"max_model_len": length} | ({} if adapter is None else {"parent": model})
-
-    @app.get("/v1/models", **described_reading())
-    async def models(http: Request) -> Json:
-        """Lists the model that the deployment serves, and its adapters, each with the model as its `parent`."""
-        identify(http, preparer)
-        return {"object": "list", "data": [model_json(), *map(model_json, preparer.adapters)]}
-
-    @app.get("/v1/models/{name:path}", **described_reading())
-    async def model(http: Request, name: str) -> Json:
-        """Describes the model or the adapter of that name; 404 for any other."""
-        identify(http, preparer)
-        return model_json(preparer.check_model(name))

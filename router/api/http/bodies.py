@@ -8,7 +8,7 @@ import contextlib
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from penstock.errors import Cancelled, Unavailable
 from router.api.limits import UnreadRequest, check_body
 from router.metrics.metrics import RouterMetrics

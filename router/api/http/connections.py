@@ -19,7 +19,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from penstock.errors import Overloaded, PenstockError, Unavailable
 from router.api.http.tls import subjects_of
 from router.api.limits import UnreadRequest

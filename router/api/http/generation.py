@@ -15,7 +15,7 @@ from typing import TypeVar
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from penstock.errors import InvalidInput
 from penstock.rpc.hints import read_hints
 from penstock.text.grammars import FIELD as GRAMMAR_FIELD

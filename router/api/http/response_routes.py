@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from penstock.errors import InvalidInput, Unavailable
 from router.api.dialect import Dialect
 from router.api.http.generation import GenerationCalls, identify

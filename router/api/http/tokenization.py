@@ -8,7 +8,7 @@ import functools
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from penstock.v1 import inference_pb2
 from router.api.http.generation import GenerationCalls
 from router.api.http.openapi.document import described_call

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from penstock.errors import InvalidInput
 
 SMALL_BODY_BYTES = 16 * 1024  # parsed and validated in a millisecond or two, whatever it holds

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict
 
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from penstock.errors import InvalidInput
 from penstock.v1 import inference_pb2
 from router.api.dialect import Json

@@ -14,7 +14,7 @@ import grpc
 import httpx
 import pytest
 
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from penstock.errors import DeadlineExceeded, Overloaded, from_rpc_error
 from penstock.process import raise_file_limit
 from penstock.v1 import inference_pb2

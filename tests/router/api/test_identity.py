@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import RouterConfig, parse
-from penstock.config.security import TenantConfig
+from penstock.config.tenants import TenantConfig
 from penstock.errors import ConfigError, PermissionDenied, Unauthenticated
 from penstock.rpc.secret import ClusterSecret, ClusterSecrets, digest_of, make_api_key
 from penstock.types import Lane

@@ -13,7 +13,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.client.async_client import AsyncClient
-from penstock.config.security import TenantConfig
+from penstock.config.tenants import TenantConfig
 from penstock.errors import PermissionDenied, Unauthenticated, from_rpc_error
 from penstock.kv.page_hash import hash_pages
 from penstock.rpc.secret import ClusterSecret, digest_of, make_api_key

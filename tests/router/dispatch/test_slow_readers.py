@@ -11,7 +11,7 @@ import socket
 import grpc
 import pytest
 
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from penstock.errors import DeadlineExceeded, from_rpc_error
 from penstock.v1 import inference_pb2_grpc
 from router.api.reader_watch import ReaderWatch

@@ -23,7 +23,7 @@ from penstock.config import (
     TransferConfig,
 )
 from penstock.config.autoscaler import AutoscalerConfig, BalanceConfig
-from penstock.config.security import TenantConfig
+from penstock.config.tenants import TenantConfig
 from tests.support.repository.helm_render import CHART
 
 FILE = CHART / "values.schema.json"

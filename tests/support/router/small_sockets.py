@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from router import server
 from router.api.http.connections import bound_unread
 

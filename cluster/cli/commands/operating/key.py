@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 
-from penstock.config.security import TENANT_NAME
+from penstock.config.tenants import TENANT_NAME
 from penstock.errors import InvalidInput
 from penstock.rpc.secret import digest_of, make_api_key
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from penstock.v1 import inference_pb2
 from router.api.limits import check_count
 from router.api.openai.json_bodies import read_json, shown

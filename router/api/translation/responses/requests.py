@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from router.api.limits import check_count
 from router.api.openai.json_bodies import read_json, shown
 from router.api.openai.requests import ChatBody, validate_body

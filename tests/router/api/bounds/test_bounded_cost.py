@@ -18,7 +18,7 @@ import grpc.aio
 import httpx
 import pytest
 
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from penstock.errors import InvalidInput, from_rpc_error
 from penstock.process import freeze_heap
 from penstock.v1 import inference_pb2

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.config import StoreConfig
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from penstock.errors import InvalidInput
 from router.api.translation.anthropic import fields as messages_fields
 from router.api.translation.anthropic.requests import read_message_call

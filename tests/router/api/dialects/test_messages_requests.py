@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from penstock.errors import InvalidInput
 from router.api.translation.anthropic.requests import _chat_fields, read_count_call, read_message_call
 from router.api.translation.objects import JsonObject

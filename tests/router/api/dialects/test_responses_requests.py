@@ -7,7 +7,7 @@ import json
 import pytest
 
 from penstock.config import StoreConfig
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from penstock.errors import InvalidInput
 from router.api.translation.responses import requests
 from router.api.translation.responses.requests import read_response_call

@@ -13,7 +13,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from penstock.config import StoreConfig
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from penstock.errors import Cancelled, InvalidInput, Overloaded, Unavailable
 from penstock.types import FinishReason
 from router.api.translation.responses.requests import read_response_call

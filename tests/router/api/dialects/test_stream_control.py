@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from penstock.errors import Cancelled
 from router.api.dialect import ServerEvent
 from router.api.http.running_calls import RunningCalls

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from penstock.errors import InvalidInput
 from router.api.openai.fields import HARMLESS, HARMLESS_IN_MESSAGES, REFUSED, REFUSED_IN_MESSAGES
 from router.api.openai.requests import ChatBody, CompletionBody, parse_body

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from penstock.config.security import LimitsConfig
+from penstock.config.limits import LimitsConfig
 from penstock.errors import InvalidInput
 from penstock.text.grammars import MAX_SOURCE_BYTES
 from penstock.types import Grammar, GrammarKind

@@ -56,12 +56,12 @@ def add_tls_options(parser: ArgumentParser, variables: str = "") -> None:
         help="a client certificate (PEM), with --cert-key",
     )
     add("--cert-key", metavar="FILE", default=found.get("CERT_KEY"), help="the private key of --cert (PEM)")
-    add("--server-name", metavar="NAME", help="name in the server's certificate, if it differs from the host")
+    add("--server-name", metavar="NAME", help="encrypt, and expect this name in the certificate instead of the host")
 
 
 def client_tls(arguments: Namespace) -> ClientTls | None:
     """Returns the TLS settings of the call, or None for plain text."""
-    if not (arguments.tls or arguments.ca or arguments.cert):
+    if not (arguments.tls or arguments.ca or arguments.cert or arguments.server_name):
         return None
     return ClientTls(arguments.ca, arguments.cert, arguments.cert_key, arguments.server_name)
 

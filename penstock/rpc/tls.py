@@ -7,7 +7,7 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -45,7 +45,12 @@ class ClientTls:
         """Returns the credentials for HTTP. Raises ConfigError that names the file at fault."""
         try:
             _read_pem(self.ca_file, "ca_file")
-            context = ssl.create_default_context(cafile=self.ca_file)
+            context = _ClientContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.server_name = self.server_name
+            if self.ca_file:
+                context.load_verify_locations(self.ca_file)
+            else:
+                context.load_default_certs()
             if self.cert_file:
                 context.load_cert_chain(self.cert_file, self.key_file, password="")
         except (OSError, ssl.SSLError) as error:
@@ -58,6 +63,21 @@ class ClientTls:
     def options(self) -> list[tuple[str, str]]:
         """Returns the channel options that belong to the credentials."""
         return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
+
+
+class _ClientContext(ssl.SSLContext):
+    """Verifies a server as `ssl.create_default_context` does, by `server_name` instead of the host that is called."""
+
+    server_name: str | None = None  # None: the host
+
+    def wrap_socket(self, *arguments: Any, **options: Any) -> ssl.SSLSocket:
+        return super().wrap_socket(*arguments, **self._named(options))
+
+    def wrap_bio(self, *arguments: Any, **options: Any) -> ssl.SSLObject:
+        return super().wrap_bio(*arguments, **self._named(options))
+
+    def _named(self, options: dict[str, Any]) -> dict[str, Any]:
+        return options | {"server_hostname": self.server_name} if self.server_name else options
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable
 from pathlib import Path
 
-from cluster.cli.admin import admin_stub, to_json
+from cluster.cli.admin import admin_call, admin_stub, to_json
 from cluster.cli.options import add_admin_options, local_folder
 from cluster.cli.progress import Progress
 from penstock.errors import InvalidInput
@@ -62,7 +65,7 @@ def run(arguments: Namespace) -> int:
     if arguments.min_requests < 0:
         raise InvalidInput("min_requests", f"is {arguments.min_requests}; give 0 or more")
     request = admin_pb2.UpgradeRequest(
-        model=str(Path(local_folder(arguments.model)).resolve()) if arguments.model else "",
+        model=_folder(arguments) if arguments.model else "",
         share=arguments.share,
         window_s=arguments.window,
         min_requests=arguments.min_requests,
@@ -83,6 +86,41 @@ def run(arguments: Namespace) -> int:
             shown.show(f"{stage}: {progress.num_new} of {num_workers} are new", progress.num_new / max(1, num_workers))
     rolled_back = stage == "rolled back"
     return 0 if rolled_back is arguments.abort else _FAILED
+
+
+def _folder(arguments: Namespace) -> str:
+    """Returns the folder of the new model, downloaded where it is an id of the Hub.
+
+    Raises InvalidInput for an id if workers run on other machines, which would not have that folder.
+    """
+    from engine.weights.hub import HubModel
+
+    if (model := HubModel.parse(arguments.model)) is not None:
+        status = admin_call(arguments, "Status", admin_pb2.StatusRequest())
+        if elsewhere := hosts_elsewhere(worker.member.address for worker in status.workers):
+            raise InvalidInput(
+                "--model",
+                f"is {model}, which this command downloads on this machine alone, but workers run at "
+                f"{', '.join(elsewhere)}; download it into the same folder on every machine (`hf download {model.repo}"
+                f"{f' --revision {model.revision}' if model.revision else ''} --local-dir DIR`) and give that folder",
+            )
+    return str(Path(local_folder(arguments.model)).resolve())
+
+
+def hosts_elsewhere(addresses: Iterable[str]) -> list[str]:
+    """Returns the hosts of these `host:port` addresses that are not this machine."""
+    hosts = {address.rpartition(":")[0].strip("[]") for address in addresses}
+    return sorted(host for host in hosts if host and not _is_here(host))
+
+
+def _is_here(host: str) -> bool:
+    """Returns whether a socket can be bound to the host, which only the machine's own addresses allow."""
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, (name, *_) in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind, protocol) as own:
+                own.bind((name, 0))
+                return True
+    return False
 
 
 def format_upgrade(progress: admin_pb2.UpgradeProgress) -> str:

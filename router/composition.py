@@ -63,7 +63,7 @@ def make_parts(config: RouterConfig) -> RouterParts:
     card = ModelCard.load(config)
     tokenizer = Tokenizer.load(config.model, config.limits.text_queue_characters)
     trust = Trust(config.security)
-    metrics = RouterMetrics(card.name, config.tenant_labels)
+    metrics = RouterMetrics(card.name, config.tenant_labels, config.slo)
     fleet = WorkerFleet(trust, config.index)
     fleet.adapters.set(read_adapters(config.adapters, card.name))
     tenants = Tenants(watch_tenants(config, trust.watcher), lambda: trust.secrets)

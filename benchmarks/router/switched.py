@@ -35,7 +35,7 @@ def _nothing(*_: object, **__: object) -> None:
     """Observes nothing."""
 
 
-_NO_HISTOGRAM = BoundHistogram(())
+_NO_HISTOGRAM = BoundHistogram(())  # its methods do nothing meanwhile
 
 
 def _no_gaps(requests: RequestMetrics, lane: Lane, num_prompt_tokens: int, tenant: str) -> BoundHistogram:
@@ -60,6 +60,7 @@ def _uncounted_end(
 _UNOBSERVED: tuple[_Replaced, ...] = (
     (BoundCounter, "inc", _nothing),
     (BoundHistogram, "observe", _nothing),
+    (BoundHistogram, "defer", _nothing),
     (RequestMetrics, "gaps", _no_gaps),
     (RouterMetrics, "mispredicted", _nothing),
     (AdmissionMetrics, "passed", _nothing),

@@ -72,7 +72,7 @@ def make_context(
     placer = Placer(fleet, policy, random.Random(), config.max_replicas, metrics.mispredicted, config.pull)
     gate = AdmissionGate(config, fleet, metrics.admission, random.Random(), limits_of)
     demand = DemandCounter(config.slo)
-    counts = CompletionCounts(metrics, gate.retries, demand, config.slo)
+    counts = CompletionCounts(metrics, gate.retries, demand)
 
     def current_predictions() -> Mapping[WorkerId, WorkerPredictionErrors]:
         placer.predictions.keep({worker.worker_id for worker in fleet.followers})

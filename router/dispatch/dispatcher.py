@@ -17,6 +17,7 @@ from router.admission.gate import AdmissionSlot
 from router.dispatch.context import DispatchContext
 from router.dispatch.lookaside import Lookaside, Route
 from router.dispatch.token_stream import TokenStream
+from router.metrics.families import BoundHistogram
 from router.prepared_request import PreparedRequest
 from router.tracing.stages import EndedCompletion
 
@@ -73,9 +74,8 @@ class _OutputRun:
         self._usage = common_pb2.Usage(prompt_tokens=len(self._request.token_ids))
         self._last_token_s = [0.0] * sampling.n
         self._ended: dict[int, EndedCompletion] = {}
-        metrics, num_prompt_tokens = context.metrics.requests, len(self._request.token_ids)
-        self._gap_s = metrics.gaps(self._request.lane, num_prompt_tokens, self._request.tenant)
-        self._generated = metrics.generation_tokens
+        self._gap_s: BoundHistogram | None = None  # until there is a gap
+        self._generated = context.metrics.requests.generation_tokens
 
     def output(self, delta: CompletionDelta, stream: TokenStream) -> Output:
         """Turns a delta's tokens into text and counts them; a matched stop string ends the completion at its worker."""
@@ -83,7 +83,7 @@ class _OutputRun:
         text = self._texts[delta.index]
         before = text.num_tokens
         output = text.feed(delta)
-        self._generated.inc(text.num_tokens - before)
+        self._generated.value += text.num_tokens - before
         if text.stopped:
             ended = stream.end(delta.index)
             output.timing = delta.timing or ended.timing
@@ -97,15 +97,23 @@ class _OutputRun:
     def _observe_tokens(self, delta: CompletionDelta) -> None:
         if not delta.token_ids:
             return
-        self._slot.emit(len(delta.token_ids))
+        num_tokens = len(delta.token_ids)
+        self._slot.emit(num_tokens)
         now_s = time.monotonic()
         before_s = self._last_token_s[delta.index]
         self._last_token_s[delta.index] = now_s
-        if before_s:
-            num_tokens = len(delta.token_ids)
-            self._gap_s.observe((now_s - before_s) / num_tokens, num_tokens)
-        else:
+        if not before_s:
             self._context.counts.first_token(self._request, now_s - self._request.accepted_s)
+            return
+        gap_s = self._gap_s
+        if gap_s is None:
+            request = self._request
+            gap_s = self._context.metrics.requests.gaps(request.lane, len(request.token_ids), request.tenant)
+            self._gap_s = gap_s
+        if num_tokens == 1:
+            gap_s.defer(now_s - before_s)
+        else:
+            gap_s.observe((now_s - before_s) / num_tokens, num_tokens)
 
     def _observe_end(self, output: Output, stream: TokenStream) -> None:
         """Counts an ended completion; the last one of all gets the usage."""

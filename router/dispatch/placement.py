@@ -136,11 +136,11 @@ class Placer:
         policy: PlacementPolicy,
         rng: random.Random,
         max_replicas: int,
-        on_error: Callable[[str, float], None],
+        on_error: Callable[[float, float, float], None],
         may_pull: bool = True,
     ) -> None:
-        """`on_error` receives each stage's name and by how many seconds it was mispredicted. Without `may_pull` no
-        worker learns whom it could pull a prefix from."""
+        """`on_error` receives by how many seconds a completion's queue, prefill and transfer were mispredicted. Without
+        `may_pull` no worker learns whom it could pull a prefix from."""
         self._fleet = fleet
         self._policy = policy
         self._rng = rng
@@ -249,12 +249,11 @@ class Placer:
             return
         actual_s = (timing.queue_ms + timing.prefill_ms) / 1e3
         self.predictions.on_time(computed_by, score.first_token_s, actual_s)
-        for stage, predicted_s, actual_ms in (
-            ("queue", score.queue_s, timing.queue_ms),
-            ("prefill", score.prefill_s, timing.prefill_ms),
-            ("transfer", score.transfer_s, timing.transfer_ms),
-        ):
-            self._on_error(stage, abs(predicted_s - actual_ms / 1e3))
+        self._on_error(
+            abs(score.queue_s - timing.queue_ms / 1e3),
+            abs(score.prefill_s - timing.prefill_ms / 1e3),
+            abs(score.transfer_s - timing.transfer_ms / 1e3),
+        )
 
     def _compare_caches(self, placement: Placement, timing: common_pb2.Timing) -> None:
         """Compares cached tokens with what the index promised; asks a worker again that it describes wrongly."""

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 
 from penstock.client.retry import RetryBudget
-from penstock.config.autoscaler import SloConfig
 from penstock.types import FinishReason
 from penstock.v1 import common_pb2
 from router.admission.interface import RequestUsage
@@ -26,11 +25,10 @@ class CompletionCounts:
     """Records each event in every place that counts it: metrics, the retry budget, the autoscaler's demand, and the
     list of recent requests."""
 
-    def __init__(self, metrics: RouterMetrics, retries: RetryBudget, demand: DemandCounter, slo: SloConfig) -> None:
+    def __init__(self, metrics: RouterMetrics, retries: RetryBudget, demand: DemandCounter) -> None:
         self.metrics = metrics
         self._demand = demand
         self._retries = retries
-        self._slo = slo
         self.recent = RecentRequests()
 
     def first_token(self, request: PreparedRequest, ttft_s: float) -> None:
@@ -54,9 +52,27 @@ class CompletionCounts:
 
         `legs` are the decode workers that it went to and `choices` the reasons; neither changes any more.
         """
-        ended = self.recent.add(request, index, reason, timing, num_tokens, admitted_s, legs, choices)
-        if request.trace is not None:
-            request.trace.completions.append(ended)
+        trace, accepted_s = request.trace, request.accepted_s
+        ended = EndedCompletion(
+            self.recent.last_number + 1,
+            request.request_id,
+            index,
+            request.lane,
+            reason,
+            len(request.token_ids),
+            num_tokens,
+            timing,
+            accepted_s,
+            request.prepared_s,
+            admitted_s,
+            time.time() - (time.monotonic() - accepted_s),
+            legs,
+            choices,
+            trace.trace_id if trace is not None else "",
+        )
+        self.recent.keep(ended)
+        if trace is not None:
+            trace.completions.append(ended)
         self.metrics.requests.completion(ended, request.tenant)
         if log.isEnabledFor(logging.DEBUG):
             stages = ", ".join(f"{name} {ms:.1f} ms" for name, ms in stages_ms(ended).items())
@@ -67,26 +83,15 @@ class CompletionCounts:
         self, request: PreparedRequest, usage: common_pb2.Usage, last: common_pb2.Timing | None
     ) -> RequestUsage:
         """Counts a request whose completions have all ended. Generated tokens are counted by whoever sees them. `last`
-        is the timing of the completion that ended last.
+        is the timing of the completion that ended last. `usage` and `last` do not change any more.
         """
         now_s = time.monotonic()
         timing = last if last is not None else common_pb2.Timing()
-        decode_s, num_later = timing.decode_ms / 1e3, usage.completion_tokens - 1
-        token_s = decode_s / num_later if num_later > 0 else None
+        decode_s = timing.decode_ms / 1e3
         self._retries.succeed(now_s)
         self._demand.end(usage, decode_s)
-        in_time = timing.first_token_ms / 1e3 <= self._slo.first_token_s(usage.prompt_tokens)
-        steady = token_s is None or token_s <= self._slo.itl_s
         self.metrics.requests.request(
-            EndedRequest(
-                request.lane,
-                request.tenant,
-                usage.prompt_tokens,
-                usage.cached_tokens,
-                usage.completion_tokens,
-                now_s - request.accepted_s,
-                in_time and steady,
-            )
+            EndedRequest(request.lane, request.tenant, usage, timing, now_s - request.accepted_s)
         )
         if request.trace is not None:
             request.trace.end()

@@ -1,6 +1,7 @@
 """Counters and histograms whose updates cost a tenth of a microsecond; those of the library cost up to three.
 
-Only the router's event loop counts. Another thread may collect meanwhile: it copies the list of series first.
+Values may also be observed many at a time, with numpy, which costs a third of one by one. Only the router's event loop
+counts. Another thread may collect meanwhile: it copies the list of series first.
 """
 
 from __future__ import annotations
@@ -10,9 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import add
 
+import numpy as np
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+_MOST_WAITING = 512  # values of a series, 12 KiB
 
 
 class BoundCounter:
@@ -30,21 +37,61 @@ class BoundCounter:
 class BoundHistogram:
     """One series of a histogram, bound to the values of its labels."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_bounds", "_counts", "_sum", "_waiting")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
+        self._waiting: list[float] = []
 
     def observe(self, value: float, count: int = 1) -> None:
         """Observes `count` equal values."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
+    def defer(self, value: float) -> None:
+        """Observes a value at the next `fold`, which comes by itself when 512 values wait."""
+        self._waiting.append(value)
+        if len(self._waiting) >= _MOST_WAITING:
+            self.fold()
+
+    def fold(self) -> None:
+        """Observes the values that wait."""
+        if self._waiting:
+            values, self._waiting = np.array(self._waiting), []
+            observe_all((self,), np.zeros(len(values), np.int64), values)
+
+    def add(self, bucket: int, count: int) -> None:
+        """Adds values to a bucket, without their sum."""
+        self._counts[bucket] += count
+
+    def add_sum(self, total: float) -> None:
+        """Adds to the sum of all values."""
+        self._sum += total
+
+    @property
+    def bounds(self) -> Sequence[float]:
+        return self._bounds
+
     def totals(self) -> tuple[list[int], float]:
         """Returns the number of values up to each bound, then the number of all values, and their sum."""
         return list(accumulate(self._counts)), self._sum
+
+
+def observe_all(series: Sequence[BoundHistogram], numbers: Ints, values: Floats) -> None:
+    """Observes `values[i]` in the series of number `numbers[i]`. All series have the same bounds."""
+    if not len(values):
+        return
+    bounds = series[0].bounds
+    places = numbers * (len(bounds) + 1) + np.searchsorted(bounds, values)
+    counts = np.bincount(places)
+    occupied = np.flatnonzero(counts)
+    for place, count in zip(occupied.tolist(), counts[occupied].tolist(), strict=True):
+        number, bucket = divmod(place, len(bounds) + 1)
+        series[number].add(bucket, count)
+    for each, total in zip(series, np.bincount(numbers, values, len(series)).tolist(), strict=True):
+        each.add_sum(total)
 
 
 class CounterFamily(Collector):
@@ -90,6 +137,11 @@ class HistogramFamily(Collector):
             _check_values(self._name, self._labels, values)
             series = self._series[values] = BoundHistogram(self.bounds)
         return series
+
+    def fold(self) -> None:
+        """Observes the values that wait in every series."""
+        for series in self._series.values():
+            series.fold()
 
     def total(self, where: Mapping[str, str]) -> tuple[list[int], float]:
         """Returns the `totals` of all series together whose labels have these values."""

@@ -6,8 +6,10 @@ import asyncio
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
+from penstock.config.autoscaler import SloConfig
 from penstock.types import Role, WorkerEnd, WorkerId, WorkerLoad
 from router.metrics.admission_metrics import AdmissionMetrics
 from router.metrics.collectors import (
@@ -17,13 +19,15 @@ from router.metrics.collectors import (
     PredictionCollector,
     WorkerMetricsCollector,
 )
-from router.metrics.families import HistogramFamily
+from router.metrics.families import HistogramFamily, observe_all
 from router.metrics.loop_lag import LoopLag
 from router.metrics.request_metrics import RequestMetrics
 from router.routing.costs.predictions import WorkerPredictionErrors
 from router.routing.index.prefix_index import PrefixIndex
 
+_DEFAULT_SLO = SloConfig()
 _LABELS = ["model_name"]
+_BATCH = 256
 _ERROR_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 
 
@@ -32,7 +36,7 @@ class RouterMetrics:
     Prometheus scrapes.
     """
 
-    def __init__(self, model: str, tenant_labels: int = 0) -> None:
+    def __init__(self, model: str, tenant_labels: int = 0, slo: SloConfig = _DEFAULT_SLO) -> None:
         self._model = model
         self._registry = registry = CollectorRegistry()
         self._of_requests = CollectorRegistry()  # a hundred thousand lines where tenants have labels
@@ -49,16 +53,18 @@ class RouterMetrics:
             [*_LABELS, "result"],
             registry=registry,
         )
-        self.requests = RequestMetrics(self._of_requests, model, tenant_labels)
+        self.requests = RequestMetrics(self._of_requests, model, slo, tenant_labels)
         self.admission = AdmissionMetrics(registry, model)
         self.loop_lag = LoopLag(registry, model)
-        self._mispredicted = HistogramFamily(
+        errors = HistogramFamily(
             "penstock:prediction_error_seconds",
             "Difference between a stage's actual and predicted time",
             [*_LABELS, "stage"],
             _ERROR_S,
             registry,
         )
+        self._mispredicted = [errors.bind(model, stage) for stage in ("queue", "prefill", "transfer")]
+        self._errors_s: list[tuple[float, float, float]] = []  # not observed yet
 
     def watch(
         self,
@@ -117,8 +123,16 @@ class RouterMetrics:
         """Adds the age of the keys and certificates that were read from files."""
         self._registry.register(CredentialCollector(self._model, files))
 
-    def mispredicted(self, stage: str, seconds: float) -> None:
-        self._mispredicted.bind(self._model, stage).observe(seconds)
+    def mispredicted(self, queue_s: float, prefill_s: float, transfer_s: float) -> None:
+        """Observes by how much each of these stages of a completion was mispredicted."""
+        self._errors_s.append((queue_s, prefill_s, transfer_s))
+        if len(self._errors_s) >= _BATCH:
+            self._fold_errors()
+
+    def _fold_errors(self) -> None:
+        if self._errors_s:
+            values, self._errors_s = np.array(self._errors_s).ravel(), []
+            observe_all(self._mispredicted, np.arange(len(values)) % len(self._mispredicted), values)
 
     def failed(self, reason: str) -> None:
         self._errors.labels(self._model, reason).inc()
@@ -140,6 +154,7 @@ class RouterMetrics:
     def _render_others(self) -> bytes:
         """Counts the requests that have ended, and renders what is not of requests."""
         self.requests.fold()
+        self._fold_errors()
         return generate_latest(self._registry)
 
     def _gauges(

@@ -5,15 +5,9 @@ It is bounded: the oldest are dropped. It keeps nothing of a prompt, an output o
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Sequence
 
-from penstock.types import FinishReason
-from penstock.v1 import common_pb2
-from router.prepared_request import PreparedRequest
-from router.routing.policy.interface import PairChoice
-from router.tracing.stages import EndedCompletion, WorkerLeg
+from router.tracing.stages import EndedCompletion
 from router.tracing.waterfall import row
 
 CAPACITY = 1000
@@ -26,39 +20,10 @@ class RecentRequests:
         self._kept: deque[EndedCompletion] = deque(maxlen=CAPACITY)
         self.last_number = 0
 
-    def add(
-        self,
-        request: PreparedRequest,
-        index: int,
-        reason: FinishReason,
-        timing: common_pb2.Timing,
-        num_tokens: int,
-        admitted_s: float,
-        legs: Sequence[WorkerLeg],
-        choices: Sequence[PairChoice],
-    ) -> EndedCompletion:
-        """Keeps and returns a completion that has ended."""
-        self.last_number += 1
-        trace = request.trace
-        ended = EndedCompletion(
-            self.last_number,
-            request.request_id,
-            index,
-            request.lane,
-            reason,
-            len(request.token_ids),
-            num_tokens,
-            timing,
-            request.accepted_s,
-            request.prepared_s,
-            admitted_s,
-            time.time() - (time.monotonic() - request.accepted_s),
-            legs,
-            choices,
-            trace.trace_id if trace is not None else "",
-        )
+    def keep(self, ended: EndedCompletion) -> None:
+        """Keeps a completion, whose number is one more than `last_number`."""
+        self.last_number = ended.number
         self._kept.append(ended)
-        return ended
 
     def after(self, number: int, limit: int) -> list[dict[str, object]]:
         """Returns at most `limit` of the newest completions after this number, oldest first."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.types import FinishReason, Lane
 from penstock.v1 import common_pb2
@@ -47,13 +47,12 @@ class WorkerLeg:
     error: str = ""  # the reason
 
 
-@dataclass(slots=True)
-class EndedCompletion:
+class EndedCompletion(NamedTuple):
     """The router's knowledge of a completion that has ended. Moments are monotonic seconds."""
 
     number: int  # rises by one with every completion
     request_id: str
-    index: int  # of the request's completions
+    index: int  # type: ignore[assignment]  # of the request's completions; hides the method of tuples
     lane: Lane
     finish_reason: FinishReason
     num_prompt_tokens: int
@@ -98,43 +97,105 @@ class CompletionStage(NamedTuple):
     worker: str = ""  # empty: the router
 
 
-def stage_intervals(ended: EndedCompletion) -> tuple[tuple[float, float] | None, ...]:
-    """Returns the beginning and the end of each `Stage`, in milliseconds since the request was accepted; None for one
-    that the completion did not have.
+class Arithmetic(NamedTuple):
+    """The functions with which `lay_out` computes: on numbers, or on arrays with an element for each completion."""
+
+    maximum: Callable[[Any, Any], Any]
+    minimum: Callable[[Any, Any], Any]
+    choose: Callable[[Any, Any, Any], Any]  # the second where the first is true, else the third
+
+
+_SCALAR = Arithmetic(max, min, lambda condition, chosen, other: chosen if condition else other)
+
+
+class StageTimes(NamedTuple):
+    """Durations and moments that lay out a completion's stages, in milliseconds, as numbers or as arrays; moments are
+    since it was accepted.
+    """
+
+    prepared: Any
+    admitted: Any
+    sent: Any  # to its first worker
+    computing: Any  # sent to the worker whose prefill counted
+    queue: Any
+    prefill: Any
+    transfer: Any
+    decode_queue: Any
+    first_token: Any
+    decode: Any
+    redispatched: Any  # 0: the first worker computed it to the end
+
+
+def stage_times(ended: EndedCompletion) -> tuple[float, ...]:
+    """Returns the fields of `StageTimes`, without the cost of naming them."""
+    timing, accepted_s, legs = ended.timing, ended.accepted_s, ended.legs
+    sent = admitted = (ended.admitted_s - accepted_s) * 1e3
+    if legs:
+        sent = (legs[0].sent_s - accepted_s) * 1e3
+    return (
+        (ended.prepared_s - accepted_s) * 1e3,
+        admitted,
+        sent,
+        sent if len(legs) == 1 and legs[0].cause is LegCause.PLACED else ended.computing_ms,
+        timing.queue_ms,
+        timing.prefill_ms,
+        timing.transfer_ms,
+        timing.decode_queue_ms,
+        timing.first_token_ms,
+        timing.decode_ms,
+        timing.num_redispatches,
+    )
+
+
+def has_transfer(timing: common_pb2.Timing) -> bool:
+    """Returns whether the completion has the stages `transfer` and `decode queue`."""
+    return bool(timing.transfer_ms or timing.pages_moved)
+
+
+def lay_out(times: Iterable[Any], arithmetic: Arithmetic) -> tuple[tuple[Any, Any], ...]:
+    """Returns the beginning and the end of each `Stage`, in milliseconds since the request was accepted, from
+    `StageTimes` of numbers or of arrays. `transfer` and `decode queue` apply only where pages moved.
 
     Workers report durations, which are laid out from the moment at which the last placement was sent. A prefill ends
     with the first token at the latest; pages may land, and wait for the batch, while that is on its way or after it.
     Calls between processes leave gaps. For a split prompt, whose parts take turns, `queue`, `prefill` and `transfer`
-    are sums. A prompt that the decode worker computed has neither `transfer` nor `decode queue`.
+    are sums.
     """
-    timing, accepted_s = ended.timing, ended.accepted_s
-    first_token_ms, transfer_ms = timing.first_token_ms, timing.transfer_ms
-    end_ms = first_token_ms + timing.decode_ms
-    prepared_ms = max(0.0, ((ended.prepared_s or accepted_s) - accepted_s) * 1e3)
-    sent_ms = admitted_ms = max(prepared_ms, (ended.admitted_s - accepted_s) * 1e3)
-    if ended.legs:
-        sent_ms = max(admitted_ms, (ended.legs[0].sent_s - accepted_s) * 1e3)
-    at_ms = max(sent_ms, ended.computing_ms)
-    waited_ms = 0.0 if timing.num_redispatches else sent_ms
+    maximum, minimum, choose = arithmetic
+    prepared, admitted, sent, at, queue, prefill, transfer, decode_queue, first_token, decode, redispatched = times
+    end = first_token + decode
+    prepared = maximum(prepared, 0.0)
+    admitted = maximum(prepared, admitted)
+    sent = maximum(admitted, sent)
+    at = maximum(sent, at)
+    waited = choose(redispatched, 0.0, sent)
     # A worker that took over computes the prompt again after the first token.
-    last_ms = max(at_ms, first_token_ms if first_token_ms > at_ms else end_ms)
-    queued_ms = min(at_ms + max(0.0, timing.queue_ms - waited_ms), last_ms)
-    computed_ms = min(queued_ms + timing.prefill_ms, last_ms)
-    transfer = decode_queue = None
-    if transfer_ms or timing.pages_moved:
-        landed_ms = max(computed_ms, min(computed_ms + transfer_ms, end_ms))
-        transfer = (computed_ms, landed_ms)
-        decode_queue = (landed_ms, max(landed_ms, min(landed_ms + timing.decode_queue_ms, end_ms)))
+    last = maximum(at, choose(first_token > at, first_token, end))
+    queued = minimum(at + maximum(queue - waited, 0.0), last)
+    computed = minimum(queued + prefill, last)
+    landed = maximum(computed, minimum(computed + transfer, end))
+    joined = maximum(landed, minimum(landed + decode_queue, end))
     return (
-        (0.0, prepared_ms),
-        (prepared_ms, admitted_ms),
-        (admitted_ms, sent_ms),
-        (at_ms, queued_ms),
-        (queued_ms, computed_ms),
-        transfer,
-        decode_queue,
-        (first_token_ms, end_ms),
+        (0.0, prepared),
+        (prepared, admitted),
+        (admitted, sent),
+        (at, queued),
+        (queued, computed),
+        (computed, landed),
+        (landed, joined),
+        (first_token, end),
     )
+
+
+def stage_intervals(ended: EndedCompletion) -> tuple[tuple[float, float] | None, ...]:
+    """Returns the beginning and the end of each `Stage`, in milliseconds since the request was accepted; None for one
+    that the completion did not have. A prompt that the decode worker computed has neither `transfer` nor
+    `decode queue`.
+    """
+    intervals = lay_out(stage_times(ended), _SCALAR)
+    if has_transfer(ended.timing):
+        return intervals
+    return (*intervals[:5], None, None, intervals[7])
 
 
 def stages_of(ended: EndedCompletion) -> list[CompletionStage]:

@@ -29,8 +29,8 @@ def count(
 ) -> str:
     """Counts one interactive request with this timing; returns the exposition."""
     slo = SloConfig(ttft_s=0.5, itl_s=0.02)
-    metrics = RouterMetrics("m")
-    counts = CompletionCounts(metrics, RetryBudget(), DemandCounter(slo), slo)
+    metrics = RouterMetrics("m", slo=slo)
+    counts = CompletionCounts(metrics, RetryBudget(), DemandCounter(slo))
     now_s = time.monotonic()
     request = PreparedRequest(
         RequestId("r"),
@@ -46,6 +46,13 @@ def count(
     counts.completion(request, FinishReason.LENGTH, timing, num_tokens, choices=[choice] if choice else ())
     counts.request(request, usage, timing)
     return metrics.render().decode()
+
+
+def ended_request(tenant: str = "") -> EndedRequest:
+    """Returns a request of the bulk lane that has met the targets."""
+    return EndedRequest(
+        Lane.BULK, tenant, common_pb2.Usage(prompt_tokens=10, completion_tokens=1), common_pb2.Timing(), 1.0
+    )
 
 
 def timing(**fields: object) -> common_pb2.Timing:
@@ -121,9 +128,9 @@ def test_ended_completions_are_observed_by_lane_pool_prompt_and_finish_reason() 
 def test_ends_wait_for_a_scrape_or_for_each_other_and_none_is_lost() -> None:
     metrics = RouterMetrics("m")
     ended = 0
-    for more in (1, 63, 64, 65, 7):
+    for more in (1, 255, 256, 257, 7):
         for _ in range(more):
-            metrics.requests.request(EndedRequest(Lane.BULK, "", 10, 0, 1, 1.0, met=True))
+            metrics.requests.request(ended_request())
         ended += more
         series = 'penstock:request_targets_total{lane="bulk",model_name="m",result="met"}'
         assert f"{series} {ended:.1f}" in metrics.render().decode()
@@ -133,7 +140,7 @@ async def test_the_event_loop_runs_while_metrics_are_rendered() -> None:
     metrics = RouterMetrics("m", 20)
     for tenant in range(30):
         metrics.requests.first_token(Lane.BULK, 10, str(tenant), 0.1)
-        metrics.requests.request(EndedRequest(Lane.BULK, str(tenant), 10, 0, 1, 1.0, met=True))
+        metrics.requests.request(ended_request(str(tenant)))
     rendering, num_turns = asyncio.create_task(metrics.render_aside()), 0
     while not rendering.done():
         num_turns += 1
@@ -148,10 +155,11 @@ async def test_the_event_loop_runs_while_metrics_are_rendered() -> None:
 
 def test_vllms_histogram_is_the_sum_over_lanes_and_prompt_lengths() -> None:
     registry = CollectorRegistry()
-    metrics = RequestMetrics(registry, "m")
+    metrics = RequestMetrics(registry, "m", SloConfig())
     metrics.first_token(Lane.BULK, 10, "", 0.004)
     metrics.first_token(Lane.STANDARD, 10_000, "", 0.02)
     metrics.gaps(Lane.BULK, 10, "").observe(0.003, 5)
+    metrics.fold()
     text = generate_latest(registry).decode()
     assert 'vllm:time_to_first_token_seconds_bucket{le="0.005",model_name="m"} 1.0' in text
     assert 'vllm:time_to_first_token_seconds_count{model_name="m"} 2.0' in text
@@ -228,11 +236,11 @@ def test_prompt_classes_meet_at_their_bounds() -> None:
 
 def test_the_label_tenant_is_bounded_and_off_by_default() -> None:
     registry = CollectorRegistry()
-    metrics = RequestMetrics(registry, "m", num_tenants=2)
+    metrics = RequestMetrics(registry, "m", SloConfig(), num_tenants=2)
     for tenant in ("a", "b", "c", "d", "a"):
         metrics.first_token(Lane.BULK, 10, tenant, 0.004)
         metrics.gaps(Lane.BULK, 10, tenant).observe(0.003)
-        metrics.request(EndedRequest(Lane.BULK, tenant, 10, 0, 1, 1.0, met=True))
+        metrics.request(ended_request(tenant))
     metrics.fold()
     for name in ("time_to_first_token_seconds_count", "inter_token_latency_seconds_count"):
         for tenant, times in (("a", 2), ("b", 1), ("other", 2)):

@@ -28,7 +28,7 @@ NAMES = [stage.value for stage in Stage]
 
 @pytest.fixture
 def counts() -> CompletionCounts:
-    return CompletionCounts(RouterMetrics("m"), RetryBudget(), DemandCounter(SloConfig()), SloConfig())
+    return CompletionCounts(RouterMetrics("m"), RetryBudget(), DemandCounter(SloConfig()))
 
 
 @pytest.fixture

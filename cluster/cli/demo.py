@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,13 +19,14 @@ from typing import Any, Protocol
 import psutil
 
 from cluster.cli.start_progress import StartProgress
-from cluster.cli.table import TIMING_HEADER, format_table, timing_row
+from cluster.cli.table import TIMING_HEADER, timing_row
 from cluster.ray.launch import RayDeployment, launch
 from penstock import AsyncClient
 from penstock.client.results import ChatMessage, GenerateResult, ResultBuilder
 from penstock.config import DecodeConfig, PoolConfig, ServeConfig
 from penstock.errors import PenstockError
 from penstock.process import set_up_logging
+from penstock.table import columns_of, format_table
 
 _MODEL = Path(__file__).resolve().parents[2] / "models" / "penstock-tiny"
 _MAX_TOKENS = 120
@@ -159,7 +161,8 @@ def _result_table(prompts: Sequence[DemoPrompt], results: Sequence[GenerateResul
         ]
         for prompt, result in zip(prompts, results, strict=True)
     ]
-    return format_table(("request", "prompt", "output", *TIMING_HEADER), rows)
+    header = ("request", "prompt", "output", *TIMING_HEADER)
+    return format_table(header, rows, columns_of(sys.stdout), optional=("prefill ms", "queue ms", "output"))
 
 
 def _show(deployment: RayDeployment) -> None:
@@ -176,10 +179,11 @@ def _show(deployment: RayDeployment) -> None:
         finally:
             screen.close()
         print(f"\n{_result_table(prompts, results)}\n")
-    print(
-        "TTFT: time to first token. transfer: the part that did not overlap with the prefill. tokens cached: prompt\n"
-        "tokens found in a prefix cache. pages moved: KV pages that the prefill worker wrote into the decode worker.\n"
+    legend = (
+        "TTFT: time to first token. transfer: the part that did not overlap with the prefill. tokens cached: prompt "
+        "tokens found in a prefix cache. pages moved: KV pages that the prefill worker wrote into the decode worker."
     )
+    print(f"{textwrap.fill(legend, columns_of(sys.stdout) or _LINE)}\n")
 
 
 def demo_config(model: str) -> ServeConfig:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from cluster.cli.table import printable
+from penstock.table import printable
 
 
 class Progress:

@@ -8,6 +8,7 @@ from penstock.bench.results.compare import PointComparison
 from penstock.bench.results.figures import GroupFigures, RunFigures
 from penstock.bench.results.quantiles import Quantiles
 from penstock.bench.results.result_file import BenchResult
+from penstock.table import format_table, wrap
 
 _QUANTILES = ("p50", "p90", "p99", "p99.9", "max")
 _GROUP_COLUMNS = (("TTFT", "p50"), ("TTFT", "p99"), ("ITL", "p50"), ("ITL", "p99"), ("TPOT", "p50"), ("E2E", "p50"))
@@ -15,19 +16,19 @@ _GROUP_COLUMNS = (("TTFT", "p50"), ("TTFT", "p99"), ("ITL", "p50"), ("ITL", "p99
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # header and rows
 
 
-def describe_result(result: BenchResult) -> str:
-    """Returns the whole report."""
+def describe_result(result: BenchResult, columns: int | None = None) -> str:
+    """Returns the whole report, no wider than `columns`."""
     lines = [f"{result.workload}, at {result.target}", *result.notes]
     for point in result.points:
-        lines += ["", f"== {point.name} ==", *describe_figures(point.figures)]
+        lines += ["", f"== {point.name} ==", *describe_figures(point.figures, columns)]
         if point.run.is_interrupted:
             lines.append("INTERRUPTED: the figures are those of the requests that had ended")
     if len(result.points) > 1:
-        lines += ["", "== sweep ==", align(*sweep_table(result))]
-    return "\n".join(lines)
+        lines += ["", "== sweep ==", format_table(*sweep_table(result), columns)]
+    return wrap("\n".join(lines), columns)
 
 
-def describe_figures(figures: RunFigures) -> Iterator[str]:
+def describe_figures(figures: RunFigures, columns: int | None = None) -> Iterator[str]:
     """Yields the lines of one point."""
     endings = ", ".join(f"{count} {ending}" for ending, count in figures.endings.items())
     sent = f"{figures.num_requests} requests in {figures.elapsed_s:.1f} s, {figures.offered_per_s:.2f}/s offered"
@@ -39,14 +40,14 @@ def describe_figures(figures: RunFigures) -> Iterator[str]:
     yield f"output {figures.output_tokens_per_s:.1f} tokens/s, {prompts}"
     if figures.length_ratio is not None and abs(figures.length_ratio - 1) > 0.05:
         yield f"the server counted {figures.length_ratio:.2f} times the planned prompt tokens"
-    yield align(*latency_table(figures.latencies))
+    yield format_table(*latency_table(figures.latencies), columns)
     for slo in figures.slos:
         met = f"{slo.num_met} of {slo.num_judged} met it ({slo.attainment:.1%})"
         yield f"SLO {slo.slo}: {met}, goodput {slo.goodput:.3f} requests/s"
     for title, groups in (("prompt tokens", figures.by_length), ("lane", figures.by_lane)):
         if len(groups) > 1:
             yield ""
-            yield align(*group_table(title, groups))
+            yield format_table(*group_table(title, groups), columns)
     yield from describe_own_error(figures)
 
 
@@ -113,16 +114,6 @@ def comparison_table(comparison: PointComparison) -> Table:
             (f"{each.figure}{unit}", _value(each.a, scale), _value(each.b, scale), ratio, interval, each.verdict)
         )
     return ("figure", "A", "B", "B/A", "95 % interval", "B is"), rows
-
-
-def align(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligns columns with spaces; numeric columns to the right."""
-    columns = []
-    for title, *cells in zip(header, *rows, strict=True):
-        width = max(len(cell) for cell in (title, *cells))
-        is_numeric = all(cell == "-" or cell[:1].isdigit() for cell in cells)
-        columns.append([cell.rjust(width) if is_numeric else cell.ljust(width) for cell in (title, *cells)])
-    return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
 
 
 def _cell(found: Quantiles | None, share: str) -> str:

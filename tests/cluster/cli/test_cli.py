@@ -21,7 +21,7 @@ from cluster.cli.catalog import GROUPS
 from cluster.cli.commands.running.serve import how_to_call, may_restart, serve_config
 from cluster.cli.main import main, make_parser
 from cluster.cli.start_progress import StartProgress
-from cluster.cli.table import format_table, state_changes
+from cluster.cli.table import state_changes
 from cluster.ray import connection
 from cluster.ray import launch as launching
 from cluster.ray.connection import MINIMUM_RAY
@@ -29,6 +29,7 @@ from penstock.config import ServeConfig
 from penstock.errors import ConfigError, DeadlineExceeded, InvalidInput
 from penstock.rpc.addresses import callable_host
 from penstock.rpc.secret import digest_of
+from penstock.table import format_table
 from penstock.v1 import admin_pb2, admin_pb2_grpc, common_pb2, worker_pb2
 from tests.support.router.fake_inference import FakeInference, FakeServer, say
 

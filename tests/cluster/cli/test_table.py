@@ -13,10 +13,11 @@ from cluster.cli.commands.inspecting.doctor import format_finding
 from cluster.cli.commands.inspecting.status import format_status
 from cluster.cli.main import main
 from cluster.cli.progress import Progress
-from cluster.cli.table import STATE_STYLES, columns_of, format_table, printable, styles_for
+from cluster.cli.table import STATE_STYLES, styles_for
 from cluster.diagnose.findings import Finding, Severity
 from penstock.client.results import Chunk
 from penstock.client.sync_client import GenerateStream
+from penstock.table import columns_of, format_table, printable
 from penstock.v1 import admin_pb2, worker_pb2
 
 
@@ -60,9 +61,8 @@ def test_columns_without_figures_go_first() -> None:
 
 
 def test_a_single_row_becomes_a_list() -> None:
-    assert format_table(("queue ms", "served by"), [["1.5", "prefill-0 > decode-1"]], 20) == (
-        "queue ms   1.5\nserved by  prefill-0 > decode-1"
-    )
+    header, row = ("queue ms", "served by", "pages"), ["1.5", "prefill-0 > decode-1", "3"]
+    assert format_table(header, [row], 32) == "queue ms   1.5\nserved by  prefill-0 > decode-1\npages      3"
 
 
 def test_colours_are_for_terminals_that_want_them() -> None:

@@ -93,11 +93,12 @@ def test_bars_share_one_scale_and_lost_workers_are_named() -> None:
     decision = {"policy": "random", "completions": []}
     found = {"request_id": "r", "trace_id": "t" * 32, "completions": [completion], "decision": decision}
     lines = format_waterfall(found, 56, "#").splitlines()
-    assert lines[:11] == [
+    assert lines[:12] == [
         f"trace {'t' * 32}",
         "",
         "r: 100.0 ms, first token after 100.0 ms",
-        "9 prompt tokens, 0 cached, 1 tokens, length, bulk lane, pages moved: 3, re-dispatches: 1",
+        "9 prompt tokens, 0 cached, 1 tokens, length, bulk lane,",
+        "  pages moved: 3, re-dispatches: 1",
         "stage    start ms    ms  at",
         "prefill      50.0  50.0  prefill-0" + " " * 12 + "#" * 10,  # the second half of the 20 columns left
         "",

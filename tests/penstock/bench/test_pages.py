@@ -9,11 +9,12 @@ from dataclasses import replace
 from hypothesis import given, settings
 
 from penstock.bench.pages.html import result_page
-from penstock.bench.pages.text import align, comparison_table, describe_result
+from penstock.bench.pages.text import comparison_table, describe_result
 from penstock.bench.results.compare import compare
 from penstock.bench.results.record import RunRecord
 from penstock.bench.results.result_file import make_point
 from penstock.bench.results.slo import parse_slo
+from penstock.table import format_table
 from tests.penstock.bench.made_runs import run_records, steady_result
 
 SLO = parse_slo("ttft=1,tpot=0.5")
@@ -37,6 +38,6 @@ def test_any_result_has_a_report_and_a_page(one: RunRecord, other: RunRecord) ->
 
 def test_a_comparison_is_a_table_of_ratios() -> None:
     (point,) = compare(steady_result(0.2, 0.02, 1), steady_result(0.2, 0.03, 2), resamples=100)
-    text = align(*comparison_table(point))
+    text = format_table(*comparison_table(point))
     assert re.search(r"ITL p50 ms +\d+\S* +[23]\d\S* +1\.[45]\d+ +1\.\d+ to 1\.\d+ +worse", text)
     assert re.search(r"hit rate +0\.5 +0\.5 +1\.000 .* no difference shown", text)

@@ -11,9 +11,10 @@ from typing import Any
 
 from cluster.cli.client import open_client
 from cluster.cli.options import add_client_options, sampling_fields
-from cluster.cli.table import TIMING_HEADER, columns_of, format_table, printable, timing_row
+from cluster.cli.table import TIMING_HEADER, timing_row
 from penstock.client.results import Chunk
 from penstock.client.sync_client import GenerateStream
+from penstock.table import columns_of, format_table, printable, wrap
 
 _INTERRUPTED = 130
 _STAGES = ("queue", "prefill", "transfer", "decode queue", "decode", "harm", "bonus", "total")
@@ -91,7 +92,7 @@ def format_decision(decision: Mapping[str, Any], columns: int | None = None) -> 
         if "actual" in completion:  # absent in a lookaside stream, whose record is made before it starts
             rows.append(_actual_row(completion["actual"]))
         parts.append(format_table(["", "pair", *_STAGES, "cached"], rows, columns))
-    return "\n".join(parts)
+    return wrap("\n".join(parts), columns)
 
 
 def _key(stage: str) -> str:

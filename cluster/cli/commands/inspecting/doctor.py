@@ -19,10 +19,11 @@ from types import ModuleType
 from cluster.cli.admin import admin_call, admin_stub
 from cluster.cli.options import add_admin_options
 from cluster.cli.progress import Progress
-from cluster.cli.table import NO_STYLES, STATE_STYLES, Styles, paint, printable, styles_for
+from cluster.cli.table import STATE_STYLES, styles_for
 from cluster.diagnose.findings import Finding, Severity
 from penstock.config import ServeConfig
 from penstock.errors import PenstockError, Unavailable
+from penstock.table import NO_STYLES, Styles, columns_of, paint, printable, wrap
 from penstock.v1 import admin_pb2
 
 _PROBLEMS = 1
@@ -46,7 +47,7 @@ def run(arguments: Namespace) -> int:
     for finding in _examine(arguments):
         findings.append(finding)
         if not arguments.json:
-            print(format_finding(finding, styles), flush=True)
+            print(format_finding(finding, styles, columns_of(sys.stdout)), flush=True)
     counts = Counter(finding.severity for finding in findings)
     num_problems, num_warnings = counts[Severity.PROBLEM], counts[Severity.WARNING]
     if arguments.json:
@@ -62,12 +63,12 @@ def _as_json(finding: Finding) -> dict[str, str]:
     return {"verdict" if name == "severity" else name: value for name, value in fields.items()}
 
 
-def format_finding(finding: Finding, styles: Styles = NO_STYLES) -> str:
-    """Formats a finding as a line, and a second one for its advice."""
+def format_finding(finding: Finding, styles: Styles = NO_STYLES, columns: int | None = None) -> str:
+    """Formats a finding as a line, and a second one for its advice; lines longer than `columns` are folded."""
     mark = _MARKS[finding.severity]
-    words = printable(f"{finding.check:<11} {finding.subject}: {finding.text}")
-    line = f"{paint(f'{mark:<5}', styles.get(mark, ''))} {words}"
-    return f"{line}\n{'':<5} -> {printable(finding.advice)}" if finding.advice else line
+    line = f"{mark:<5} {printable(f'{finding.check:<11} {finding.subject}: {finding.text}')}"
+    text = f"{line}\n{'':<5} -> {printable(finding.advice)}" if finding.advice else line
+    return paint(f"{mark:<5}", styles.get(mark, "")) + wrap(text, columns, indent=9)[5:]
 
 
 def _examine(arguments: Namespace) -> Iterator[Finding]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, Namespace
 from datetime import datetime
 
 from cluster.cli.admin import CALL_TIMEOUT_S, admin_stub, to_json
 from cluster.cli.options import add_admin_options
+from penstock.table import columns_of, wrap
 from penstock.v1 import admin_pb2
 
 
@@ -24,7 +26,8 @@ def run(arguments: Namespace) -> int:
     with admin_stub(arguments) as (stub, metadata):
         timeout_s = None if arguments.follow else CALL_TIMEOUT_S
         for event in stub.Events(request, timeout=timeout_s, metadata=metadata):
-            print(to_json(event) if arguments.json else format_event(event), flush=True)
+            text = to_json(event) if arguments.json else wrap(format_event(event), columns_of(sys.stdout))
+            print(text, flush=True)
     return 0
 
 

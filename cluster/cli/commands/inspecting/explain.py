@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, Namespace
 from datetime import datetime
 
 from cluster.cli.admin import admin_call, to_json
 from cluster.cli.options import add_admin_options
 from penstock.errors import InvalidInput
+from penstock.table import columns_of, wrap
 from penstock.v1 import admin_pb2
 
 
@@ -30,7 +32,7 @@ def run(arguments: Namespace) -> int:
         return 0
     print(f"the autoscaler is {response.mode}")
     for record in response.records:
-        print(format_record(record))
+        print(wrap(format_record(record), columns_of(sys.stdout)))
     return 0
 
 

@@ -17,8 +17,8 @@ from cluster.cli.admin import CALL_TIMEOUT_S, admin_stub
 from cluster.cli.options import add_admin_options, require_positive
 from cluster.cli.rates import DeploymentRates, DeploymentSnapshot, RouterCounts, WorkerRates, compute_rates, read_counts
 from cluster.cli.router_http import RouterHttp
-from cluster.cli.table import format_table, printable
 from penstock.errors import PenstockError
+from penstock.table import columns_of, format_table, printable, wrap
 from penstock.v1 import admin_pb2
 
 _SCRAPE_TIMEOUT_S = 3.0
@@ -97,14 +97,16 @@ def _show(views: Iterator[tuple[admin_pb2.StatusResponse, DeploymentRates]]) -> 
     with live:
         for status, view in views:
             past.append(view.tokens_per_s or 0.0)
-            text = format_rates(status.model, view, past if has_bars else None)
+            text = format_rates(status.model, view, past if has_bars else None, columns_of(sys.stdout))
             live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
-def format_rates(model: str, view: DeploymentRates, past: Sequence[float] | None = None) -> str:
+def format_rates(
+    model: str, view: DeploymentRates, past: Sequence[float] | None = None, columns: int | None = None
+) -> str:
     """Formats one view: two lines on the deployment, a line a pool, a table of workers.
 
-    With `past`, the tokens/s of the last views, pages become bars and those a curve.
+    With `past`, the tokens/s of the last views, pages become bars and those a curve. No line is wider than `columns`.
     """
     curve = f" {sparkline(past)}" if past is not None else ""
     head = (
@@ -117,9 +119,9 @@ def format_rates(model: str, view: DeploymentRates, past: Sequence[float] | None
     pools = [
         _pool_line(role, [worker for worker in view.workers if worker.role == role]) for role in ("prefill", "decode")
     ]
-    table = format_table(_HEADER, [_row(worker, has_bars) for worker in view.workers])
+    table = format_table(_HEADER, [_row(worker, has_bars) for worker in view.workers], columns)
     notes = [printable(f"no figures of a router: {reason}") for reason in view.unread.values()]
-    return "\n".join([head, *pools, "", table, *(["", *notes] if notes else [])])
+    return wrap("\n".join([head, *pools, "", table, *(["", *notes] if notes else [])]), columns)
 
 
 def sparkline(values: Sequence[float]) -> str:

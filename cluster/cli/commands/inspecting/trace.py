@@ -14,8 +14,8 @@ from cluster.cli.admin import CALL_TIMEOUT_S, admin_stub
 from cluster.cli.commands.calling.generate import format_decision
 from cluster.cli.options import add_admin_options
 from cluster.cli.router_http import RouterHttp
-from cluster.cli.table import format_table
 from penstock.errors import InvalidInput, PenstockError, Unavailable
+from penstock.table import format_table, wrap
 from penstock.v1 import admin_pb2
 
 _TIMEOUT_S = 5.0  # of each router
@@ -123,7 +123,7 @@ def format_waterfall(found: Mapping[str, Any], columns: int, mark: str = "█") 
         parts += _legs(completion["legs"])
         if completion["preempted_ms"]:
             parts.append("preempted at " + ", ".join(f"{at_ms:.1f} ms" for at_ms in completion["preempted_ms"]))
-    return "\n\n".join([*parts, format_decision(found["decision"])])
+    return wrap("\n\n".join([*parts, format_decision(found["decision"], columns)]), columns)
 
 
 def _headline(found: Mapping[str, Any], completion: Mapping[str, Any]) -> str:

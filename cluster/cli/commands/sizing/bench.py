@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from cluster.cli.options import add_tls_options, check_address, client_tls
 from penstock.errors import InvalidInput
 from penstock.rpc.failed_http import without_user
+from penstock.table import columns_of, format_table, wrap
 
 if TYPE_CHECKING:
     from penstock.bench.driver.endpoint import Endpoint
@@ -181,7 +182,7 @@ def _format(result: BenchResult, as_json: bool) -> str:
     from penstock.bench.pages.text import describe_result
     from penstock.bench.results.result_file import summary_json
 
-    return json.dumps(summary_json(result), indent=2) if as_json else describe_result(result)
+    return json.dumps(summary_json(result), indent=2) if as_json else describe_result(result, columns_of(sys.stdout))
 
 
 def write_files(result: BenchResult, folder: Path) -> None:
@@ -357,7 +358,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _compare(arguments: Namespace) -> int:
     """Prints the comparison of two results."""
-    from penstock.bench.pages.text import align, comparison_table
+    from penstock.bench.pages.text import comparison_table
     from penstock.bench.results.compare import compare
     from penstock.bench.results.result_file import read_result
 
@@ -369,13 +370,14 @@ def _compare(arguments: Namespace) -> int:
     if arguments.json:
         print(json.dumps([_as_json(asdict(each), each.ratios) for each in found], indent=2))
         return 0
-    print(
-        f"A: {a.label or arguments.a}, {a.workload}, {a.target}\nB: {b.label or arguments.b}, {b.workload}, {b.target}"
-    )
+    columns = columns_of(sys.stdout)
+    for name, result, file in (("A", a, arguments.a), ("B", b, arguments.b)):
+        print(wrap(f"{name}: {result.label or file}, {result.workload}, {result.target}", columns))
     for each in found:
         how = "the same requests in both" if each.is_paired else "different requests"
-        print(f"\n== {each.name}: {each.num_requests[0]} and {each.num_requests[1]} requests, {how} ==")
-        print(align(*comparison_table(each)))
+        counts = f"{each.num_requests[0]} and {each.num_requests[1]} requests"
+        print(wrap(f"\n== {each.name}: {counts}, {how} ==", columns))
+        print(format_table(*comparison_table(each), columns))
     return 0
 
 

@@ -11,9 +11,9 @@ from dataclasses import asdict, replace
 from cluster.cli.admin import CALL_TIMEOUT_S, admin_stub
 from cluster.cli.options import add_admin_options, local_folder, require_positive
 from cluster.cli.progress import Progress
-from cluster.cli.table import format_table
 from penstock import wire
 from penstock.sizing.model_shape import find_shape
+from penstock.table import columns_of, format_table, wrap
 from penstock.types import Role
 from penstock.v1 import admin_pb2
 from simulator.costs.cost_file import CostProfile, write_costs
@@ -57,7 +57,9 @@ def run(arguments: Namespace) -> int:
         errors=fitted.errors,
     )
     write_costs(profile, arguments.output)
-    print(json.dumps(asdict(profile), indent=2) if arguments.json else describe(profile, records))
+    print(
+        json.dumps(asdict(profile), indent=2) if arguments.json else describe(profile, records, columns_of(sys.stdout))
+    )
     print(f"wrote {arguments.output}", file=sys.stderr)
     return 0
 
@@ -84,8 +86,8 @@ def observe(recorder: StepRecorder, status: admin_pb2.StatusResponse) -> None:
             recorder.observe(name, Role(worker.member.role), wire.load_from_wire(worker.load))
 
 
-def describe(profile: CostProfile, records: list[StepRecord]) -> str:
-    """Returns the costs as a table, in the units that people compare."""
+def describe(profile: CostProfile, records: list[StepRecord], columns: int | None = None) -> str:
+    """Returns the costs as a table, in the units that people compare, no wider than `columns`."""
     prefill, decode = profile.prefill, profile.decode
     rows = [
         ("prefill", f"{prefill.step_s * 1e3:.3g} ms", f"{prefill.token_s * 1e6:.3g} us", _ns(prefill.context_s)),
@@ -98,8 +100,8 @@ def describe(profile: CostProfile, records: list[StepRecord]) -> str:
              _ns(chunk.context_s))
         )  # fmt: skip
     errors = ", ".join(f"{name} {value:.0%}" for name, value in profile.errors.items())
-    table = format_table(("steps", "fixed", "each token", "each token and context token"), rows)
-    return f"{table}\n\n{len(records)} reports; relative errors: {errors}"
+    table = format_table(("steps", "fixed", "each token", "each token and context token"), rows, columns)
+    return f"{table}\n\n{wrap(f'{len(records)} reports; relative errors: {errors}', columns)}"
 
 
 def _ns(seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,13 +11,13 @@ from pathlib import Path
 
 from cluster.cli.options import local_folder
 from cluster.cli.progress import Progress
-from cluster.cli.table import format_table
 from penstock.bench.traces.read import read_trace
 from penstock.charts.page import PageTable, render_page
 from penstock.config import ServeConfig, SloConfig, parse
 from penstock.errors import InvalidInput
 from penstock.sizing.accelerators import ACCELERATORS
 from penstock.sizing.model_shape import MODEL_SHAPES, ModelShape, find_shape
+from penstock.table import columns_of, format_table, wrap
 from simulator.costs.accelerators import find_accelerator
 from simulator.costs.cost_file import CostProfile, read_costs
 from simulator.planning.arithmetic import quantize_kv
@@ -135,17 +136,19 @@ def run(arguments: Namespace) -> int:
     if arguments.html:
         tables = [(title, PageTable(header, rows)) for title, header, rows in make_tables(report)]
         Path(arguments.html).write_text(render_page(make_page(report, summarize(report), tables, toml)))
-    print(json.dumps(as_json(report), indent=2) if arguments.json else describe(report))
+    print(json.dumps(as_json(report), indent=2) if arguments.json else describe(report, columns_of(sys.stdout)))
     return 0
 
 
-def describe(report: PlanReport) -> str:
-    """Returns the plan as text: the choice, the candidates, what it depends on, and the reasons."""
-    lines = [*summarize(report)]
+def describe(report: PlanReport, columns: int | None = None) -> str:
+    """Returns the plan as text no wider than `columns`: the choice, the candidates, what it depends on, and the
+    reasons.
+    """
+    lines = [wrap(line, columns) for line in summarize(report)]
     for title, header, rows in make_tables(report):
-        lines += ["", f"{title}:", format_table(header, rows)]
+        lines += ["", f"{title}:", format_table(header, rows, columns)]
     for subject, sentences in explain(report).items():
-        lines += ["", f"Why, {subject}:", *(f"  {sentence}" for sentence in sentences)]
+        lines += ["", f"Why, {subject}:", *(wrap(f"  {sentence}", columns) for sentence in sentences)]
     return "\n".join(lines)
 
 

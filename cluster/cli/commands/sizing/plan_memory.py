@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from cluster.cli.options import local_folder
-from cluster.cli.table import format_table
 from engine.memory.device_memory import find_device
 from engine.memory.plan import MemoryPlan, in_units, plan_memory
 from engine.weights.checkpoint import CONFIG_FILE
 from penstock.config import ServeConfig, parse, read
+from penstock.table import columns_of, format_table, name_rows, wrap
 from penstock.types import Role
 
 
@@ -48,7 +49,10 @@ def run(arguments: Namespace) -> int:
         step_tokens=worker.max_batch_tokens,
         max_sequences=worker.max_batch_sequences,
     )
-    print(json.dumps(as_json(plan), indent=2) if arguments.json else describe(plan, worker.max_batch_sequences))
+    if arguments.json:
+        print(json.dumps(as_json(plan), indent=2))
+    else:
+        print(describe(plan, worker.max_batch_sequences, columns_of(sys.stdout)))
     return 0
 
 
@@ -77,8 +81,8 @@ def as_json(plan: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def describe(plan: MemoryPlan, max_sequences: int) -> str:
-    """Returns the plan as a table of sizes, and of the largest batch by context length."""
+def describe(plan: MemoryPlan, max_sequences: int, columns: int | None = None) -> str:
+    """Returns the plan as a table of sizes, and of the largest batch by context length, no wider than `columns`."""
     model, layout = plan.model, plan.layout
     tokens = plan.num_pages * layout.page_size
     experts = model.experts
@@ -102,7 +106,6 @@ def describe(plan: MemoryPlan, max_sequences: int) -> str:
         rows.append(
             ("host tier", f"{plan.host_tier_bytes // layout.page_bytes:,} pages in {in_units(plan.host_tier_bytes)}")
         )
-    lines = [f"{name:<10}{text}" for name, text in rows]
     table = format_table(
         ("context", "largest batch"), [(str(context), str(batch)) for context, batch in plan.largest_batch.items()]
     )
@@ -113,4 +116,7 @@ def describe(plan: MemoryPlan, max_sequences: int) -> str:
         notes.append(
             f"No request of more than {tokens:,} tokens fits; set engine.max_context = {tokens} to refuse longer ones."
         )
-    return "\n".join([*lines, "", table, *(["", *notes] if notes else [])])
+    paragraphs = [name_rows(rows, columns), table]
+    if notes:
+        paragraphs.append("\n".join(wrap(note, columns) for note in notes))
+    return "\n\n".join(paragraphs)

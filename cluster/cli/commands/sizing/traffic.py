@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from cluster.cli.progress import Progress
-from cluster.cli.table import format_table
 from penstock.bench.traces.read import read_trace
 from penstock.charts.page import render_page
 from penstock.charts.svg import render_svg
 from penstock.errors import InvalidInput
+from penstock.table import columns_of, format_table, name_rows
 from simulator.traffic.describe import SHARES_OF_CEILING, TrafficReport, as_json, describe_trace
 from simulator.traffic.pages import draw_reuse, make_page
 from simulator.traffic.statistics import Distribution
@@ -48,12 +49,15 @@ def run(arguments: Namespace) -> int:
         if chart is None:
             raise InvalidInput("--svg", f"needs reused blocks, and {report.name} has none; leave it out")
         Path(arguments.svg).write_text(render_svg(chart) + "\n")
-    print(json.dumps(as_json(report, arguments.kv_bytes), indent=2) if arguments.json else format_rows(report, rows))
+    if arguments.json:
+        print(json.dumps(as_json(report, arguments.kv_bytes), indent=2))
+    else:
+        print(format_rows(report, rows, columns_of(sys.stdout)))
     return 0
 
 
-def format_rows(report: TrafficReport, rows: list[tuple[str, str]]) -> str:
-    """Returns the report as text: the rows, and tables of lengths and of bursts."""
+def format_rows(report: TrafficReport, rows: list[tuple[str, str]], columns: int | None = None) -> str:
+    """Returns the report as text: the rows, and tables of lengths and of bursts, none wider than `columns`."""
     lengths = format_table(
         ("tokens", "mean", "p50", "p90", "p95", "p99", "largest"),
         [
@@ -64,6 +68,7 @@ def format_rows(report: TrafficReport, rows: list[tuple[str, str]]) -> str:
                 ("both", report.contexts),
             )
         ],
+        columns,
     )
     bursts = format_table(
         ("window", "peak requests/s", "peak over mean", "variance over mean"),
@@ -71,9 +76,9 @@ def format_rows(report: TrafficReport, rows: list[tuple[str, str]]) -> str:
             (f"{each.window_s:g} s", f"{each.peak_per_s:.2f}", f"{each.peak_to_mean:.2f}", f"{each.dispersion:.1f}")
             for each in report.arrivals.windows
         ],
+        columns,
     )
-    width = max(len(name) for name, _ in rows)
-    return "\n".join([*(f"{name:<{width}}  {text}" for name, text in rows), "", lengths, "", bursts])
+    return "\n".join([name_rows(rows, columns), "", lengths, "", bursts])
 
 
 def describe_rows(report: TrafficReport, token_bytes: int | None = None) -> list[tuple[str, str]]:

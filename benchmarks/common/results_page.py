@@ -37,7 +37,7 @@ SUBJECTS = (
         "serving",
         "Serving, disaggregated and colocated",
         "A prefill and a decode worker against one colocated worker on the same two cores, over HTTP. Figures of vLLM "
-        "marked *quoted* come from an earlier run, not from this one; the README has those of one run of both.",
+        "marked *quoted* come from an earlier run, not from this one.",
         "make bench-serving",
         "lab-notes/serving.md",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -31,6 +32,25 @@ def test_every_link_resolves() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_served_latencies_are_those_of_the_committed_result() -> None:
+    """The table has the figures of both rates, to two or three digits."""
+    rows = json.loads((ROOT / "benchmarks" / "results" / "serving.json").read_text())["rows"]
+    measured = {row["metric"]: row["value"] for row in rows}
+    quoted = {row["metric"]: row["baseline_value"] for row in rows if row["baseline"] == "vLLM colocated (quoted)"}
+
+    def cell(values: dict[str, float], figure: str, side: str) -> str:
+        found = (values[f"{figure} at {rate}/s, {side}"] for rate in (2, 4))
+        return " / ".join(f"{value:.1f}" if value < 10 else f"{value:.0f}" for value in found)
+
+    for name, values, side in (
+        ("colocated", measured, "colocated"),
+        ("1 prefill + 1 decode", measured, "1P+1D"),
+        ("vLLM (CPU build), one server", quoted, "colocated"),
+    ):
+        cells = [cell(values, figure, side) for figure in ("TTFT p50", "ITL p50", "ITL p99")]
+        assert f"| {name} | {' | '.join(cells)} |" in README
 
 
 def make_anchors(page: Path) -> set[str]:

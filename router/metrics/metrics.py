@@ -27,7 +27,7 @@ from router.routing.index.prefix_index import PrefixIndex
 
 _DEFAULT_SLO = SloConfig()
 _LABELS = ["model_name"]
-_BATCH = 256
+_BATCH = 512
 _ERROR_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 
 

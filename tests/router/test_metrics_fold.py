@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 
@@ -83,7 +83,8 @@ def count(metrics: RequestMetrics, ended: EndedCompletion) -> None:
     metrics.request(EndedRequest(ended.lane, "t", usage, ended.timing, ended.end_ms / 1e3))
 
 
-@given(st.lists(completions(), max_size=20), st.integers(0, 1))
+@settings(max_examples=40)
+@given(st.lists(completions(), max_size=12), st.integers(0, 1))
 def test_batches_count_what_single_events_do(ended: Sequence[EndedCompletion], num_tenants: int) -> None:
     batched, single = CollectorRegistry(), CollectorRegistry()
     in_batches = RequestMetrics(batched, "m", SloConfig(), num_tenants)
@@ -96,7 +97,8 @@ def test_batches_count_what_single_events_do(ended: Sequence[EndedCompletion], n
     assert samples(batched) == pytest.approx(samples(single))
 
 
-@given(st.lists(completions(), max_size=20))
+@settings(max_examples=40)
+@given(st.lists(completions(), max_size=12))
 def test_stages_are_those_of_the_waterfall_in_the_librarys_histogram(ended: Sequence[EndedCompletion]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     metrics = RequestMetrics(ours, "m", SloConfig())
@@ -128,7 +130,7 @@ def test_what_waits_is_bounded_without_scrapes() -> None:
         requests = metrics.requests
         lists = (requests._first_tokens, requests._completions, requests._requests, metrics._errors_s)
         waiting.append(max(map(len, (*lists, requests.gaps(Lane.BULK, 9, "t")._waiting))))
-    assert max(waiting) < 512
+    assert max(waiting) < 512 <= len(waiting)
     text = metrics.render().decode()
     assert 'vllm:request_success_total{finished_reason="stop",model_name="m"} 1000.0' in text
     assert 'vllm:inter_token_latency_seconds_count{model_name="m"} 1000.0' in text

@@ -22,11 +22,11 @@ from cluster.cli.start_progress import StartProgress
 from cluster.cli.table import TIMING_HEADER, timing_row
 from cluster.ray.launch import RayDeployment, launch
 from penstock import AsyncClient
+from penstock.charts.table import columns_of, format_table
 from penstock.client.results import ChatMessage, GenerateResult, ResultBuilder
 from penstock.config import DecodeConfig, PoolConfig, ServeConfig
 from penstock.errors import PenstockError
 from penstock.process import set_up_logging
-from penstock.table import columns_of, format_table
 
 _MODEL = Path(__file__).resolve().parents[2] / "models" / "penstock-tiny"
 _MAX_TOKENS = 120

@@ -10,7 +10,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from penstock.table import printable
+from penstock.charts.table import printable
 
 
 class Progress:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TextIO
 
-from penstock.table import Styles
+from penstock.charts.table import Styles
 
 if TYPE_CHECKING:
     from penstock.client.results import Timing

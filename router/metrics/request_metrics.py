@@ -30,7 +30,7 @@ from router.metrics.families import (
 )
 from router.metrics.place_metrics import PlaceMetrics
 from router.metrics.tenant_label import TenantLabel
-from router.tracing.stages import Arithmetic, EndedCompletion, Stage, StageTimes, has_transfer, lay_out, stage_times
+from router.tracing.stages import Arithmetic, EndedCompletion, Stage, StageMoments, has_transfer, lay_out, stage_moments
 
 _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 _LONG_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -226,7 +226,7 @@ class RequestMetrics:
             timing = ended.timing
             pool = Role.DECODE if timing.prefill_worker in ("", timing.decode_worker) else Role.PREFILL
             which.append(numbers.setdefault(self._series_of(ended, pool, tenant), len(numbers)))
-            rows.append(stage_times(ended))
+            rows.append(stage_moments(ended))
             moved.append(has_transfer(timing))
             num_tokens.append(ended.num_tokens)
             self._preemptions.value += timing.num_preemptions
@@ -245,10 +245,10 @@ class RequestMetrics:
         moved: NDArray[np.bool_],
         num_tokens: Ints,
     ) -> None:
-        """Observes completions by their series and `StageTimes`; the last axis of each array is the completion."""
+        """Observes completions by their series and `StageMoments`; the last axis of each array is the completion."""
         for each, count in zip(series, np.bincount(which).tolist(), strict=True):
             each.ended.inc(count)
-        named = StageTimes(*times)
+        named = StageMoments(*times)
         durations_ms = np.array([end - start for start, end in lay_out(times, _ARRAYS)])
         of_stages = which * len(Stage) + np.arange(len(Stage))[:, None]
         had = np.array([moved if stage in _MOVED else np.ones_like(moved) for stage in Stage])

@@ -108,7 +108,7 @@ class Arithmetic(NamedTuple):
 _SCALAR = Arithmetic(max, min, lambda condition, chosen, other: chosen if condition else other)
 
 
-class StageTimes(NamedTuple):
+class StageMoments(NamedTuple):
     """Durations and moments that lay out a completion's stages, in milliseconds, as numbers or as arrays; moments are
     since it was accepted.
     """
@@ -126,8 +126,8 @@ class StageTimes(NamedTuple):
     redispatched: Any  # 0: the first worker computed it to the end
 
 
-def stage_times(ended: EndedCompletion) -> tuple[float, ...]:
-    """Returns the fields of `StageTimes`, without the cost of naming them."""
+def stage_moments(ended: EndedCompletion) -> tuple[float, ...]:
+    """Returns the fields of `StageMoments`, without the cost of naming them."""
     timing, accepted_s, legs = ended.timing, ended.accepted_s, ended.legs
     sent = admitted = (ended.admitted_s - accepted_s) * 1e3
     if legs:
@@ -154,7 +154,7 @@ def has_transfer(timing: common_pb2.Timing) -> bool:
 
 def lay_out(times: Iterable[Any], arithmetic: Arithmetic) -> tuple[tuple[Any, Any], ...]:
     """Returns the beginning and the end of each `Stage`, in milliseconds since the request was accepted, from
-    `StageTimes` of numbers or of arrays. `transfer` and `decode queue` apply only where pages moved.
+    `StageMoments` of numbers or of arrays. `transfer` and `decode queue` apply only where pages moved.
 
     Workers report durations, which are laid out from the moment at which the last placement was sent. A prefill ends
     with the first token at the latest; pages may land, and wait for the batch, while that is on its way or after it.
@@ -192,7 +192,7 @@ def stage_intervals(ended: EndedCompletion) -> tuple[tuple[float, float] | None,
     that the completion did not have. A prompt that the decode worker computed has neither `transfer` nor
     `decode queue`.
     """
-    intervals = lay_out(stage_times(ended), _SCALAR)
+    intervals = lay_out(stage_moments(ended), _SCALAR)
     if has_transfer(ended.timing):
         return intervals
     return (*intervals[:5], None, None, intervals[7])

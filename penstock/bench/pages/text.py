@@ -8,7 +8,7 @@ from penstock.bench.results.compare import PointComparison
 from penstock.bench.results.figures import GroupFigures, RunFigures
 from penstock.bench.results.quantiles import Quantiles
 from penstock.bench.results.result_file import BenchResult
-from penstock.table import format_table, wrap
+from penstock.charts.table import format_table, wrap
 
 _QUANTILES = ("p50", "p90", "p99", "p99.9", "max")
 _GROUP_COLUMNS = (("TTFT", "p50"), ("TTFT", "p99"), ("ITL", "p50"), ("ITL", "p99"), ("TPOT", "p50"), ("E2E", "p50"))

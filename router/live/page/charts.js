@@ -34,9 +34,10 @@ function drawChart(id, lines, { from, to, format, target }) {
     svg.append(element("line", { class: "grid", x1: left, x2: width, y1: y(max * share), y2: y(max * share) }));
     svg.append(element("text", { x: left - 6, y: y(max * share) + 4, "text-anchor": "end" }, format(max * share)));
   }
-  for (const minutes of [5, 4, 3, 2, 1]) {
-    const at = to - minutes * 60;
-    if (at >= from) svg.append(element("text", { x: x(at), y: height - 4 }, `-${minutes} min`));
+  const step = to - from > 150 ? 60 : 15;  // seconds between two labels
+  for (let before = step; before <= to - from; before += step) {
+    const text = step === 60 ? `-${before / 60} min` : `-${before} s`;
+    svg.append(element("text", { x: x(to - before), y: height - 4 }, text));
   }
   if (target && target <= max) {
     svg.append(element("line", { class: "target", x1: left, x2: width, y1: y(target), y2: y(target) }));

@@ -109,7 +109,8 @@ function showFigures(state) {
 }
 
 function showCharts(state) {
-  const to = state.unix_time_s, window = { from: to - KEPT_S, to };
+  const to = state.unix_time_s, since = Math.min(kept.counts[0].at, kept.requests.length ? kept.requests[0].ended_s : to);
+  const window = { from: to - Math.min(KEPT_S, Math.max(RECENT_S, to - since)), to };  // grows to five minutes
   const colors = [color("pages"), color("batch"), color("prefill")];
   const lines = (found, names) => found.map((points, i) => ({ name: names[i], points, color: colors[i], gap: 4 * BUCKET_S }));
   const shares = [0.5, 0.9, 0.99], names = ["p50", "p90", "p99"];
@@ -240,6 +241,7 @@ function stages(request, wide) {
 
 function showRequests() {
   const newest = kept.requests.slice(-50).reverse();
+  $("no-requests").hidden = newest.length > 0;
   document.querySelector("#requests tbody").replaceChildren(...newest.map((request) => {
     const row = document.createElement("tr"), each = perToken(request);
     const cells = [clock(request.ended_s), request.request_id, request.lane, plain(request.prompt_tokens),
@@ -247,6 +249,7 @@ function showRequests() {
       each === null ? "–" : milliseconds(each), request.prefill_worker || "–", request.decode_worker];
     for (const text of cells) { const cell = document.createElement("td"); cell.textContent = text; row.append(cell); }
     row.children[1].className = "id"; row.children[1].title = request.request_id;
+    for (const cell of [...row.children].slice(3, 8)) cell.className = "number";
     const last = document.createElement("td");
     last.append(stages(request, false));
     row.append(last);

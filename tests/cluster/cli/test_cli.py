@@ -25,11 +25,11 @@ from cluster.cli.table import state_changes
 from cluster.ray import connection
 from cluster.ray import launch as launching
 from cluster.ray.connection import MINIMUM_RAY
+from penstock.charts.table import format_table
 from penstock.config import ServeConfig
 from penstock.errors import ConfigError, DeadlineExceeded, InvalidInput
 from penstock.rpc.addresses import callable_host
 from penstock.rpc.secret import digest_of
-from penstock.table import format_table
 from penstock.v1 import admin_pb2, admin_pb2_grpc, common_pb2, worker_pb2
 from tests.support.router.fake_inference import FakeInference, FakeServer, say
 

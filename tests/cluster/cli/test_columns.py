@@ -19,8 +19,8 @@ from cluster.cli.main import main
 from cluster.cli.rates import compute_rates
 from cluster.diagnose.findings import Finding, Severity
 from penstock.bench.pages.text import describe_result
+from penstock.charts.table import format_table, name_rows, wrap
 from penstock.client.results import Timing, Usage
-from penstock.table import format_table, name_rows, wrap
 from tests.cluster.cli.test_sizing import PLAN, STATISTICS, write_trace
 from tests.cluster.cli.test_top import sample, worker
 from tests.penstock.bench.made_runs import steady_result

@@ -15,9 +15,9 @@ from cluster.cli.main import main
 from cluster.cli.progress import Progress
 from cluster.cli.table import STATE_STYLES, styles_for
 from cluster.diagnose.findings import Finding, Severity
+from penstock.charts.table import columns_of, format_table, printable
 from penstock.client.results import Chunk
 from penstock.client.sync_client import GenerateStream
-from penstock.table import columns_of, format_table, printable
 from penstock.v1 import admin_pb2, worker_pb2
 
 

@@ -41,6 +41,6 @@ def test_an_id_is_refused_where_workers_run_on_other_machines(admin: str, capsys
     assert "`hf download org/name --revision v2 --local-dir DIR`" in text
 
 
-def test_hosts_of_other_machines_are_told_from_this_one() -> None:
+def test_hosts_of_other_machines_are_found() -> None:
     assert hosts_elsewhere(["127.0.0.1:1", "localhost:2", ""]) == []
     assert hosts_elsewhere(["127.0.0.1:1", "192.0.2.7:2", "[2001:db8::1]:3"]) == ["192.0.2.7", "2001:db8::1"]

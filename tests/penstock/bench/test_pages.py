@@ -14,7 +14,7 @@ from penstock.bench.results.compare import compare
 from penstock.bench.results.record import RunRecord
 from penstock.bench.results.result_file import make_point
 from penstock.bench.results.slo import parse_slo
-from penstock.table import format_table
+from penstock.charts.table import format_table
 from tests.penstock.bench.made_runs import run_records, steady_result
 
 SLO = parse_slo("ttft=1,tpot=0.5")

@@ -8,10 +8,10 @@ from argparse import ArgumentParser, Namespace
 from cluster.cli.client import open_client, with_key_advice
 from cluster.cli.commands.calling.generate import print_stream
 from cluster.cli.options import add_client_options, sampling_fields
+from penstock.charts.table import printable
 from penstock.client.results import ChatMessage
 from penstock.client.sync_client import Client
 from penstock.errors import PenstockError
-from penstock.table import printable
 
 
 def add_arguments(parser: ArgumentParser) -> None:

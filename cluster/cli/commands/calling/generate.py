@@ -12,9 +12,9 @@ from typing import Any
 from cluster.cli.client import open_client
 from cluster.cli.options import add_client_options, sampling_fields
 from cluster.cli.table import TIMING_HEADER, timing_row
+from penstock.charts.table import columns_of, format_table, printable, wrap
 from penstock.client.results import Chunk
 from penstock.client.sync_client import GenerateStream
-from penstock.table import columns_of, format_table, printable, wrap
 
 _INTERRUPTED = 130
 _STAGES = ("queue", "prefill", "transfer", "decode queue", "decode", "harm", "bonus", "total")

@@ -21,9 +21,9 @@ from cluster.cli.options import add_admin_options
 from cluster.cli.progress import Progress
 from cluster.cli.table import STATE_STYLES, styles_for
 from cluster.diagnose.findings import Finding, Severity
+from penstock.charts.table import NO_STYLES, Styles, columns_of, paint, printable, wrap
 from penstock.config import ServeConfig
 from penstock.errors import PenstockError, Unavailable
-from penstock.table import NO_STYLES, Styles, columns_of, paint, printable, wrap
 from penstock.v1 import admin_pb2
 
 _PROBLEMS = 1

@@ -8,7 +8,7 @@ from datetime import datetime
 
 from cluster.cli.admin import CALL_TIMEOUT_S, admin_stub, to_json
 from cluster.cli.options import add_admin_options
-from penstock.table import columns_of, wrap
+from penstock.charts.table import columns_of, wrap
 from penstock.v1 import admin_pb2
 
 

@@ -8,8 +8,8 @@ from datetime import datetime
 
 from cluster.cli.admin import admin_call, to_json
 from cluster.cli.options import add_admin_options
+from penstock.charts.table import columns_of, wrap
 from penstock.errors import InvalidInput
-from penstock.table import columns_of, wrap
 from penstock.v1 import admin_pb2
 
 

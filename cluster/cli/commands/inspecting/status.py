@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from cluster.cli.admin import admin_call, admin_stub, all_ready, to_json, wait_until
 from cluster.cli.options import add_admin_options
 from cluster.cli.table import STATE_STYLES, styles_for
-from penstock.table import NO_STYLES, Styles, columns_of, format_table
+from penstock.charts.table import NO_STYLES, Styles, columns_of, format_table
 from penstock.v1 import admin_pb2
 
 _HEADER = ("worker", "state", "pid", "restarts", "run", "wait", "free pages", "address", "")

@@ -17,8 +17,8 @@ from cluster.cli.admin import CALL_TIMEOUT_S, admin_stub
 from cluster.cli.options import add_admin_options, require_positive
 from cluster.cli.rates import DeploymentRates, DeploymentSnapshot, RouterCounts, WorkerRates, compute_rates, read_counts
 from cluster.cli.router_http import RouterHttp
+from penstock.charts.table import columns_of, format_table, printable, wrap
 from penstock.errors import PenstockError
-from penstock.table import columns_of, format_table, printable, wrap
 from penstock.v1 import admin_pb2
 
 _SCRAPE_TIMEOUT_S = 3.0

@@ -14,8 +14,8 @@ from cluster.cli.admin import CALL_TIMEOUT_S, admin_stub
 from cluster.cli.commands.calling.generate import format_decision
 from cluster.cli.options import add_admin_options
 from cluster.cli.router_http import RouterHttp
+from penstock.charts.table import format_table, wrap
 from penstock.errors import InvalidInput, PenstockError, Unavailable
-from penstock.table import format_table, wrap
 from penstock.v1 import admin_pb2
 
 _TIMEOUT_S = 5.0  # of each router

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.cli.options import add_tls_options, check_address, client_tls
+from penstock.charts.table import columns_of, format_table, wrap
 from penstock.errors import InvalidInput
 from penstock.rpc.failed_http import without_user
-from penstock.table import columns_of, format_table, wrap
 
 if TYPE_CHECKING:
     from penstock.bench.driver.endpoint import Endpoint

@@ -12,8 +12,8 @@ from cluster.cli.admin import CALL_TIMEOUT_S, admin_stub
 from cluster.cli.options import add_admin_options, local_folder, require_positive
 from cluster.cli.progress import Progress
 from penstock import wire
+from penstock.charts.table import columns_of, format_table, wrap
 from penstock.sizing.model_shape import find_shape
-from penstock.table import columns_of, format_table, wrap
 from penstock.types import Role
 from penstock.v1 import admin_pb2
 from simulator.costs.cost_file import CostProfile, write_costs

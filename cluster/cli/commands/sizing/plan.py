@@ -13,11 +13,11 @@ from cluster.cli.options import local_folder
 from cluster.cli.progress import Progress
 from penstock.bench.traces.read import read_trace
 from penstock.charts.page import PageTable, render_page
+from penstock.charts.table import columns_of, format_table, wrap
 from penstock.config import ServeConfig, SloConfig, parse
 from penstock.errors import InvalidInput
 from penstock.sizing.accelerators import ACCELERATORS
 from penstock.sizing.model_shape import MODEL_SHAPES, ModelShape, find_shape
-from penstock.table import columns_of, format_table, wrap
 from simulator.costs.accelerators import find_accelerator
 from simulator.costs.cost_file import CostProfile, read_costs
 from simulator.planning.arithmetic import quantize_kv

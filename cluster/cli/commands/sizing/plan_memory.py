@@ -13,8 +13,8 @@ from cluster.cli.options import local_folder
 from engine.memory.device_memory import find_device
 from engine.memory.plan import MemoryPlan, in_units, plan_memory
 from engine.weights.checkpoint import CONFIG_FILE
+from penstock.charts.table import columns_of, format_table, name_rows, wrap
 from penstock.config import ServeConfig, parse, read
-from penstock.table import columns_of, format_table, name_rows, wrap
 from penstock.types import Role
 
 

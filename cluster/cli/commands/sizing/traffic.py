@@ -11,8 +11,8 @@ from cluster.cli.progress import Progress
 from penstock.bench.traces.read import read_trace
 from penstock.charts.page import render_page
 from penstock.charts.svg import render_svg
+from penstock.charts.table import columns_of, format_table, name_rows
 from penstock.errors import InvalidInput
-from penstock.table import columns_of, format_table, name_rows
 from simulator.traffic.describe import SHARES_OF_CEILING, TrafficReport, as_json, describe_trace
 from simulator.traffic.pages import draw_reuse, make_page
 from simulator.traffic.statistics import Distribution

@@ -19,7 +19,7 @@ Rows = Sequence[Sequence[str]]
 
 
 def columns_of(stream: TextIO) -> int | None:
-    """Returns the width of the terminal that `stream` writes to, or None where it is none: what is piped is not cut."""
+    """Returns the width of the terminal that `stream` writes to; None for a pipe, whose lines are not cut."""
     return shutil.get_terminal_size().columns if stream.isatty() else None
 
 
@@ -32,10 +32,9 @@ def format_table(
 ) -> str:
     """Aligns columns with spaces, numeric columns to the right. A cell that `styles` names is coloured.
 
-    A table wider than `columns` gives up, one after another: columns that say nothing; its last column where that has
-    no title, whose cells become lines of their own; if it has a single row, its form, for a line a column; long titles
-    and texts, which take several lines; the columns named `optional`, the first of them first; and its form, for a
-    block of lines a row.
+    A table wider than `columns` is narrowed step by step: empty columns are left out; the cells of a last column
+    without a title become lines of their own; a single row becomes a line for each column; titles and texts are folded;
+    `optional` columns are left out, the first of them first; and at last each row becomes a block of lines.
     """
     rows = [[printable(cell) for cell in row] for row in rows]
     if columns is not None and _width(header, rows) > columns:
@@ -75,7 +74,7 @@ def wrap(text: str, columns: int | None, indent: int | None = None) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns text of a server or a model without what would control a terminal: move the cursor, set its title."""
+    """Returns text without the characters that control a terminal, such as those that move the cursor."""
     return text.translate(_CONTROLS)
 
 

@@ -3,7 +3,8 @@
 One router, on core 0, is switched between its modes in turns (`benchmarks.router.switched`); a null worker with a step
 every 2 ms, the clients and a collector that takes every export are on core 1. A round measures every mode once, and
 each mode is first in its turn; ratios are medians over the rounds' ratios, with the median's 95 % interval. Answers
-have 128 tokens or one, where the cost per request weighs most.
+have 128 tokens or one, where the cost per request weighs most; then a round is one batch of the metrics, so that every
+round pays for counting it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from benchmarks.common.shapes import BUNDLED
 from benchmarks.router.load import RouterLoad, run_load
 from benchmarks.router.switched import MODES
 from penstock.config import RouterConfig, TracingConfig
+from router.metrics.request_metrics import BATCH
 
 _ROUTER_CORE, _OTHER_CORE = 0, 1
 _EXPORT = "opentelemetry.proto.collector.trace.v1.TraceService"
@@ -160,8 +162,8 @@ async def measure(loads: Mapping[str, RouterLoad], num_rounds: int) -> list[Row]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--requests", type=int, default=96, help="of one token in each mode in each round")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--requests", type=int, default=BATCH, help="of one token in each mode in each round")
     parser.add_argument("--quick", action="store_true", help="a few rounds, and write no result")
     given = parser.parse_args()
     os.sched_setaffinity(0, {_OTHER_CORE})

@@ -13,7 +13,7 @@ _COMPUTING = ("prefill worker", "decode worker")
 
 
 class PlaceMetrics:
-    """Binds every series once."""
+    """Binds every series once. `count` collects sums, which `add_up` adds to the counters."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         def counter(name: str, help_text: str, *labels: str) -> CounterFamily:
@@ -35,33 +35,45 @@ class PlaceMetrics:
             "pool",
             "kind",
         )
-        self._routed: dict[Role, tuple[BoundCounter, BoundCounter, BoundCounter]] = {
-            pool: (
+        self._routed: dict[bool, tuple[BoundCounter, BoundCounter, BoundCounter]] = {
+            pool is Role.PREFILL: (
                 routed.bind(model, pool.value, "all"),
                 routed.bind(model, pool.value, "predicted cached"),
                 routed.bind(model, pool.value, "cached"),
             )
             for pool in Role
         }
+        self._sums = [0, 0, 0, 0, 0]  # tokens cached, computed remotely and locally, planned remotely and locally
 
-    def count(self, num_prompt_tokens: int, timing: common_pb2.Timing, pool: Role, choice: PairChoice | None) -> None:
-        """Counts the prompt of a completion that `pool` computed. `choice` is None if the router chose no workers."""
+    def count(
+        self, num_prompt_tokens: int, timing: common_pb2.Timing, is_remote: bool, choice: PairChoice | None
+    ) -> None:
+        """Counts the prompt of a completion, which the prefill pool computed if it `is_remote`. `choice` is None if the
+        router chose no workers.
+        """
+        sums = self._sums
         num_cached = min(timing.cached_tokens, num_prompt_tokens)
         computed = num_prompt_tokens - num_cached
-        there = computed if pool is Role.PREFILL else 0
+        there = computed if is_remote else 0
         if prices := timing.prices:
             planned = min(computed, max(0, prices[0].remote_tokens - num_cached))
-            self._planned_there.inc(planned)
-            self._planned_here.inc(computed - planned)
+            sums[3] += planned
+            sums[4] += computed - planned
             if there and prices[0].place == "split":
                 there = planned
-        self._cached.inc(num_cached)
-        self._there.inc(there)
-        self._here.inc(computed - there)
+        sums[0] += num_cached
+        sums[1] += there
+        sums[2] += computed - there
         if choice is not None:
-            score, is_remote = choice.score, bool(choice.prefill)
-            promised = score.prefill_cached_tokens if is_remote else score.decode_cached_tokens
-            every, predicted, cached = self._routed[Role.PREFILL if is_remote else Role.DECODE]
-            every.inc(num_prompt_tokens)
-            predicted.inc(min(promised, num_prompt_tokens))
-            cached.inc(num_cached)
+            score, was_remote = choice.score, bool(choice.prefill)
+            promised = score.prefill_cached_tokens if was_remote else score.decode_cached_tokens
+            every, predicted, cached = self._routed[was_remote]
+            every.value += num_prompt_tokens
+            predicted.value += min(promised, num_prompt_tokens)
+            cached.value += num_cached
+
+    def add_up(self) -> None:
+        counters = (self._cached, self._there, self._here, self._planned_there, self._planned_here)
+        for counter, total in zip(counters, self._sums, strict=True):
+            counter.inc(total)
+        self._sums = [0, 0, 0, 0, 0]

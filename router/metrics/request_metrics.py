@@ -7,6 +7,7 @@ that computed a prompt) are under `penstock:`. Where both have a histogram, vLLM
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
 from penstock.config.autoscaler import SloConfig
-from penstock.types import FinishReason, Lane, Role
+from penstock.types import Lane, Role
 from penstock.v1 import common_pb2
 from router.metrics.families import (
     BoundCounter,
@@ -40,9 +41,10 @@ _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.1
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 131072)
 _PROMPT_BOUNDS = (1024, 8192, 32768)  # tokens: a prompt below the first has the first class
 _PROMPT_CLASSES = ("below 1k", "1k to 8k", "8k to 32k", "32k and more")
-_BATCH = 512  # requests that are counted at a time, in 3 ms; 16 at a time each would take several times as long
+BATCH = 512  # requests that are counted at a time, in 3 ms; 16 at a time each would take several times as long
 _ARRAYS = Arithmetic(np.maximum, np.minimum, np.where)
 _MOVED = (Stage.TRANSFER, Stage.DECODE_QUEUE)  # only completions whose pages moved have them
+_REDISPATCHED = StageMoments._fields.index("redispatched")
 _RESULTS = {True: "met", False: "missed"}
 
 
@@ -56,7 +58,7 @@ class EndedRequest(NamedTuple):
     elapsed_s: float  # accepted to last token
 
 
-_CompletionKey = tuple[str, str, bool, str, tuple[str, ...]]
+_CompletionKey = tuple[str, str, bool, str, tuple[str, ...]]  # lane, prompt class, remote, finish reason, tenant
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +74,7 @@ class _CompletionSeries:
 class RequestMetrics:
     """Binds each series with its first use. Called on the router's event loop.
 
-    First tokens, ended requests and completions wait in lists, at most `_BATCH` of each kind, and gaps between tokens
+    First tokens, ended requests and completions wait in lists, at most `BATCH` of each kind, and gaps between tokens
     in their series, until `fold` counts them: while a request is served, each costs only an append.
     """
 
@@ -175,7 +177,7 @@ class RequestMetrics:
     def first_token(self, lane: Lane, num_prompt_tokens: int, tenant: str, ttft_s: float) -> None:
         """Observes the time to a completion's first token."""
         self._first_tokens.append((lane._value_, num_prompt_tokens, tenant, ttft_s))
-        if len(self._first_tokens) >= _BATCH:
+        if len(self._first_tokens) >= BATCH:
             self.fold()
 
     def gaps(self, lane: Lane, num_prompt_tokens: int, tenant: str) -> BoundHistogram:
@@ -188,13 +190,13 @@ class RequestMetrics:
         computed, and what the router's last choice of a pair promised of caches.
         """
         self._completions.append((ended, tenant))
-        if len(self._completions) >= _BATCH:
+        if len(self._completions) >= BATCH:
             self.fold()
 
     def request(self, ended: EndedRequest) -> None:
         """Counts a request that ended with an answer, except for its generated tokens."""
         self._requests.append(ended)
-        if len(self._requests) >= _BATCH:
+        if len(self._requests) >= BATCH:
             self.fold()
 
     def fold(self) -> None:
@@ -220,21 +222,30 @@ class RequestMetrics:
         observe_all(series, np.array(which), np.array([ttft_s for *_, ttft_s in waiting]))
 
     def _count_completions(self, waiting: Sequence[tuple[EndedCompletion, str]]) -> None:
-        numbers: dict[_CompletionSeries, int] = {}  # of the series of these completions
+        numbers: dict[_CompletionKey, int] = {}  # of the series of these completions
         which, rows, moved, num_tokens = [], [], [], []
+        num_preemptions = num_migrations = num_redispatches = 0.0
+        count_place, labels_of = self._places.count, self._tenants.values
         for ended, tenant in waiting:
-            timing = ended.timing
-            pool = Role.DECODE if timing.prefill_worker in ("", timing.decode_worker) else Role.PREFILL
-            which.append(numbers.setdefault(self._series_of(ended, pool, tenant), len(numbers)))
-            rows.append(stage_moments(ended))
+            timing, num_prompt_tokens, choices = ended.timing, ended.num_prompt_tokens, ended.choices
+            is_remote = timing.prefill_worker not in ("", timing.decode_worker)
+            lane, reason = ended.lane._value_, ended.finish_reason._value_  # enums are slow to hash
+            key = (lane, prompt_class(num_prompt_tokens), is_remote, reason, labels_of(tenant))
+            which.append(numbers.setdefault(key, len(numbers)))
+            rows.append(moments := stage_moments(ended))
             moved.append(has_transfer(timing))
             num_tokens.append(ended.num_tokens)
-            self._preemptions.value += timing.num_preemptions
-            self._migrations.value += timing.num_migrations
-            self._redispatches.value += timing.num_redispatches
-            self._places.count(ended.num_prompt_tokens, timing, pool, ended.choices[-1] if ended.choices else None)
+            num_preemptions += timing.num_preemptions
+            num_migrations += timing.num_migrations
+            num_redispatches += moments[_REDISPATCHED]
+            count_place(num_prompt_tokens, timing, is_remote, choices[-1] if choices else None)
+        self._preemptions.inc(num_preemptions)
+        self._migrations.inc(num_migrations)
+        self._redispatches.inc(num_redispatches)
+        self._places.add_up()
+        series = [self._series_of(key) for key in numbers]
         self._observe_completions(
-            list(numbers), np.array(which), np.array(rows, float).T, np.array(moved), np.array(num_tokens)
+            series, np.array(which), np.array(rows, float).T, np.array(moved), np.array(num_tokens)
         )
 
     def _observe_completions(
@@ -261,26 +272,22 @@ class RequestMetrics:
         token_s = named.decode[several] / 1e3 / (num_tokens[several] - 1)
         observe_all([each.token_s for each in series], which[several], token_s)
 
-    def _series_of(self, ended: EndedCompletion, pool: Role, tenant: str) -> _CompletionSeries:
-        labels, prompt = self._tenants.values(tenant), prompt_class(ended.num_prompt_tokens)
-        lane, reason = ended.lane, ended.finish_reason
-        key = (lane._value_, prompt, pool is Role.PREFILL, reason._value_, labels)  # enums are slow to hash
+    def _series_of(self, key: _CompletionKey) -> _CompletionSeries:
         series = self._completion_series.get(key)
         if series is None:
-            series = self._completion_series[key] = self._bind_completion(lane, prompt, pool, reason, labels)
+            series = self._completion_series[key] = self._bind_completion(*key)
         return series
 
     def _bind_completion(
-        self, lane: Lane, prompt: str, pool: Role, reason: FinishReason, tenant: tuple[str, ...]
+        self, lane: str, prompt: str, is_remote: bool, reason: str, tenant: tuple[str, ...]
     ) -> _CompletionSeries:
-        of_ended = (self._model, lane.value, prompt, pool.value, reason.value, *tenant)
+        pool = (Role.PREFILL if is_remote else Role.DECODE).value
+        of_ended = (self._model, lane, prompt, pool, reason, *tenant)
         return _CompletionSeries(
-            tuple(
-                self._stage_s.bind(self._model, lane.value, stage.value, prompt, pool.value, *tenant) for stage in Stage
-            ),
+            tuple(self._stage_s.bind(self._model, lane, stage.value, prompt, pool, *tenant) for stage in Stage),
             self._completion_s.bind(*of_ended),
             self._token_s.bind(*of_ended),
-            self._ended.bind(self._model, reason.value),
+            self._ended.bind(self._model, reason),
         )
 
     def _count_requests(self, waiting: Sequence[EndedRequest]) -> None:
@@ -306,9 +313,13 @@ class RequestMetrics:
         self._cache_queries.inc(prompt_tokens)
         self._cache_hits.inc(cached_tokens)
         steady = (num_tokens <= 1) | (decode_s <= self._slo.itl_s * (num_tokens - 1))
-        for each, met in zip(waiting, ((late_s <= 0) & steady).tolist(), strict=True):
-            labels = self._tenants.values(each.tenant)
-            self._targets.bind(self._model, each.lane._value_, _RESULTS[met], *labels).inc()
+        labels_of = self._tenants.values
+        results = Counter(
+            (each.lane._value_, met, labels_of(each.tenant))
+            for each, met in zip(waiting, ((late_s <= 0) & steady).tolist(), strict=True)
+        )
+        for (lane, met, labels), count in results.items():
+            self._targets.bind(self._model, lane, _RESULTS[met], *labels).inc(count)
 
 
 def prompt_class(num_tokens: int) -> str:

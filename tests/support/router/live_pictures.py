@@ -107,7 +107,7 @@ def load() -> Iterator[None]:
 def shoot(page: Page, name: str, size: tuple[int, int] = _WIDE, *, dark: bool = False) -> None:
     """Writes the whole page as a picture."""
     page.resize(*size, dark=dark)
-    time.sleep(1.5)  # the page draws itself once a second
+    time.sleep(1.5)  # the page shows new state once a second
     page.resize(size[0], max(size[1], int(page.evaluate("document.documentElement.scrollHeight"))), dark=dark)
     time.sleep(1.5)
     page.screenshot(IMAGES / f"{name}.png")

@@ -31,7 +31,7 @@ from engine.parallel.leader import Launch, RankLeader
 from engine.parallel.model_part import ModelPart
 from engine.parallel.shard import Shard
 from engine.parallel.step_codec import BroadcastStep
-from engine.sampling.grammar.masks import MaskThread
+from engine.sampling.grammar.masks import MaskThread, PendingMasks
 from engine.sampling.prompt_logprobs import score_prompts
 from engine.sampling.row_params import SamplingRows
 from engine.sampling.sampler import sample, sample_rows, warm_up_sampling
@@ -194,13 +194,13 @@ class Engine:
         use_device(self.kv_pages.device)
         host = build_host_batch(work, self.layout.page_size)
         places = host.sampled_places.tolist()
-        masks = self._masks.start([work[place].sequence for place in places])
-        logits_RV = self._forward(host, on_layer)
+        pending = self._masks.prepare([work[place].sequence for place in places])
+        logits_RV = self._forward(host, on_layer, pending)
         tokens: list[SampledToken | None] = [None] * len(work)
         scores = {} if host.scored is None else score_prompts(logits_RV[len(places) :], host.scored)
         if places:
             rows, ends = [work[place] for place in places], self.model.eos_token_ids
-            sampled = sample(logits_RV[: len(places)], rows, ends, masks.wait() if masks else None)
+            sampled = sample(logits_RV[: len(places)], rows, ends, pending.wait() if pending else None)
             for place, token in zip(places, sampled, strict=True):
                 tokens[place] = token
         return StepOutput(tuple(tokens), scores)
@@ -216,12 +216,20 @@ class Engine:
             raise InternalError("the logits are not finite")
         return token_ids_R.cpu().numpy()
 
-    def _forward(self, host: HostBatch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        """Returns the logits of a step that is not replayed from a graph."""
+    def _forward(
+        self,
+        host: HostBatch,
+        on_layer: Callable[[int], None] | None = None,
+        pending: PendingMasks | None = None,
+    ) -> torch.Tensor:
+        """Returns the logits of a step that is not replayed from a graph, and starts on the masks meanwhile."""
         if self.ranks is not None:
             self.ranks.announce(BroadcastStep(host))
         with self._explaining_failures():
-            return self.runner.forward(to_device(host, self.kv_pages.device), on_layer)
+            forward = partial(self.runner.forward, on_layer=on_layer)
+            if pending is not None:
+                forward = self._masks.beside(pending, forward)
+            return forward(to_device(host, self.kv_pages.device))
 
     def prepare(self, work: Sequence[ScheduledSequence]) -> PreparedStep:
         """Returns all that `compute` needs of a step that is not empty; the sequences may change afterwards."""

@@ -1,7 +1,7 @@
 """Measures what a grammar costs a stream, and what forced tokens save: batches of streams on this machine.
 
-Costs are measured over the bundled model, whose step takes two milliseconds, and over the shape of a 135M Llama with
-the same tokenizer, about the smallest that is served.
+Costs are measured over the bundled model in float32, its checkpoint's type, whose step takes two milliseconds, and in
+bf16 over the shape of a 135M Llama with the same tokenizer, about the smallest that is served.
 
 Steps of a batch with a grammar in every row alternate with steps of the same batch without, at the same positions, so
 that a busy machine slows both alike. A grammar that allows any text shows only the cost of the machinery; JSON shows
@@ -147,7 +147,7 @@ def main() -> None:
     rows += [row for count in BATCHES for row in itl_rows(tiny, "bundled", count, STEPS)] + step_rows(tiny)
     tiny.close()
     isa, busy = torch.backends.cpu.get_cpu_capability(), os.getloadavg()[0]
-    publish("structured", f"bf16, one core of {isa}, load {busy:.1f} during the run", rows)
+    publish("structured", f"135M in bf16, bundled in float32, one core of {isa}, load {busy:.1f} during the run", rows)
 
 
 def load(model: Path) -> Engine:

@@ -48,6 +48,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "penstock_pack_linear": [POINTER] * 2 + [INT] * 3,
     "penstock_linear": [POINTER] * 3 + [INT, LONG, INT],
     "penstock_add_adapters": [POINTER] * 7 + [LONG] * 2 + [INT] * 6,
+    "penstock_mask_rows": [POINTER] * 3 + [LONG] + [INT] * 3,
     "penstock_decoder": [POINTER] + [INT] * 2 + [POINTER] + [INT] * 2,
 }
 

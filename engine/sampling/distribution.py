@@ -28,10 +28,13 @@ def select_rows(logits_BV: torch.Tensor, group: list[int]) -> torch.Tensor:
     return logits_BV[torch.tensor(group, device=logits_BV.device)]
 
 
-def pad_scores(logits_RV: torch.Tensor) -> torch.Tensor:
-    """Returns an fp32 copy padded with -inf to a whole number of blocks."""
+def pad_scores(logits_RV: torch.Tensor, may_overwrite: bool = False) -> torch.Tensor:
+    """Returns an fp32 copy padded with -inf to a whole number of blocks, or the logits themselves if they are that and
+    may be overwritten."""
     num_rows, vocab_size = logits_RV.shape
     padded_size = -(-vocab_size // _BLOCK) * _BLOCK
+    if may_overwrite and padded_size == vocab_size and logits_RV.dtype == torch.float32:
+        return logits_RV
     scores_RV = torch.full((num_rows, padded_size), float("-inf"), device=logits_RV.device)
     scores_RV[:, :vocab_size] = logits_RV
     return scores_RV

@@ -48,8 +48,11 @@ _WARM_UP_PARAMS = (
 
 
 @torch.inference_mode()
-def sample_rows(logits_RV: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
+def sample_rows(
+    logits_RV: torch.Tensor, rows: SamplingRows, may_overwrite: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (token ids, whether the distribution was finite), int64 and bool [R], on the logits' device.
+    `may_overwrite` saves a copy of the logits.
 
     The tokens are those that `sample` gives rows without edits. The token of a row that is not finite means nothing,
     but is one of the vocabulary. A greedy row is finite if its largest logit is and it holds no NaN.
@@ -62,7 +65,7 @@ def sample_rows(logits_RV: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tens
     if is_greedy.all():
         return _likeliest(logits_RV)
     if not is_greedy.any():
-        token_ids_R, totals_R = _sample_random(logits_RV, rows)
+        token_ids_R, totals_R = _sample_random(logits_RV, rows, may_overwrite)
         return token_ids_R, _is_finite(totals_R)
     token_ids_R = logits_RV.new_empty(len(rows), dtype=torch.int64)
     valid_R = torch.empty_like(token_ids_R, dtype=torch.bool)
@@ -70,7 +73,7 @@ def sample_rows(logits_RV: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tens
     device = logits_RV.device
     greedy_G, random_D = (torch.from_numpy(indexes).to(device) for indexes in (greedy, random))
     token_ids_R[greedy_G], valid_R[greedy_G] = _likeliest(logits_RV[greedy_G])
-    token_ids_R[random_D], totals_D = _sample_random(logits_RV[random_D], rows[random])
+    token_ids_R[random_D], totals_D = _sample_random(logits_RV[random_D], rows[random], may_overwrite=True)
     valid_R[random_D] = _is_finite(totals_D)
     return token_ids_R, valid_R
 
@@ -132,15 +135,15 @@ def _sample_both(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples edited rows from their copies and the others from the model's logits, like `sample_rows`."""
     if len(edited) == len(rows):
-        return sample_rows(edited_EV, rows)
+        return sample_rows(edited_EV, rows, may_overwrite=True)
     if logits_RV.is_cuda:  # one launch for all rows, which costs a copy
         return sample_rows(logits_RV.to(torch.float32, copy=True).index_copy_(0, index_E, edited_EV), rows)
     plain = np.delete(np.arange(len(rows)), edited)
     token_ids_R = torch.empty(len(rows), dtype=torch.int64)
     valid_R = torch.empty(len(rows), dtype=torch.bool)
     index_P = torch.from_numpy(plain)
-    token_ids_R[index_P], valid_R[index_P] = sample_rows(logits_RV[index_P], rows[plain])
-    token_ids_R[index_E], valid_R[index_E] = sample_rows(edited_EV, rows[edited])
+    token_ids_R[index_P], valid_R[index_P] = sample_rows(logits_RV[index_P], rows[plain], may_overwrite=True)
+    token_ids_R[index_E], valid_R[index_E] = sample_rows(edited_EV, rows[edited], may_overwrite=True)
     return token_ids_R, valid_R
 
 
@@ -260,13 +263,15 @@ def no_distribution(sequence: Sequence) -> InternalError:
     return InternalError(f"request {sequence.request_id}: its logits hold no finite distribution to sample from")
 
 
-def _sample_random(logits_RV: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
+def _sample_random(
+    logits_RV: torch.Tensor, rows: SamplingRows, may_overwrite: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns token ids and each row's total weight after filtering."""
     vocab_size, step = logits_RV.shape[1], len(rows)
     if logits_RV.device.type == "cpu":
         step = max(1, _CPU_CHUNK // vocab_size)
     chunks = [slice(start, start + step) for start in range(0, len(rows), step)]
-    parts = [sample_scores(pad_scores(logits_RV[chunk]), rows[chunk], vocab_size) for chunk in chunks]
+    parts = [sample_scores(pad_scores(logits_RV[chunk], may_overwrite), rows[chunk], vocab_size) for chunk in chunks]
     token_ids, totals = zip(*parts, strict=True)
     # Without a distribution, the walk may end in the padding.
     return torch.cat(token_ids).clamp_(max=vocab_size - 1), torch.cat(totals)

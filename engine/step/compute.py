@@ -219,9 +219,11 @@ def compute(
     token.
     """
     ruled = step.sampling.ruled
-    pending = masks.start(list(ruled.values())) if masks is not None and ruled else None
-    forwarded = forward_step(step, forward, group, device, previous)
-    return _sample(step, forwarded, pending.wait() if pending else None)
+    pending = masks.prepare(list(ruled.values())) if masks is not None and ruled else None
+    if masks is None or pending is None:
+        return _sample(step, forward_step(step, forward, group, device, previous), None)
+    forwarded = forward_step(step, masks.beside(pending, forward), group, device, previous)
+    return _sample(step, forwarded, pending.wait())
 
 
 def forward_step(
@@ -255,8 +257,11 @@ def sample_forwarded(
     if discarded:
         ruled = {row: sequence for row, sequence in sampling.ruled.items() if sequence not in discarded}
         step = replace(step, sampling=replace(sampling, ruled=ruled))
-    pending = masks.start(list(step.sampling.ruled.values()))
-    return _sample(step, forwarded, pending.wait() if pending else None)
+    pending = masks.prepare(list(step.sampling.ruled.values()))
+    if pending is None:
+        return _sample(step, forwarded, None)
+    pending.run()  # on this thread, which has nothing else to do while the device computes
+    return _sample(step, forwarded, pending.wait())
 
 
 def _sample(step: PreparedStep, forwarded: ForwardedStep, masks: TokenMasks | None) -> SampledTokens:

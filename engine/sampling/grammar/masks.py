@@ -1,36 +1,38 @@
 """The tokens that grammars allow a batch's rows: computed while the model computes the step, applied to its logits.
 
 Only rows with a grammar have a mask; a step without such rows starts nothing here. llguidance computes masks outside
-the interpreter's lock, several rows at a time.
+the interpreter's lock. On a CPU one kernel applies them all (`engine/cpu/csrc/token_masks.cpp`).
 
 Shapes: `G` rows with a grammar, `W` words of 32 tokens, `V` vocabulary.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from functools import partial
 from queue import SimpleQueue
+from typing import TypeVar
 
 import numpy as np
 import torch
 from llguidance import LLExecutor
 
+from engine.cpu.library import NativeKernels, load_native
 from engine.kernels.upload import upload
 from engine.sampling.grammar.matcher import GrammarMatcher
 from engine.step.sequence import Sequence
 from penstock.errors import InternalError, PenstockError
 from penstock.text.grammars import FIELD
 
+BatchT = TypeVar("BatchT")
+LogitsT = TypeVar("LogitsT")
+
 _BITS = 32
 _NUM_THREADS = max(1, min(8, (os.cpu_count() or 1) - 1))  # leaves a core for the step
-_HAND_OVER_S = 0.1e-3  # masks that take less are not worth a thread: handing them over and back takes about as long
-_AVERAGED = 0.1  # weight of the newest masks in the average
 _WAIT_S = 30.0  # llguidance's own limits end a mask within milliseconds; this bounds the wait on a machine that stalls
 
 
@@ -54,23 +56,50 @@ class TokenMasks:
 
 
 def apply_masks(logits_RV: torch.Tensor, sequences: Seq[Sequence | None], masks: TokenMasks) -> None:
-    """Sets the logits of tokens that a row's grammar does not allow to minus infinity, in place."""
+    """Sets the logits of tokens that a row's grammar does not allow to minus infinity, in place.
+
+    On a CPU the logits are fp32 and contiguous.
+    """
     ruled = {row: one for row, one in enumerate(sequences) if one is not None and one in masks.places}
     if not ruled:
         return
     rows, places, words_GW = list(ruled), masks.rows_of(ruled.values()), masks.words_GW
     if places != list(range(len(words_GW))):
         words_GW = words_GW[places]
-    (mask_on_host if logits_RV.device.type == "cpu" else mask_on_device)(logits_RV, rows, words_GW)
+    if logits_RV.device.type != "cpu":
+        mask_on_device(logits_RV, rows, words_GW)
+    elif (kernels := _kernels()) is not None:
+        mask_by_kernel(kernels, logits_RV, rows, words_GW)
+    else:
+        mask_on_host(logits_RV, rows, words_GW)
+
+
+def mask_by_kernel(kernels: NativeKernels, logits_RV: torch.Tensor, rows: Seq[int], words_GW: np.ndarray) -> None:
+    """Masks these rows of logits on a CPU, in one call."""
+    num_rows, vocab_size = logits_RV.shape
+    index_G = np.array(rows, np.int64)
+    assert logits_RV.dtype == torch.float32, "logits are fp32"
+    assert logits_RV.is_contiguous(), "rows of logits are contiguous"
+    assert words_GW.dtype == np.int32, "masks are words"
+    assert words_GW.flags.c_contiguous, "masks are contiguous"
+    assert words_GW.shape[1] * _BITS >= vocab_size, "there is a bit for each token"
+    assert len(rows) == len(words_GW), "each row has a mask"
+    assert min(rows) >= 0, "rows are those of the logits"
+    assert max(rows) < num_rows, "rows are those of the logits"
+    kernels.mask_rows(
+        logits_RV.data_ptr(), index_G.ctypes.data, words_GW.ctypes.data, vocab_size, *words_GW.shape, vocab_size
+    )
+
+
+@functools.cache
+def _kernels() -> NativeKernels | None:
+    return load_native()
 
 
 def mask_on_host(logits_RV: torch.Tensor, rows: Seq[int], words_GW: np.ndarray) -> None:
-    """Masks these rows of logits on a CPU."""
+    """Masks these rows of logits as the kernel does, without it."""
     logits = logits_RV.numpy()
     banned_GV = np.unpackbits(~words_GW.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little").view(np.bool_)
-    if len(rows) == len(logits):
-        np.copyto(logits, -np.inf, where=banned_GV)
-        return
     for row, banned_V in zip(rows, banned_GV, strict=True):
         np.copyto(logits[row], -np.inf, where=banned_V)
 
@@ -86,69 +115,51 @@ def mask_on_device(logits_RV: torch.Tensor, rows: Seq[int], words_GW: np.ndarray
 
 
 class MaskThread:
-    """Computes masks while the step runs, one step at a time. Its threads start with the first masks that take long.
+    """Follows grammars and computes masks beside the step, one step at a time. Its thread starts with the first step
+    that needs it.
 
-    Only llguidance's own work runs there, without the interpreter's lock: Python on two threads would delay the step.
-    Masks that take less than handing them to a thread are computed by the step's own thread, when it asks for them: on
-    a GPU that overlaps with the step, too.
+    The thread needs the interpreter's lock for a few microseconds a row, which the step does not hold while the model
+    computes. A thread of its own also keeps the grammars in the cache of another core than the model's weights.
     """
 
-    def __init__(self, vocab_size: int, hand_over_s: float = _HAND_OVER_S) -> None:
-        """The masks of a step are computed without a thread if they take less than `hand_over_s` together."""
-        self._hand_over_s = hand_over_s
+    def __init__(self, vocab_size: int) -> None:
         self._num_words = -(-vocab_size // _BITS)
-        self._jobs: SimpleQueue[_MaskJob | None] = SimpleQueue()
+        self._jobs: SimpleQueue[PendingMasks | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._executor: LLExecutor | None = None
-        self._mask_s = 0.0  # running average of a mask's processor time
 
-    def start(self, sequences: Seq[Sequence]) -> PendingMasks | None:
-        """Starts on the masks of those sequences that have a grammar, whose texts must not change until they are done.
-
-        Returns None if no sequence has a grammar. Never blocks for long.
-        """
+    def prepare(self, sequences: Seq[Sequence]) -> PendingMasks | None:
+        """Returns the masks of those sequences that have a grammar, yet to be started; None if none has one."""
         wanted = [sequence for sequence in sequences if sequence.sampling.grammar is not None]
         if not wanted:
             return None
-        words_GW = np.zeros((len(wanted), self._num_words), np.int32)
-        matchers: dict[int, GrammarMatcher] = {}
-        failed: dict[Sequence, PenstockError] = {}
-        for row, sequence in enumerate(wanted):
-            try:
-                matcher = _matcher_of(sequence)
-                matcher.read(sequence.token_ids, sequence.num_prompt_tokens)
-                matchers[row] = matcher
-            except PenstockError as error:
-                failed[sequence] = error
-        return PendingMasks(wanted, words_GW, matchers, failed, self._fill(words_GW, matchers))
-
-    def _fill(self, words_GW: np.ndarray, matchers: Mapping[int, GrammarMatcher]) -> Callable[[], None] | None:
-        """Returns a call that blocks until the masks are filled in."""
-        if not matchers:  # every row has failed
-            return None
-        if len(matchers) * self._mask_s < self._hand_over_s:
-            return partial(self._fill_here, words_GW, matchers)
-        if self._executor is None:
+        if self._executor is None and _NUM_THREADS > 1 and len(wanted) > 1:
             self._executor = LLExecutor(_NUM_THREADS)
+        return PendingMasks(wanted, self._num_words, self._executor)
+
+    def start(self, pending: PendingMasks) -> None:
+        """Starts on the masks; the texts must not change until they are done. Never blocks."""
+        if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="grammar masks", daemon=True)
             self._thread.start()
-        job = _MaskJob(self._executor, words_GW, matchers)
-        self._jobs.put(job)
-        return partial(self._wait, job)
+        self._jobs.put(pending)
 
-    def _fill_here(self, words_GW: np.ndarray, matchers: Mapping[int, GrammarMatcher]) -> None:
-        started_s = time.thread_time()
-        address, num_bytes = words_GW.ctypes.data, words_GW.shape[1] * words_GW.itemsize
-        for row, matcher in matchers.items():
-            matcher.library_matcher.unsafe_compute_mask_ptr(address + row * num_bytes, num_bytes)
-        self._measure((time.thread_time() - started_s) / len(matchers))
+    def beside(self, pending: PendingMasks, forward: Callable[[BatchT], LogitsT]) -> Callable[[BatchT], LogitsT]:
+        """Returns `forward` that starts on the masks first. If it fails, no thread reads the texts any more.
 
-    def _wait(self, job: _MaskJob) -> None:
-        job.wait()
-        self._measure(job.mask_s)
+        An earlier start, while this thread is still laying out the batch, would make both wait for the interpreter's
+        lock.
+        """
 
-    def _measure(self, mask_s: float) -> None:
-        self._mask_s += _AVERAGED * (mask_s - self._mask_s)
+        def start_and_forward(batch: BatchT) -> LogitsT:
+            self.start(pending)
+            try:
+                return forward(batch)
+            except BaseException:
+                pending.settle()  # who handles the failure may change the texts
+                raise
+
+        return start_and_forward
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -162,69 +173,79 @@ class MaskThread:
             self._thread = None
 
 
-class _MaskJob:
-    """The masks of one step, computed on the thread of masks.
+class PendingMasks:
+    """The masks of one step: one thread runs it, and another one waits for it.
 
     A plain lock and a queue hand it over: a ThreadPoolExecutor and its Future do so in Python, most of the time with
     the interpreter's lock, and take 50 us.
     """
 
-    def __init__(self, executor: LLExecutor, words_GW: np.ndarray, matchers: Mapping[int, GrammarMatcher]) -> None:
-        num_rows, num_words = words_GW.shape
-        pairs = [(matcher.library_matcher, row) for row, matcher in matchers.items()]
-        self._call = partial(
-            executor.unsafe_compute_mask_ptr, pairs, words_GW.ctypes.data, num_words * words_GW.itemsize, num_rows
-        )
-        self._num_masks = len(pairs)
+    def __init__(self, sequences: Seq[Sequence], num_words: int, executor: LLExecutor | None) -> None:
+        """`executor` computes several masks at a time."""
+        self._sequences, self._num_words, self._executor = sequences, num_words, executor
+        self._masks: TokenMasks | None = None
         self._error: BaseException | None = None
         self._done = threading.Lock()
         self._done.acquire()
-        self.mask_s = 0.0  # upper bound for one mask; known once the job is done
 
     def run(self) -> None:
-        started_s = time.perf_counter()
+        """Computes the masks on this thread; what that raises is raised by `wait`."""
         try:
-            self._call()
-        except BaseException as error:  # a panic of the library is not an Exception; the waiting step raises it
+            self._masks = self._compute()
+        except BaseException as error:  # a panic of the library is not an Exception
             self._error = error
-        num_threads = min(_NUM_THREADS, self._num_masks)
-        self.mask_s = (time.perf_counter() - started_s) * num_threads / self._num_masks
         self._done.release()
 
-    def wait(self) -> None:
+    def wait(self) -> TokenMasks:
         """Blocks until the masks are computed, and raises what computing them has raised."""
         if not self._done.acquire(timeout=_WAIT_S):
             raise InternalError(f"grammar masks were not computed within {_WAIT_S:g} s")
+        self._done.release()
         if self._error is not None:
             raise self._error
+        assert self._masks is not None
+        return self._masks
 
+    def settle(self) -> None:
+        """Blocks until the masks, which were started, are computed; discards what that raised."""
+        if self._done.acquire(timeout=_WAIT_S):
+            self._done.release()
 
-@dataclass(frozen=True, slots=True)
-class PendingMasks:
-    """The masks of a step that is being computed."""
-
-    sequences: Seq[Sequence]
-    words_GW: np.ndarray  # being written
-    matchers: Mapping[int, GrammarMatcher]  # by row
-    failed: dict[Sequence, PenstockError]
-    fill: Callable[[], None] | None  # blocks until they are written; None: there is nothing to write
-
-    def wait(self) -> TokenMasks:
-        if self.fill is not None:
-            self.fill()
-        for row, matcher in self.matchers.items():
-            sequence = self.sequences[row]
+    def _compute(self) -> TokenMasks:
+        sequences = self._sequences
+        words_GW = np.zeros((len(sequences), self._num_words), np.int32)
+        matchers: dict[int, GrammarMatcher] = {}
+        failed: dict[Sequence, PenstockError] = {}
+        for row, sequence in enumerate(sequences):
             try:
-                matcher.amend(self.words_GW[row], sequence.num_output_tokens, sequence.sampling)
+                matcher = _matcher_of(sequence)
+                matcher.read(sequence.token_ids, sequence.num_prompt_tokens)
+                matchers[row] = matcher
             except PenstockError as error:
-                self.failed[sequence] = error
-        places = {sequence: row for row, sequence in enumerate(self.sequences)}
-        for row in np.flatnonzero(~self.words_GW.any(axis=1)).tolist():
-            sequence = self.sequences[row]
-            self.failed.setdefault(sequence, leaves_nothing(sequence))
-        for sequence in self.failed:
-            self.words_GW[places[sequence]] = -1
-        return TokenMasks(places, self.words_GW, self.failed)
+                failed[sequence] = error
+        self._fill(words_GW, matchers)
+        for row, matcher in matchers.items():
+            sequence = sequences[row]
+            try:
+                matcher.amend(words_GW[row], sequence.num_output_tokens, sequence.sampling)
+            except PenstockError as error:
+                failed[sequence] = error
+        for row in np.flatnonzero(~words_GW.any(axis=1)).tolist():
+            failed.setdefault(sequences[row], leaves_nothing(sequences[row]))
+        places = {sequence: row for row, sequence in enumerate(sequences)}
+        for sequence in failed:
+            words_GW[places[sequence]] = -1
+        return TokenMasks(places, words_GW, failed)
+
+    def _fill(self, words_GW: np.ndarray, matchers: Mapping[int, GrammarMatcher]) -> None:
+        """Has llguidance write the masks, without the interpreter's lock."""
+        address, num_bytes = words_GW.ctypes.data, self._num_words * words_GW.itemsize
+        if self._executor is not None and len(matchers) > 1:
+            pairs = [(matcher.library_matcher, row) for row, matcher in matchers.items()]
+            self._executor.unsafe_compute_mask_ptr(pairs, address, num_bytes, len(words_GW))
+            return
+        for row, matcher in matchers.items():
+            matcher.library_matcher.unsafe_compute_mask_ptr(address + row * num_bytes, num_bytes)
 
 
 def leaves_nothing(sequence: Sequence) -> InternalError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -10,25 +9,40 @@ import numpy as np
 import pytest
 import torch
 
-from engine.sampling.grammar.masks import MaskThread, TokenMasks, apply_masks, mask_on_device
+from engine.cpu.library import load_native
+from engine.sampling.grammar import masks as masks_module
+from engine.sampling.grammar.masks import (
+    MaskThread,
+    TokenMasks,
+    apply_masks,
+    mask_by_kernel,
+    mask_on_device,
+    mask_on_host,
+)
 from engine.sampling.sampler import sample, sample_each
 from engine.step.sequence import ScheduledSequence, Sequence
 from penstock.errors import InternalError, InvalidInput
 from tests.support.engine.grammars import EOS, GRAMMARS, VOCAB_SIZE, encode, generation, regex, spell
 
+KERNELS = load_native()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.fixture(name="thread", params=[0.0, math.inf], ids=["on its thread", "here"])
-def _thread(request: pytest.FixtureRequest) -> Iterator[MaskThread]:
-    made = MaskThread(VOCAB_SIZE, request.param)
+@pytest.fixture(name="thread", params=[1, 2], ids=["one by one", "several at a time"])
+def _thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[MaskThread]:
+    monkeypatch.setattr(masks_module, "_NUM_THREADS", request.param)
+    made = MaskThread(VOCAB_SIZE)
     yield made
     made.close()
 
 
-def masks_of(thread: MaskThread, sequences: list[Sequence]) -> TokenMasks:
-    pending = thread.start(sequences)
+def masks_of(thread: MaskThread, sequences: list[Sequence], here: bool = False) -> TokenMasks:
+    pending = thread.prepare(sequences)
     assert pending is not None
+    if here:
+        pending.run()
+    else:
+        thread.start(pending)
     return pending.wait()
 
 
@@ -57,6 +71,11 @@ def test_masks_are_applied_as_the_reference_applies_them(vocab_size: int) -> Non
         masked = logits_RV.to(device, copy=True)
         mask_on_device(masked, rows, words_GW)
         assert torch.equal(masked.cpu(), reference(logits_RV, sequences, masks))
+    ways = [mask_on_host] if KERNELS is None else [mask_on_host, partial(mask_by_kernel, KERNELS)]
+    for mask in ways:
+        masked = logits_RV.clone()
+        mask(masked, rows, words_GW)
+        assert torch.equal(masked, reference(logits_RV, sequences, masks)), mask
     whole = logits_RV[rows].clone()
     apply_masks(whole, [sequences[row] for row in rows], masks)
     assert torch.equal(whole, reference(logits_RV, sequences, masks)[rows])
@@ -79,7 +98,7 @@ def test_rows_without_a_grammar_are_sampled_as_if_alone(thread: MaskThread) -> N
         assert sample(logits[row : row + 1], [rows[row]], EOS) == [together[row]]
     assert spell([together[0].token_id])[0] in "yni"
     assert spell([together[2].token_id]).isdigit()
-    assert thread.start([sequences[1], sequences[3]]) is None
+    assert thread.prepare([sequences[1], sequences[3]]) is None
 
 
 def test_an_error_belongs_to_its_row(thread: MaskThread) -> None:
@@ -103,20 +122,36 @@ def test_a_step_goes_on_where_every_row_fails(thread: MaskThread) -> None:
     assert isinstance(failed[0], InvalidInput)
 
 
-def test_a_slow_average_moves_masks_to_the_thread_and_back() -> None:
-    thread = MaskThread(VOCAB_SIZE)
-    sequence = generation(regex("a+"), temperature=0.0)
-    ran_here = []
-    for mask_s in (0.0, 1.0, 0.0):
-        thread._mask_s = mask_s
-        pending = thread.start([sequence])
-        assert pending is not None
-        assert isinstance(pending.fill, partial)
-        ran_here.append(pending.fill.func == thread._fill_here)
-        assert pending.wait().allows([sequence], encode("a")) == [True]
-        assert thread._mask_s < 1.0
-    thread.close()
-    assert ran_here == [True, False, True]
+def test_masks_are_the_same_on_the_thread_and_here(thread: MaskThread) -> None:
+    outputs = [encode("a"), encode("aaa"), encode("b")]
+    before, after = (
+        masks_of(thread, [generation(regex("a+"), output) for output in outputs], here) for here in (False, True)
+    )
+    assert np.array_equal(before.words_GW, after.words_GW)
+    assert len(before.failed) == len(after.failed) == 1
+
+
+def test_masks_start_with_the_forward_and_its_failure_leaves_no_reader(thread: MaskThread) -> None:
+    pending = thread.prepare([generation(regex("a+"))])
+    assert pending is not None
+
+    def fail(batch: str) -> None:
+        raise InternalError(f"no {batch}")
+
+    with pytest.raises(InternalError, match="no batch"):
+        thread.beside(pending, fail)("batch")
+    assert not pending._done.locked()
+    assert len(pending.wait().places) == 1
+
+
+def test_an_error_on_the_thread_is_raised_by_the_step_that_waits(thread: MaskThread) -> None:
+    pending = thread.prepare([generation(regex("a+")), generation(regex("b+"))])
+    assert pending is not None
+    pending._num_words -= 1  # llguidance refuses memory of another size
+    thread.start(pending)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="buffer size"):
+            pending.wait()
 
 
 def test_a_row_of_which_bans_leave_nothing_fails(thread: MaskThread) -> None:

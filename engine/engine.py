@@ -37,6 +37,7 @@ from engine.sampling.row_params import SamplingRows
 from engine.sampling.sampler import sample, sample_rows, warm_up_sampling
 from engine.step.batch import Batch, HostBatch, build_host_batch, to_device
 from engine.step.compute import (
+    Forward,
     ForwardedStep,
     PreparedStep,
     SampledTokens,
@@ -226,7 +227,7 @@ class Engine:
         if self.ranks is not None:
             self.ranks.announce(BroadcastStep(host))
         with self._explaining_failures():
-            forward = partial(self.runner.forward, on_layer=on_layer)
+            forward: Forward = partial(self.runner.forward, on_layer=on_layer)
             if pending is not None:
                 forward = self._masks.beside(pending, forward)
             return forward(to_device(host, self.kv_pages.device))

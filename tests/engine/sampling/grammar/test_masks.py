@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -25,6 +25,7 @@ from penstock.errors import InternalError, InvalidInput
 from tests.support.engine.grammars import EOS, GRAMMARS, VOCAB_SIZE, encode, generation, regex, spell
 
 KERNELS = load_native()
+Mask = Callable[[torch.Tensor, list[int], np.ndarray], None]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -71,7 +72,7 @@ def test_masks_are_applied_as_the_reference_applies_them(vocab_size: int) -> Non
         masked = logits_RV.to(device, copy=True)
         mask_on_device(masked, rows, words_GW)
         assert torch.equal(masked.cpu(), reference(logits_RV, sequences, masks))
-    ways = [mask_on_host] if KERNELS is None else [mask_on_host, partial(mask_by_kernel, KERNELS)]
+    ways: list[Mask] = [mask_on_host] if KERNELS is None else [mask_on_host, partial(mask_by_kernel, KERNELS)]
     for mask in ways:
         masked = logits_RV.clone()
         mask(masked, rows, words_GW)

@@ -173,5 +173,5 @@ class Dialect(Generic[BodyT]):
 
     read: Callable[[bytes, LimitsConfig, str], BodyT]  # of the bytes, the limits, and the tenant's name
     respond: Callable[[BodyT], CallResponse]
-    heartbeat: ServerEvent | None = None  # which a stream sends while nothing else comes; None: a comment
+    heartbeat: ServerEvent | None = None  # which a stream sends while nothing else comes; None: empty lines
     reads_more: bool = False  # than the body's bytes, so that it is always read off the event loop

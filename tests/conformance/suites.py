@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import jsonschema
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "penstock-tiny"
 ADAPTER = "adapted"  # the deployment's adapter
@@ -120,19 +122,69 @@ main(parser.parse_args())
 """
 
 
+# Asks for a grammar whose outputs are all shorter than 96 tokens, so that none may be cut.
+_ANSWER = {
+    "type": "object",
+    "properties": {"sure": {"type": "boolean"}, "choice": {"enum": ["red", "green", "blue"]}},
+    "required": ["sure", "choice"],
+}
+_GRAMMARS: Mapping[str, object] = {
+    "openai": {"structured_outputs": {"json": _ANSWER}},
+    "openai-chat": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": _ANSWER}},
+    },
+}
+_ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+
+
 def run_vllm_bench(bins: Path, url: str, scratch: Path, max_examples: int) -> dict[str, object]:
-    """Runs `vllm bench serve` with 1000 prompts at once; none may be refused. Needs vLLM in the environment."""
-    report = scratch / "vllm.json"
+    """Runs `vllm bench serve` with 1000 prompts at once, and with 200 as chats and with grammars: none may be refused
+    and no answer cut. Needs vLLM in the environment."""
+    found: dict[str, object] = {}
+    passed = True
+    for backend, has_grammar, num_prompts in (
+        ("openai", False, 1000),
+        ("openai-chat", False, 200),
+        ("openai", True, 200),
+        ("openai-chat", True, 200),
+    ):
+        report = _bench_serve(bins, url, scratch, backend, has_grammar, num_prompts)
+        name = f"{backend} with a grammar" if has_grammar else backend
+        found[name] = {key: report.get(key) for key in ("completed", "failed", "whole", "duration", "median_itl_ms")}
+        passed = passed and report.get("completed") == report.get("whole") == num_prompts
+    return {"passed": passed, **found}
+
+
+def _bench_serve(
+    bins: Path, url: str, scratch: Path, backend: str, has_grammar: bool, num_prompts: int
+) -> dict[str, object]:
+    """Returns the report of a run, with the number of answers that are whole."""
+    report, num_output = scratch / "vllm.json", 96 if has_grammar else 32
+    report.unlink(missing_ok=True)
     command = [
-        *(str(bins / "python"), "-c", _BENCH_SERVE, "--backend", "openai"),
+        *(str(bins / "python"), "-c", _BENCH_SERVE, "--backend", backend, "--endpoint", _ENDPOINTS[backend]),
         *("--base-url", url, "--model", "penstock-tiny", "--tokenizer", str(MODEL), "--dataset-name", "random"),
-        *("--random-input-len", "128", "--random-output-len", "32", "--num-prompts", "1000"),
-        *("--request-rate", "inf", "--ignore-eos", "--save-result", "--result-filename", str(report)),
+        *("--random-input-len", "128", "--random-output-len", str(num_output), "--num-prompts", str(num_prompts)),
+        *("--request-rate", "inf", "--save-result", "--save-detailed", "--result-filename", str(report)),
+        *(("--extra-body", json.dumps(_GRAMMARS[backend])) if has_grammar else ("--ignore-eos",)),
     ]
     status, _ = _run(command, {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"})
-    found = json.loads(report.read_text()) if report.exists() else {}
-    kept = {name: found.get(name) for name in ("completed", "failed", "duration", "median_ttft_ms", "median_itl_ms")}
-    return {"passed": status == 0 and kept["completed"] == 1000, **kept}
+    if status != 0 or not report.exists():
+        return {}
+    found: dict[str, object] = json.loads(report.read_text())
+    if has_grammar:
+        found["whole"] = sum(_is_answer(text) for text in found["generated_texts"])  # type: ignore[attr-defined]
+    else:
+        found["whole"] = sum(length == num_output for length in found["output_lens"])  # type: ignore[attr-defined]
+    return found
+
+
+def _is_answer(text: str) -> bool:
+    try:
+        jsonschema.validate(json.loads(text), _ANSWER)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
 
 
 SUITES: Mapping[str, Callable[[Path, str, Path, int], dict[str, object]]] = {

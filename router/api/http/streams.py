@@ -25,7 +25,9 @@ log = logging.getLogger(__name__)
 GRANTED_TOKENS = "x-penstock-max-tokens"  # response header: the max_tokens that overload has allowed
 
 HEARTBEAT_S = 10.0  # without an event
-_COMMENT = b": keep-alive\n\n"  # which clients skip: the heartbeat of APIs that have no event for it
+# The heartbeat of APIs that have no event for it. Not a comment: load generators read each piece that arrives as a line
+# of its own, and one that strips it joins a comment with the event after it, whose text is lost.
+_EMPTY_LINES = b"\n\n"
 
 ResultT = TypeVar("ResultT")
 Outputs = AsyncGenerator[tuple[int, Output], None]  # index of the choice, and its new output
@@ -190,14 +192,14 @@ class EventStream(Response):
         heartbeat: ServerEvent | None,
         interval_s: float,
     ) -> None:
-        """`events` are made of the outputs, which it closes. A heartbeat, or else a comment, follows `interval_s`
+        """`events` are made of the outputs, which it closes. A heartbeat, or else empty lines, follow `interval_s`
         without an event."""
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
         del self.headers["content-length"]
         self._events = events
         self._outputs = outputs
         self._watch = watch
-        self._heartbeat = _COMMENT if heartbeat is None else encoded([heartbeat])
+        self._heartbeat = _EMPTY_LINES if heartbeat is None else encoded([heartbeat])
         self._interval_s = interval_s
         self._loop = asyncio.get_running_loop()
         self._sent_s = 0.0  # when the last event began to be sent
@@ -222,7 +224,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _beat(self, send: Send) -> None:
-        """Sends heartbeats. They are whole events, which may come between any two others."""
+        """Sends heartbeats. They are whole events or empty lines, which may come between any two events."""
         self._sent_s = self._loop.time()
         while True:
             await asyncio.sleep(self._sent_s + self._interval_s - self._loop.time())

@@ -69,7 +69,7 @@ def response_of(source: Source, heartbeat: ServerEvent | None = PING) -> EventSt
 
 
 @pytest.mark.parametrize(
-    ("heartbeat", "expected"), [(PING, b'event: ping\ndata: {"type":"ping"}\n\n'), (None, b": keep-alive\n\n")]
+    ("heartbeat", "expected"), [(PING, b'event: ping\ndata: {"type":"ping"}\n\n'), (None, b"\n\n")]
 )
 async def test_heartbeats_fill_the_silence(heartbeat, expected):
     source = Source()

@@ -22,6 +22,7 @@ from router.parsers.tools import ToolFunction
 FIRST_ERROR = Field(fail_fast=True)
 TEXT, PARTS = "<text>", "<parts>"  # tags of forms, which errors leave out
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_WITH_CONTENT = ("system", "developer", "user")  # roles whose messages say nothing without it
 _ROLES = {"developer": "system"}  # OpenAI's newer name
 
 
@@ -52,7 +53,7 @@ class TextPart(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     type: str
-    text: str = ""
+    text: str | None = None
 
 
 def _content_form(content: object) -> str:
@@ -80,14 +81,20 @@ class ChatMessage(BaseModel):
         """Returns the text, with a line feed between parts. Raises InvalidInput for others, naming message `number`."""
         if isinstance(self.content, str):
             return self.content
-        for part in self.content or ():
+        texts = []
+        for rank, part in enumerate(self.content or ()):
             if part.type != "text":
                 raise InvalidInput(f"messages[{number}].content", f"has a part of type {part.type!r}; give text only")
-        return "\n".join(part.text for part in self.content or ())
+            if part.text is None:
+                raise InvalidInput(f"messages[{number}].content[{rank}].text", "is missing; give it")
+            texts.append(part.text)
+        return "\n".join(texts)
 
     def to_wire(self, number: int) -> inference_pb2.ChatMessage:
         """Raises InvalidInput, naming message `number`."""
         path = f"messages[{number}]"
+        if self.content is None and not self.tool_calls and self.role in _WITH_CONTENT:
+            raise InvalidInput(f"{path}.content", "is missing; give text, or a list of parts")
         wire = inference_pb2.ChatMessage(role=_ROLES.get(self.role, self.role), content=self.text(number))
         if self.reasoning and self.reasoning_content and self.reasoning != self.reasoning_content:
             raise InvalidInput(f"{path}.reasoning", "differs from reasoning_content; give only one of the two")

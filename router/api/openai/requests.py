@@ -23,7 +23,8 @@ from router.api.openai.chat_prompt import FIRST_ERROR, PARTS, TEXT, ChatPrompt, 
 from router.api.openai.fields import check_fields
 from router.api.openai.json_bodies import read_json, shown
 from router.api.openai.structured import StructuredFields
-from router.api.sampling_fields import MAX_BAD_WORDS, MAX_STOP_STRINGS
+from router.api.openai.validation import explain
+from router.api.sampling_fields import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_STOP_STRINGS
 
 LANE = "x-penstock-lane"
 TIMEOUT = "x-request-timeout"  # seconds, for the whole call
@@ -31,7 +32,13 @@ COMPLETION_MAX_TOKENS = 16  # the OpenAI API's default for /v1/completions; a ch
 _MAX_PROMPTS = 256
 
 _TEXTS, _IDS, _ID_LISTS = "<texts>", "<ids>", "<id lists>"
-_FORMS = (TEXT, PARTS, _TEXTS, _IDS, _ID_LISTS)
+_FORMS = {
+    TEXT: "text or a list of parts",
+    PARTS: "a list of parts",
+    _TEXTS: "text",
+    _IDS: "token ids",
+    _ID_LISTS: "lists of token ids",
+}
 
 # OpenAI's names; "auto" leaves the choice to the tenant's own lane.
 _TIERS: Mapping[str, Lane | None] = {
@@ -219,7 +226,7 @@ class CompletionBody(_SamplingBody):
         | Annotated[list[str], FIRST_ERROR, Tag(_TEXTS)]
         | Annotated[_Ids, Tag(_IDS)]
         | Annotated[list[_Ids], FIRST_ERROR, Tag(_ID_LISTS)],
-        Discriminator(_prompt_form, "prompt_form", "Input should be text, token ids, or a list of either"),
+        Discriminator(_prompt_form, "prompt_form", "is of another form"),
     ]
     logprobs: int | None = None
     echo: bool | None = None
@@ -304,6 +311,8 @@ class ChatBody(_SamplingBody, ChatPrompt):
             if self.max_tokens not in (None, self.max_completion_tokens):
                 raise InvalidInput("max_tokens", "differs from max_completion_tokens; give only one of the two")
             _set(sampling, "max_tokens", self.max_completion_tokens, "max_completion_tokens")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise InvalidInput("top_logprobs", f"is {self.top_logprobs}; give a value from 0 to {MAX_LOGPROBS}")
         if self.logprobs:
             _set(sampling, "logprobs", self.top_logprobs or 0, "top_logprobs")
         elif self.top_logprobs is not None:
@@ -336,7 +345,7 @@ def validate_fields(kind: type[ModelT], fields: Any, limits: LimitsConfig) -> Mo
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise _explain(error) from error
+        raise explain(error, _FORMS) from error
 
 
 def _check_lengths(fields: Mapping[str, Any], limits: LimitsConfig) -> None:
@@ -405,20 +414,6 @@ def read_timeout_s(headers: Mapping[str, str]) -> float | None:
     return timeout_s
 
 
-def _explain(error: ValidationError) -> InvalidInput:
-    """Returns the first problem; for a union of types it names the field itself, not one of the types."""
-    problems = error.errors(include_url=False, include_context=False)
-    first = problems[0]
-    parts = [str(part)[:100] for part in first["loc"] if part not in _FORMS and part != "[key]"]
-    field = parts[0] if parts else "body"
-    if len(problems) == 1:
-        field += "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts[1:])
-    if first["type"] == "missing":
-        return InvalidInput(field, "is missing; give it")
-    problem = "Input should be an object" if first["type"] == "model_type" else first["msg"]
-    return InvalidInput(field, f"is {shown(first['input'])}: {problem}")
-
-
 def _prompts(prompt: str | Sequence[Any]) -> list[str] | list[list[int]]:
     if isinstance(prompt, str):
         return [prompt]
@@ -441,4 +436,14 @@ def _set(
         else:
             setattr(message, name, value)
     except (ValueError, TypeError) as error:
-        raise InvalidInput(given or name, f"is {shown(value)}: {error}") from error
+        raise InvalidInput(given or name, f"is {shown(value)}; {_fix(name, value, error)}") from error
+
+
+def _fix(name: str, value: Any, error: Exception) -> str:
+    """Returns what to give instead of a value that a field of a message cannot hold."""
+    numbers = [number for number in (value if isinstance(value, list | dict) else [value]) if isinstance(number, int)]
+    if any(number < 0 for number in numbers):
+        return f"give {int(name in ('max_tokens', 'n'))} or more"
+    if any(number >= 1 << 32 for number in numbers):
+        return f"give at most {(1 << 32) - 1}"
+    return f"give a value that the message can hold: {error}"

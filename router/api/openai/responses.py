@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import ClassVar
 
 from penstock.errors import InvalidInput, ModelNotFound, Overloaded, PenstockError, PermissionDenied, Unauthenticated
@@ -306,12 +306,15 @@ def usage_json(totals: CallTotals) -> Json:
     }
 
 
-def error_json(error: PenstockError) -> Json:
-    """Returns OpenAI's error object; fields go by the names that its API gives them."""
+def error_json(error: PenstockError, prompt_fields: Collection[str] = ("text", "token_ids")) -> Json:
+    """Returns OpenAI's error object; fields go by the names that its API gives them.
+
+    `prompt_fields` are what `prompt` is called elsewhere.
+    """
     message, param = error.message, None
     if isinstance(error, InvalidInput):
         param = error.field.removeprefix("sampling.").removeprefix("chat.")
-        param = "prompt" if param in ("text", "token_ids") else param
+        param = "prompt" if param in prompt_fields else param
         message = f"{param}: {error.problem}"
     elif isinstance(error, ModelNotFound):
         param = "model"

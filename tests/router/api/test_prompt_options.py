@@ -225,7 +225,7 @@ async def test_bad_calls_of_tokenize_name_the_field(http):
     for path, body, param, problem in (
         ("tokenize", {}, "prompt", "exactly one of prompt and messages"),
         ("tokenize", {"prompt": "a", **CHAT}, "prompt", "exactly one of prompt and messages"),
-        ("tokenize", {"prompt": [1]}, "prompt", "valid string"),
+        ("tokenize", {"prompt": [1]}, "prompt", "give text"),
         ("tokenize", {"prompt": "a", "model": "b"}, "model", "is not served here"),
         ("tokenize", {"prompt": "a", "pace": 1}, "pace", "is not a field"),
         ("tokenize", {**CHAT, "chat_template": "x"}, "chat_template", "is not supported"),

@@ -15,11 +15,10 @@ _NAMES = {
     "prompt": "input",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
-    "text": "input",
     "token_ids": "input",
 }
 
 
 def responses_error(error: PenstockError) -> tuple[int, Json]:
     """Returns the HTTP status and the body of an error."""
-    return error.http_status, error_json(in_dialect(error, _NAMES))
+    return error.http_status, error_json(in_dialect(error, _NAMES), prompt_fields=())

@@ -1,0 +1,62 @@
+"""Puts what pydantic finds wrong with a body in the words of this API: the field, its value, and what to give. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from penstock.errors import InvalidInput
+from router.api.openai.json_bodies import shown
+
+# What a body should have given, by pydantic's type of the error.
+_WANTED: Mapping[str, str] = {
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "int_from_float": "an integer",
+    "int_parsing": "an integer",
+    "int_parsing_size": "an integer of fewer digits",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "model_type": "an object",
+    "prompt_form": "text, token ids, or a list of either",
+    "string_type": "text",
+}
+
+
+def explain(error: ValidationError, forms: Mapping[str, str]) -> InvalidInput:
+    """Returns the first problem; for a union of types it names the field itself, not one of the types.
+
+    `forms` are the tags of a union's forms, which no field's name shows; for a value of none of them, each says what to
+    give.
+    """
+    problems = error.errors(include_url=False, include_context=False)
+    first = problems[0]
+    parts = [str(part)[:100] for part in first["loc"] if part not in forms and part != "[key]"]
+    field = parts[0] if parts else "body"
+    if len(problems) == 1:
+        field += "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts[1:])
+    if first["type"] == "missing":
+        return InvalidInput(field, "is missing; give it")
+    wanted = _wanted(problems, forms)
+    return InvalidInput(field, f"is {shown(first['input'])}" + (f"; give {wanted}" if wanted else f": {first['msg']}"))
+
+
+def _wanted(problems: Sequence[Any], forms: Mapping[str, str]) -> str:
+    """Returns what to give instead; nothing if pydantic's own words must do."""
+    [first, *others] = problems
+    if not others and first["type"] == "string_type" and first["loc"][-1] in forms:
+        return forms[first["loc"][-1]]
+    wanted = list(dict.fromkeys(_WANTED.get(problem["type"], "") for problem in problems))
+    if others and _takes_texts(problems):
+        wanted = ["text", "a list of texts"]
+    return " or ".join(wanted) if all(wanted) else ""
+
+
+def _takes_texts(problems: Collection[Any]) -> bool:
+    """Returns whether the field is a text or a list of texts."""
+    return {problem["type"] for problem in problems} <= {"string_type", "list_type"}

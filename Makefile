@@ -10,7 +10,7 @@ TEST_PROCESSES ?= 4
 # Tests and servers start many processes; compiling every module again in each of them costs a sixth of their start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup serve demo test test-fast test-failed test-costs lint types proto check-proto client simulate validate-simulator bench bench-router bench-serving bench-modes bench-stages bench-transfer bench-pull bench-replay bench-overload bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-schemas bench-lora bench-speculation bench-quantized conformance attack soak gpu-check results docs tune clean
+.PHONY: help setup serve demo test test-fast test-failed test-costs lint types proto check-proto client simulate validate-simulator bench bench-router bench-serving bench-modes bench-stages bench-transfer bench-pull bench-retention bench-replay bench-overload bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-schemas bench-lora bench-speculation bench-quantized conformance attack soak gpu-check results docs tune clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
@@ -28,6 +28,7 @@ help:
 	@echo "make bench-quantized   products with int8, int4 and fp8 weights on a CPU beside bf16; what quantization does to answers"
 	@echo "make bench-stages   where the time to first token goes, with prompts computed remotely, split and locally"
 	@echo "make bench-modes    disaggregated against colocated at equal cores over loads and SLOs; writes docs/modes.md"
+	@echo "make bench-retention  hit shares of orders of eviction on recorded traces"
 	@echo "make bench-pull     pulling a prefix from another worker beside computing it, over prefix lengths and link speeds"
 	@echo "make bench-replay   every policy on every trace in virtual time   (PENSTOCK_TRACES=DIR for recorded ones)"
 	@echo "make bench-overload every policy beyond the capacity, in virtual time; writes docs/overload.md"
@@ -181,6 +182,10 @@ bench-speculation: setup
 
 bench-transfer: setup
 	$(PY) -m benchmarks.transfer
+
+# About two minutes; the traces are in the folder that PENSTOCK_TRACES names.
+bench-retention: setup
+	$(PY) -m benchmarks.engine.retention
 
 bench-pull: setup
 	$(PY) -m benchmarks.transfer.pulls

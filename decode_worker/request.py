@@ -17,6 +17,7 @@ from penstock import wire
 from penstock.errors import PenstockError
 from penstock.types import FinishReason, TokenLogprob, TransferKey, WorkerId
 from penstock.v1 import common_pb2, worker_pb2
+from worker.hints.keeper import HintKeeper
 from worker.pull.policy import PrefixSource
 
 _MAX_PREEMPTIONS = 16  # preemptions whose times are kept
@@ -178,6 +179,8 @@ class DecodeRequest:
     num_migrations: int = 0
     migration_pause_s: float = 0.0
     paused_since_s: float | None = None  # monotonic; set from the migration here to the first token
+    hints_followed: bool = False
+    hint_answers: list[common_pb2.HintAnswer] = field(default_factory=list)  # of the workers that it has reached so far
     prompt_logprobs: list[bytes] = field(default_factory=list)  # kept until the first token; see `TokenDelta`
 
     def add_scores(self, scores: PromptScores) -> None:
@@ -199,6 +202,12 @@ class DecodeRequest:
         self.times.part, self.times.landed_s = None, 0.0
         self.prices = [_price_to_wire(priced) for priced in (decision.chosen, *decision.others)]
 
+    def follow_hints(self, keeper: HintKeeper | None) -> None:
+        """Follows its hints, once, while it holds its pages, and keeps the answers."""
+        if keeper is not None and not self.hints_followed:
+            self.hints_followed = True
+            self.hint_answers += map(wire.hint_answer_to_wire, keeper.follow(self.sequence))
+
     def end_pause(self, now_s: float) -> None:
         """Adds an open migration pause to the total, because a token has been sampled."""
         if self.paused_since_s is not None:
@@ -215,6 +224,7 @@ class DecodeRequest:
         )
         self.num_preemptions, self.num_migrations = other.num_preemptions, other.num_migrations
         self.migration_pause_s, self.paused_since_s = other.migration_pause_s, other.paused_since_s
+        self.hint_answers = other.hint_answers
 
     def timing(
         self, *, decode_worker: WorkerId, cached_tokens: int, num_preemptions: int, now_s: float
@@ -239,6 +249,7 @@ class DecodeRequest:
             decode_cached_tokens=cached_tokens,
             prices=self.prices,
             pull=self.pull,
+            hints=self.hint_answers,
             preempted_ms=[(at_s - times.submitted_s) * 1e3 for at_s in times.preempted_s],
             decode_queue_ms=times.decode_queue_s * 1e3,
             decode_first_token_ms=(times.first_token_s - times.placed_s) * 1e3 if times.first_token_s else 0.0,

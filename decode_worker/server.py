@@ -95,6 +95,7 @@ class DecodeServer:
             self._adapters,
             self._draft,
             self._events(),
+            shell.hints,
         )
         self._driver = StepDriver(worker, engine, config.worker_id, loop.post)
 

@@ -41,9 +41,10 @@ from engine.step.speculation.speculator import Speculator
 from kv_transfer.session.transfer_session import Manifest
 from penstock.config import DecodeConfig
 from penstock.errors import Cancelled, Overloaded, PenstockError
-from penstock.types import TransferKey, WorkerId, WorkerLoad
+from penstock.types import FinishReason, TransferKey, WorkerId, WorkerLoad
 from penstock.v1 import common_pb2, worker_pb2
 from penstock.worker_metrics import HANDOFF_MISMATCHES
+from worker.hints.keeper import HintKeeper
 from worker.pull.prompts import PrefixPulls
 from worker.sequence_message import check_token_ids
 
@@ -67,9 +68,10 @@ class DecodeWorker:
         adapters: AdapterQueue | None = None,
         draft: DraftModel | None = None,
         events: DecodeEvents | None = None,
+        hints: HintKeeper | None = None,
     ) -> None:
         """Requests with a grammar or adapter are refused without `grammars` or `adapters`. Without `pulls` nothing is
-        pulled from other workers; without `draft` only repetitions are proposed.
+        pulled from other workers; without `draft` only repetitions are proposed; without `hints` none is followed.
         """
         self._worker_id = worker_id
         self._engine = engine
@@ -86,6 +88,7 @@ class DecodeWorker:
         self._transfers = transfers
         self._readiness = SequenceReadiness(grammars, adapters)
         self._events = events or DecodeEvents()
+        self._hints = hints
         self._requests: dict[Sequence, DecodeRequest] = {}
         self._delivery = TokenDelivery()
         self._pace = Pace()
@@ -114,7 +117,11 @@ class DecodeWorker:
         except PenstockError as error:
             self._delivery.put(request, TokenDelta(request.stream_id, error=error))
             return
-        self._when_ready(request, lambda: self._place(request))
+        if request.sequence.kv_hints.only:
+            request.times.first_token_s = time.monotonic()
+            self._end(request, None, FinishReason.STOP)
+        else:
+            self._when_ready(request, lambda: self._place(request))
 
     def _place(self, request: DecodeRequest) -> None:
         """Places a request. If it continues an output, it may continue with tokens that its grammar forces."""
@@ -169,6 +176,8 @@ class DecodeWorker:
             return
         if error is not None:
             self._delivery.put(request, TokenDelta(request.stream_id, error=error))
+        else:
+            request.follow_hints(self._hints)  # it may have ended at a stop string, which the router matches
         self._release(request)
 
     def timing(self, request: DecodeRequest) -> common_pb2.Timing:
@@ -221,6 +230,7 @@ class DecodeWorker:
             return
         self._prefills.on_computed(request, first, now_s)
         request.pull = first.pull
+        request.hint_answers += first.hints
         if self._transfers.is_part(key):
             request.times.part = RemotePart(now_s, first.queue_s, first.prefill_s)
             request.cached_tokens = max(request.cached_tokens, first.cached_tokens)
@@ -419,6 +429,11 @@ class DecodeWorker:
             if request.sequence.matcher is not None:
                 self._fast_forward(request)
             return
+        self._end(request, token, reason)
+
+    def _end(self, request: DecodeRequest, token: SampledToken | None, reason: FinishReason) -> None:
+        """Delivers the request's last token, if there is one, with the answers to its hints, and releases it."""
+        request.follow_hints(self._hints)
         self._delivery.put_end(request, token, reason, self.timing(request))
         self._release(request)
 
@@ -434,8 +449,7 @@ class DecodeWorker:
             self.scheduler.extend(sequence, [token_id])
             reason = finish_reason(sequence, ends, self._context_length)
             if reason is not None:
-                self._delivery.put_end(request, SampledToken(token_id), reason, self.timing(request))
-                self._release(request)
+                self._end(request, SampledToken(token_id), reason)
                 return
             self._delivery.put(request, TokenDelta(request.stream_id, SampledToken(token_id)))
 

@@ -133,6 +133,7 @@ class Engine:
             tiers=_make_tiers(config, kv_pages, part.layout.page_bytes, ranks),
             window=part.model.page_window,
             on_free=_make_eraser(kv_pages, ranks) if config.zero_freed_pages else None,
+            retention=config.retention,
         )
         engine = cls(part, kv_pages, cache, ranks)
         log.info(

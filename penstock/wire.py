@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.errors import InvalidInput
 from penstock.kv.adapters import AdapterRef
+from penstock.kv.kv_hints import HintAnswer, HintOutcome, KvHints
 from penstock.types import (
     CacheStats,
     Epoch,
@@ -45,6 +46,12 @@ _LANE_TO_WIRE = {
     Lane.BULK: common_pb2.LANE_BULK,
 }
 _LANE_FROM_WIRE = {wire: lane for lane, wire in _LANE_TO_WIRE.items()}
+_OUTCOME_TO_WIRE = {
+    HintOutcome.ACCEPTED: common_pb2.HINT_OUTCOME_ACCEPTED,
+    HintOutcome.CLIPPED: common_pb2.HINT_OUTCOME_CLIPPED,
+    HintOutcome.REFUSED: common_pb2.HINT_OUTCOME_REFUSED,
+}
+_OUTCOME_FROM_WIRE = {wire: outcome for outcome, wire in _OUTCOME_TO_WIRE.items()}
 _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
 
 # `SamplingParams` and its message have the same field names, so that a new plain field needs no conversion of its own.
@@ -190,6 +197,41 @@ def adapter_to_wire(adapter: AdapterRef | None) -> worker_pb2.Adapter | None:
 def adapter_from_wire(wire: worker_pb2.Adapter) -> AdapterRef | None:
     """Returns None for an absent message, which reads as an empty one."""
     return AdapterRef(wire.name, wire.revision, wire.path) if wire.revision else None
+
+
+def kv_hints_to_wire(hints: KvHints) -> common_pb2.KvHints | None:
+    return common_pb2.KvHints(**asdict(hints)) if hints else None
+
+
+def kv_hints_from_wire(wire: common_pb2.KvHints) -> KvHints:
+    """Reads hints. Raises InvalidInput for values out of bounds; an absent message has no hints."""
+    hints = KvHints(
+        session=wire.session,
+        fork_of=wire.fork_of,
+        pin_s=wire.pin_s,
+        priority=wire.priority,
+        demote=wire.demote,
+        prefetch_s=wire.prefetch_s if wire.HasField("prefetch_s") else None,
+        end_session=wire.end_session,
+        only=wire.only,
+    )
+    hints.check()
+    return hints
+
+
+def hint_answer_to_wire(answer: HintAnswer) -> common_pb2.HintAnswer:
+    return common_pb2.HintAnswer(
+        hint=answer.hint,
+        outcome=_OUTCOME_TO_WIRE[answer.outcome],
+        reason=answer.reason,
+        pages=answer.num_pages,
+        worker_id=answer.worker_id,
+    )
+
+
+def hint_outcome_from_wire(wire: common_pb2.HintOutcome) -> HintOutcome:
+    """Reads an outcome; one that this version does not know counts as refused."""
+    return _OUTCOME_FROM_WIRE.get(wire, HintOutcome.REFUSED)
 
 
 def labels_to_wire(labels: Labels) -> worker_pb2.Labels:

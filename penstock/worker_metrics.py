@@ -37,6 +37,14 @@ PULLS = WorkerMetric("pulls", "Pulls of cached pages from other workers that hav
 PULL_FAILURES = WorkerMetric("pull_failures", "Pulls that brought less than was asked for: the rest was computed")
 PULLED_PAGES = WorkerMetric("pulled_pages", "KV pages pulled from other workers instead of being computed")
 PULL_SECONDS = WorkerMetric("pull_seconds", "Seconds that pulls took")
+HELD_PAGES = WorkerMetric("held_pages", "Cached pages that hints hold against eviction", is_counter=False)
+HELD_BYTES = WorkerMetric("held_bytes", "Bytes of the pages that hints hold against eviction", is_counter=False)
+SESSIONS = WorkerMetric("sessions", "Sessions that this worker remembers", is_counter=False)
+HOLDS_LOST = WorkerMetric("holds_lost", "Held pages evicted before their time, for running sequences")
+HINTS_ACCEPTED = WorkerMetric("hints_accepted", "KV hints that were followed")
+HINTS_CLIPPED = WorkerMetric("hints_clipped", "KV hints that were followed in part")
+HINTS_REFUSED = WorkerMetric("hints_refused", "KV hints that were not followed")
+PREFETCHED_PAGES = WorkerMetric("prefetched_pages", "Pages brought back from lower tiers ahead of a request")
 
 KV_EVENT_BATCHES = WorkerMetric("kv_event_batches", "Batches of KV events published over ZMQ")
 KV_EVENT_RESYNCS = WorkerMetric(
@@ -64,6 +72,14 @@ METRICS = {
         KV_EVENT_BATCHES,
         KV_EVENT_RESYNCS,
         KV_EVENT_UNNAMED_PAGES,
+        HELD_PAGES,
+        HELD_BYTES,
+        SESSIONS,
+        HOLDS_LOST,
+        HINTS_ACCEPTED,
+        HINTS_CLIPPED,
+        HINTS_REFUSED,
+        PREFETCHED_PAGES,
     )
 }
 

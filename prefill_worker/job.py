@@ -12,6 +12,7 @@ from engine.step.sequence import SampledToken, Sequence
 from kv_transfer.layout.reshard import ReshardPlan
 from kv_transfer.session.lease import Lease
 from penstock.errors import PenstockError
+from penstock.kv.kv_hints import HintAnswer
 from penstock.types import PageHash, PageId, TransferKey
 from penstock.v1 import common_pb2
 from worker.pull.policy import PrefixSource
@@ -29,6 +30,7 @@ class FirstToken:
     prefill_s: float
     cached_tokens: int
     pull: common_pb2.Pull | None = None  # what was pulled for the prompt before
+    hints: tuple[HintAnswer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

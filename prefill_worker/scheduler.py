@@ -202,7 +202,7 @@ class PrefillScheduler:
             self._pool.release(cached[num_dropped:])
             return False
         sequence.pages, sequence.num_dropped = [*cached, *fresh], num_dropped
-        num_filled = self._cache.promote(hashes, sequence.pages, len(cached), window=window)
+        num_filled = self._cache.promote(hashes, sequence.pages, len(cached), window=window, owner=sequence.tenant)
         sequence.num_computed_tokens = num_filled * self._page_size
         self._cache.note_found_texts(sequence, hashes[:num_filled])
         return True
@@ -227,7 +227,7 @@ class PrefillScheduler:
             self._order.advance(scheduled.num_tokens)
             num_full = sequence.num_computed_tokens // self._page_size
             self._cache.note_texts(sequence, sequence.page_hashes[:num_full], num_shared)
-            self._cache.insert(sequence.page_hashes[:num_full], sequence.pages, start=num_shared)
+            self._cache.insert(sequence.page_hashes[:num_full], sequence.pages, num_shared, sequence.tenant)
             if is_complete:
                 complete.append(sequence)
                 self._running.remove(self._entries.pop(sequence))

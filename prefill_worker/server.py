@@ -58,6 +58,7 @@ class PrefillServer:
             pulls=shell.pulls,
             adapters=adapters,
             on_step=shell.step_metrics.observe,
+            hints=shell.hints,
         )
         service = PrefillService(worker, shell.loop)
         core = RoleCore(

@@ -90,6 +90,7 @@ def _outcome_to_wire(outcome: PrefillOutcome) -> worker_pb2.PrefillEvent:
                     prefill_ms=outcome.prefill_s * 1e3,
                     cached_tokens=outcome.cached_tokens,
                     pull=outcome.pull,
+                    hints=[wire.hint_answer_to_wire(answer) for answer in outcome.hints],
                 )
             )
         case Pushed():

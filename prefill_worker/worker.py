@@ -34,6 +34,7 @@ from penstock.v1 import common_pb2
 from prefill_worker.job import Closed, FirstToken, Heartbeat, PrefillJob, Pushed, ReservePages
 from prefill_worker.layerwise_push import LayerwisePush, LayerwiseStep
 from prefill_worker.scheduler import PrefillScheduler
+from worker.hints.keeper import HintKeeper
 from worker.pull.prompts import PrefixPulls
 from worker.sequence_message import check_token_ids
 
@@ -69,15 +70,18 @@ class PrefillWorker:
         pulls: PrefixPulls | None = None,
         adapters: AdapterQueue | None = None,
         on_step: Callable[[int, int, float], None] | None = None,
+        hints: HintKeeper | None = None,
     ) -> None:
         """`context_length` is the number of tokens that both the model and the pool can hold. Jobs with a grammar are
         refused without `grammars`, and jobs with an adapter without `adapters`; without `pulls` nothing is pulled from
-        other workers. `on_step` is called with the sequences, tokens and seconds of each step.
+        other workers. `on_step` is called with the sequences, tokens and seconds of each step. Without `hints` none is
+        followed.
         """
         self._engine = engine
         self._grammars = grammars
         self._adapters = adapters or AdapterQueue(None, lambda call: None)
         self._pulls = pulls
+        self._hints = hints
         self._context_length = context_length
         self._sender = sender
         self._checksums = config.transfer.checksums
@@ -343,7 +347,8 @@ class PrefillWorker:
     def _complete(self, job: PrefillJob, token: SampledToken, now_s: float) -> None:
         job.computed = True
         queue_s, prefill_s = job.started_s - job.submitted_s, now_s - job.started_s
-        job.emit(FirstToken(token, queue_s, prefill_s, job.cached_tokens, job.pull))
+        hints = tuple(self._hints.follow(job.sequence)) if self._hints is not None else ()
+        job.emit(FirstToken(token, queue_s, prefill_s, job.cached_tokens, job.pull, hints))
 
     def _push_batch(self, work: list[ScheduledSequence], pushes: dict[PrefillJob, LayerwisePush]) -> None:
         for scheduled in work:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from penstock.kv.adapters import AdapterRef
+from penstock.kv.kv_hints import NO_KV_HINTS, KvHints
 from penstock.text.completions import Emitted
 from penstock.types import Lane, RequestId, SamplingParams
 from router.tracing.request_trace import RequestTrace
@@ -32,6 +33,7 @@ class PreparedRequest:
     salt_for: Callable[[str], bytes] | None = None  # the salt for another model revision
     session: str = ""  # requests of one session go to the same workers where that costs little
     prepaid_tokens: int = 0  # taken from the tenant's rate for tokenizing it
+    kv_hints: KvHints = NO_KV_HINTS
     explain: bool = False  # its last output carries the decision record
     prepared_s: float = 0.0  # monotonic; when this was made
     trace: RequestTrace | None = None  # if it is sampled

@@ -7,14 +7,17 @@ from collections.abc import Sequence as Seq
 from engine.step.sequence import Sequence
 from penstock import wire
 from penstock.errors import InvalidInput
+from penstock.kv.kv_hints import NO_KV_HINTS
 from penstock.types import RequestId
 from penstock.v1 import worker_pb2
+
+_MAX_TENANT = 256  # characters of its name
 
 
 def sequence_from_wire(
     message: worker_pb2.DecodeSubmit | worker_pb2.PrefillStart | worker_pb2.SequenceState,
 ) -> Sequence:
-    """Returns a sequence without pages."""
+    """Returns a sequence without pages. Raises InvalidInput for hints out of bounds."""
     return Sequence(
         request_id=RequestId(message.request_id),
         token_ids=list(message.token_ids),
@@ -23,6 +26,8 @@ def sequence_from_wire(
         salt=message.salt,
         lane=wire.lane_from_wire(message.lane),
         adapter=wire.adapter_from_wire(message.adapter),
+        tenant=message.tenant[:_MAX_TENANT],
+        kv_hints=wire.kv_hints_from_wire(message.kv_hints) if message.HasField("kv_hints") else NO_KV_HINTS,
     )
 
 

@@ -48,6 +48,7 @@ from worker.handover.client import HandoverClient
 from worker.handover.intake import PageIntake
 from worker.handover.service import HandoverService
 from worker.handover.source import PageSource
+from worker.hints.keeper import HintKeeper
 from worker.kv_publisher.publisher import KvPublisher
 from worker.kv_publisher.scopes import SharedScope
 from worker.metrics.collector import WorkerCollector
@@ -103,6 +104,7 @@ class WorkerShell:
     source: PageSource
     intake: PageIntake
     pulls: PrefixPulls
+    hints: HintKeeper
     channels: Channels
     fences: FenceKeeper
     service: WorkerService
@@ -163,6 +165,7 @@ class WorkerShell:
         self.pulls = PrefixPulls(
             engine, self._pull_client.start, lambda: self._core.load().prefill_steps, config.transfer
         )
+        self.hints = HintKeeper(WorkerId(config.worker_id), engine)
         self.fences = FenceKeeper(
             self.channels.use, lambda key: post(partial(self._on_quiesced, key)), self.open_receiver
         )
@@ -225,6 +228,7 @@ class WorkerShell:
                 device_name(self._engine),
                 config.price_per_hour,
                 lambda: measure_pages(self._engine.pool, self._core.sequences(), self.description.page_size),
+                self.hints.held_by_tenant,
             )
             self._metrics = MetricsPort(
                 config.host,
@@ -269,12 +273,13 @@ class WorkerShell:
             TRANSFER_FAILURES.name: float(stats.num_failures),
             TRANSPORT_FALLBACKS.name: float(stats.num_fallbacks),
         }
+        own |= self.hints.values()
         published = {} if self.publisher is None else self.publisher.metrics
         return replace(load, metrics={**load.metrics, **own, **self.pulls.metrics.values(), **published})
 
     def _sweep(self, now_s: float) -> float | None:
         self._fenced_s = self._engine.pool.oldest_fence_s
-        return earliest(self._core.sweep(now_s), self.intake.sweep(now_s))
+        return earliest(self._core.sweep(now_s), self.intake.sweep(now_s), self.hints.sweep(now_s))
 
     def _owner_of_outgoing(self, key: TransferKey) -> OutgoingTransfers:
         return self.source if self.source.owns(key) else self._core.outgoing

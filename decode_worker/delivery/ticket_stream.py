@@ -151,6 +151,8 @@ class TicketStream:
             prefix_source=state.prefix_source if state.HasField("prefix_source") else None,
             lane=ticket.lane,
             adapter=ticket.adapter if ticket.HasField("adapter") else None,
+            tenant=ticket.tenant,
+            kv_hints=ticket.kv_hints if ticket.HasField("kv_hints") and not state.index else None,
         )
 
     def _merge(self, frame: worker_pb2.StepFrame) -> tuple[list[CompletionDelta], PenstockError | None]:

@@ -92,9 +92,9 @@ class TokenDelivery:
         self._unsent.setdefault(request.stream, []).append(delta)
 
     def put_end(
-        self, request: DecodeRequest, token: SampledToken, reason: FinishReason, timing: common_pb2.Timing
+        self, request: DecodeRequest, token: SampledToken | None, reason: FinishReason, timing: common_pb2.Timing
     ) -> None:
-        """Adds the request's last token and counts the request as ended."""
+        """Adds the request's last token, if there is one, and counts the request as ended."""
         totals = self.totals
         self.totals = replace(
             totals,

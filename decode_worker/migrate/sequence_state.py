@@ -33,6 +33,8 @@ def to_wire(
         timing=timing,
         lane=wire.lane_to_wire(sequence.lane),
         adapter=wire.adapter_to_wire(sequence.adapter),
+        tenant=sequence.tenant,
+        kv_hints=wire.kv_hints_to_wire(sequence.kv_hints),
     )
 
 
@@ -75,6 +77,7 @@ def _set_times(request: DecodeRequest, state: worker_pb2.SequenceState, now_s: f
     request.pages_moved = timing.pages_moved
     request.prices = list(timing.prices)
     request.pull = timing.pull if timing.HasField("pull") else None
+    request.hint_answers = list(timing.hints)
     request.num_preemptions = timing.num_preemptions
     request.num_migrations = timing.num_migrations + 1
     request.migration_pause_s = timing.migration_pause_ms / 1e3

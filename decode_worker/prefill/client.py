@@ -22,6 +22,7 @@ from kv_transfer.session.transfer_session import Manifest
 from penstock import wire
 from penstock.errors import PenstockError, from_rpc_error, from_status
 from penstock.kv.adapters import AdapterRef
+from penstock.kv.kv_hints import NO_KV_HINTS, KvHints
 from penstock.types import Epoch, Lane, PageHash, PageId, SamplingParams, TransferKey, WorkerId
 from penstock.v1 import common_pb2, worker_pb2
 from worker.channels import Channels
@@ -58,6 +59,8 @@ class RemotePrefill:
     lane: Lane
     timeout_s: float
     adapter: AdapterRef | None = None
+    tenant: str = ""
+    kv_hints: KvHints = NO_KV_HINTS
     patience_s: float | None = None  # time until `on_slow` if the prefill has not begun by then
 
 
@@ -70,6 +73,7 @@ class RemoteFirstToken:
     prefill_s: float
     cached_tokens: int
     pull: common_pb2.Pull | None = None  # record of what it pulled first
+    hints: tuple[common_pb2.HintAnswer, ...] = ()
 
 
 class TransferEvents(Protocol):
@@ -207,7 +211,9 @@ def _first_token(event: worker_pb2.PrefillFirstToken) -> RemoteFirstToken:
     logprob = wire.logprob_from_wire(event.logprob) if event.HasField("logprob") else None
     token = SampledToken(event.token_id, logprob)
     pull = event.pull if event.HasField("pull") else None
-    return RemoteFirstToken(token, event.queue_ms / 1e3, event.prefill_ms / 1e3, event.cached_tokens, pull)
+    return RemoteFirstToken(
+        token, event.queue_ms / 1e3, event.prefill_ms / 1e3, event.cached_tokens, pull, tuple(event.hints)
+    )
 
 
 def _manifest(event: worker_pb2.PrefillPushed) -> Manifest:
@@ -229,5 +235,7 @@ def _start_message(prefill: RemotePrefill, offer: bytes) -> worker_pb2.PrefillCo
             lane=wire.lane_to_wire(prefill.lane),
             prefix_source=prefill.candidate.prefix_source,
             adapter=wire.adapter_to_wire(prefill.adapter),
+            tenant=prefill.tenant,
+            kv_hints=wire.kv_hints_to_wire(prefill.kv_hints),
         )
     )

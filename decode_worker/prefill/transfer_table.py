@@ -167,6 +167,8 @@ class TransferTable:
                 lane=sequence.lane,
                 timeout_s=max(0.001, request.deadline_s - time.monotonic()),
                 adapter=sequence.adapter,
+                tenant=sequence.tenant,
+                kv_hints=sequence.kv_hints,
                 patience_s=patience_s,
             ),
             events,

@@ -68,7 +68,7 @@ class SequencePages:
         if self._pool.num_available - num_fresh >= num_kept_back:
             try:
                 pages = [*cached, *self._pool.allocate(num_fresh)]
-                grant = self._fill(hashes, pages, len(cached), num_dropped, num_unneeded)
+                grant = self._fill(sequence.tenant, hashes, pages, len(cached), num_dropped, num_unneeded)
                 self._cache.note_found_texts(sequence, hashes[: grant.num_filled])
                 return grant
             except OutOfPages:
@@ -77,11 +77,17 @@ class SequencePages:
         return None
 
     def _fill(
-        self, hashes: list[PageHash], pages: list[PageId], num_cached: int, num_dropped: int, num_unneeded: int
+        self,
+        tenant: str,
+        hashes: list[PageHash],
+        pages: list[PageId],
+        num_cached: int,
+        num_dropped: int,
+        num_unneeded: int,
     ) -> PageGrant:
         """Fills pages from lower tiers, and gives back those that nothing reads behind what is filled then: some of
         them were never filled."""
-        num_filled = self._cache.promote(hashes, pages, num_cached, num_unneeded)
+        num_filled = self._cache.promote(hashes, pages, num_cached, num_unneeded, owner=tenant)
         first_needed = self._cache.first_needed(num_filled, num_unneeded)
         self._pool.release(pages[num_dropped:first_needed])
         pages[num_dropped:first_needed] = [PageId(0)] * (first_needed - num_dropped)
@@ -172,7 +178,7 @@ class SequencePages:
         if num_full > num_shared:
             hashes = sequence.hash_full_pages(self._page_size)
             self._cache.note_texts(sequence, hashes[:num_full], num_shared)
-            self._cache.insert(hashes[:num_full], sequence.pages, start=num_shared)
+            self._cache.insert(hashes[:num_full], sequence.pages, num_shared, sequence.tenant)
             self._num_shared[sequence] = num_full
 
     def share_filled(self, sequences: Iterable[Sequence]) -> None:
@@ -191,7 +197,7 @@ class SequencePages:
             hash_one_more_page(plain, self._page_size)
             for sequence in plain:
                 self._cache.note_texts(sequence, sequence.page_hashes, len(sequence.page_hashes) - 1)
-            self._cache.insert_last([(sequence.page_hashes, sequence.pages) for sequence in plain])
+            self._cache.insert_last([(sequence.page_hashes, sequence.pages, sequence.tenant) for sequence in plain])
 
     def _reusable_hashes(self, sequence: Sequence, num_tokens: int) -> list[PageHash]:
         """Returns the hashes of the full pages before the last token, which is recomputed for its logits.

@@ -1,8 +1,9 @@
 """The reference counts, free list and fences of one worker's KV pages.
 
 Stands between the schedulers, which allocate pages for sequences, and the pool tensor, which this module never touches.
-It also owns the order in which unreferenced cached pages are evicted. It must not know what is in a page: hashes and
-chains belong to `engine.cache.prefix_cache`, which makes its pool and evicts pages when the pool asks for room.
+`engine.cache.retention` orders the eviction of unreferenced cached pages. This module must not know what is in a page:
+hashes and chains belong to `engine.cache.prefix_cache`, which makes its pool and evicts pages when the pool asks for
+room.
 
 A page is exactly one of: free, owned (one reference), shared (several), evictable (no reference, but the prefix cache
 holds it), or fenced. Fenced takes precedence: a transfer may still write the page, so only lifting the fence makes it
@@ -12,10 +13,12 @@ available. Not thread-safe: the worker's step loop is the only caller.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from enum import StrEnum
 
+from engine.cache.retention.holds import Lost
+from engine.cache.retention.page_retention import PageRetention
+from penstock.config.retention import RetentionConfig
 from penstock.errors import InternalError
 from penstock.types import PageId
 
@@ -50,6 +53,7 @@ class PagePool:
         on_free: Callable[[Sequence[PageId]], None] | None = None,
         evict: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        retention: RetentionConfig | None = None,
     ) -> None:
         """`on_free` receives pages that have become free, before they can be allocated again; it may erase them.
         `evict(n)` must `forget` pages until at least n more are free.
@@ -61,7 +65,8 @@ class PagePool:
         self._free: list[PageId] = [PageId(page) for page in reversed(range(num_pages))]  # a stack: warm pages first
         self._refs: list[int] = [0] * num_pages
         self._cached = bytearray(num_pages)  # 1: the prefix cache holds the page
-        self._evictable: OrderedDict[PageId, None] = OrderedDict()  # cached, unreferenced; least recently used first
+        self.retention = PageRetention(num_pages, retention)
+        self._evictable = self.retention.order.run_of  # has the cached, unreferenced pages
         self._fences: dict[PageId, set[Hashable]] = {}  # only pages with at least one fence
         self._fenced_by: dict[Hashable, list[PageId]] = {}
         self._fenced_s: dict[Hashable, float] = {}  # when the first pages came under a key; oldest first
@@ -141,6 +146,7 @@ class PagePool:
             if refs[page] == 0:
                 del evictable[page]
             refs[page] += 1
+        self.retention.on_used(pages)
 
     def release(self, pages: Sequence[PageId]) -> None:
         """Drops a reference from each page. Pass a sequence's pages in order and in one call.
@@ -148,18 +154,18 @@ class PagePool:
         Pages become evictable last page first, so that within a chain released together the leaf counts as the oldest.
         """
         self._check_pages("release", pages)
-        refs, cached, fences, evictable = self._refs, self._cached, self._fences, self._evictable
+        refs, cached, fences = self._refs, self._cached, self._fences
         for page in pages:
             if refs[page] == 0:
                 raise PageMisuse(f"release: page {page} is {self.state(page)} and has no reference")
         freed: list[PageId] = []
+        evictable: list[PageId] = []
         for page in reversed(pages):
             refs[page] -= 1
             if refs[page] == 0 and page not in fences:
-                if cached[page]:
-                    evictable[page] = None
-                else:
-                    freed.append(page)
+                (evictable if cached[page] else freed).append(page)
+        if evictable:
+            self.retention.on_evictable(evictable, self._clock())
         self._set_free(freed)
 
     # ---- fences -------------------------------------------------------------------------------------------------
@@ -216,21 +222,23 @@ class PagePool:
             return None
         return next(page for page in pages if refs[page] == 0 or cached[page] or page in fences)
 
-    def keep(self, pages: Sequence[PageId]) -> None:
-        """Marks pages as cached: without a reference they become evictable instead of free."""
+    def keep(self, pages: Sequence[PageId], owner: str = "") -> None:
+        """Marks pages as cached, for this tenant: without a reference they become evictable instead of free."""
         if (page := self.first_to_refuse(pages)) is not None:
             raise PageMisuse(f"keep: page {page} is {self.state(page)}; only an uncached page that the caller holds")
         cached = self._cached
         for page in pages:
             cached[page] = 1
+        self.retention.on_cached(pages, owner)
 
-    def forget(self, pages: Sequence[PageId]) -> None:
-        """Marks pages as no longer cached: those without a reference become free."""
+    def forget(self, pages: Sequence[PageId], cause: Lost = Lost.PRESSURE) -> None:
+        """Marks pages as no longer cached: those without a reference become free. `cause` is why holds on them end."""
         self._check_pages("forget", pages)
         refs, cached, evictable = self._refs, self._cached, self._evictable
         if not all(map(cached.__getitem__, pages)):
             page = next(page for page in pages if not cached[page])
             raise PageMisuse(f"forget: page {page} is {self.state(page)} and not cached")
+        self.retention.on_forgotten(pages, cause)
         freed: list[PageId] = []
         for page in pages:
             cached[page] = 0
@@ -244,14 +252,16 @@ class PagePool:
 
     def touch(self, pages: Sequence[PageId]) -> None:
         """Marks the evictable ones among these pages as most recently used, the last page as the oldest of them."""
-        evictable = self._evictable
-        for page in reversed(pages):
-            if page in evictable:
-                evictable.move_to_end(page)
+        if touched := [page for page in reversed(pages) if page in self._evictable]:
+            self.retention.on_evictable(touched, self._clock())
 
     def evictable(self) -> Iterator[PageId]:
-        """Iterates over evictable pages, least recently used first; invalid after a change to the pool."""
-        return iter(self._evictable)
+        """Iterates over evictable pages, the first to be evicted first; invalid after a change to the pool."""
+        return iter(self.retention.order)
+
+    def to_evict(self) -> Iterator[PageId]:
+        """Yields evictable pages, the first to be evicted first; the caller must `forget` each of them afterwards."""
+        return self.retention.to_evict(self._clock())
 
     # ---- invariants ---------------------------------------------------------------------------------------------
 
@@ -274,6 +284,8 @@ class PagePool:
             _demand(not (cached and fenced), f"{where}: a fenced page is findable")
             _demand((page in free) == (refs == 0 and not cached and not fenced), f"{where}: free means held by nobody")
             num_held += refs > 0 and not fenced
+        cached_pages = [PageId(page) for page in range(self.num_pages) if self._cached[page]]
+        self.retention.check_integrity([page for page in cached_pages if not self._refs[page]], cached_pages)
         total = len(free) + len(self._evictable) + len(self._fences) + num_held
         _demand(total == self.num_pages, f"{total} pages accounted for, {self.num_pages} in the pool")
 

@@ -18,12 +18,16 @@ Routers receive an event for each page that moves: to the device, to the best lo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 from engine.cache.page_chains import ChainNode, PageChains
 from engine.cache.page_pool import PageMisuse, PagePool
 from engine.cache.page_window import PageWindow
+from engine.cache.retention.holds import Lost
+from engine.cache.retention.session_hints import SessionHints
 from engine.cache.tiers import CacheTiers
+from penstock.config.retention import RetentionConfig
 from penstock.kv.events import KvEventKind, KvEventLog
 from penstock.kv.page_places import ROOT
 from penstock.kv.page_texts import TextSource
@@ -42,18 +46,21 @@ class PrefixCache:
         tiers: CacheTiers | None = None,
         window: int | None = None,
         on_free: Callable[[Sequence[PageId]], None] | None = None,
+        retention: RetentionConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`window` is how many tokens, including itself, a token reads in the layer that reads most; None: all.
-        `on_free` is the pool's.
+        `on_free`, `retention` and `clock` are the pool's.
         """
         self.page_size = page_size
         self.window = PageWindow(window, page_size)
         self.enabled = enabled
-        self.pool = PagePool(num_pages, on_free, self._evict)
+        self.pool = PagePool(num_pages, on_free, self._evict, clock, retention)
         self._events = events
         self._tiers = tiers
         self._num_queries = self._num_device_hits = self._num_evictions = 0  # pages
         self._chains = PageChains()
+        self.hints = SessionHints(self._chains, self.pool.retention)
 
     @property
     def num_cached(self) -> int:
@@ -124,6 +131,7 @@ class PrefixCache:
         num_matched: int,
         num_unneeded: int = 0,
         window: PageWindow | None = None,
+        owner: str = "",
     ) -> int:
         """Fills pages after the matched ones from lower tiers, and returns how many leading pages hold their KV.
 
@@ -141,11 +149,38 @@ class PrefixCache:
         num_filled = num_matched
         if stop > first:
             num_loaded = self._tiers.load(hashes[first:stop], pages[first:stop])
-            self.insert(hashes[: first + num_loaded], pages, start=first)
+            self.insert(hashes[: first + num_loaded], pages, first, owner)
             self._report_moved([])
             if self.window.tokens is None or num_loaded == stop - first:
                 num_filled = first + num_loaded
         return num_filled
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether evicted pages are kept below the device."""
+        return self._tiers is not None
+
+    def bring(self, hashes: Sequence[PageHash], max_pages: int, owner: str = "") -> tuple[int, bool]:
+        """Copies at most `max_pages` pages of this prefix from lower tiers to the device, ahead of a request.
+
+        Returns how many it has copied, and whether none is left to copy. Blocks while they are copied.
+        """
+        if self._tiers is None or max_pages < 1:
+            return 0, True
+        matched = self.match(hashes)
+        first, stop = self._promotable(hashes, len(matched), 0, None)
+        num_held = self.first_needed(len(matched))
+        count = min(max_pages, stop - first, self.pool.num_available)
+        loaded = self.pool.allocate(max(0, count))
+        num_loaded = 0
+        if loaded:
+            num_loaded = self._tiers.load(hashes[first : first + count], loaded)
+            entries = [*[PageId(0)] * first, *loaded]
+            self.insert(hashes[: first + num_loaded], entries, first, owner)
+            self._report_moved([])
+        self.pool.release(loaded)
+        self.pool.release(matched[num_held:])
+        return num_loaded, first + num_loaded >= stop or num_loaded < count
 
     def _promotable(
         self, hashes: Sequence[PageHash], num_matched: int, num_unneeded: int, window: PageWindow | None
@@ -184,13 +219,13 @@ class PrefixCache:
         if self.enabled and self._events is not None:
             self._events.note_held_texts(source, hashes)
 
-    def insert(self, hashes: Sequence[PageHash], pages: Sequence[PageId], start: int = 0) -> int:
+    def insert(self, hashes: Sequence[PageHash], pages: Sequence[PageId], start: int = 0, owner: str = "") -> int:
         """Makes `pages[i]`, full and computed, findable as `hashes[i]`; returns how many pages entered the cache.
 
         Both lists begin at the sequence's first page; `pages` may be longer. A caller that inserts after every step
         passes as `start` the number inserted before, so that a long sequence does not walk its whole chain again. If
-        another page has a hash already, that page stays and the caller's remains uncached. Raises PageMisuse for a page
-        that is free, fenced, or cached under another hash.
+        another page has a hash already, that page stays and the caller's remains uncached. `owner` is the tenant whose
+        pages they are. Raises PageMisuse for a page that is free, fenced, or cached under another hash.
         """
         if not self.enabled:
             return 0
@@ -212,29 +247,30 @@ class PrefixCache:
             while index < len(hashes) and hashes[index] not in nodes:
                 index += 1
             run = hashes[first:index]
-            self._link(run, pages[first:index], parent)
+            self._link(run, pages[first:index], parent, owner)
             stored.append((run, parent or ROOT))
             num_stored += len(run)
         self.pool.touch(met)
         self._report_stored(stored)
         return num_stored
 
-    def insert_last(self, chains: Iterable[tuple[Sequence[PageHash], Sequence[PageId]]]) -> None:
-        """Inserts the last page of each chain, whose others are inserted already, and reports them as one event."""
+    def insert_last(self, chains: Iterable[tuple[Sequence[PageHash], Sequence[PageId], str]]) -> None:
+        """Inserts the last page of each chain of a tenant, whose others are inserted already, and reports them as one
+        event."""
         if not self.enabled:
             return
         nodes = self._chains.nodes
         stored: list[tuple[Sequence[PageHash], PageHash]] = []
-        for hashes, pages in chains:
+        for hashes, pages, owner in chains:
             last = len(hashes) - 1
             parent = nodes.get(hashes[last - 1]) if last else None
             if hashes[last] in nodes or (last and parent is None):
                 self._report_stored(stored)
                 stored = []
-                self.insert(hashes, pages, start=last)
+                self.insert(hashes, pages, last, owner)
             else:
                 run = (hashes[last],)
-                self._link(run, (pages[last],), hashes[last - 1] if last else None)
+                self._link(run, (pages[last],), hashes[last - 1] if last else None, owner)
                 stored.append((run, parent.page_hash if parent else ROOT))
         self._report_stored(stored)
 
@@ -300,7 +336,7 @@ class PrefixCache:
         gone: list[ChainNode] = []
         for node in self._chains.roots():
             gone += self._chains.unlink(node)
-        self.pool.forget([node.page for node in gone])
+        self.pool.forget([node.page for node in gone], Lost.CLEARED)
         if self._tiers is not None:
             self._tiers.clear()
         self._report_moved([node.page_hash for node in gone])
@@ -330,18 +366,16 @@ class PrefixCache:
         if (refused := self.pool.first_to_refuse(uncached)) is not None:
             raise PageMisuse(f"insert: page {refused} is {self.pool.state(refused)}")
 
-    def _link(self, run: Sequence[PageHash], pages: Sequence[PageId], parent: PageHash | None) -> None:
-        """Makes a run of pages findable, each the child of the previous one."""
-        self.pool.keep(pages)
+    def _link(self, run: Sequence[PageHash], pages: Sequence[PageId], parent: PageHash | None, owner: str = "") -> None:
+        """Makes a run of pages of a tenant findable, each the child of the previous one."""
+        self.pool.keep(pages, owner)
         self._chains.link(run, pages, parent)
 
     def _evict(self, num_pages: int) -> None:
         """Frees at least `num_pages` pages, which the pool has counted as evictable."""
         gone: list[ChainNode] = []
         num_freed = 0
-        for page in self.pool.evictable():
-            if num_freed >= num_pages:
-                break
+        for page in self.pool.to_evict():
             node = self._chains.by_page.get(page)
             if node is None:
                 continue  # evicted already, with an ancestor
@@ -352,6 +386,8 @@ class PrefixCache:
                 subtree = self._chains.unlink(node)
             num_freed += sum([not self.pool.num_references(each.page) for each in subtree]) if len(subtree) > 1 else 1
             gone += subtree
+            if num_freed >= num_pages:
+                break
         if num_freed < num_pages:
             raise PageMisuse(f"evict: {num_freed} of {num_pages} pages found; the pool counted more as evictable")
         hashes, pages = [node.page_hash for node in gone], [node.page for node in gone]

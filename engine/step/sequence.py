@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from engine.step.prompt_scores import PromptScores
 from penstock.kv.adapters import AdapterRef
+from penstock.kv.kv_hints import NO_KV_HINTS, KvHints
 from penstock.kv.page_hash import hash_next_pages, hash_pages
 from penstock.types import Lane, PageHash, PageId, RequestId, SamplingParams, TokenLogprob
 
@@ -42,6 +43,8 @@ class Sequence:
     is_decoding: bool = False  # all tokens but the last have their KV; `_num_prefilled` is not kept while this holds
     matcher: GrammarMatcher | None = None  # of `sampling.grammar`; set before the sequence is scheduled
     edits: TextEdits | None = None  # what `sampling` does to its logits; set by the first step that samples
+    tenant: str = ""  # whose pages it caches
+    kv_hints: KvHints = NO_KV_HINTS  # applied at its end
     adapter: AdapterRef | None = None
     adapter_slot: int = 0  # of `adapter`, at this worker; set before the sequence is scheduled
     _num_prefilled: int = 0  # leading tokens with KV, unless `is_decoding`

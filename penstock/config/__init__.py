@@ -10,6 +10,7 @@ from penstock.config.autoscaler import AutoscalerConfig, BalanceConfig, SloConfi
 from penstock.config.engine import EngineConfig
 from penstock.config.files import load, load_process, parse, read
 from penstock.config.limits import LimitsConfig
+from penstock.config.retention import RetentionConfig
 from penstock.config.router import IndexConfig, KvAwareConfig, RouterConfig, StoreConfig
 from penstock.config.security import SecurityConfig, TlsConfig
 from penstock.config.serve import PoolConfig, ServeConfig
@@ -39,6 +40,7 @@ __all__ = [
     "LookasideConfig",
     "PoolConfig",
     "PrefillConfig",
+    "RetentionConfig",
     "RouterConfig",
     "SecurityConfig",
     "ServeConfig",

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from penstock.config.base import FrozenConfig
+from penstock.config.retention import RetentionConfig
 
 
 class EngineConfig(FrozenConfig):
@@ -46,6 +47,8 @@ class EngineConfig(FrozenConfig):
     """Disk space of each rank for pages evicted from host memory; 0 discards them."""
     disk_path: str | None = None
     """Folder of the disk tier."""
+    retention: RetentionConfig = RetentionConfig()
+    """What KV hints may do to the pool."""
     zero_freed_pages: bool = False
     """Erases a page's contents as soon as it is free."""
     cuda_graphs: int = Field(256, ge=0)

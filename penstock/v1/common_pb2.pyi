@@ -29,6 +29,13 @@ class GrammarKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     GRAMMAR_KIND_LARK: _ClassVar[GrammarKind]
     GRAMMAR_KIND_CHOICE: _ClassVar[GrammarKind]
     GRAMMAR_KIND_STRUCTURAL_TAG: _ClassVar[GrammarKind]
+
+class HintOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HINT_OUTCOME_UNSPECIFIED: _ClassVar[HintOutcome]
+    HINT_OUTCOME_ACCEPTED: _ClassVar[HintOutcome]
+    HINT_OUTCOME_CLIPPED: _ClassVar[HintOutcome]
+    HINT_OUTCOME_REFUSED: _ClassVar[HintOutcome]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -43,6 +50,10 @@ GRAMMAR_KIND_REGEX: GrammarKind
 GRAMMAR_KIND_LARK: GrammarKind
 GRAMMAR_KIND_CHOICE: GrammarKind
 GRAMMAR_KIND_STRUCTURAL_TAG: GrammarKind
+HINT_OUTCOME_UNSPECIFIED: HintOutcome
+HINT_OUTCOME_ACCEPTED: HintOutcome
+HINT_OUTCOME_CLIPPED: HintOutcome
+HINT_OUTCOME_REFUSED: HintOutcome
 
 class Grammar(_message.Message):
     __slots__ = ("kind", "source")
@@ -137,8 +148,42 @@ class TokenLogprob(_message.Message):
     token: str
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ..., token: _Optional[str] = ...) -> None: ...
 
+class KvHints(_message.Message):
+    __slots__ = ("session", "fork_of", "pin_s", "priority", "demote", "prefetch_s", "end_session", "only")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    FORK_OF_FIELD_NUMBER: _ClassVar[int]
+    PIN_S_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    DEMOTE_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_S_FIELD_NUMBER: _ClassVar[int]
+    END_SESSION_FIELD_NUMBER: _ClassVar[int]
+    ONLY_FIELD_NUMBER: _ClassVar[int]
+    session: str
+    fork_of: str
+    pin_s: float
+    priority: int
+    demote: bool
+    prefetch_s: float
+    end_session: bool
+    only: bool
+    def __init__(self, session: _Optional[str] = ..., fork_of: _Optional[str] = ..., pin_s: _Optional[float] = ..., priority: _Optional[int] = ..., demote: _Optional[bool] = ..., prefetch_s: _Optional[float] = ..., end_session: _Optional[bool] = ..., only: _Optional[bool] = ...) -> None: ...
+
+class HintAnswer(_message.Message):
+    __slots__ = ("hint", "outcome", "reason", "pages", "worker_id")
+    HINT_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    hint: str
+    outcome: HintOutcome
+    reason: str
+    pages: int
+    worker_id: str
+    def __init__(self, hint: _Optional[str] = ..., outcome: _Optional[_Union[HintOutcome, str]] = ..., reason: _Optional[str] = ..., pages: _Optional[int] = ..., worker_id: _Optional[str] = ...) -> None: ...
+
 class Timing(_message.Message):
-    __slots__ = ("queue_ms", "prefill_ms", "transfer_ms", "first_token_ms", "decode_ms", "prefill_worker", "decode_worker", "cached_tokens", "pages_moved", "num_redispatches", "num_preemptions", "num_migrations", "migration_pause_ms", "prefill_cached_tokens", "decode_cached_tokens", "prices", "preempted_ms", "decode_first_token_ms", "decode_queue_ms", "pull")
+    __slots__ = ("queue_ms", "prefill_ms", "transfer_ms", "first_token_ms", "decode_ms", "prefill_worker", "decode_worker", "cached_tokens", "pages_moved", "num_redispatches", "num_preemptions", "num_migrations", "migration_pause_ms", "prefill_cached_tokens", "decode_cached_tokens", "prices", "preempted_ms", "decode_first_token_ms", "decode_queue_ms", "hints", "pull")
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +203,7 @@ class Timing(_message.Message):
     PREEMPTED_MS_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIRST_TOKEN_MS_FIELD_NUMBER: _ClassVar[int]
     DECODE_QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
     queue_ms: float
     prefill_ms: float
@@ -178,8 +224,9 @@ class Timing(_message.Message):
     preempted_ms: _containers.RepeatedScalarFieldContainer[float]
     decode_first_token_ms: float
     decode_queue_ms: float
+    hints: _containers.RepeatedCompositeFieldContainer[HintAnswer]
     pull: Pull
-    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., pages_moved: _Optional[int] = ..., num_redispatches: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_migrations: _Optional[int] = ..., migration_pause_ms: _Optional[float] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., prices: _Optional[_Iterable[_Union[PrefillPrice, _Mapping]]] = ..., preempted_ms: _Optional[_Iterable[float]] = ..., decode_first_token_ms: _Optional[float] = ..., decode_queue_ms: _Optional[float] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ...) -> None: ...
+    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., first_token_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., pages_moved: _Optional[int] = ..., num_redispatches: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_migrations: _Optional[int] = ..., migration_pause_ms: _Optional[float] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., prices: _Optional[_Iterable[_Union[PrefillPrice, _Mapping]]] = ..., preempted_ms: _Optional[_Iterable[float]] = ..., decode_first_token_ms: _Optional[float] = ..., decode_queue_ms: _Optional[float] = ..., hints: _Optional[_Iterable[_Union[HintAnswer, _Mapping]]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ...) -> None: ...
 
 class Pull(_message.Message):
     __slots__ = ("source", "wanted_tokens", "pulled_tokens", "pull_ms", "problem")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from penstock.v1 import common_pb2 as penstock_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpenstock/v1/inference.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/common.proto\"\x8e\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12)\n\ntool_calls\x18\x04 \x03(\x0b\x32\x15.penstock.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"\xc9\x01\n\x0b\x43hatOptions\x12 \n\x05tools\x18\x01 \x03(\x0b\x32\x11.penstock.v1.Tool\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08H\x01\x88\x01\x01\x12\x1a\n\x12template_arguments\x18\x04 \x01(\tB\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_message\"\xba\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\x04text\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\x08messages\x18\x04 \x03(\x0b\x32\x18.penstock.v1.ChatMessage\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.penstock.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x1f\n\x04lane\x18\x07 \x01(\x0e\x32\x11.penstock.v1.Lane\x12%\n\x07\x65mitted\x18\x08 \x03(\x0b\x32\x14.penstock.v1.Emitted\x12&\n\x04\x63hat\x18\t \x01(\x0b\x32\x18.penstock.v1.ChatOptions\x12\x12\n\ncache_salt\x18\n \x01(\t\x12#\n\x16truncate_prompt_tokens\x18\x0b \x01(\rH\x01\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x0c \x01(\x08H\x02\x88\x01\x01\x42\x07\n\x05_textB\x19\n\x17_truncate_prompt_tokensB\x15\n\x13_add_special_tokens\"=\n\x07\x45mitted\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\"\xf8\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12+\n\x08logprobs\x18\x06 \x03(\x0b\x32\x19.penstock.v1.TokenLogprob\x12\x30\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x19.penstock.v1.FinishReason\x12!\n\x05usage\x18\x08 \x01(\x0b\x32\x12.penstock.v1.Usage\x12#\n\x06timing\x18\t \x01(\x0b\x32\x13.penstock.v1.Timing\x12\x1f\n\x12granted_max_tokens\x18\n \x01(\rH\x00\x88\x01\x01\x12\x32\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\x19.penstock.v1.TokenLogprobB\x15\n\x13_granted_max_tokens\"X\n\rRouteResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\x12\x12\n\nexpires_ms\x18\x04 \x01(\r\"\x1f\n\rStreamRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\"\xc8\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\x04text\x18\x02 \x01(\tH\x00\x88\x01\x01\x12*\n\x08messages\x18\x03 \x03(\x0b\x32\x18.penstock.v1.ChatMessage\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x18.penstock.v1.ChatOptions\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x05 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05_textB\x15\n\x13_add_special_tokens\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\"\x13\n\x11ListModelsRequest\"M\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\x0e\n\x06parent\x18\x04 \x01(\t\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.penstock.v1.Model2\xb1\x02\n\tInference\x12I\n\x08Generate\x12\x1c.penstock.v1.GenerateRequest\x1a\x1d.penstock.v1.GenerateResponse0\x01\x12\x41\n\x05Route\x12\x1c.penstock.v1.GenerateRequest\x1a\x1a.penstock.v1.RouteResponse\x12G\n\x08Tokenize\x12\x1c.penstock.v1.TokenizeRequest\x1a\x1d.penstock.v1.TokenizeResponse\x12M\n\nListModels\x12\x1e.penstock.v1.ListModelsRequest\x1a\x1f.penstock.v1.ListModelsResponse2R\n\tLookaside\x12\x45\n\x06Stream\x12\x1a.penstock.v1.StreamRequest\x1a\x1d.penstock.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpenstock/v1/inference.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/common.proto\"\x8e\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12)\n\ntool_calls\x18\x04 \x03(\x0b\x32\x15.penstock.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"\xc9\x01\n\x0b\x43hatOptions\x12 \n\x05tools\x18\x01 \x03(\x0b\x32\x11.penstock.v1.Tool\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08H\x01\x88\x01\x01\x12\x1a\n\x12template_arguments\x18\x04 \x01(\tB\x18\n\x16_add_generation_promptB\x19\n\x17_continue_final_message\"\xe2\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\x04text\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\x08messages\x18\x04 \x03(\x0b\x32\x18.penstock.v1.ChatMessage\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.penstock.v1.SamplingParams\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x1f\n\x04lane\x18\x07 \x01(\x0e\x32\x11.penstock.v1.Lane\x12%\n\x07\x65mitted\x18\x08 \x03(\x0b\x32\x14.penstock.v1.Emitted\x12&\n\x04\x63hat\x18\t \x01(\x0b\x32\x18.penstock.v1.ChatOptions\x12\x12\n\ncache_salt\x18\n \x01(\t\x12#\n\x16truncate_prompt_tokens\x18\x0b \x01(\rH\x01\x88\x01\x01\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x0c \x01(\x08H\x02\x88\x01\x01\x12&\n\x08kv_hints\x18\r \x01(\x0b\x32\x14.penstock.v1.KvHintsB\x07\n\x05_textB\x19\n\x17_truncate_prompt_tokensB\x15\n\x13_add_special_tokens\"=\n\x07\x45mitted\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08\x66inished\x18\x03 \x01(\x08\"\xf8\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12+\n\x08logprobs\x18\x06 \x03(\x0b\x32\x19.penstock.v1.TokenLogprob\x12\x30\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x19.penstock.v1.FinishReason\x12!\n\x05usage\x18\x08 \x01(\x0b\x32\x12.penstock.v1.Usage\x12#\n\x06timing\x18\t \x01(\x0b\x32\x13.penstock.v1.Timing\x12\x1f\n\x12granted_max_tokens\x18\n \x01(\rH\x00\x88\x01\x01\x12\x32\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\x19.penstock.v1.TokenLogprobB\x15\n\x13_granted_max_tokens\"X\n\rRouteResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0e\n\x06ticket\x18\x03 \x01(\x0c\x12\x12\n\nexpires_ms\x18\x04 \x01(\r\"\x1f\n\rStreamRequest\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\"\xc8\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\x04text\x18\x02 \x01(\tH\x00\x88\x01\x01\x12*\n\x08messages\x18\x03 \x03(\x0b\x32\x18.penstock.v1.ChatMessage\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x18.penstock.v1.ChatOptions\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x05 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05_textB\x15\n\x13_add_special_tokens\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\"\x13\n\x11ListModelsRequest\"M\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\x0e\n\x06parent\x18\x04 \x01(\t\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.penstock.v1.Model2\xb1\x02\n\tInference\x12I\n\x08Generate\x12\x1c.penstock.v1.GenerateRequest\x1a\x1d.penstock.v1.GenerateResponse0\x01\x12\x41\n\x05Route\x12\x1c.penstock.v1.GenerateRequest\x1a\x1a.penstock.v1.RouteResponse\x12G\n\x08Tokenize\x12\x1c.penstock.v1.TokenizeRequest\x1a\x1d.penstock.v1.TokenizeResponse\x12M\n\nListModels\x12\x1e.penstock.v1.ListModelsRequest\x1a\x1f.penstock.v1.ListModelsResponse2R\n\tLookaside\x12\x45\n\x06Stream\x12\x1a.penstock.v1.StreamRequest\x1a\x1d.penstock.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,27 +41,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATOPTIONS']._serialized_start=336
   _globals['_CHATOPTIONS']._serialized_end=537
   _globals['_GENERATEREQUEST']._serialized_start=540
-  _globals['_GENERATEREQUEST']._serialized_end=982
-  _globals['_EMITTED']._serialized_start=984
-  _globals['_EMITTED']._serialized_end=1045
-  _globals['_GENERATERESPONSE']._serialized_start=1048
-  _globals['_GENERATERESPONSE']._serialized_end=1424
-  _globals['_ROUTERESPONSE']._serialized_start=1426
-  _globals['_ROUTERESPONSE']._serialized_end=1514
-  _globals['_STREAMREQUEST']._serialized_start=1516
-  _globals['_STREAMREQUEST']._serialized_end=1547
-  _globals['_TOKENIZEREQUEST']._serialized_start=1550
-  _globals['_TOKENIZEREQUEST']._serialized_end=1750
-  _globals['_TOKENIZERESPONSE']._serialized_start=1752
-  _globals['_TOKENIZERESPONSE']._serialized_end=1805
-  _globals['_LISTMODELSREQUEST']._serialized_start=1807
-  _globals['_LISTMODELSREQUEST']._serialized_end=1826
-  _globals['_MODEL']._serialized_start=1828
-  _globals['_MODEL']._serialized_end=1905
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1907
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1963
-  _globals['_INFERENCE']._serialized_start=1966
-  _globals['_INFERENCE']._serialized_end=2271
-  _globals['_LOOKASIDE']._serialized_start=2273
-  _globals['_LOOKASIDE']._serialized_end=2355
+  _globals['_GENERATEREQUEST']._serialized_end=1022
+  _globals['_EMITTED']._serialized_start=1024
+  _globals['_EMITTED']._serialized_end=1085
+  _globals['_GENERATERESPONSE']._serialized_start=1088
+  _globals['_GENERATERESPONSE']._serialized_end=1464
+  _globals['_ROUTERESPONSE']._serialized_start=1466
+  _globals['_ROUTERESPONSE']._serialized_end=1554
+  _globals['_STREAMREQUEST']._serialized_start=1556
+  _globals['_STREAMREQUEST']._serialized_end=1587
+  _globals['_TOKENIZEREQUEST']._serialized_start=1590
+  _globals['_TOKENIZEREQUEST']._serialized_end=1790
+  _globals['_TOKENIZERESPONSE']._serialized_start=1792
+  _globals['_TOKENIZERESPONSE']._serialized_end=1845
+  _globals['_LISTMODELSREQUEST']._serialized_start=1847
+  _globals['_LISTMODELSREQUEST']._serialized_end=1866
+  _globals['_MODEL']._serialized_start=1868
+  _globals['_MODEL']._serialized_end=1945
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1947
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2003
+  _globals['_INFERENCE']._serialized_start=2006
+  _globals['_INFERENCE']._serialized_end=2311
+  _globals['_LOOKASIDE']._serialized_start=2313
+  _globals['_LOOKASIDE']._serialized_end=2395
 # @@protoc_insertion_point(module_scope)

@@ -56,7 +56,7 @@ class ChatOptions(_message.Message):
     def __init__(self, tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., add_generation_prompt: _Optional[bool] = ..., continue_final_message: _Optional[bool] = ..., template_arguments: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "messages", "sampling", "request_id", "lane", "emitted", "chat", "cache_salt", "truncate_prompt_tokens", "add_special_tokens")
+    __slots__ = ("model", "text", "token_ids", "messages", "sampling", "request_id", "lane", "emitted", "chat", "cache_salt", "truncate_prompt_tokens", "add_special_tokens", "kv_hints")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_HINTS_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -81,7 +82,8 @@ class GenerateRequest(_message.Message):
     cache_salt: str
     truncate_prompt_tokens: int
     add_special_tokens: bool
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ..., emitted: _Optional[_Iterable[_Union[Emitted, _Mapping]]] = ..., chat: _Optional[_Union[ChatOptions, _Mapping]] = ..., cache_salt: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ..., add_special_tokens: _Optional[bool] = ...) -> None: ...
+    kv_hints: _common_pb2.KvHints
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ..., emitted: _Optional[_Iterable[_Union[Emitted, _Mapping]]] = ..., chat: _Optional[_Union[ChatOptions, _Mapping]] = ..., cache_salt: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ..., add_special_tokens: _Optional[bool] = ..., kv_hints: _Optional[_Union[_common_pb2.KvHints, _Mapping]] = ...) -> None: ...
 
 class Emitted(_message.Message):
     __slots__ = ("index", "token_ids", "finished")

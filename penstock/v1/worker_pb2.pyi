@@ -246,7 +246,7 @@ class EventBatch(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., first_seq: _Optional[int] = ..., num_events: _Optional[int] = ..., snapshot: _Optional[bool] = ..., payload: _Optional[bytes] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., more: _Optional[bool] = ..., num_strays: _Optional[int] = ..., part: _Optional[int] = ..., tickets: _Optional[_Iterable[_Union[TicketState, _Mapping]]] = ...) -> None: ...
 
 class Ticket(_message.Message):
-    __slots__ = ("id", "router", "worker_id", "epoch", "issued_unix_ms", "lifetime_ms", "timeout_ms", "request_id", "model", "model_revision", "cache_scope", "token_ids", "sampling", "completions", "lane", "waited_ms", "granted_max_tokens", "adapter")
+    __slots__ = ("id", "router", "worker_id", "epoch", "issued_unix_ms", "lifetime_ms", "timeout_ms", "request_id", "model", "model_revision", "cache_scope", "token_ids", "sampling", "completions", "lane", "waited_ms", "granted_max_tokens", "adapter", "tenant", "kv_hints")
     ID_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -265,6 +265,8 @@ class Ticket(_message.Message):
     WAITED_MS_FIELD_NUMBER: _ClassVar[int]
     GRANTED_MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    KV_HINTS_FIELD_NUMBER: _ClassVar[int]
     id: str
     router: int
     worker_id: str
@@ -283,7 +285,9 @@ class Ticket(_message.Message):
     waited_ms: float
     granted_max_tokens: int
     adapter: Adapter
-    def __init__(self, id: _Optional[str] = ..., router: _Optional[int] = ..., worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., issued_unix_ms: _Optional[int] = ..., lifetime_ms: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., request_id: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., cache_scope: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., completions: _Optional[_Iterable[_Union[TicketCompletion, _Mapping]]] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ..., waited_ms: _Optional[float] = ..., granted_max_tokens: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+    tenant: str
+    kv_hints: _common_pb2.KvHints
+    def __init__(self, id: _Optional[str] = ..., router: _Optional[int] = ..., worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., issued_unix_ms: _Optional[int] = ..., lifetime_ms: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., request_id: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., cache_scope: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., completions: _Optional[_Iterable[_Union[TicketCompletion, _Mapping]]] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ..., waited_ms: _Optional[float] = ..., granted_max_tokens: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., tenant: _Optional[str] = ..., kv_hints: _Optional[_Union[_common_pb2.KvHints, _Mapping]] = ...) -> None: ...
 
 class TicketCompletion(_message.Message):
     __slots__ = ("index", "token_ids", "finished", "prefill_candidates", "prefix_source")
@@ -354,7 +358,7 @@ class TransferStateResponse(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., open: _Optional[bool] = ...) -> None: ...
 
 class PrefillStart(_message.Message):
-    __slots__ = ("transfer", "request_id", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "offer", "lane", "prefix_source", "adapter")
+    __slots__ = ("transfer", "request_id", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "offer", "lane", "prefix_source", "adapter", "tenant", "kv_hints")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -366,6 +370,8 @@ class PrefillStart(_message.Message):
     LANE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_SOURCE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    KV_HINTS_FIELD_NUMBER: _ClassVar[int]
     transfer: TransferKey
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -377,7 +383,9 @@ class PrefillStart(_message.Message):
     lane: _common_pb2.Lane
     prefix_source: PrefixSource
     adapter: Adapter
-    def __init__(self, transfer: _Optional[_Union[TransferKey, _Mapping]] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., offer: _Optional[bytes] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+    tenant: str
+    kv_hints: _common_pb2.KvHints
+    def __init__(self, transfer: _Optional[_Union[TransferKey, _Mapping]] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., offer: _Optional[bytes] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., tenant: _Optional[str] = ..., kv_hints: _Optional[_Union[_common_pb2.KvHints, _Mapping]] = ...) -> None: ...
 
 class PrefillDestination(_message.Message):
     __slots__ = ("num_pages_held", "pages")
@@ -414,20 +422,22 @@ class PrefillReserve(_message.Message):
     def __init__(self, num_pages: _Optional[int] = ...) -> None: ...
 
 class PrefillFirstToken(_message.Message):
-    __slots__ = ("token_id", "logprob", "queue_ms", "prefill_ms", "cached_tokens", "pull")
+    __slots__ = ("token_id", "logprob", "queue_ms", "prefill_ms", "cached_tokens", "pull", "hints")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     token_id: int
     logprob: _common_pb2.TokenLogprob
     queue_ms: float
     prefill_ms: float
     cached_tokens: int
     pull: _common_pb2.Pull
-    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[_Union[_common_pb2.TokenLogprob, _Mapping]] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., pull: _Optional[_Union[_common_pb2.Pull, _Mapping]] = ...) -> None: ...
+    hints: _containers.RepeatedCompositeFieldContainer[_common_pb2.HintAnswer]
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[_Union[_common_pb2.TokenLogprob, _Mapping]] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., pull: _Optional[_Union[_common_pb2.Pull, _Mapping]] = ..., hints: _Optional[_Iterable[_Union[_common_pb2.HintAnswer, _Mapping]]] = ...) -> None: ...
 
 class PrefillPushed(_message.Message):
     __slots__ = ("num_tokens", "page_hashes", "num_pages", "checksums")
@@ -482,7 +492,7 @@ class PrefillCandidate(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_ranks: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ...) -> None: ...
 
 class DecodeSubmit(_message.Message):
-    __slots__ = ("stream_id", "request_id", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "prefill_candidates", "ticket", "lane", "remote_prefill", "prefix_source", "adapter")
+    __slots__ = ("stream_id", "request_id", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "prefill_candidates", "ticket", "lane", "remote_prefill", "prefix_source", "adapter", "tenant", "kv_hints")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -496,6 +506,8 @@ class DecodeSubmit(_message.Message):
     REMOTE_PREFILL_FIELD_NUMBER: _ClassVar[int]
     PREFIX_SOURCE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    KV_HINTS_FIELD_NUMBER: _ClassVar[int]
     stream_id: int
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -509,7 +521,9 @@ class DecodeSubmit(_message.Message):
     remote_prefill: bool
     prefix_source: PrefixSource
     adapter: Adapter
-    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ..., ticket: _Optional[str] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ..., remote_prefill: _Optional[bool] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+    tenant: str
+    kv_hints: _common_pb2.KvHints
+    def __init__(self, stream_id: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., prefill_candidates: _Optional[_Iterable[_Union[PrefillCandidate, _Mapping]]] = ..., ticket: _Optional[str] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ..., remote_prefill: _Optional[bool] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., tenant: _Optional[str] = ..., kv_hints: _Optional[_Union[_common_pb2.KvHints, _Mapping]] = ...) -> None: ...
 
 class DecodeCancel(_message.Message):
     __slots__ = ("stream_id",)
@@ -632,7 +646,7 @@ class MigrateResponse(_message.Message):
     def __init__(self, migrated: _Optional[_Iterable[str]] = ..., failed: _Optional[_Iterable[_Union[MigrateFailure, _Mapping]]] = ..., num_left: _Optional[int] = ...) -> None: ...
 
 class SequenceState(_message.Message):
-    __slots__ = ("request_id", "num_known", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "timing", "lane", "adapter")
+    __slots__ = ("request_id", "num_known", "token_ids", "num_prompt_tokens", "sampling", "salt", "timeout_ms", "timing", "lane", "adapter", "tenant", "kv_hints")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_KNOWN_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -643,6 +657,8 @@ class SequenceState(_message.Message):
     TIMING_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    KV_HINTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     num_known: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -653,7 +669,9 @@ class SequenceState(_message.Message):
     timing: _common_pb2.Timing
     lane: _common_pb2.Lane
     adapter: Adapter
-    def __init__(self, request_id: _Optional[str] = ..., num_known: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., timing: _Optional[_Union[_common_pb2.Timing, _Mapping]] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+    tenant: str
+    kv_hints: _common_pb2.KvHints
+    def __init__(self, request_id: _Optional[str] = ..., num_known: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., timing: _Optional[_Union[_common_pb2.Timing, _Mapping]] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., tenant: _Optional[str] = ..., kv_hints: _Optional[_Union[_common_pb2.KvHints, _Mapping]] = ...) -> None: ...
 
 class MigrationStart(_message.Message):
     __slots__ = ("transfer", "state", "num_tokens", "worker_id", "address", "num_ranks", "num_dropped_tokens")
@@ -864,12 +882,24 @@ class SendPagesResponse(_message.Message):
     def __init__(self, num_held: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_bytes: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class CachedPage(_message.Message):
-    __slots__ = ("hash", "parent")
+    __slots__ = ("hash", "parent", "retention")
     HASH_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_FIELD_NUMBER: _ClassVar[int]
     hash: bytes
     parent: bytes
-    def __init__(self, hash: _Optional[bytes] = ..., parent: _Optional[bytes] = ...) -> None: ...
+    retention: PageRetention
+    def __init__(self, hash: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., retention: _Optional[_Union[PageRetention, _Mapping]] = ...) -> None: ...
+
+class PageRetention(_message.Message):
+    __slots__ = ("tenant", "priority", "hold_ms")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    HOLD_MS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    priority: int
+    hold_ms: int
+    def __init__(self, tenant: _Optional[str] = ..., priority: _Optional[int] = ..., hold_ms: _Optional[int] = ...) -> None: ...
 
 class ReceivePagesStart(_message.Message):
     __slots__ = ("transfer", "pages", "layout_digest", "worker_id", "address", "num_ranks")

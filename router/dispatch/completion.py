@@ -88,6 +88,9 @@ class DispatchedCompletion:
         if prefix_source is not None:
             submit.prefix_source.CopyFrom(prefix_source)
         submit.lane = wire.lane_to_wire(request.lane)
+        submit.tenant = request.tenant
+        if self.index == 0 and (hints := wire.kv_hints_to_wire(request.kv_hints)) is not None:
+            submit.kv_hints.CopyFrom(hints)
         if (adapter := wire.adapter_to_wire(request.adapter)) is not None:
             submit.adapter.CopyFrom(adapter)
         return command

@@ -167,6 +167,8 @@ class Lookaside:
             waited_ms=(now_s - request.accepted_s) * 1e3,
             granted_max_tokens=held.granted_tokens,
             adapter=wire.adapter_to_wire(request.adapter),
+            tenant=request.tenant,
+            kv_hints=wire.kv_hints_to_wire(request.kv_hints),
         )
         for index in range(request.sampling.n):
             before, placed = request.emitted.get(index), held.placements.get(index)

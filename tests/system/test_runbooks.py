@@ -153,6 +153,7 @@ def metric_names() -> set[str]:
             "H100",
             0.0,
             lambda: use,
+            lambda: {"a": 1},
         ),
         StepMetrics(worker_pb2.WorkerDescription()).registry,
     ):

@@ -27,6 +27,7 @@ class WorkerCollector(Collector):
         device: str = "cpu",
         price_per_hour: float = 0.0,
         pages: Callable[[], PageUse] | None = None,
+        held: Callable[[], Mapping[str, int]] | None = None,
     ) -> None:
         """Exports no estimates without `work`, and no peaks if the device has no published ones."""
         self._description = description
@@ -35,6 +36,7 @@ class WorkerCollector(Collector):
         self._peaks = accelerator_of(device)
         self._price_per_hour = price_per_hour
         self._pages = pages
+        self._held = held  # pages that hints hold, by tenant
         self._labels = {"model_name": description.model, "worker": description.worker_id, "role": description.role}
 
     def describe(self) -> list[Metric]:
@@ -80,6 +82,10 @@ class WorkerCollector(Collector):
         )
         yield self._counter("penstock:worker_requests_ended", "Requests that ended here", requests.ended)
         yield self._counter("penstock:worker_requests_failed", "Requests that failed by this worker", requests.failed)
+        if self._held is not None:
+            yield self._gauges(
+                "penstock:worker_tenant_held_pages", "Pages that hints hold against eviction", "tenant", self._held()
+            )
         if self._pages is not None:
             yield from self._page_use(self._pages())
         if (killed := count_oom_kills()) is not None:

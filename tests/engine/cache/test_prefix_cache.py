@@ -159,15 +159,15 @@ def test_last_pages_of_many_chains_are_one_event_whatever_happened_to_their_pare
     cache.insert(chains[0][:1], pages[0])
     cache.insert(chains[3][:1], pages[3])
     before = events.read(1).next_seq
-    cache.insert_last([(chain, mine) for chain, mine in zip(chains[:2], pages, strict=False)])
+    cache.insert_last([(chain, mine, "") for chain, mine in zip(chains[:2], pages, strict=False)])
     assert [set(event.hashes) for event in events.read(before).events] == [{chains[0][1], chains[1][0]}]
     assert events.read(1).next_seq == before + 1
     # The third chain's parent is another sequence's page by now, and the fourth has been computed twice.
-    cache.insert_last([(chains[2], pages[2]), (chains[3], pages[3])])
+    cache.insert_last([(chains[2], pages[2], ""), (chains[3], pages[3], "")])
     assert cache.match(chains[2]) == [pages[3][0], pages[2][1]]
     # A chain whose head is no longer cached is inserted again from there.
     cache.clear()
-    cache.insert_last([(chains[0], pages[0]), (chains[1], pages[1])])
+    cache.insert_last([(chains[0], pages[0], ""), (chains[1], pages[1], "")])
     assert cached_by_events(events) == {*chains[0], *chains[1]}
     cache.check_integrity()
 

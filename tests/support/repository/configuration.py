@@ -29,6 +29,7 @@ SECTIONS: tuple[tuple[type[BaseModel], str], ...] = (
     (config.ServeConfig, "the file that `penstock serve` reads"),
     (config.PoolConfig, "`[prefill_pool]`, `[decode_pool]`"),
     (config.EngineConfig, "`[engine]`; of one pool: `[prefill_pool.engine]`, `[decode_pool.engine]`"),
+    (config.RetentionConfig, "`[engine.retention]`"),
     (config.PrefillConfig, "`[prefill]`"),
     (config.DecodeConfig, "`[decode]`"),
     (config.TransferConfig, "`[transfer]`"),

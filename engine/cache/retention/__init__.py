@@ -1,0 +1,6 @@
+"""How long cached pages stay: which are evicted first, what tenants may hold, and what sessions teach about reuse.
+
+The page pool takes `EvictionOrder`, the prefix cache and the workers take `Retention`. Everything here is pure
+bookkeeping driven by the step loop: times are passed in. It knows pages, hashes, tenants' names and sessions' names,
+but no requests, transfers or tensors.
+"""

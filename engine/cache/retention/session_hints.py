@@ -1,0 +1,171 @@
+"""Applies the hints of a request to its cached pages, and answers each of them. Pure.
+
+Called at the end of a request, while it still holds its pages, and for requests that consist of hints alone. Of hints
+that bring pages back from lower tiers it knows nothing: the prefix cache does that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Sequence
+
+from engine.cache.page_chains import ChainNode, PageChains
+from engine.cache.retention.page_retention import PageRetention
+from engine.cache.retention.reuse_policy import Gap, ReuseModel
+from engine.cache.retention.sessions import Session, SessionTable
+from penstock.kv.kv_hints import Hint, HintAnswer, HintOutcome, KvHints
+from penstock.types import PageHash
+
+_MAX_TAILS = 4  # turns of one session that may go on side by side
+
+
+class SessionHints:
+    """Owns the sessions of one worker. A call costs O(pages of the request and of the session's latest turns)."""
+
+    def __init__(self, chains: PageChains, retention: PageRetention) -> None:
+        self._chains = chains
+        self._retention = retention
+        config = retention.config
+        self.sessions = SessionTable(config.max_sessions, config.max_tenant_sessions)
+        self._learns = config.eviction == "reuse"
+        self._reuse = ReuseModel()
+        self.num_answers: Counter[tuple[Hint, HintOutcome]] = Counter()
+
+    def apply(self, owner: str, hints: KvHints, hashes: Sequence[PageHash], now_s: float) -> tuple[HintAnswer, ...]:
+        """Follows the hints of a request of this tenant, whose full pages have these hashes; returns the answers."""
+        nodes = self._chains.leading(hashes)
+        answers: list[HintAnswer] = []
+        if hints.session:
+            answers += self._on_session(owner, hints, nodes, now_s)
+        if hints.demote:
+            count = self._give_up(nodes[-1] if nodes else None, (), owner, now_s)
+            answers.append(_answer(Hint.DEMOTE, count, len(nodes), "other requests or sessions share them"))
+        elif hints.pin_s or hints.priority:
+            answers += self._hold(owner, hints, nodes, len(hashes), now_s)
+        if hints.end_session:
+            answers.append(self._end(owner, hints.session, now_s))
+        self.num_answers.update((answer.hint, answer.outcome) for answer in answers)
+        return tuple(answers)
+
+    def _on_session(self, owner: str, hints: KvHints, nodes: list[ChainNode], now_s: float) -> list[HintAnswer]:
+        answers = [HintAnswer(Hint.SESSION, HintOutcome.ACCEPTED, num_pages=len(nodes))]
+        session = self.sessions.find(owner, hints.session)
+        if session is None:
+            session = Session(Gap(now_s))
+        elif not hints.only:
+            self._reuse.learn(session.gap.on_turn(now_s, self._reuse.usual_gap_s))
+        if hints.fork_of:
+            answers.append(self._fork(owner, hints, session, nodes))
+        if nodes:
+            self._succeed(owner, session, nodes, now_s)
+        self.sessions.put(owner, hints.session, session)
+        if self._learns and not hints.only:
+            family, pages = session.family, [node.page for node in nodes]
+            num_shared = min(family.num_shared, len(pages)) if family.num_live > 1 else 0
+            shared_s = self._reuse.handicap_s(session.gap, family.num_live)
+            self._retention.set_handicap(pages[:num_shared], shared_s)
+            self._retention.set_handicap(pages[num_shared:], self._reuse.handicap_s(session.gap))
+        return answers
+
+    def _succeed(self, owner: str, session: Session, nodes: list[ChainNode], now_s: float) -> None:
+        """Makes these pages the session's latest turn, and gives up what it has left behind of the turn before.
+
+        A turn continues the one that it shares at least half of the pages with. The others belong to chains that the
+        session computes side by side, such as agents that its client started under the same name.
+        """
+        places = {node.page_hash: index for index, node in enumerate(nodes)}
+        kept: list[PageHash] = []
+        for tail in session.tails:
+            node, behind = self._chains.nodes.get(tail), 0
+            while node is not None and node.page_hash not in places:
+                node, behind = node.parent, behind + 1
+            if node is not None and places[node.page_hash] + 1 >= behind:
+                self._give_up(self._chains.nodes[tail], places, owner, now_s)
+            elif tail in self._chains.nodes:
+                kept.append(tail)
+        session.tails = [*kept[-(_MAX_TAILS - 1) :], nodes[-1].page_hash]
+
+    def _fork(self, owner: str, hints: KvHints, session: Session, nodes: list[ChainNode]) -> HintAnswer:
+        """Makes the session a sibling of the one that it was forked from."""
+        parent = self.sessions.find(owner, hints.fork_of)
+        if parent is None or hints.fork_of == hints.session:
+            return HintAnswer(Hint.FORK, HintOutcome.REFUSED, f"session {hints.fork_of!r} is not known here")
+        num_shared = self._num_common(parent, nodes)
+        if session.family is not parent.family:
+            if self.sessions.find(owner, hints.session) is session:
+                session.family.num_live -= 1
+            session.family = parent.family
+            session.family.num_live += 1
+        family = session.family
+        family.num_shared = min(family.num_shared or num_shared, num_shared)
+        return _answer(Hint.FORK, num_shared, 1, "its pages are not cached here", needs_all=False)
+
+    def _num_common(self, parent: Session, nodes: list[ChainNode]) -> int:
+        """Returns how many leading pages of the chain belong to the parent's latest turns."""
+        places = {node.page_hash: index for index, node in enumerate(nodes)}
+        found = 0
+        for tail in parent.tails:
+            node = self._chains.nodes.get(tail)
+            while node is not None and node.page_hash not in places:
+                node = node.parent
+            found = max(found, places[node.page_hash] + 1 if node is not None else 0)
+        return found
+
+    def _hold(
+        self, owner: str, hints: KvHints, nodes: list[ChainNode], num_full: int, now_s: float
+    ) -> list[HintAnswer]:
+        limits = self._retention.config
+        asked_s = hints.pin_s or limits.default_hold_s
+        seconds = min(asked_s, limits.max_hold_s)
+        pages = [node.page for node in nodes]
+        num_held = self._retention.hold(pages, owner, hints.priority, now_s + seconds, now_s)
+        reasons = []
+        if num_held < len(pages):
+            reasons.append(f"the tenant's quota admits {num_held} of {len(pages)} pages")
+        if len(pages) < num_full:
+            reasons.append(f"{len(pages)} of {num_full} pages are cached here")
+        if seconds < asked_s:
+            reasons.append(f"{seconds:g} of {asked_s:g} s are allowed")
+        outcome = HintOutcome.CLIPPED if reasons else HintOutcome.ACCEPTED
+        if not num_held:
+            outcome = HintOutcome.REFUSED
+            reasons = reasons or ["it has no full page"]
+        asked = [hint for hint, is_asked in ((Hint.PIN, hints.pin_s), (Hint.PRIORITY, hints.priority)) if is_asked]
+        return [HintAnswer(hint, outcome, "; ".join(reasons), num_held) for hint in asked]
+
+    def _end(self, owner: str, name: str, now_s: float) -> HintAnswer:
+        session = self.sessions.find(owner, name)
+        assert session is not None  # `_on_session` has put it
+        self.sessions.remove(owner, name)
+        count = sum(self._give_up(self._chains.nodes.get(tail), (), owner, now_s) for tail in session.tails)
+        return HintAnswer(Hint.END, HintOutcome.ACCEPTED, num_pages=count)
+
+    def _give_up(
+        self,
+        node: ChainNode | None,
+        successor: Container[PageHash],
+        owner: str,
+        now_s: float,
+    ) -> int:
+        """Gives up a chain from its last page back to where another one branches off; returns the number of pages.
+
+        Pages of `successor` are kept, and those that another tenant holds.
+        """
+        count, below = 0, None
+        while node is not None and node.has_no_child_but(below):
+            hold = self._retention.holds.of(node.page)
+            if node.page_hash in successor or (hold is not None and hold.owner != owner):
+                break
+            self._retention.give_up(node.page, now_s)
+            count += 1
+            below, node = node, node.parent
+        return count
+
+
+def _answer(hint: Hint, count: int, asked: int, reason: str, *, needs_all: bool = True) -> HintAnswer:
+    """Returns accepted for all pages, clipped for some, refused for none."""
+    if count >= asked and (count or not needs_all):
+        return HintAnswer(hint, HintOutcome.ACCEPTED, num_pages=count)
+    if not count:
+        return HintAnswer(hint, HintOutcome.REFUSED, reason if asked else "no page of it is cached here")
+    return HintAnswer(hint, HintOutcome.CLIPPED, reason, count)

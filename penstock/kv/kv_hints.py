@@ -1,0 +1,84 @@
+"""KV hints: what a client says about the future of its cached pages, and what became of each hint.
+
+Every form of a hint (HTTP fields and headers, gRPC fields) becomes one `KvHints`. Hints are advice: no answer's tokens
+depend on them. docs/kv-hints.md describes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from penstock.errors import InvalidInput
+
+MAX_NAME = 256  # characters of a session's name
+MAX_PIN_S = 86_400.0
+MAX_PRIORITY = 9
+MAX_PREFETCH_S = 3600.0
+
+
+class Hint(StrEnum):
+    SESSION = "session"
+    FORK = "fork_of"
+    PIN = "pin_s"
+    PRIORITY = "priority"
+    DEMOTE = "demote"
+    PREFETCH = "prefetch"
+    END = "end_session"
+
+
+class HintOutcome(StrEnum):
+    ACCEPTED = "accepted"
+    CLIPPED = "clipped"  # followed in part
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class HintAnswer:
+    """What became of one hint at one worker."""
+
+    hint: Hint
+    outcome: HintOutcome
+    reason: str = ""  # of an outcome other than accepted
+    num_pages: int = 0  # that it concerned
+    worker_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KvHints:
+    """All hints of a request. The defaults are no hints."""
+
+    session: str = ""  # names the conversation, within its tenant
+    fork_of: str = ""  # session whose pages this one shares
+    pin_s: float = 0.0  # hold the request's pages so long after its end
+    priority: int = 0  # hold them, and release them under pressure only after those of lower priority
+    demote: bool = False  # evict them first
+    prefetch_s: float | None = None  # bring them back from lower tiers so long after the request's end
+    end_session: bool = False  # its pages are not needed any more
+    only: bool = False  # nothing is generated: the hints are all that is asked for
+
+    def __bool__(self) -> bool:
+        return self != NO_KV_HINTS
+
+    def check(self) -> None:
+        """Raises InvalidInput that names the field."""
+        for field, name in (("session", self.session), ("fork_of", self.fork_of)):
+            if len(name) > MAX_NAME:
+                raise InvalidInput(f"kv_hints.{field}", f"has {len(name)} characters; give {MAX_NAME} or fewer")
+        for field, seconds, most in (
+            ("pin_s", self.pin_s, MAX_PIN_S),
+            ("prefetch_s", self.prefetch_s or 0.0, MAX_PREFETCH_S),
+        ):
+            if not 0 <= seconds <= most:  # NaN is outside as well
+                raise InvalidInput(f"kv_hints.{field}", f"is {seconds}; give 0 to {most:g} seconds")
+        if not 0 <= self.priority <= MAX_PRIORITY:
+            raise InvalidInput("kv_hints.priority", f"is {self.priority}; give 0 to {MAX_PRIORITY}")
+        if self.fork_of and not self.session:
+            raise InvalidInput("kv_hints.fork_of", "needs a session; name this one too")
+        if self.end_session and not self.session:
+            raise InvalidInput("kv_hints.end_session", "needs a session; name the one that ends")
+        if self.demote and (self.pin_s or self.priority):
+            raise InvalidInput("kv_hints.demote", "contradicts pin_s and priority; leave one of them out")
+
+
+NO_KV_HINTS = KvHints()

@@ -54,6 +54,13 @@ KV_EVENT_UNNAMED_PAGES = WorkerMetric(
     "kv_event_unnamed_pages", "Pages not published when they came, because their tokens were not known yet"
 )
 
+KV_EVENT_LOSSES = WorkerMetric(
+    "kv_event_losses", "Times that an engine's cache counted as empty because its KV events were lost or wrong"
+)
+KV_EVENT_UNPLACED_BLOCKS = WorkerMetric(
+    "kv_event_unplaced_blocks", "Blocks of an engine's KV events that had no place: of unknown parents, or too many"
+)
+
 METRICS = {
     metric.name: metric
     for metric in (
@@ -80,6 +87,8 @@ METRICS = {
         HINTS_CLIPPED,
         HINTS_REFUSED,
         PREFETCHED_PAGES,
+        KV_EVENT_LOSSES,
+        KV_EVENT_UNPLACED_BLOCKS,
     )
 }
 

@@ -89,10 +89,10 @@ def make_parts(config: RouterConfig) -> RouterParts:
 
 
 def _check_addresses(config: RouterConfig) -> None:
-    if bool(config.admin) == bool(config.workers):
+    if [bool(config.admin), bool(config.workers), bool(config.engines)].count(True) != 1:
         raise ConfigError(
-            f"admin = {config.admin!r}, workers = {config.workers!r}: give exactly one of them, the address of the "
-            "Admin service or those of the workers"
+            f"admin = {config.admin!r}, workers = {config.workers!r}, engines = {list(config.engines)}: give exactly "
+            "one of them, the address of the Admin service, those of the workers, or other engines"
         )
     if config.admin and is_every_interface(config.peer_host):
         raise ConfigError(

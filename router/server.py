@@ -26,6 +26,7 @@ from router.api.http.connections import ConnectionCounts, bound_unread, connecti
 from router.api.http.operations import make_operations_app
 from router.api.http.tls import tls_settings
 from router.composition import make_parts
+from router.fleet.engines.follow import follow_engines
 from router.fleet.worker_fleet import follow_admin
 from router.live.routes import add_live_page
 from router.metrics.demand_report import report_demand
@@ -184,6 +185,7 @@ class RouterServer:
             self._tasks.append(asyncio.create_task(reporting, name="demand"))
         else:
             self.fleet.set_addresses(self._config.workers)
+            follow_engines(self._config, self.preparer.card.name, self.fleet, self._trust)
             self.fleet.peers.set_addresses(self._config.peers)
 
     def _serve_http(

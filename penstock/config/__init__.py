@@ -11,7 +11,7 @@ from penstock.config.engine import EngineConfig
 from penstock.config.files import load, load_process, parse, read
 from penstock.config.limits import LimitsConfig
 from penstock.config.retention import RetentionConfig
-from penstock.config.router import IndexConfig, KvAwareConfig, RouterConfig, StoreConfig
+from penstock.config.router import EngineEndpointConfig, IndexConfig, KvAwareConfig, RouterConfig, StoreConfig
 from penstock.config.security import SecurityConfig, TlsConfig
 from penstock.config.serve import PoolConfig, ServeConfig
 from penstock.config.tenants import TenantConfig, TenantName
@@ -32,6 +32,7 @@ __all__ = [
     "BalanceConfig",
     "DecodeConfig",
     "EngineConfig",
+    "EngineEndpointConfig",
     "IndexConfig",
     "KvAwareConfig",
     "KvPublisherConfig",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from penstock.config.admission import AdmissionConfig
 from penstock.config.autoscaler import SloConfig
@@ -13,6 +14,8 @@ from penstock.config.limits import LimitsConfig
 from penstock.config.security import SecurityConfig, TlsConfig
 from penstock.config.tenants import TenantConfig, TenantName
 from penstock.config.tracing import TracingConfig
+
+EngineName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]  # a label of metrics
 
 
 class IndexConfig(FrozenConfig):
@@ -33,6 +36,30 @@ class StoreConfig(FrozenConfig):
     """Bytes of all tenants' responses; the tenant with the most loses its least recently used ones first."""
     age_s: float = Field(86_400.0, gt=0)
     """Seconds after which a response leaves."""
+
+
+class EngineEndpointConfig(FrozenConfig):
+    """Another engine's server behind this router: vLLM, or what speaks as it does."""
+
+    url: str = Field(pattern=r"^https?://[^/\s?#]+/?$")
+    """Address of its HTTP API, such as http://10.0.0.7:8000."""
+    role: Literal["both", "prefill", "decode"] = "both"
+    """`both` serves whole requests. `prefill` computes prompts for the engines with `decode`, whose KV connectors fetch
+    the pages."""
+    events: str = Field("", pattern=r"^$|^(tcp|ipc)://\S+$")
+    """Address of its KV events, such as tcp://10.0.0.7:5557; without it, pages of prompts sent there count as cached
+    for a while."""
+    replay: str = Field("", pattern=r"^$|^(tcp|ipc)://\S+$")
+    """Address at which its events can be asked for again; without it, a lost event empties the router's picture of its
+    cache."""
+    topic: str = Field("", max_length=256)
+    """Topic of its events; empty takes all."""
+    api_key_file: str = ""
+    """File with the API key that it demands."""
+    max_running: int = Field(0, ge=0)
+    """Sequences that it runs at once (`--max-num-seqs`), beyond which requests wait in this router; 0: not known."""
+    remote_from_tokens: int = Field(256, ge=0)
+    """Shortest prompt that a `decode` engine has computed elsewhere."""
 
 
 class KvAwareConfig(FrozenConfig):
@@ -80,6 +107,8 @@ class RouterConfig(KvAwareConfig):
     """host:port of the Admin service, which streams membership."""
     workers: tuple[str, ...] = ()
     """host:port of each worker, if there is no Admin service."""
+    engines: dict[EngineName, EngineEndpointConfig] = Field(default_factory=dict)
+    """Servers of other engines by name, instead of workers."""
     peer_host: str = "127.0.0.1"
     """Address at which other routers ask about requests in flight here; never a public one."""
     peer_port: int = Field(0, ge=0, le=65535)
@@ -139,4 +168,17 @@ class RouterConfig(KvAwareConfig):
         self.security.check_host("peer_host", self.peer_host)
         if self.tenants and self.tenants_file:
             raise ValueError(f"tenants_file = {self.tenants_file!r} and tenants are both set; give one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _check_engines(self) -> RouterConfig:
+        roles = {engine.role for engine in self.engines.values()}
+        if roles - {"both"} and roles != {"prefill", "decode"}:
+            raise ValueError(
+                f"engines have the roles {', '.join(sorted(roles))}; give each `both`, or give `prefill` and `decode` "
+                "to at least one each"
+            )
+        addresses = [urlsplit(engine.url).netloc for engine in self.engines.values()]
+        if len(set(addresses)) < len(addresses):
+            raise ValueError("engines names one url twice; give each server once")
         return self

@@ -11,9 +11,8 @@ from penstock.text.completions import completion_id, completion_sampling, stream
 from penstock.v1 import common_pb2, worker_pb2
 from router.dispatch.completion_core import CompletionCore
 from router.dispatch.placement import Placement
-from router.fleet.decode_link import DecodeLink
+from router.fleet.interface import FleetWorker, TokenLink
 from router.fleet.quarantine import Suspicion
-from router.fleet.worker_follower import WorkerFollower
 from router.prepared_request import PreparedRequest
 from router.tracing.stages import LegCause, WorkerLeg
 
@@ -49,10 +48,10 @@ class DispatchedCompletion:
         self.worker_id = ""
         self.worker_address = ""
         self._deliver = functools.partial(deliver, self)
-        self._link: DecodeLink | None = None
+        self._link: TokenLink | None = None
         self._stream_id = 0
 
-    def submit(self, worker: WorkerFollower, command: worker_pb2.DecodeCommand, sent_s: float, cause: LegCause) -> None:
+    def submit(self, worker: FleetWorker, command: worker_pb2.DecodeCommand, sent_s: float, cause: LegCause) -> None:
         """Sends the completion to a worker. Raises Unavailable if its link is closed."""
         self.worker_id, self.worker_address = worker.worker_id, worker.address
         assert worker.link is not None  # it takes work

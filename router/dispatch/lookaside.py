@@ -20,9 +20,9 @@ from router.admission.gate import AdmissionSlot
 from router.admission.interface import NOTHING_USED, RequestUsage
 from router.dispatch.context import DispatchContext
 from router.dispatch.placement import Placement, PromptPages
+from router.fleet.interface import FleetWorker
 from router.fleet.quarantine import Quarantine
 from router.fleet.tickets import Silence
-from router.fleet.worker_follower import WorkerFollower
 from router.fleet.worker_groups import WorkerGroup
 from router.prepared_request import PreparedRequest
 from router.routing.decision_record import DecisionRecord, completion_record, decision_record
@@ -189,7 +189,7 @@ class HeldRequest:
         self,
         slot: AdmissionSlot,
         placements: Mapping[int, Placement],
-        worker: WorkerFollower,
+        worker: FleetWorker,
         context: DispatchContext,
         suspect: Callable[[PreparedRequest], None],
     ) -> None:
@@ -308,7 +308,7 @@ class HeldRequest:
             self._context.placer.on_end(placed, timing, end.num_tokens)
 
 
-def _open_to_clients(group: WorkerGroup) -> list[WorkerFollower]:
+def _open_to_clients(group: WorkerGroup) -> list[FleetWorker]:
     """Returns the decode workers that clients can stream from. Raises ConfigError if there is none."""
     found = [worker for worker in group.decode if worker.description.lookaside_address]
     if not found:

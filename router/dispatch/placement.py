@@ -16,8 +16,8 @@ from penstock.errors import AdapterUnavailable
 from penstock.kv.page_hash import hash_pages
 from penstock.types import Epoch, PageHash, WorkerId
 from penstock.v1 import common_pb2, worker_pb2
+from router.fleet.interface import FleetWorker
 from router.fleet.worker_fleet import WorkerFleet
-from router.fleet.worker_follower import WorkerFollower
 from router.fleet.worker_groups import WorkerGroup
 from router.prepared_request import PreparedRequest
 from router.routing.costs.link_costs import LinkCost
@@ -98,7 +98,7 @@ class PromptPages:
 class Placement:
     """The workers that a completion goes to, and why."""
 
-    decode: WorkerFollower
+    decode: FleetWorker
     candidates: list[worker_pb2.PrefillCandidate]
     choice: PairChoice
     commitment: Commitment
@@ -109,7 +109,7 @@ class Placement:
 class FleetLinkPricing:
     """A `LinkPricing` of the fleet's links at one moment, which also prices out links whose circuit is open."""
 
-    def __init__(self, fleet: WorkerFleet, workers: Sequence[WorkerFollower], now_s: float) -> None:
+    def __init__(self, fleet: WorkerFleet, workers: Sequence[FleetWorker], now_s: float) -> None:
         self._fleet = fleet
         self._epochs = {worker.worker_id: worker.epoch for worker in workers}
         self._now_s = now_s
@@ -155,7 +155,7 @@ class Placer:
         pages: PromptPages,
         num_emitted: int,
         group: WorkerGroup,
-        decode: Sequence[WorkerFollower],
+        decode: Sequence[FleetWorker],
     ) -> Placement:
         """Places a completion that has emitted `num_emitted` tokens.
 
@@ -270,13 +270,13 @@ class Placer:
             if self.predictions.on_cache(worker_id, promised_tokens, cached, now_s):
                 self._fleet.distrust(worker_id)
 
-    def _note_silent(self, workers: Sequence[WorkerFollower], pages: PromptPages, now_s: float) -> None:
+    def _note_silent(self, workers: Sequence[FleetWorker], pages: PromptPages, now_s: float) -> None:
         """Notes the prompt in the index for workers that send no KV events."""
         for worker in workers:
             if worker.description.silent_cache:
                 self._fleet.index.note(worker.worker_id, pages.whole(worker.page_size), now_s)
 
-    def _usable(self, workers: Sequence[WorkerFollower], now_s: float) -> list[WorkerFollower]:
+    def _usable(self, workers: Sequence[FleetWorker], now_s: float) -> list[FleetWorker]:
         """Leaves out workers that have failed recently."""
         if self._fleet.health.is_spotless:
             return list(workers)
@@ -284,14 +284,14 @@ class Placer:
         return [worker for worker in workers if worker.epoch in usable]
 
     def _reaching(
-        self, decode: WorkerFollower, candidates: list[worker_pb2.PrefillCandidate], now_s: float
+        self, decode: FleetWorker, candidates: list[worker_pb2.PrefillCandidate], now_s: float
     ) -> list[worker_pb2.PrefillCandidate]:
         """Keeps candidates whose pages reach the decode worker; where none do, it computes the prompt itself."""
         health = self._fleet.health
         return [worker for worker in candidates if not health.link_is_open(Epoch(worker.epoch), decode.epoch, now_s)]
 
 
-def _with_slots(request: PreparedRequest, workers: Sequence[WorkerFollower]) -> Sequence[WorkerFollower]:
+def _with_slots(request: PreparedRequest, workers: Sequence[FleetWorker]) -> Sequence[FleetWorker]:
     """Leaves out workers that serve no adapters, if the request has one."""
     if request.adapter is None:
         return workers

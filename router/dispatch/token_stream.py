@@ -37,8 +37,8 @@ from router.dispatch.completion import DispatchedCompletion
 from router.dispatch.completion_core import RETRY_AFTER_S, CompletionCore
 from router.dispatch.context import DispatchContext
 from router.dispatch.placement import PromptPages
+from router.fleet.interface import FleetWorker
 from router.fleet.quarantine import is_dead
-from router.fleet.worker_follower import WorkerFollower
 from router.fleet.worker_groups import WorkerGroup
 from router.prepared_request import PreparedRequest
 from router.routing.decision_record import DecisionRecord, completion_record, decision_record
@@ -299,9 +299,7 @@ class TokenStream:
     async def _place(self, completion: DispatchedCompletion, cause: PenstockError | None = None) -> None:
         """Chooses workers and submits; waits a while if no worker takes requests."""
         group = await self._wait_for_group(completion)
-        decode: Sequence[WorkerFollower] = [
-            worker for worker in group.decode if completion.core.may_go_to(worker.epoch)
-        ]
+        decode: Sequence[FleetWorker] = [worker for worker in group.decode if completion.core.may_go_to(worker.epoch)]
         if not decode:
             raise cause or Unavailable("every decode worker refused the request", RETRY_AFTER_S)
         placed = self._placer.place(self._request, self._pages, len(completion.emitted), group, decode)

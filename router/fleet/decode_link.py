@@ -14,16 +14,14 @@ from collections.abc import Callable
 import grpc
 import grpc.aio
 
-from penstock.errors import PenstockError, Unavailable, from_rpc_error
+from penstock.errors import Unavailable, from_rpc_error
 from penstock.types import WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
+from router.fleet.interface import Deliver
 
 log = logging.getLogger(__name__)
 
 _MAX_HOLD_S = 0.005  # how long a token may be held, however busy the loop is
-
-# Takes a submission's deltas, or the error that ended it. Called on the event loop; must return at once.
-Deliver = Callable[[worker_pb2.StepDelta | PenstockError], None]
 
 
 class DecodeLink:

@@ -26,6 +26,7 @@ from penstock.v1 import admin_pb2, admin_pb2_grpc
 from router.fleet.adapter_registry import AdapterRegistry
 from router.fleet.backoff import Backoff
 from router.fleet.health import FleetHealth
+from router.fleet.interface import FleetWorker
 from router.fleet.peer_routers import PeerRouters
 from router.fleet.tickets import IssuedTickets
 from router.fleet.worker_follower import WorkerFollower, WorkerRecords
@@ -66,7 +67,7 @@ class WorkerFleet:
         self._records = WorkerRecords(
             self.index, self.ledger, self.health, self.costs, self.links, self.pulls, self.tickets
         )
-        self._followers: dict[tuple[str, int], WorkerFollower] = {}  # by address and epoch; 0 if it is not known
+        self._followers: dict[tuple[str, int], FleetWorker] = {}  # by address and epoch; 0 if it is not known
         self._retiring: set[asyncio.Task[None]] = set()
         self._waiters: set[asyncio.Future[None]] = set()
         self._load_watchers: list[Callable[[], None]] = []
@@ -87,10 +88,10 @@ class WorkerFleet:
                 worker.request_snapshot()
 
     @property
-    def followers(self) -> tuple[WorkerFollower, ...]:
+    def followers(self) -> tuple[FleetWorker, ...]:
         return tuple(self._followers.values())
 
-    def find(self, worker_id: str, epoch: int) -> WorkerFollower | None:
+    def find(self, worker_id: str, epoch: int) -> FleetWorker | None:
         return next(
             (worker for worker in self.followers if (worker.worker_id, worker.epoch) == (worker_id, epoch)), None
         )
@@ -169,13 +170,20 @@ class WorkerFleet:
         for address in addresses:
             self._follow(address, None)
 
+    def add(self, make: Callable[[WorkerRecords, Callable[[], None], Callable[[], None]], FleetWorker]) -> None:
+        """Follows a worker of another kind for good. `make` gets the records, `on_change` and `on_load`."""
+        self._start(make(self._records, self._on_change, self._on_load), 0)
+
     def _follow(self, address: str, member: Member | None) -> None:
-        if self._tidy_task is None:
-            self._tidy_task = asyncio.create_task(self._tidying.run(), name="index tidying")
         follower = WorkerFollower(
             address, member, self._records, self.dial, on_change=self._on_change, on_load=self._on_load
         )
-        self._followers[address, int(member.epoch) if member else 0] = follower
+        self._start(follower, int(member.epoch) if member else 0)
+
+    def _start(self, follower: FleetWorker, epoch: int) -> None:
+        if self._tidy_task is None:
+            self._tidy_task = asyncio.create_task(self._tidying.run(), name="index tidying")
+        self._followers[follower.address, epoch] = follower
         follower.start()
 
     def watch_loads(self, callback: Callable[[], None]) -> None:

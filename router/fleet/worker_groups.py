@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.types import Role
-from router.fleet.worker_follower import WorkerFollower
+from router.fleet.interface import FleetWorker
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +17,15 @@ class WorkerGroup:
     model_revision: str
     token_bytes: float  # KV bytes of a token
     context_length: int  # that each of them can hold
-    decode: tuple[WorkerFollower, ...]
-    prefill: tuple[WorkerFollower, ...]
+    decode: tuple[FleetWorker, ...]
+    prefill: tuple[FleetWorker, ...]
     page_sizes: frozenset[int]  # among them
     cohort: str | None = None  # of its decode workers; None: any
     pulls: bool = False  # any of them can pull pages from any other, and routers know what each holds
 
 
 def largest_group(
-    followers: Iterable[WorkerFollower], model_revision: str | None, cohort: str | None
+    followers: Iterable[FleetWorker], model_revision: str | None, cohort: str | None
 ) -> WorkerGroup | None:
     """Returns the group with the most decode workers of this revision and cohort (None: any), if there is one."""
     ready = [worker for worker in followers if worker.takes_work]

@@ -10,8 +10,8 @@ from penstock.config.autoscaler import SloConfig
 from penstock.types import Lane
 from penstock.v1 import admin_pb2
 from router.admission.gate import AdmissionGate
+from router.fleet.interface import FleetWorker
 from router.fleet.worker_fleet import WorkerFleet
-from router.fleet.worker_follower import WorkerFollower
 from router.live.controller_reader import ControllerReader
 from router.metrics.recent_requests import RecentRequests
 from router.tracing.waterfall import waterfall
@@ -79,7 +79,7 @@ class LiveView:
             "scaling": [_record(each) for each in explained.records],
         }
 
-    def _worker(self, worker: WorkerFollower, now_s: float) -> Json:
+    def _worker(self, worker: FleetWorker, now_s: float) -> Json:
         load, described = worker.load, worker.description
         sent = self._fleet.sent_to(worker.worker_id, now_s)
         return {

@@ -18,6 +18,7 @@ pytestmark = [
 
 # What a healthy demo on CPUs cannot show: (dashboard, panel) of queries that may return nothing.
 NO_DATA = {
+    ("kv-transfer", "KV events of other engines"),  # there are none
     ("kv-transfer", "Mean time of a pull"),  # the prompts here are shorter than `transfer.min_pull_tokens`
     ("kv-transfer", "Pages pulled a second"),
     ("kv-transfer", "Pulls a second"),

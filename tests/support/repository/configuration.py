@@ -52,6 +52,7 @@ SECTIONS: tuple[tuple[type[BaseModel], str], ...] = (
     (config.WorkerConfig, "the file that `python -m prefill_worker` and `python -m decode_worker` read"),
     (config.LookasideConfig, "`[lookaside]` of a worker"),
     (config.KvPublisherConfig, "`[kv_publisher]`"),
+    (config.EngineEndpointConfig, "`[engines.NAME]` of a router"),
 )
 _INTRODUCTION = """\
 # Configuration

@@ -1,0 +1,93 @@
+"""Writes a submission as the body of vLLM's /v1/completions, and refuses what that cannot express. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.errors import InvalidInput
+from penstock.v1 import common_pb2, worker_pb2
+
+_MAX_SEED = 1 << 63
+_ONLY_DECODING = ("logprobs", "return_token_ids", "return_tokens_as_token_ids", "stream_options", "structured_outputs")
+_FREE_GRAMMARS = {
+    common_pb2.GRAMMAR_KIND_JSON_SCHEMA: "json",
+    common_pb2.GRAMMAR_KIND_REGEX: "regex",
+    common_pb2.GRAMMAR_KIND_STRUCTURAL_TAG: "structural_tag",
+}
+
+
+def completion_body(submit: worker_pb2.DecodeSubmit, model: str, cache_salt: str) -> dict[str, object]:
+    """Returns the body of a streamed completion of token ids. `cache_salt` is empty where any request may share pages.
+
+    Raises InvalidInput for a field that the engine's API lacks.
+    """
+    sampling = submit.sampling
+    num_emitted = len(submit.token_ids) - submit.num_prompt_tokens
+    _check(sampling, num_emitted)
+    body: dict[str, object] = {
+        "model": model,
+        "prompt": list(submit.token_ids),
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        "max_tokens": sampling.max_tokens - num_emitted,
+        "min_tokens": max(0, sampling.min_tokens - num_emitted),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "ignore_eos": sampling.ignore_eos,
+    }
+    if sampling.temperature:
+        # A resumed completion must not use the noise of its first tokens again.
+        body["seed"] = (sampling.seed + num_emitted) % _MAX_SEED
+    body |= _lists(sampling)
+    if sampling.HasField("grammar"):
+        body["structured_outputs"] = {_FREE_GRAMMARS[sampling.grammar.kind]: sampling.grammar.source}
+    if cache_salt:
+        body["cache_salt"] = cache_salt
+    return body
+
+
+def _lists(sampling: common_pb2.SamplingParams) -> dict[str, object]:
+    found: dict[str, object] = {}
+    if sampling.HasField("logprobs"):
+        found |= {"logprobs": sampling.logprobs, "return_tokens_as_token_ids": True}
+    if sampling.logit_bias:
+        found["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
+        if values := getattr(sampling, name):
+            found[name] = list(values)
+    return found
+
+
+def _check(sampling: common_pb2.SamplingParams, num_emitted: int) -> None:
+    if sampling.HasField("prompt_logprobs"):
+        raise InvalidInput("prompt_logprobs", "is not available: this model is served by another engine; leave it out")
+    if sampling.HasField("grammar"):
+        kind = sampling.grammar.kind
+        if kind not in _FREE_GRAMMARS:
+            name = common_pb2.GrammarKind.Name(kind)
+            raise InvalidInput(
+                "grammar",
+                f"of kind {name} is not available: another engine serves this model; give a JSON schema",
+            )
+        if num_emitted:
+            raise InvalidInput(
+                "grammar", "cannot be continued: the engine was lost within the output, which another one cannot resume"
+            )
+
+
+def prefill_body(body: Mapping[str, object]) -> dict[str, object]:
+    """Returns the body by which a prefill engine computes the prompt's KV and keeps it for another engine."""
+    params = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    return {
+        **{name: value for name, value in body.items() if name not in _ONLY_DECODING},
+        "stream": False,
+        "max_tokens": 1,
+        "min_tokens": 0,
+        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False, **params},
+    }

@@ -1,0 +1,134 @@
+"""Reads the events of a streamed completion as step deltas. Pure; trusts no field of the engine's answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.errors import InvalidInput, ModelNotFound, Overloaded, PenstockError, Unavailable
+from penstock.v1 import common_pb2, worker_pb2
+
+MAX_EVENT_BYTES = 1 << 24  # the first event repeats the prompt
+_TOKEN_PREFIX = "token_id:"
+_MAX_TOKEN = 1 << 32
+_MAX_MESSAGE = 500  # characters of an engine's error that are passed on
+_FINISH = {"stop": common_pb2.FINISH_REASON_STOP, "length": common_pb2.FINISH_REASON_LENGTH}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUsage:
+    """The end of a stream: how many tokens of the prompt were cached, if the engine says so."""
+
+    cached_tokens: int | None
+
+
+class BrokenStream(Exception):
+    """The engine's answer is no completion; the message says why."""
+
+
+def read_event(line: bytes, with_logprobs: bool) -> worker_pb2.StepDelta | EngineUsage | None:
+    """Returns the delta or the usage of one line of a server-sent stream, None for other lines. Raises BrokenStream."""
+    if not line.startswith(b"data:"):
+        return None
+    data = line[5:].strip()
+    if not data or data == b"[DONE]":
+        return None
+    try:
+        event = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BrokenStream("an event is not JSON") from error
+    if not isinstance(event, dict):
+        raise BrokenStream("an event is not an object")
+    if "error" in event:
+        raise BrokenStream(f"it reported: {message_of(event)}")
+    choices = event.get("choices")
+    if not isinstance(choices, list):
+        raise BrokenStream("an event has no choices")
+    return _delta(choices[0], with_logprobs) if choices else _usage(event.get("usage"))
+
+
+def _usage(value: object) -> EngineUsage:
+    details = value.get("prompt_tokens_details") if isinstance(value, dict) else None
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return EngineUsage(cached if type(cached) is int and 0 <= cached < _MAX_TOKEN else None)
+
+
+def transfer_params(answer: object) -> dict[str, object]:
+    """Returns the `kv_transfer_params` of a prefill engine's answer. Raises BrokenStream if it has none."""
+    params = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
+    if not isinstance(params, dict):
+        raise BrokenStream("it returned no kv_transfer_params; configure its KV connector")
+    return params
+
+
+def _delta(choice: object, with_logprobs: bool) -> worker_pb2.StepDelta:
+    if not isinstance(choice, dict):
+        raise BrokenStream("a choice is not an object")
+    tokens = choice.get("token_ids") or []
+    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < _MAX_TOKEN for token in tokens):
+        raise BrokenStream("token_ids is not a list of token ids; the engine must support return_token_ids")
+    delta = worker_pb2.StepDelta(token_ids=tokens)
+    if with_logprobs and tokens:
+        delta.logprobs.extend(_logprobs(choice.get("logprobs"), tokens))
+    reason = choice.get("finish_reason")
+    if reason is not None:
+        if reason not in _FINISH:
+            raise BrokenStream(f"it ended with {str(reason)[:40]!r}")
+        delta.finish_reason = _FINISH[reason]
+    return delta
+
+
+def _logprobs(value: object, tokens: list[int]) -> list[common_pb2.TokenLogprob]:
+    if not isinstance(value, dict):
+        raise BrokenStream("logprobs is missing")
+    chosen, tops = value.get("token_logprobs"), value.get("top_logprobs")
+    if not isinstance(chosen, list) or not isinstance(tops, list) or not len(chosen) == len(tops) == len(tokens):
+        raise BrokenStream("logprobs has not one entry for each token")
+    return [
+        common_pb2.TokenLogprob(token_id=token, logprob=_number(logprob), top=_top(top))
+        for token, logprob, top in zip(tokens, chosen, tops, strict=True)
+    ]
+
+
+def _top(value: object) -> list[common_pb2.TopLogprob]:
+    if value is None:
+        return []
+    if not isinstance(value, dict):
+        raise BrokenStream("top_logprobs is not a list of objects")
+    return [common_pb2.TopLogprob(token_id=_token(name), logprob=_number(each)) for name, each in value.items()]
+
+
+def _token(name: str) -> int:
+    number = name.removeprefix(_TOKEN_PREFIX)
+    if not number.isascii() or not number.isdigit() or len(number) > 9:
+        raise BrokenStream("top_logprobs names a token by its text")
+    return int(number)
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BrokenStream("a log-probability is not a number")
+    return float(value)
+
+
+def message_of(answer: object) -> str:
+    """Returns the message of an engine's error, bounded."""
+    error = answer.get("error") if isinstance(answer, Mapping) else None
+    found = error.get("message") if isinstance(error, Mapping) else error
+    return str(found)[:_MAX_MESSAGE] if found else "no reason"
+
+
+def refusal(status: int, body: bytes, engine: str) -> PenstockError:
+    """Returns the error of an answer with another status than 200."""
+    try:
+        message = message_of(json.loads(body))
+    except (ValueError, RecursionError):
+        message = "no reason"
+    if status in (429, 503):
+        return Overloaded(f"engine {engine} refuses requests now: {message}")
+    if status == 404:
+        return ModelNotFound(f"engine {engine}: {message}")
+    if status in (400, 422):
+        return InvalidInput("request", f"is refused by engine {engine}: {message}")
+    return Unavailable(f"engine {engine} answered {status}: {message}")

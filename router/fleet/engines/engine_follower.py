@@ -1,0 +1,271 @@
+"""Follows one engine: its model, its load and its KV events. It stands in the fleet where a `WorkerFollower` does.
+
+The engine's metrics are read every second, as a scraper would, since it reports load in no other way. An engine that
+does not answer gets no new requests; those that it has go on until their own connections break.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from urllib.parse import urlsplit
+
+from penstock.config import EngineEndpointConfig
+from penstock.errors import PenstockError, Unavailable
+from penstock.kv.block_events import BlockEvent
+from penstock.types import Epoch, Role, WorkerId, WorkerLoad, new_epoch
+from penstock.v1 import worker_pb2
+from penstock.worker_metrics import KV_EVENT_LOSSES, KV_EVENT_UNPLACED_BLOCKS
+from router.fleet.backoff import Backoff
+from router.fleet.engines.block_names import BlockNames
+from router.fleet.engines.engine_http import EngineHttp
+from router.fleet.engines.engine_link import EngineLink
+from router.fleet.engines.event_subscription import EventSubscription
+from router.fleet.engines.metrics_text import MAX_TEXT_BYTES, EngineMetrics, LoadReader, read_metrics
+from router.fleet.worker_follower import WorkerRecords
+from router.routing.policy.interface import WorkerLimits
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+_MAX_MODELS_BYTES = 1 << 20
+_DEFAULT_BLOCK_SIZE = 16
+
+
+class EngineFollower:
+    """Owns the connections to one engine."""
+
+    def __init__(
+        self,
+        name: str,
+        config: EngineEndpointConfig,
+        model: str,
+        records: WorkerRecords,
+        *,
+        api_key: str,
+        root_salt: Callable[[str], bytes],
+        find_prefill: Callable[[str], EngineHttp | None],
+        on_change: Callable[[], None],
+        on_load: Callable[[], None],
+    ) -> None:
+        """`model` is the name that clients use. `root_salt` returns the salt of requests without a tenant, by model
+        revision."""
+        self.worker_id = WorkerId(name)
+        self.address = urlsplit(config.url).netloc
+        self.description = worker_pb2.WorkerDescription()
+        self.limits = WorkerLimits()
+        self.load = WorkerLoad()
+        self.cohort = ""
+        self.is_mute = False
+        self.link: EngineLink | None = None
+        self.http = EngineHttp(name, config.url, api_key)
+        self._config, self._model, self._records = config, model, records
+        self._revision = f"engine:{model}"
+        self._root_salt = root_salt
+        self._find_prefill = find_prefill
+        self._on_change, self._on_load = on_change, on_load
+        self._blocks = BlockNames(_DEFAULT_BLOCK_SIZE, self._root)
+        self._num_losses = 0
+        self._started_s = 0.0  # of the engine's process, by its own clock
+        self._has_reported = False
+        self._needs_events = asyncio.Event()  # set to begin the subscription from the start
+        self._retired = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def epoch(self) -> Epoch:
+        return Epoch(self.description.epoch)
+
+    @property
+    def page_size(self) -> int:
+        return self.description.page_size
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether a request sent now would be served."""
+        return self._has_reported and not self._retired
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"follow engine {self.worker_id}")
+
+    def retire(self) -> asyncio.Task[None]:
+        """Gives the engine no new requests; those that it has may end. Returns a task that ends with the last one."""
+        self._retired = True
+        self._records.forget(self.worker_id, self.epoch)
+        self._on_change()
+        return asyncio.create_task(self._finish(), name=f"retire engine {self.worker_id}")
+
+    def request_snapshot(self) -> None:
+        """Forgets the engine's blocks and asks for all events that it keeps, if its answers prove the index wrong."""
+        if self.link is not None and self.link.reports_cached_tokens and self._config.events:
+            log.warning("engine %s does not hold the blocks that its events name; asking for all again", self.worker_id)
+            self._lose_events("its answers contradict them")
+            self._needs_events.set()
+
+    async def stop(self) -> None:
+        """Stops at once; requests at the engine are cancelled."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        if self.link is not None:
+            await self.link.close()
+        await self.http.close()
+
+    async def _finish(self) -> None:
+        if self.link is not None:
+            await self.link.wait_idle()
+        await self.stop()
+
+    async def _run(self) -> None:
+        backoff = Backoff(random.Random())
+        while not self._retired:
+            try:
+                await self._describe()
+                backoff.reset()
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self._follow_events(), name=f"events of {self.worker_id}")
+                    await self._poll()
+            except* PenstockError as group:
+                log.info("engine %s is out of reach: %s", self.worker_id, group.exceptions[0])
+            except* Exception:
+                # Whatever was wrong with one answer: giving up would exclude a healthy engine for good.
+                log.exception("following engine %s failed", self.worker_id)
+            self._set_reported(False)
+            await asyncio.sleep(backoff.next_s())
+
+    async def _describe(self) -> None:
+        metrics = await self._metrics()
+        model, context_length = _served(await self.http.get("/v1/models", _MAX_MODELS_BYTES), self._model)
+        restarted = bool(self.epoch) and metrics.started_s != self._started_s
+        if restarted:
+            self._records.forget(self.worker_id, self.epoch)
+        if restarted or not self.epoch:
+            self._begin(metrics)
+        self.description.context_length = context_length
+        if self.link is not None:
+            self.link.model = model
+
+    def _begin(self, metrics: EngineMetrics) -> None:
+        """Starts an incarnation of the engine."""
+        config, size = self._config, metrics.block_size or _DEFAULT_BLOCK_SIZE
+        is_prefill = config.role == "prefill"
+        self._started_s = metrics.started_s
+        self._loads = LoadReader()
+        self._blocks = BlockNames(size, self._root)
+        # Engines that exchange KV form one group; their connectors check the layouts.
+        group = "engine" if config.role == "both" else "engine pair"
+        self.description = worker_pb2.WorkerDescription(
+            worker_id=self.worker_id,
+            epoch=new_epoch(),
+            role=Role.PREFILL.value if is_prefill else Role.DECODE.value,
+            model=self._model,
+            model_revision=self._revision,
+            page_size=size,
+            num_pages=metrics.num_blocks or 0,
+            layout_digest=f"engine:{self.worker_id}",
+            kv_digest=group,
+            silent_cache=not config.events,
+            max_running=config.max_running,
+            num_ranks=1,
+        )
+        self.limits = WorkerLimits(0, config.max_running, None, 0)
+        if not is_prefill and self.link is None:
+            self.link = EngineLink(
+                self.worker_id, self.http, self._cache_salt, self._find_prefill, config.remote_from_tokens
+            )
+        log.info("engine %s: %s, blocks of %d tokens, %s", self.worker_id, self._model, size, config.role)
+
+    def _root(self) -> bytes:
+        return self._root_salt(self._revision)
+
+    def _cache_salt(self, salt: bytes) -> str:
+        return "" if salt == self._root() else salt.hex()
+
+    async def _metrics(self) -> EngineMetrics:
+        text = await self.http.get("/metrics", MAX_TEXT_BYTES)
+        return read_metrics(text.decode(errors="replace"))
+
+    async def _poll(self) -> None:
+        """Reports load until the engine is lost or is another one. Raises Unavailable then."""
+        while not self._retired:
+            metrics = await self._metrics()
+            if metrics.started_s != self._started_s:
+                raise Unavailable(f"engine {self.worker_id} has started again")
+            self._report(metrics)
+            await asyncio.sleep(_POLL_S)
+        raise Unavailable(f"engine {self.worker_id} is retired")
+
+    def _report(self, metrics: EngineMetrics) -> None:
+        link, records = self.link, self._records
+        queued, open_calls = (link.queued_tokens, link.num_streams) if link is not None else (0, 0)
+        load = self._loads.load(metrics, queued, open_calls)
+        events = {
+            KV_EVENT_LOSSES.name: float(self._num_losses),
+            KV_EVENT_UNPLACED_BLOCKS.name: float(self._blocks.num_unplaced),
+        }
+        self.load = replace(load, metrics=events)
+        records.ledger.on_report(self.worker_id, time.monotonic())
+        records.costs.on_load(self.worker_id, self.load, self.page_size)
+        self._on_load()
+        self._set_reported(True)
+
+    def _set_reported(self, reported: bool) -> None:
+        if reported != self._has_reported:
+            self._has_reported = reported
+            if self.link is not None:
+                self.link.is_open = reported
+            self._on_change()
+
+    # KV events.
+
+    async def _follow_events(self) -> None:
+        config = self._config
+        if not config.events:
+            return
+        while True:
+            self._needs_events.clear()
+            with EventSubscription(
+                config.events, config.replay, config.topic, self._take_events, self._lose_events
+            ) as subscription:
+                running = asyncio.create_task(subscription.run(), name=f"subscription to {self.worker_id}")
+                waiting = asyncio.create_task(self._needs_events.wait())
+                try:
+                    done, _ = await asyncio.wait([running, waiting], return_when=asyncio.FIRST_COMPLETED)
+                    if running in done:
+                        running.result()
+                finally:
+                    for task in (running, waiting):
+                        task.cancel()
+                    await asyncio.wait([running, waiting])
+
+    def _take_events(self, events: Sequence[BlockEvent]) -> None:
+        if not self._retired:
+            for batch in self._blocks.translate(events):
+                self._records.index.apply(self.worker_id, batch)
+
+    def _lose_events(self, reason: str) -> None:
+        level = logging.WARNING if len(self._blocks) else logging.DEBUG  # nothing is lost twice
+        log.log(level, "the cache of engine %s counts as empty: %s", self.worker_id, reason)
+        self._num_losses += 1
+        if not self._retired:
+            self._records.index.apply(self.worker_id, self._blocks.clear())
+
+
+def _served(answer: bytes, model: str) -> tuple[str, int]:
+    """Returns the name of the model at the engine, and its context. Raises Unavailable if the engine has another."""
+    try:
+        found = json.loads(answer)["data"]
+        models = {str(each["id"]): int(each.get("max_model_len") or 0) for each in found}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Unavailable("its /v1/models is not a list of models") from error
+    name = model if model in models else next(iter(models), "")
+    if not name or (name != model and len(models) > 1):
+        raise Unavailable(f"it serves {', '.join(map(repr, list(models)[:5]))} and not {model!r}; set served_model")
+    if models[name] <= 0:
+        raise Unavailable(f"its /v1/models has no max_model_len of {name!r}")
+    return name, min(models[name], 1 << 31)

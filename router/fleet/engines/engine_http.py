@@ -1,0 +1,97 @@
+"""HTTP calls to one engine: every answer is bounded in bytes, and waits that nothing else bounds have deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import aiohttp
+
+from penstock.errors import PenstockError, Unavailable
+from router.fleet.engines.completion_stream import MAX_EVENT_BYTES, BrokenStream, refusal
+
+LOST = (aiohttp.ClientError, OSError, TimeoutError, BrokenStream)  # what a call raises when the engine is lost
+_CONNECT_S = 5.0
+_GET_TIMEOUT_S = 5.0
+_MAX_REFUSAL_BYTES = 1 << 16
+_MAX_ANSWER_BYTES = 1 << 22
+
+
+class EngineHttp:
+    """Owns the connections to one engine. Made on the event loop; `close` ends it."""
+
+    def __init__(self, name: str, url: str, api_key: str = "") -> None:
+        self._name = name
+        self._url = url.rstrip("/")
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def get(self, path: str, max_bytes: int) -> bytes:
+        """Raises Unavailable if there is no such answer within seconds."""
+        try:
+            async with asyncio.timeout(_GET_TIMEOUT_S), self._session.get(self._url + path) as response:
+                body = await _read(response, max_bytes)
+                if response.status != 200:
+                    raise refusal(response.status, body[:_MAX_REFUSAL_BYTES], self._name)
+                return body
+        except LOST as error:
+            reason = str(error) or "no answer in time"
+            raise Unavailable(f"engine {self._name} does not answer {path}: {reason}") from error
+
+    async def post(self, path: str, body: Mapping[str, object]) -> object:
+        """Returns the JSON of the answer. Raises the engine's refusal, or one of LOST."""
+        async with self._session.post(self._url + path, data=_encoded(body), headers=_JSON) as response:
+            await self._check(response)
+            try:
+                return json.loads(await _read(response, _MAX_ANSWER_BYTES))
+            except (ValueError, RecursionError) as error:
+                raise BrokenStream("its answer is not JSON") from error
+
+    @asynccontextmanager
+    async def stream(self, path: str, body: Mapping[str, object]) -> AsyncIterator[AsyncIterator[bytes]]:
+        """Yields the lines of a streamed answer; leaving the block ends the call. Raises as `post` does."""
+        async with self._session.post(self._url + path, data=_encoded(body), headers=_JSON) as response:
+            await self._check(response)
+            yield _lines(response)
+
+    async def _check(self, response: aiohttp.ClientResponse) -> None:
+        if response.status != 200:
+            error: PenstockError = refusal(response.status, await _read(response, _MAX_REFUSAL_BYTES), self._name)
+            raise error
+
+
+_JSON = {"Content-Type": "application/json"}
+
+
+def _encoded(body: Mapping[str, object]) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    found = bytearray()
+    async for piece in response.content.iter_any():
+        found += piece
+        if len(found) > max_bytes:
+            raise BrokenStream(f"its answer has more than {max_bytes} bytes")
+    return bytes(found)
+
+
+async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    rest = bytearray()
+    async for piece in response.content.iter_any():
+        rest += piece
+        *lines, last = rest.split(b"\n") if b"\n" in piece else (rest,)
+        for line in lines:
+            yield bytes(line)
+        rest = bytearray(last)
+        if len(rest) > MAX_EVENT_BYTES:
+            raise BrokenStream(f"an event has more than {MAX_EVENT_BYTES} bytes")

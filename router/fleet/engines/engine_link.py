@@ -1,0 +1,194 @@
+"""Carries completions to one engine, each by an HTTP call of its own, as `DecodeLink` does to one of our workers.
+
+Where there are prefill engines, a prompt is computed at one of them first, and the engine here fetches its KV by
+`kv_transfer_params`, which both ends' connectors understand and this router only carries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from penstock.errors import PenstockError, Unavailable, to_status
+from penstock.types import WorkerId
+from penstock.v1 import common_pb2, worker_pb2
+from router.fleet.engines.completion_request import completion_body, prefill_body
+from router.fleet.engines.completion_stream import BrokenStream, EngineUsage, read_event, transfer_params
+from router.fleet.engines.engine_http import LOST, EngineHttp
+from router.fleet.interface import Deliver
+
+log = logging.getLogger(__name__)
+
+_COMPLETIONS = "/v1/completions"
+_PREFILL_SHARE = 0.5  # of a request's time left that a prefill engine may take
+
+
+@dataclass(slots=True)
+class _Call:
+    """One completion at the engine."""
+
+    submit: worker_pb2.DecodeSubmit
+    deliver: Deliver
+    sent_s: float
+    first_token_s: float = 0.0
+    timing: common_pb2.Timing = field(default_factory=common_pb2.Timing)
+    task: asyncio.Task[None] | None = None
+
+
+class EngineLink:
+    """Owned by the engine's follower."""
+
+    def __init__(
+        self,
+        worker_id: WorkerId,
+        http: EngineHttp,
+        cache_salt: Callable[[bytes], str],
+        find_prefill: Callable[[str], EngineHttp | None],
+        remote_from_tokens: int,
+    ) -> None:
+        """`cache_salt` names a request's salt to the engine, and `find_prefill` finds a prefill engine by its name.
+        Prompts shorter than `remote_from_tokens` are computed here."""
+        self._worker_id = worker_id
+        self._http = http
+        self._cache_salt = cache_salt
+        self._find_prefill = find_prefill
+        self._remote_from_tokens = remote_from_tokens
+        self._calls: dict[int, _Call] = {}
+        self._last_id = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.model = ""  # its name at the engine
+        self.is_open = False
+        self.reports_cached_tokens = False  # answers have said how much of a prompt was cached
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._calls)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of prompts without a first token."""
+        return sum(len(call.submit.token_ids) for call in self._calls.values() if not call.first_token_s)
+
+    def submit(self, command: worker_pb2.DecodeCommand, deliver: Deliver) -> int:
+        """Sends a `submit`, and returns the id of its stream. Raises Unavailable on a closed link."""
+        if not self.is_open:
+            raise Unavailable(f"engine {self._worker_id} is not connected")
+        self._last_id += 1
+        call = self._calls[self._last_id] = _Call(command.submit, deliver, time.monotonic())
+        self._idle.clear()
+        call.task = asyncio.create_task(self._run(self._last_id, call), name=f"completion at {self._worker_id}")
+        return self._last_id
+
+    def cancel(self, stream_id: int) -> None:
+        """Ends a stream here and, by closing its connection, at the engine. Does nothing if the stream has ended."""
+        call = self._remove(stream_id)
+        if call is not None and call.task is not None:
+            call.task.cancel()
+
+    async def wait_idle(self) -> None:
+        """Returns once no request is on the link. Bounded by the requests' own deadlines."""
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """Ends every stream; none is notified."""
+        tasks = [call.task for call in self._calls.values() if call.task is not None]
+        for stream_id in list(self._calls):
+            self.cancel(stream_id)
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def _remove(self, stream_id: int) -> _Call | None:
+        call = self._calls.pop(stream_id, None)
+        if not self._calls:
+            self._idle.set()
+        return call
+
+    async def _run(self, stream_id: int, call: _Call) -> None:
+        last: worker_pb2.StepDelta | PenstockError
+        try:
+            last = await self._complete(call)
+        except LOST as error:
+            last = Unavailable(f"engine {self._worker_id} was lost: {str(error) or 'no answer in time'}")
+        except PenstockError as error:
+            last = worker_pb2.StepDelta(error=to_status(error))
+        except Exception as error:
+            log.exception("a completion at engine %s failed", self._worker_id)
+            last = Unavailable(f"engine {self._worker_id} answered what this router does not understand: {error!r}")
+        if self._remove(stream_id) is not None:
+            call.deliver(last)
+
+    async def _complete(self, call: _Call) -> worker_pb2.StepDelta:
+        """Streams a completion, and returns its last delta. Raises the engine's refusal, or one of LOST."""
+        body = completion_body(call.submit, self.model, self._cache_salt(call.submit.salt))
+        await self._compute_elsewhere(call, body)
+        with_logprobs = "logprobs" in body
+        last: worker_pb2.StepDelta | None = None
+        async with self._http.stream(_COMPLETIONS, body) as lines:
+            async for line in lines:
+                found = read_event(line, with_logprobs)
+                if isinstance(found, EngineUsage):
+                    self._note_cached(call, found)
+                elif found is not None and last is not None:
+                    raise BrokenStream("tokens came after the end")
+                elif found is not None:
+                    self._note_tokens(call, found)
+                    if found.finish_reason:
+                        last = found  # until its usage has come
+                    else:
+                        call.deliver(found)
+        if last is None:
+            raise BrokenStream("its stream ended before the completion did")
+        last.timing.CopyFrom(call.timing)
+        return last
+
+    def _note_tokens(self, call: _Call, delta: worker_pb2.StepDelta) -> None:
+        now_s, timing = time.monotonic(), call.timing
+        if delta.token_ids and not call.first_token_s:
+            call.first_token_s = now_s
+            timing.prefill_ms = (now_s - call.sent_s) * 1e3
+            timing.decode_first_token_ms = timing.prefill_ms
+        timing.decode_worker = self._worker_id
+        timing.decode_ms = (now_s - (call.first_token_s or now_s)) * 1e3
+
+    def _note_cached(self, call: _Call, usage: EngineUsage) -> None:
+        """Names the worker that computed the prompt only if it says how much it had cached: predictions are compared
+        with that."""
+        timing = call.timing
+        timing.prefill_worker = timing.prefill_worker or self._worker_id
+        if usage.cached_tokens is None:
+            timing.prefill_worker = ""
+            return
+        self.reports_cached_tokens = True
+        timing.cached_tokens = timing.decode_cached_tokens = usage.cached_tokens
+
+    # Prefill engines.
+
+    async def _compute_elsewhere(self, call: _Call, body: dict[str, object]) -> None:
+        """Has a prefill engine compute the prompt, if there is one, and names in the body where its KV is."""
+        if len(call.submit.token_ids) < self._remote_from_tokens:
+            return
+        for candidate in call.submit.prefill_candidates:
+            engine = self._find_prefill(candidate.worker_id)
+            if engine is None:
+                continue
+            try:
+                async with asyncio.timeout(_PREFILL_SHARE * call.submit.timeout_ms / 1e3):
+                    params = transfer_params(await engine.post(_COMPLETIONS, prefill_body(body)))
+            except (*LOST, Unavailable) as error:
+                reason = str(error) or "no answer in time"
+                log.info("prefill engine %s computed nothing: %s", candidate.worker_id, reason)
+                call.deliver(_outcome(candidate, worker_pb2.PREFILL_FAULT_WORKER))
+                continue
+            call.deliver(_outcome(candidate, worker_pb2.PREFILL_FAULT_NONE))
+            body["kv_transfer_params"] = params
+            call.timing.prefill_worker = candidate.worker_id
+            return
+
+
+def _outcome(candidate: worker_pb2.PrefillCandidate, fault: worker_pb2.PrefillFault) -> worker_pb2.StepDelta:
+    outcome = worker_pb2.PrefillOutcome(worker_id=candidate.worker_id, epoch=candidate.epoch, fault=fault)
+    return worker_pb2.StepDelta(prefill=outcome)

@@ -1,0 +1,236 @@
+"""A router before other engines: streams, prefixes by events, refusals, losses, and pairs by kv_transfer_params."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+from pydantic import ValidationError
+
+from penstock.config import RouterConfig
+from penstock.errors import ConfigError, InvalidInput, Unavailable
+from penstock.kv.block_events import BlocksStored, encode_batch
+from penstock.kv.page_hash import hash_pages
+from tests.router.api.test_grpc_service import collect, failure, finish_of, read_tokens, request
+from tests.support.router.engine_double import BLOCK, EngineDouble, expected, running_engines
+from tests.support.router.router_fakes import RunningRouter, running_router, until
+
+PROMPT = [20 + i % 400 for i in range(5 * BLOCK)]
+
+
+@contextlib.asynccontextmanager
+async def routed(
+    *engines: EngineDouble, roles: tuple[str, ...] = (), **settings: object
+) -> AsyncIterator[RunningRouter]:
+    async with running_engines(*engines):
+        named = {
+            engine.name: engine.settings(role=role, remote_from_tokens=BLOCK)
+            for engine, role in zip(engines, roles or ["both"] * len(engines), strict=True)
+        }
+        async with running_router(engines=named, wait=False, **settings) as router:
+            await until(lambda: sum(worker.takes_work for worker in router.server.fleet.followers) == len(engines))
+            yield router
+
+
+def tokens(messages: list) -> list[int]:
+    return [token for message in messages for token in message.token_ids]
+
+
+async def ask(router: RunningRouter, prompt: list[int], **sampling: object) -> list:
+    return await collect(router.stub.Generate(request(token_ids=prompt, temperature=0.0, **sampling)))
+
+
+def held(router: RunningRouter, name: str) -> int:
+    return router.server.fleet.index.pages_of(name)  # type: ignore[arg-type]
+
+
+async def test_streams_are_those_of_the_engine() -> None:
+    engine = EngineDouble(model="penstock-tiny")
+    async with routed(engine) as router:
+        messages = await ask(router, PROMPT, max_tokens=9, logprobs=1)
+        assert tokens(messages) == expected(PROMPT, 9)
+        assert finish_of(messages[-1]) == "length"
+        logprobs = [each for message in messages for each in message.logprobs]
+        assert [each.token_id for each in logprobs] == expected(PROMPT, 9)
+        assert {(top.token_id, top.logprob) for each in logprobs for top in each.top} >= {(3, -2.0)}
+        body = engine.bodies[0]
+        assert (body["prompt"], body["max_tokens"], body["temperature"]) == (PROMPT, 9, 0.0)
+        assert "cache_salt" not in body
+
+
+async def test_a_prefix_goes_to_the_engine_that_holds_it() -> None:
+    engines = [EngineDouble(f"engine-{number}") for number in range(3)]
+    async with routed(*engines) as router:
+        other = [token + 1 for token in PROMPT]
+        await engines[1]._cache(PROMPT, "")  # computed for somebody else
+        await engines[2]._cache(other, "")
+        await until(lambda: held(router, "engine-1") == held(router, "engine-2") == 5)
+        for _ in range(4):
+            await ask(router, [*PROMPT, 30, 31], max_tokens=2)
+            await ask(router, [*other, 30, 31], max_tokens=2)
+        assert [len(engine.bodies) for engine in engines] == [0, 4, 4]
+        await engines[1].evict_all()
+        await until(lambda: held(router, "engine-1") == 0)
+
+
+async def test_tenants_share_nothing_at_an_engine() -> None:
+    engine = EngineDouble()
+    async with routed(engine) as router:
+        for salt in ("", "mine", "mine"):
+            wanted = request(token_ids=PROMPT, temperature=0.0, max_tokens=2)
+            wanted.cache_salt = salt
+            messages = await collect(router.stub.Generate(wanted))
+            await until(lambda: held(router, "engine") >= 5)
+        assert messages[-1].timing.cached_tokens == 5 * BLOCK
+        salts = [body.get("cache_salt") for body in engine.bodies]
+        assert salts[0] is None
+        assert salts[1] == salts[2] != "mine"
+        await until(lambda: held(router, "engine") == 10)
+        follower = router.server.fleet.followers[0]
+        index, root = router.server.fleet.index, bytes.fromhex(str(salts[1]))
+        assert index.match(hash_pages(PROMPT, BLOCK, root))[follower.worker_id].num_pages == 5
+
+
+async def test_a_lost_engine_leaves_no_seam() -> None:
+    broken, whole = EngineDouble("engine-0", break_after=3), EngineDouble("engine-1")
+    async with routed(broken, whole, policy="round-robin") as router:
+        for _ in range(2):  # one of the two begins at the broken engine
+            messages = await ask(router, PROMPT, max_tokens=8)
+            assert tokens(messages) == expected(PROMPT, 8)
+        resumed = [body for body in whole.bodies if len(body["prompt"]) > len(PROMPT)]  # type: ignore[arg-type]
+        assert {(len(body["prompt"]), body["max_tokens"]) for body in resumed} == {(len(PROMPT) + 3, 5)}  # type: ignore[arg-type]
+
+
+async def test_an_engine_that_refuses_is_passed_over() -> None:
+    busy, free = EngineDouble("engine-0", refuse=503), EngineDouble("engine-1")
+    async with routed(busy, free, policy="round-robin") as router:
+        for _ in range(2):
+            assert tokens(await ask(router, PROMPT, max_tokens=3)) == expected(PROMPT, 3)
+        assert busy.bodies
+
+
+async def test_what_an_engine_refuses_for_good_reaches_the_client() -> None:
+    engine = EngineDouble(refuse=400)
+    async with routed(engine) as router:
+        error = await failure(router.stub.Generate(request(token_ids=PROMPT)))
+        assert isinstance(error, InvalidInput)
+        assert "engine engine: not now" in error.message
+        error = await failure(router.stub.Generate(request(token_ids=PROMPT, prompt_logprobs=1)))
+        assert "prompt_logprobs" in error.message
+        assert "another engine" in error.message
+
+
+async def test_a_client_that_leaves_frees_the_engine() -> None:
+    engine = EngineDouble(pause_at=2)
+    async with routed(engine) as router:
+        call = router.stub.Generate(request(token_ids=PROMPT, temperature=0.0, max_tokens=9))
+        await read_tokens(call, 2)
+        call.cancel()
+        await until(lambda: engine.num_cancelled == 1 and engine.num_running == 0)
+        link = router.server.fleet.followers[0].link
+        assert link is not None
+        await until(lambda: link.num_streams == 0)  # type: ignore[attr-defined]
+
+
+async def test_a_deadline_ends_a_request_at_the_engine() -> None:
+    engine = EngineDouble(pause_at=0)
+    async with routed(engine) as router:
+        error = await failure(router.stub.Generate(request(token_ids=PROMPT), timeout=1.0))
+        assert error.reason == "DEADLINE_EXCEEDED"
+        await until(lambda: engine.num_cancelled == 1)
+
+
+async def test_an_engine_that_starts_again_is_followed_again() -> None:
+    engine = EngineDouble()
+    async with routed(engine) as router:
+        await ask(router, PROMPT, max_tokens=2)
+        await until(lambda: held(router, "engine") == 5)
+        before = router.server.fleet.followers[0].epoch
+        await engine.stop()
+        engine.cached.clear()
+        engine.sent.clear()
+        engine.started_s += 100
+        await engine.start()
+        await until(lambda: router.server.fleet.followers[0].takes_work)
+        await until(lambda: router.server.fleet.followers[0].epoch != before)
+        await until(lambda: held(router, "engine") == 0)
+        await until(lambda: router.server.fleet.followers[0].takes_work)
+        assert tokens(await ask(router, PROMPT, max_tokens=2)) == expected(PROMPT, 2)
+        await until(lambda: held(router, "engine") == 5)
+
+
+async def test_lost_events_are_replayed_or_empty_the_picture() -> None:
+    engine = EngineDouble()
+    stored = [BlocksStored((number,), None, tuple(range(number, number + BLOCK)), BLOCK) for number in range(6)]
+    async with routed(engine) as router:
+        await engine.publish(stored[0])
+        await until(lambda: held(router, "engine") == 1)
+        await engine.publish_payload(encode_batch(0.0, [stored[1]]), live=False)  # lost on its way
+        await engine.publish(stored[2])
+        await until(lambda: held(router, "engine") == 3)
+        await engine.publish_payload(b"\xc1")  # cannot be read: what it said is unknown
+        await until(lambda: held(router, "engine") == 0)
+        await engine.publish(stored[4])
+        await until(lambda: held(router, "engine") == 1)
+        losses = router.server.fleet.followers[0]
+        await until(lambda: losses.load.metrics["kv_event_losses"] == 1)
+
+
+async def test_pairs_hand_over_by_kv_transfer_params() -> None:
+    prefill, decode = EngineDouble("prefill-0"), EngineDouble("decode-0")
+    decode.peers.append(prefill)
+    async with routed(prefill, decode, roles=("prefill", "decode")) as router:
+        messages = await ask(router, PROMPT, max_tokens=4)
+        assert tokens(messages) == expected(PROMPT, 4)
+        first, second = prefill.bodies[0], decode.bodies[0]
+        assert (first["max_tokens"], first["stream"]) == (1, False)
+        assert first["kv_transfer_params"]["do_remote_decode"] is True  # type: ignore[index]
+        assert second["kv_transfer_params"]["remote_request_id"] == "prefill-0/0"  # type: ignore[index]
+        assert messages[-1].timing.prefill_worker == "prefill-0"
+        await ask(router, PROMPT[: BLOCK - 1], max_tokens=2)  # too short to be worth it
+        assert len(prefill.bodies) == 1
+        prefill.refuse = 500
+        assert tokens(await ask(router, [*PROMPT, 25], max_tokens=4)) == expected([*PROMPT, 25], 4)
+        assert "kv_transfer_params" not in decode.bodies[-1]
+
+
+async def test_a_router_waits_for_an_engine() -> None:
+    engine = EngineDouble()
+    await engine.start()
+    settings = engine.settings()
+    await engine.stop()
+    async with running_router(engines={"engine": settings}, wait=False) as router:
+        error = await failure(router.stub.Generate(request(token_ids=PROMPT), timeout=0.5))
+        assert isinstance(error, Unavailable) or error.reason == "DEADLINE_EXCEEDED"
+        await engine.start()
+        try:
+            await until(lambda: router.server.fleet.followers[0].takes_work)
+            assert tokens(await ask(router, PROMPT, max_tokens=3)) == expected(PROMPT, 3)
+        finally:
+            await engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("engines", "message"),
+    [
+        ({"a": {"url": "http://h:1", "role": "prefill"}}, "engines have the roles prefill; give each `both`"),
+        (
+            {"a": {"url": "http://h:1", "role": "decode"}, "b": {"url": "http://h:2"}},
+            "engines have the roles both, decode",
+        ),
+        ({"a": {"url": "http://h:1"}, "b": {"url": "http://h:1/"}}, "engines names one url twice"),
+        ({"a": {"url": "h:1"}}, "engines.a.url"),
+        ({"a b": {"url": "http://h:1"}}, "engines.a b"),
+    ],
+)
+def test_bad_settings_are_named(engines: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        RouterConfig.model_validate({"model": "m", "engines": engines})
+
+
+async def test_engines_and_workers_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match=r"engines = .*give exactly one of them"):
+        async with running_router(engines={"a": {"url": "http://127.0.0.1:9"}}, workers=("127.0.0.1:1",), wait=False):
+            await asyncio.sleep(0)

@@ -25,7 +25,7 @@ from penstock.kv.page_hash import hash_pages
 from penstock.kv.page_places import NUM_RANKS, ROOT, PagePlaces
 from penstock.types import PageHash
 
-MAX_BLOCKS = 1 << 20  # of one engine; further ones are left out
+MAX_BLOCKS = 1 << 19  # of one engine; further ones are left out
 
 _RANKS = {GPU: 0, CPU: 1, STORAGE: 2}
 _KINDS = (KvEventKind.STORED, KvEventKind.ON_HOST, KvEventKind.ON_DISK, KvEventKind.REMOVED)  # by rank

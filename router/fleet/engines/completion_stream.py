@@ -45,13 +45,15 @@ def read_event(line: bytes, with_logprobs: bool) -> worker_pb2.StepDelta | Engin
     choices = event.get("choices")
     if not isinstance(choices, list):
         raise BrokenStream("an event has no choices")
-    return _delta(choices[0], with_logprobs) if choices else _usage(event.get("usage"))
+    return _delta(choices[0], with_logprobs) if choices else EngineUsage(cached_tokens(event))
 
 
-def _usage(value: object) -> EngineUsage:
-    details = value.get("prompt_tokens_details") if isinstance(value, dict) else None
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    return EngineUsage(cached if type(cached) is int and 0 <= cached < _MAX_TOKEN else None)
+def cached_tokens(answer: object) -> int | None:
+    """Returns how many tokens of the prompt were cached, None if the engine does not say."""
+    found = answer
+    for name in ("usage", "prompt_tokens_details", "cached_tokens"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found if type(found) is int and 0 <= found < _MAX_TOKEN else None
 
 
 def transfer_params(answer: object) -> dict[str, object]:

@@ -24,7 +24,7 @@ from penstock.worker_metrics import KV_EVENT_LOSSES, KV_EVENT_UNPLACED_BLOCKS
 from router.fleet.backoff import Backoff
 from router.fleet.engines.block_names import BlockNames
 from router.fleet.engines.engine_http import EngineHttp
-from router.fleet.engines.engine_link import EngineLink
+from router.fleet.engines.engine_link import EngineLink, PrefillEnd
 from router.fleet.engines.event_subscription import EventSubscription
 from router.fleet.engines.metrics_text import MAX_TEXT_BYTES, EngineMetrics, LoadReader, read_metrics
 from router.fleet.worker_follower import WorkerRecords
@@ -33,6 +33,7 @@ from router.routing.policy.interface import WorkerLimits
 log = logging.getLogger(__name__)
 
 _POLL_S = 1.0
+_SILENCE_S = 10.0  # after which an engine that does not answer counts as lost
 _MAX_MODELS_BYTES = 1 << 20
 _DEFAULT_BLOCK_SIZE = 16
 
@@ -49,7 +50,7 @@ class EngineFollower:
         *,
         api_key: str,
         root_salt: Callable[[str], bytes],
-        find_prefill: Callable[[str], EngineHttp | None],
+        find_prefill: Callable[[str], PrefillEnd | None],
         on_change: Callable[[], None],
         on_load: Callable[[], None],
     ) -> None:
@@ -64,6 +65,9 @@ class EngineFollower:
         self.is_mute = False
         self.link: EngineLink | None = None
         self.http = EngineHttp(name, config.url, api_key)
+        self._silent = asyncio.Event()
+        self.prefill_end = PrefillEnd(self.http, self._silent)
+        self._answered_s = time.monotonic()
         self._config, self._model, self._records = config, model, records
         self._revision = f"engine:{model}"
         self._root_salt = root_salt
@@ -136,7 +140,8 @@ class EngineFollower:
                 # Whatever was wrong with one answer: giving up would exclude a healthy engine for good.
                 log.exception("following engine %s failed", self.worker_id)
             self._set_reported(False)
-            await asyncio.sleep(backoff.next_s())
+            self._note_silence()
+            await asyncio.sleep(min(backoff.next_s(), _SILENCE_S / 2))
 
     async def _describe(self) -> None:
         metrics = await self._metrics()
@@ -186,8 +191,19 @@ class EngineFollower:
     def _cache_salt(self, salt: bytes) -> str:
         return "" if salt == self._root() else salt.hex()
 
+    def _note_silence(self) -> None:
+        """Gives up requests at an engine that is frozen: connections to it stay open, and nothing comes."""
+        since_s = time.monotonic() - _SILENCE_S
+        if self._answered_s > since_s:
+            return
+        self._silent.set()
+        if self.link is not None:
+            self.link.lose_silent(since_s)
+
     async def _metrics(self) -> EngineMetrics:
         text = await self.http.get("/metrics", MAX_TEXT_BYTES)
+        self._answered_s = time.monotonic()
+        self._silent.clear()
         return read_metrics(text.decode(errors="replace"))
 
     async def _poll(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import aiohttp
 
@@ -17,6 +17,7 @@ _CONNECT_S = 5.0
 _GET_TIMEOUT_S = 5.0
 _MAX_REFUSAL_BYTES = 1 << 16
 _MAX_ANSWER_BYTES = 1 << 22
+_LONG_PROMPT = 1 << 14  # tokens from which a body is written in a thread
 
 
 class EngineHttp:
@@ -38,7 +39,7 @@ class EngineHttp:
     async def get(self, path: str, max_bytes: int) -> bytes:
         """Raises Unavailable if there is no such answer within seconds."""
         try:
-            async with asyncio.timeout(_GET_TIMEOUT_S), self._session.get(self._url + path) as response:
+            async with asyncio.timeout(_GET_TIMEOUT_S), self._get(path) as response:
                 body = await _read(response, max_bytes)
                 if response.status != 200:
                     raise refusal(response.status, body[:_MAX_REFUSAL_BYTES], self._name)
@@ -47,9 +48,12 @@ class EngineHttp:
             reason = str(error) or "no answer in time"
             raise Unavailable(f"engine {self._name} does not answer {path}: {reason}") from error
 
+    def _get(self, path: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        return self._session.get(self._url + path, allow_redirects=False)
+
     async def post(self, path: str, body: Mapping[str, object]) -> object:
         """Returns the JSON of the answer. Raises the engine's refusal, or one of LOST."""
-        async with self._session.post(self._url + path, data=_encoded(body), headers=_JSON) as response:
+        async with await self._post(path, body) as response:
             await self._check(response)
             try:
                 return json.loads(await _read(response, _MAX_ANSWER_BYTES))
@@ -59,9 +63,14 @@ class EngineHttp:
     @asynccontextmanager
     async def stream(self, path: str, body: Mapping[str, object]) -> AsyncIterator[AsyncIterator[bytes]]:
         """Yields the lines of a streamed answer; leaving the block ends the call. Raises as `post` does."""
-        async with self._session.post(self._url + path, data=_encoded(body), headers=_JSON) as response:
+        async with await self._post(path, body) as response:
             await self._check(response)
             yield _lines(response)
+
+    async def _post(self, path: str, body: Mapping[str, object]) -> aiohttp.ClientResponse:
+        is_long = len(body.get("prompt", ())) > _LONG_PROMPT  # type: ignore[arg-type]
+        data = await asyncio.to_thread(_encoded, body) if is_long else _encoded(body)
+        return await self._session.post(self._url + path, data=data, headers=_JSON, allow_redirects=False)
 
     async def _check(self, response: aiohttp.ClientResponse) -> None:
         if response.status != 200:

@@ -7,6 +7,7 @@ Where there are prefill engines, a prompt is computed at one of them first, and 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -16,14 +17,29 @@ from penstock.errors import PenstockError, Unavailable, to_status
 from penstock.types import WorkerId
 from penstock.v1 import common_pb2, worker_pb2
 from router.fleet.engines.completion_request import completion_body, prefill_body
-from router.fleet.engines.completion_stream import BrokenStream, EngineUsage, read_event, transfer_params
+from router.fleet.engines.completion_stream import (
+    BrokenStream,
+    EngineUsage,
+    cached_tokens,
+    read_event,
+    transfer_params,
+)
 from router.fleet.engines.engine_http import LOST, EngineHttp
 from router.fleet.interface import Deliver
 
 log = logging.getLogger(__name__)
 
 _COMPLETIONS = "/v1/completions"
+_LONG_LINE_BYTES = 1 << 18  # read in a thread: the first event of a long prompt repeats it
 _PREFILL_SHARE = 0.5  # of a request's time left that a prefill engine may take
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillEnd:
+    """An engine that computes prompts for others."""
+
+    http: EngineHttp
+    silent: asyncio.Event  # set while it does not answer
 
 
 @dataclass(slots=True)
@@ -33,7 +49,9 @@ class _Call:
     submit: worker_pb2.DecodeSubmit
     deliver: Deliver
     sent_s: float
+    heard_s: float  # when the engine sent something last; while another computes the prompt, now
     first_token_s: float = 0.0
+    is_remote: bool = False  # another engine has computed the prompt
     timing: common_pb2.Timing = field(default_factory=common_pb2.Timing)
     task: asyncio.Task[None] | None = None
 
@@ -46,7 +64,7 @@ class EngineLink:
         worker_id: WorkerId,
         http: EngineHttp,
         cache_salt: Callable[[bytes], str],
-        find_prefill: Callable[[str], EngineHttp | None],
+        find_prefill: Callable[[str], PrefillEnd | None],
         remote_from_tokens: int,
     ) -> None:
         """`cache_salt` names a request's salt to the engine, and `find_prefill` finds a prefill engine by its name.
@@ -78,7 +96,8 @@ class EngineLink:
         if not self.is_open:
             raise Unavailable(f"engine {self._worker_id} is not connected")
         self._last_id += 1
-        call = self._calls[self._last_id] = _Call(command.submit, deliver, time.monotonic())
+        now_s = time.monotonic()
+        call = self._calls[self._last_id] = _Call(command.submit, deliver, now_s, now_s)
         self._idle.clear()
         call.task = asyncio.create_task(self._run(self._last_id, call), name=f"completion at {self._worker_id}")
         return self._last_id
@@ -88,6 +107,13 @@ class EngineLink:
         call = self._remove(stream_id)
         if call is not None and call.task is not None:
             call.task.cancel()
+
+    def lose_silent(self, since_s: float) -> None:
+        """Gives up the streams of an engine that has stopped answering: those that got nothing since then."""
+        for stream_id, call in list(self._calls.items()):
+            if call.heard_s <= since_s:
+                self.cancel(stream_id)
+                call.deliver(Unavailable(f"engine {self._worker_id} has stopped answering"))
 
     async def wait_idle(self) -> None:
         """Returns once no request is on the link. Bounded by the requests' own deadlines."""
@@ -129,7 +155,10 @@ class EngineLink:
         last: worker_pb2.StepDelta | None = None
         async with self._http.stream(_COMPLETIONS, body) as lines:
             async for line in lines:
-                found = read_event(line, with_logprobs)
+                call.heard_s = time.monotonic()
+                is_long = len(line) > _LONG_LINE_BYTES
+                read = functools.partial(read_event, line, with_logprobs)
+                found = await asyncio.to_thread(read) if is_long else read()
                 if isinstance(found, EngineUsage):
                     self._note_cached(call, found)
                 elif found is not None and last is not None:
@@ -158,12 +187,15 @@ class EngineLink:
         """Names the worker that computed the prompt only if it says how much it had cached: predictions are compared
         with that."""
         timing = call.timing
-        timing.prefill_worker = timing.prefill_worker or self._worker_id
         if usage.cached_tokens is None:
             timing.prefill_worker = ""
             return
         self.reports_cached_tokens = True
-        timing.cached_tokens = timing.decode_cached_tokens = usage.cached_tokens
+        timing.decode_cached_tokens = usage.cached_tokens
+        # The decode engine of a pair counts the pages that it fetched as cached.
+        timing.cached_tokens = timing.prefill_cached_tokens if call.is_remote else usage.cached_tokens
+        if not call.is_remote:
+            timing.prefill_worker = self._worker_id
 
     # Prefill engines.
 
@@ -177,7 +209,8 @@ class EngineLink:
                 continue
             try:
                 async with asyncio.timeout(_PREFILL_SHARE * call.submit.timeout_ms / 1e3):
-                    params = transfer_params(await engine.post(_COMPLETIONS, prefill_body(body)))
+                    answer = await _unless_silent(engine, prefill_body(body))
+                params, cached = transfer_params(answer), cached_tokens(answer)
             except (*LOST, Unavailable) as error:
                 reason = str(error) or "no answer in time"
                 log.info("prefill engine %s computed nothing: %s", candidate.worker_id, reason)
@@ -185,8 +218,24 @@ class EngineLink:
                 continue
             call.deliver(_outcome(candidate, worker_pb2.PREFILL_FAULT_NONE))
             body["kv_transfer_params"] = params
-            call.timing.prefill_worker = candidate.worker_id
+            call.heard_s, call.is_remote = time.monotonic(), True
+            if cached is not None:
+                call.timing.prefill_worker, call.timing.prefill_cached_tokens = candidate.worker_id, cached
             return
+
+
+async def _unless_silent(engine: PrefillEnd, body: dict[str, object]) -> object:
+    """Returns a prefill engine's answer. Raises BrokenStream once the engine has stopped answering anybody."""
+    asking = asyncio.ensure_future(engine.http.post(_COMPLETIONS, body))
+    waiting = asyncio.ensure_future(engine.silent.wait())
+    try:
+        await asyncio.wait([asking, waiting], return_when=asyncio.FIRST_COMPLETED)
+        if not asking.done():
+            raise BrokenStream("it has stopped answering")
+        return asking.result()
+    finally:
+        for task in (asking, waiting):
+            task.cancel()
 
 
 def _outcome(candidate: worker_pb2.PrefillCandidate, fault: worker_pb2.PrefillFault) -> worker_pb2.StepDelta:

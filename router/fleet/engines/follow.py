@@ -11,7 +11,7 @@ from penstock.errors import ConfigError
 from penstock.rpc.ticket import page_salt
 from penstock.rpc.trust import Trust
 from router.fleet.engines.engine_follower import EngineFollower
-from router.fleet.engines.engine_http import EngineHttp
+from router.fleet.engines.engine_link import PrefillEnd
 from router.fleet.worker_fleet import WorkerFleet
 from router.fleet.worker_follower import WorkerRecords
 
@@ -23,8 +23,8 @@ def follow_engines(config: RouterConfig, model: str, fleet: WorkerFleet, trust: 
     def root_salt(revision: str) -> bytes:
         return page_salt(trust.secrets.current if trust.secrets is not None else None, revision, "")
 
-    def find_prefill(name: str) -> EngineHttp | None:
-        return followers[name].http if name in followers else None
+    def find_prefill(name: str) -> PrefillEnd | None:
+        return followers[name].prefill_end if name in followers else None
 
     def make(
         name: str,

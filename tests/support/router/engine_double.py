@@ -43,6 +43,7 @@ class EngineDouble:
     model: str = "model"
     refuse: int = 0  # HTTP status of every completion
     break_after: int | None = None  # tokens after which its connections break
+    is_frozen: bool = False  # takes connections and answers nothing
     pause_at: int | None = None  # tokens after which streams wait for `resume`
     knows_cached: bool = True
     bodies: list[dict[str, object]] = field(default_factory=list)
@@ -134,6 +135,8 @@ class EngineDouble:
         return web.json_response({"data": [{"id": self.model, "max_model_len": CONTEXT}]})
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        if self.is_frozen:
+            await asyncio.Event().wait()
         return web.Response(
             text=f"process_start_time_seconds {self.started_s}\n"
             f'vllm:num_requests_running{{engine="0"}} {self.num_running}.0\n'
@@ -144,6 +147,8 @@ class EngineDouble:
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
+        if self.is_frozen:
+            await asyncio.Event().wait()
         if self.refuse:
             return web.json_response({"error": {"message": "not now"}}, status=self.refuse)
         tokens = body["prompt"]
@@ -151,10 +156,11 @@ class EngineDouble:
             return web.json_response({"error": {"message": "too long", "param": "input_tokens"}}, status=400)
         params = body.get("kv_transfer_params") or {}
         if params.get("do_remote_decode"):
-            await self._cache(tokens, str(body.get("cache_salt", "")))
+            known = await self._cache(tokens, str(body.get("cache_salt", "")))
             self.given.add(f"{self.name}/{len(self.given)}")
             given = {"do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": max(self.given)}
-            return web.json_response({"choices": [], "kv_transfer_params": given})
+            usage = {"prompt_tokens_details": {"cached_tokens": known} if self.knows_cached else None}
+            return web.json_response({"choices": [], "kv_transfer_params": given, "usage": usage})
         if params and params["remote_request_id"] not in {each for peer in self.peers for each in peer.given}:
             return web.json_response({"error": {"message": "unknown transfer"}}, status=400)
         assert body["stream"]

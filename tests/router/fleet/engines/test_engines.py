@@ -13,6 +13,7 @@ from penstock.config import RouterConfig
 from penstock.errors import ConfigError, InvalidInput, Unavailable
 from penstock.kv.block_events import BlocksStored, encode_batch
 from penstock.kv.page_hash import hash_pages
+from router.fleet.engines import engine_follower, engine_http
 from tests.router.api.test_grpc_service import collect, failure, finish_of, read_tokens, request
 from tests.support.router.engine_double import BLOCK, EngineDouble, expected, running_engines
 from tests.support.router.router_fakes import RunningRouter, running_router, until
@@ -189,11 +190,40 @@ async def test_pairs_hand_over_by_kv_transfer_params() -> None:
         assert first["kv_transfer_params"]["do_remote_decode"] is True  # type: ignore[index]
         assert second["kv_transfer_params"]["remote_request_id"] == "prefill-0/0"  # type: ignore[index]
         assert messages[-1].timing.prefill_worker == "prefill-0"
+        assert messages[-1].timing.prefill_cached_tokens == 0
         await ask(router, PROMPT[: BLOCK - 1], max_tokens=2)  # too short to be worth it
         assert len(prefill.bodies) == 1
         prefill.refuse = 500
         assert tokens(await ask(router, [*PROMPT, 25], max_tokens=4)) == expected([*PROMPT, 25], 4)
         assert "kv_transfer_params" not in decode.bodies[-1]
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_follower, "_SILENCE_S", 0.8)
+    monkeypatch.setattr(engine_http, "_GET_TIMEOUT_S", 0.4)
+
+
+async def test_a_frozen_engine_loses_its_requests(impatient: None) -> None:
+    engines = [EngineDouble(f"engine-{number}", pause_at=2) for number in range(2)]
+    async with routed(*engines) as router:
+        call = router.stub.Generate(request(token_ids=PROMPT, temperature=0.0, max_tokens=6))
+        messages = await read_tokens(call, 2)
+        frozen, other = engines if engines[0].bodies else engines[::-1]
+        frozen.is_frozen, other.pause_at = True, None
+        messages += await collect(call)
+        assert tokens(messages) == expected(PROMPT, 6)
+        assert messages[-1].timing.decode_worker == other.name
+        assert len(other.bodies[0]["prompt"]) == len(PROMPT) + 2  # type: ignore[arg-type]
+
+
+async def test_a_frozen_prefill_engine_is_given_up(impatient: None) -> None:
+    prefill, decode = EngineDouble("prefill-0"), EngineDouble("decode-0")
+    async with routed(prefill, decode, roles=("prefill", "decode")) as router:
+        prefill.is_frozen = True
+        assert tokens(await ask(router, PROMPT, max_tokens=4)) == expected(PROMPT, 4)
+        assert len(prefill.bodies) == 1
+        assert "kv_transfer_params" not in decode.bodies[0]
 
 
 async def test_a_router_waits_for_an_engine() -> None:

@@ -17,7 +17,7 @@ import msgpack
 GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"  # media
 SEQ_BYTES = 8
 END_SEQ = (-1).to_bytes(SEQ_BYTES, "big", signed=True)  # ends an answer of the replay socket
-MAX_BATCH_BYTES = 4 << 20
+MAX_BATCH_BYTES = 1 << 20  # 200,000 tokens: what an engine stores in one step is far less
 _MAX_LISTS = 1 << 16  # lists and maps in one batch, at any depth: what bounds the memory of a hostile one
 _MAX_NAME = 512  # characters of any string that is kept
 _MAX_TOKEN = 1 << 32

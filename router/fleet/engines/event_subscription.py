@@ -19,7 +19,7 @@ from router.fleet.engines.event_sequence import EventSequence, Verdict
 
 log = logging.getLogger(__name__)
 
-_QUEUE = 1024  # messages that wait here; beyond them the engine's socket drops, which the numbers show
+_QUEUE, _REPLAY_QUEUE = 128, 512  # messages that wait here; beyond them the engine's socket drops, as the numbers show
 _REPLAY_TIMEOUT_S = 5.0
 _BIG_BATCH_BYTES = 1 << 16  # decoded in a thread
 
@@ -41,7 +41,7 @@ class EventSubscription:
         self._sequence = EventSequence()
         self._has_replays = bool(replay_address)
         self._context = zmq.asyncio.Context()
-        self._events = self._open(zmq.SUB)
+        self._events = self._open(zmq.SUB, _QUEUE)
         self._events.setsockopt(zmq.SUBSCRIBE, topic.encode())
         self._events.connect(address)
         self._replay_address = replay_address
@@ -54,9 +54,9 @@ class EventSubscription:
     ) -> None:
         self._context.destroy(linger=0)
 
-    def _open(self, kind: int) -> zmq.asyncio.Socket:
+    def _open(self, kind: int, queue: int) -> zmq.asyncio.Socket:
         opened = self._context.socket(kind)
-        for option, value in ((zmq.LINGER, 0), (zmq.MAXMSGSIZE, MAX_BATCH_BYTES), (zmq.RCVHWM, _QUEUE)):
+        for option, value in ((zmq.LINGER, 0), (zmq.MAXMSGSIZE, MAX_BATCH_BYTES), (zmq.RCVHWM, queue)):
             opened.setsockopt(option, value)
         return opened
 
@@ -93,13 +93,16 @@ class EventSubscription:
         except ValueError as error:
             self._on_lost(f"they cannot be read: {error}")
             return
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
         self._on_events(events)
+        await asyncio.sleep(loop.time() - started_s)  # a flood takes half of the event loop's time at most
 
     async def _replay(self) -> None:
         """Asks for everything that is not applied, and applies what comes."""
         if not self._has_replays:
             return
-        socket = self._open(zmq.DEALER)
+        socket = self._open(zmq.DEALER, _REPLAY_QUEUE)
         try:
             socket.connect(self._replay_address)
             async with asyncio.timeout(_REPLAY_TIMEOUT_S):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.errors import InvalidInput, ModelNotFound, Overloaded, PenstockError, Unavailable
+from penstock.errors import InvalidInput, Overloaded, PenstockError, Unavailable
 from penstock.v1 import common_pb2, worker_pb2
 
 MAX_EVENT_BYTES = 1 << 24  # the first event repeats the prompt
@@ -129,8 +129,6 @@ def refusal(status: int, body: bytes, engine: str) -> PenstockError:
         message = "no reason"
     if status in (429, 503):
         return Overloaded(f"engine {engine} refuses requests now: {message}")
-    if status == 404:
-        return ModelNotFound(f"engine {engine}: {message}")
     if status in (400, 422):
         return InvalidInput("request", f"is refused by engine {engine}: {message}")
     return Unavailable(f"engine {engine} answered {status}: {message}")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import wire
-from penstock.errors import InvalidInput, ModelNotFound, Overloaded, Unavailable
+from penstock.errors import InvalidInput, Overloaded, Unavailable
 from penstock.types import Grammar, GrammarKind, SamplingParams, StepTotals
 from penstock.v1 import common_pb2, worker_pb2
 from router.fleet.engines.completion_request import completion_body, prefill_body
@@ -119,7 +119,7 @@ def test_any_json_is_understood_or_breaks_the_stream(value: object) -> None:
 
 @pytest.mark.parametrize(
     ("status", "kind"),
-    [(429, Overloaded), (503, Overloaded), (404, ModelNotFound), (400, InvalidInput), (500, Unavailable)],
+    [(429, Overloaded), (503, Overloaded), (404, Unavailable), (400, InvalidInput), (500, Unavailable)],
 )
 def test_refusals_are_typed_and_bounded(status: int, kind: type) -> None:
     error = refusal(status, json.dumps({"error": {"message": "m" * 10_000}}).encode(), "vllm-0")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.cpu import library
-from engine.cpu.isa import ISAS
+from engine.cpu import build
+from engine.cpu.build import ISAS
 from engine.cpu.linear import pack_quads
 from engine.kernels import int8_products
 from engine.kernels.reference import TorchAttention
@@ -85,8 +85,8 @@ def write(folder: Path, name: str, array: torch.Tensor) -> None:
 
 def run_on_arm(isa: str, folder: Path) -> None:
     """Compiles the kernels and the driver for ARM with the library's flags, but -O1 for speed, and runs them."""
-    flags = [flag for flag in library._FLAGS if flag != "-O3"] + ["-O1", *ISAS[isa].flags]
-    kernels = library._SOURCES
+    flags = [flag for flag in build.FLAGS if flag != "-O3"] + ["-O1", *ISAS[isa].flags]
+    kernels = build.SOURCES
     sources = [kernels / "linear.cpp", kernels / "paged_attention.cpp", Path(__file__).with_name("arm_driver.cpp")]
     objects = [str(folder / f"{source.stem}.o") for source in sources]
     compile_one = [_COMPILER, *flags, f"-I{kernels}", "-c"]

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.cpu import library
-from engine.cpu.isa import ISAS, VARIABLE, choose, supported
+from engine.cpu import build, library
+from engine.cpu.build import ISAS
+from engine.cpu.isa import VARIABLE, choose, supported
 from engine.cpu.library import load_native
 from penstock.errors import ConfigError
 from tests.support.engine.isas import needs_native
@@ -79,7 +80,7 @@ def test_processes_that_start_together_build_once(tmp_path: Path, dies: bool) ->
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
     if dies:
         (tmp_path / "die").touch()
-    code = "from engine.cpu import isa, library; library._build(library.os.environ['CXX'], isa.supported()[0])"
+    code = "from engine.cpu import build, isa; build.build(build.os.environ['CXX'], isa.supported()[0])"
     environment = {**os.environ, "CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     workers = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(3)]
     codes = sorted(worker.wait(_DEADLINE_S) for worker in workers)
@@ -97,7 +98,7 @@ def test_a_build_is_needed_until_there_is_one(tmp_path: Path, monkeypatch: pytes
     isas = supported()
     assert library.needs_build() is bool(isas)
     if isas:
-        target = library._target(str(compiler), isas[0])
+        target = build.cached_path(str(compiler), isas[0])
         target.parent.mkdir(parents=True)
         target.touch()
         assert not library.needs_build()

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.meta
 import msgpack
+from jinja2.meta import TrackingCodeGenerator
 
 from penstock.errors import CheckpointError, InternalError, InvalidInput
 from router.text.conversation import Conversation
@@ -164,9 +164,20 @@ class ChatTemplate:
         return InternalError(f"the chat template's process ended with status {status}")
 
 
+class _NameTracker(TrackingCodeGenerator):
+    """Finds names without computing constant expressions, which may be of any size."""
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.optimizer = None
+
+
 def _variables(source: str) -> set[str]:
-    """Returns the names that a template takes from outside."""
-    return jinja2.meta.find_undeclared_variables(template_environment().parse(source))
+    """Returns the names that a template takes from outside. Runs nothing of the template."""
+    environment = template_environment()
+    tracker = _NameTracker(environment)
+    tracker.visit(environment.parse(source))
+    return tracker.undeclared_identifiers
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tracemalloc
 from dataclasses import replace
 
 import psutil
@@ -48,6 +49,17 @@ def test_a_rendering_ends_within_its_limits_and_the_next_is_served(bad, problem)
         assert template.render(CHAT) == "Hello"
     finally:
         template.close()
+
+
+def test_a_router_computes_nothing_of_a_template():
+    tracemalloc.start()
+    try:
+        template = ChatTemplate("{{ 'x' * 100000000 }}{{ tools }}", {}, "test")
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert template.takes_tools
+    assert most_bytes < 100_000_000
 
 
 def test_a_template_sees_nothing_of_the_environment():

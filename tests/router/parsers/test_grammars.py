@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jsonschema
 import llguidance
+import numpy
 import pytest
 import tokenizers
 
@@ -85,12 +86,12 @@ def sample(grammar: str, marks: tuple[str, ...], seed: int, begin: str = "", max
     chance, tokens = random.Random(seed), compiled.encode(begin, add_special_tokens=False).ids
     assert matcher.consume_tokens(tokens), f"{begin!r}: {matcher.get_error()}"
     for _ in range(max_tokens):
-        bits = matcher.compute_bitmask()
-        allowed = [id for id in range(vocabulary_ll.vocab_size) if bits[id // 8] >> (id % 8) & 1]
-        assert allowed, matcher.get_error()
-        if 1 in allowed and (len(allowed) == 1 or chance.random() < 0.3):
+        bits = numpy.unpackbits(numpy.frombuffer(matcher.compute_bitmask(), numpy.uint8), bitorder="little")
+        allowed = numpy.flatnonzero(bits[: vocabulary_ll.vocab_size])
+        assert allowed.size, matcher.get_error()
+        if bits[1] and (allowed.size == 1 or chance.random() < 0.3):
             return compiled.decode(tokens, skip_special_tokens=False)
-        token = chance.choice([id for id in allowed if id != 1])
+        token = int(chance.choice(allowed[allowed != 1]))
         assert matcher.consume_token(token), matcher.get_error()
         tokens.append(token)
     return None

@@ -6,17 +6,17 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# Collections of young objects are rare, and of all objects very rare: the deployment lives as long as the simulation.
 _YOUNG_OBJECTS = 100_000  # made since the last collection, before the next; Python's own threshold is 700
+_COLLECTIONS = (10, 1000)  # of one generation, before the next older one is walked too
 
 
 @contextmanager
 def collect_rarely() -> Iterator[None]:
-    """Exempts existing objects from collections, and collects seldom until the end of the block."""
+    """Makes collections rare until the end of the block."""
     before = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(_YOUNG_OBJECTS, *before[1:])
+    gc.set_threshold(_YOUNG_OBJECTS, *_COLLECTIONS)
     try:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
@@ -49,50 +49,42 @@ def _size(held: object) -> int:
     return len(held) if isinstance(held, str | bytes | bytearray | list) else 0
 
 
-def requests() -> dict[str, bytes]:
-    words = "word " * (_LARGE // 5)
-    return {
-        "too long a text": inference_pb2.GenerateRequest(text=words).SerializeToString(),
-        "too many tokens": inference_pb2.GenerateRequest(token_ids=range(_LARGE)).SerializeToString(),
-        "no message": b"\xff" * _LARGE,
-        "no UTF-8": b"\x12\x04\xff\xff\xff\xff" + b"\x0a" * _LARGE,
-        "too many fields": b"\x0a\x00" * _LARGE,
-        SERVED: inference_pb2.GenerateRequest(
-            text=words[: _LARGE // 4], sampling={"max_tokens": 1}
-        ).SerializeToString(),
-    }
+WORDS = "word " * (_LARGE // 5)
+SERVED_WORDS = WORDS[: _LARGE // 4]
+REQUESTS: dict[str, Callable[[], bytes]] = {
+    "too long a text": lambda: inference_pb2.GenerateRequest(text=WORDS).SerializeToString(),
+    "too many tokens": lambda: inference_pb2.GenerateRequest(token_ids=range(_LARGE)).SerializeToString(),
+    "no message": lambda: b"\xff" * _LARGE,
+    "no UTF-8": lambda: b"\x12\x04\xff\xff\xff\xff" + b"\x0a" * _LARGE,
+    "too many fields": lambda: b"\x0a\x00" * _LARGE,
+    SERVED: lambda: inference_pb2.GenerateRequest(text=SERVED_WORDS, sampling={"max_tokens": 1}).SerializeToString(),
+}
+BODIES: dict[str, Callable[[], bytes]] = {
+    "too long a text": lambda: json.dumps({"prompt": WORDS}).encode(),
+    "a chat": lambda: json.dumps({"messages": [{"role": "user", "content": WORDS}]}).encode(),
+    "objects": lambda: b'{"prompt":[' + b",".join([b"{}"] * (_LARGE // 4)) + b"]}",
+    "depth": lambda: b"[" * _LARGE,
+    SERVED: lambda: json.dumps({"prompt": SERVED_WORDS, "max_tokens": 1}).encode(),
+}
 
 
-def bodies() -> dict[str, bytes]:
-    words = "word " * (_LARGE // 5)
-    return {
-        name: body if isinstance(body, bytes) else json.dumps(body).encode()
-        for name, body in {
-            "too long a text": {"prompt": words},
-            "a chat": {"messages": [{"role": "user", "content": words}]},
-            "objects": {"prompt": [{}] * (_LARGE // 4)},
-            "depth": b"[" * _LARGE,
-            SERVED: {"prompt": words[: _LARGE // 4], "max_tokens": 1},
-        }.items()
-    }
-
-
-@pytest.mark.parametrize("name", list(requests()))
+@pytest.mark.parametrize("name", REQUESTS)
 async def test_a_large_grpc_message_ends_with_its_call(name: str, uncollected: None) -> None:
     async with running_router(await FakeWorker(context_length=1 << 20 if name == SERVED else 2048).start()) as router:
+        message = REQUESTS[name]()
         for method in ("Generate", "Tokenize"):
             call = router.channel.unary_stream(f"/penstock.v1.Inference/{method}")
             with contextlib.suppress(grpc.RpcError):
-                async for _ in call(requests()[name]):
+                async for _ in call(message):
                     pass
         assert not large_garbage()
 
 
-@pytest.mark.parametrize("name", list(bodies()))
+@pytest.mark.parametrize("name", BODIES)
 async def test_a_large_body_ends_with_its_call(name: str, uncollected: None) -> None:
     async with running_router(await FakeWorker(context_length=1 << 20 if name == SERVED else 2048).start()) as router:
         path = "/v1/chat/completions" if name == "a chat" else "/v1/completions"
         head = f"POST {path} HTTP/1.1\r\nHost: router\r\nContent-Type: application/json\r\n".encode()
-        status, _ = await http_request(router.http_url.removeprefix("http://"), head, bodies()[name])
+        status, _ = await http_request(router.http_url.removeprefix("http://"), head, BODIES[name]())
         assert status == (200 if name == SERVED else 400)
         assert not large_garbage()

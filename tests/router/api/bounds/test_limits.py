@@ -12,13 +12,14 @@ import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidInput, Overloaded, from_rpc_error, to_status
 from penstock.v1 import common_pb2, inference_pb2
 from tests.router.api.test_grpc_service import failure
 from tests.support.router.router_fakes import MODEL, FakeWorker, RunningRouter, running_router
+from tests.support.suite.examples import examples
 
 SMALL = {
     "request_bytes": 40_000, "header_bytes": 2_000, "prompt_characters": 1_000, "prompt_tokens": 100, "messages": 3,
@@ -236,7 +237,7 @@ def _background() -> Iterator[Background]:
     background.stop()
 
 
-fuzz = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fuzz = examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 uint32 = st.integers(0, 2**32 - 1) | st.integers(0, 40)
 floats = st.floats(width=32) | st.just(1.0)
 texts = st.text(max_size=30)

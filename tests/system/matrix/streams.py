@@ -28,6 +28,7 @@ class Stream:
     timings: list[Timing] = field(default_factory=list)  # of requests over gRPC
     spelt: list[tuple[str, float | None]] = field(default_factory=list)  # over HTTP: tokens and log-probabilities
     calls: list[ParsedCall] = field(default_factory=list)  # of a chat
+    request_id: str = ""  # known once the answer is complete, or has begun over HTTP
     begun: set[int] = field(default_factory=set)  # completions with a token
     is_over: bool = False
     is_broken: bool = False  # the connection ended before the answer did
@@ -73,6 +74,7 @@ class Stream:
                 builder.add(chunk)
                 self.begun.add(chunk.index)
         self.is_over = True
+        self.request_id = builder.result().request_id
         for completion in builder.result().completions:
             self.timings.append(completion.timing)
             self.answers.append(
@@ -113,7 +115,8 @@ class Stream:
         if data == "[DONE]":
             self.is_broken = False
         elif data.startswith("{"):
-            [choice] = json.loads(data)["choices"]
+            chunk = json.loads(data)
+            self.request_id, [choice] = chunk["id"], chunk["choices"]
             answer.finish_reason = choice["finish_reason"] or ""
             if self.feature.is_chat:
                 self._read_delta(choice, answer)

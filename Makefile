@@ -10,13 +10,14 @@ TEST_PROCESSES ?= 4
 # Tests and servers start many processes; compiling every module again in each of them costs a sixth of their start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup serve demo test test-fast test-failed test-costs lint types proto check-proto client simulate validate-simulator bench bench-router bench-serving bench-modes bench-stages bench-transfer bench-pull bench-retention bench-replay bench-overload bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-schemas bench-lora bench-speculation bench-quantized conformance attack soak gpu-check results docs tune clean
+.PHONY: help setup serve demo test test-fast test-deep test-failed test-costs lint types proto check-proto client simulate validate-simulator bench bench-router bench-serving bench-modes bench-stages bench-transfer bench-pull bench-retention bench-replay bench-overload bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-schemas bench-lora bench-speculation bench-quantized conformance attack soak gpu-check results docs tune clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
 	@echo "make serve          set up, serve $(MODEL) until Ctrl-C        (MODEL=DIR for another)"
 	@echo "make test           set up, run the whole test suite (fourteen minutes on two quiet cores)"
 	@echo "make test-fast      every test that starts no process and no Ray and is not slow: under two minutes on two cores"
+	@echo "make test-deep      every property test with ten times the examples, other ones in each run"
 	@echo "make test-costs     the whole suite, recording what each file costs, by which later runs order them"
 	@echo "make setup          a virtual environment in .venv, which every other target makes where it is missing"
 	@echo "make lint types     ruff, mypy"
@@ -74,6 +75,9 @@ test: setup
 
 test-fast: setup
 	$(PYTEST) -m "not processes and not slow"
+
+test-deep: setup
+	PENSTOCK_TEST_DEPTH=10 $(PYTEST) --hypothesis-profile explore -m hypothesis
 
 # One process, so that nothing but the machine itself is beside them.
 test-failed: setup

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.cache.page_pool import PagePool
@@ -12,6 +12,7 @@ from engine.step.sequence import ScheduledSequence, Sequence
 from penstock.config import PrefillConfig
 from penstock.types import Lane, RequestId, SamplingParams
 from prefill_worker.scheduler import HANDICAP_STEPS, PrefillScheduler
+from tests.support.suite.examples import examples
 
 PAGE_SIZE = 4
 
@@ -84,7 +85,7 @@ def test_prompts_that_have_begun_go_on_while_a_large_one_waits_for_pages() -> No
     pool.check_integrity()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     lane=st.sampled_from(Lane),
     length=st.integers(1, 60),
@@ -147,7 +148,7 @@ def test_a_cached_prefix_is_not_computed_again_but_the_last_token_is() -> None:
     assert again.num_computed_tokens == 4
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data(), num_pages=st.integers(6, 16))
 def test_any_history_balances_and_ends(data: st.DataObject, num_pages: int) -> None:
     scheduler, pool = make_scheduler(num_pages)
@@ -183,7 +184,7 @@ def test_any_history_balances_and_ends(data: st.DataObject, num_pages: int) -> N
     assert pool.num_available == pool.num_pages
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(length=st.integers(1, 40), flood=st.lists(st.integers(1, 12), min_size=1, max_size=6))
 def test_a_lane_gets_its_share_whatever_others_bring(length: int, flood: list[int]) -> None:
     """A quarter of 8 tokens is reserved: so a bulk prompt is computed by two tokens a step from the first on."""

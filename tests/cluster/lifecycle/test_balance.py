@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.cli.commands.inspecting.status import format_status
@@ -20,6 +20,7 @@ from penstock.rpc.server import make_channel
 from penstock.types import Epoch, Member, RequestId, Role, WorkerId
 from penstock.v1 import admin_pb2, worker_pb2
 from tests.cluster.lifecycle.test_drain import FakeDecode, serving
+from tests.support.suite.examples import examples
 
 CONFIG = BalanceConfig(gap=0.3, full=0.5, lasting_s=10.0, cooldown_s=15.0)
 
@@ -103,7 +104,7 @@ def test_no_more_sequences_move_than_even_out_the_workers(
         assert len(moved) <= share * 40
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.lists(st.integers(20, 300), min_size=1, max_size=12), st.lists(st.integers(20, 300), max_size=12))
 def test_rebalancing_settles_and_the_fuller_worker_stays_the_fuller_one(left: list[int], right: list[int]) -> None:
     """Rebalances sequences that never end between two workers with room for 2500 tokens each."""

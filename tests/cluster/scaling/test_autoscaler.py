@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.scaling.autoscaler_policy import AutoscalerPolicy
@@ -24,6 +24,7 @@ from cluster.scaling.traffic import Trend, share_late, weighted_quantile
 from penstock.config.autoscaler import AutoscalerConfig, SloConfig
 from penstock.types import Role, StepTotals, WorkerId, WorkerLoad
 from penstock.v1 import admin_pb2
+from tests.support.suite.examples import examples
 
 CONFIG = AutoscalerConfig(
     mode="on", slo=SloConfig(ttft_s=2.0, itl_s=0.05), start_s=20.0, history_s=300.0, flip_after_s=0.0
@@ -222,7 +223,7 @@ def test_every_decision_has_a_reason_and_figures() -> None:
     assert all(record.figures["worker_tokens_per_s"] > 0 for record in fleet.last.records)
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(
     st.lists(
         st.tuples(st.floats(0, 20_000), st.integers(0, 400), st.booleans(), st.booleans()), min_size=20, max_size=60
@@ -244,7 +245,7 @@ def test_bounds_hold_and_missing_data_changes_nothing(
         assert 1 <= fleet.sizes[Role.DECODE] <= highest
 
 
-@settings(max_examples=3, deadline=None)
+@examples(3)
 @given(st.floats(100, 8000), st.integers(0, 200))
 def test_constant_load_ends_in_constant_pools(tokens_per_s: float, running: int) -> None:
     fleet = world()
@@ -255,7 +256,7 @@ def test_constant_load_ends_in_constant_pools(tokens_per_s: float, running: int)
     assert settled <= 8
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(st.floats(0, 20_000), st.integers(1, 10), st.integers(0, 300))
 def test_an_override_holds_under_any_load(tokens_per_s: float, replicas: int, running: int) -> None:
     fleet = world()

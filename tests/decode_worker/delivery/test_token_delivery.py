@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any, cast
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker.delivery.router_stream import RouterStream
@@ -20,6 +20,7 @@ from penstock.v1 import worker_pb2
 from tests.support.decode.split_steps import SplitSteps
 from tests.support.engine.fake_engine import CONTEXT, FakeEngine, expected_tokens
 from tests.support.serving import SALT
+from tests.support.suite.examples import examples
 
 
 class NoTransfers:
@@ -74,7 +75,7 @@ async def test_a_frame_of_several_steps_keeps_each_stream_in_order() -> None:
     ]  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_every_stream_gets_its_own_tokens(data: st.DataObject) -> None:
     (worker, steps), routers = make_worker(), [Router() for _ in range(3)]

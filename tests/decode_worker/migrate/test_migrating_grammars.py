@@ -29,6 +29,7 @@ LEVELS = {
     "x-guidance": {"whitespace_flexible": False},
 }
 SAMPLING = SamplingParams(max_tokens=400, temperature=0.75, top_p=0.875, seed=7)
+ENOUGH = 12  # migrations: each is elsewhere in its grammar
 GRAMMARS = {"forced": schema(LEVELS), "sampled": regex("([a-z]{1,8} [0-9]{2,4}; ){60,90}")}
 
 
@@ -47,11 +48,11 @@ async def test_a_migrated_output_goes_on_in_its_grammar(pair: Pair, name: str) -
     ]
     wanted = [single_process(MODEL, prompt, sampling) for prompt, sampling in requests]
     num_migrations = 0
-    while num_migrations < 20:
+    while num_migrations < ENOUGH:
         streams = [asyncio.create_task(pair.router.stream(pair.left, *request)) for request in requests]
         await until_running(pair.left, 1)
         source, target = pair.left, pair.right
-        while num_migrations < 20 and not all(stream.done() for stream in streams):
+        while num_migrations < ENOUGH and not all(stream.done() for stream in streams):
             num_migrations += len((await migrate(source, target)).migrated)
             source, target = target, source
         seen = [await stream for stream in streams]

@@ -167,7 +167,7 @@ def longest_gap_ms(seen: Streamed) -> float:
     return max(later - earlier for earlier, later in zip(seen.times_s, seen.times_s[1:], strict=False)) * 1e3
 
 
-@pytest.mark.parametrize(("sampling", "enough"), [(LONG, 20), (PENALIZED, 60)], ids=["greedy", "penalized"])
+@pytest.mark.parametrize(("sampling", "enough"), [(LONG, 12), (PENALIZED, 36)], ids=["greedy", "penalized"])
 async def test_migrations_under_load_lose_and_repeat_nothing(
     pair: Pair, model: Path, sampling: SamplingParams, enough: int
 ) -> None:

@@ -8,11 +8,12 @@ sequence's KV; every stream must be exact and every page come back.
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.decode.migration_world import World
 from tests.support.engine.fake_engine import expected_tokens
+from tests.support.suite.examples import examples
 
 
 def play(seed: int, mishaps: bool) -> World:
@@ -43,7 +44,7 @@ def play(seed: int, mishaps: bool) -> World:
     return world
 
 
-@settings(max_examples=150, deadline=None)
+@examples(60)
 @given(seed=st.integers(0, 2**32), mishaps=st.booleans())
 def test_every_stream_is_exact_and_every_page_comes_back(seed: int, mishaps: bool) -> None:
     play(seed, mishaps)

@@ -12,7 +12,7 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any, cast
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.step.sequence import Sequence
@@ -23,9 +23,10 @@ from prefill_worker.job import Closed, PrefillJob, PrefillOutcome
 from prefill_worker.worker import PrefillWorker
 from tests.support.decode.handoff_world import LEASE_S, World
 from tests.support.engine.fake_engine import CONTEXT, FakeEngine, expected_tokens
+from tests.support.suite.examples import examples
 
 
-@settings(max_examples=150, deadline=None)
+@examples(75)
 @given(seed=st.integers(0, 2**32), faults=st.booleans())
 def test_every_stream_is_exact_and_every_page_comes_back(seed: int, faults: bool) -> None:
     world = World(seed)
@@ -80,7 +81,7 @@ def test_a_sender_that_is_forgotten_before_its_pages_are_reserved_costs_no_token
         assert world.decode_engine.pool.num_available == world.decode_engine.pool.num_pages
 
 
-@settings(max_examples=60, deadline=None)
+@examples(40)
 @given(seed=st.integers(0, 2**32), num_before=st.integers(0, 40))
 def test_a_frozen_prefill_worker_costs_its_lease_and_keeps_its_fences(seed: int, num_before: int) -> None:
     """Without any other event, the decode worker's sweep notices, and the request is served to its end."""
@@ -110,7 +111,7 @@ def test_a_frozen_prefill_worker_costs_its_lease_and_keeps_its_fences(seed: int,
     assert world.decode_engine.pool.num_available == world.decode_engine.pool.num_pages
 
 
-@settings(max_examples=60, deadline=None)
+@examples(40)
 @given(seed=st.integers(0, 2**32), num_before=st.integers(0, 40))
 def test_a_frozen_decode_worker_gets_no_pages_kept_for_it(seed: int, num_before: int) -> None:
     """The prefill worker takes its pages back on its own, idle or not; the decode worker finds its transfers over."""

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker.prefill.placement_policy import (
@@ -27,6 +27,7 @@ from decode_worker.prefill.remote_costs import RemoteTimes
 from decode_worker.prefill.step_costs import StepWork
 from penstock.config import DecodeConfig
 from penstock.v1 import worker_pb2
+from tests.support.suite.examples import examples
 
 IDLE = PromptDemand(
     num_tokens=512,
@@ -172,7 +173,7 @@ def test_what_a_prefill_worker_takes_is_learned_and_fades() -> None:
     assert policy.remote.prefill_s("another", 0.5, 100.0) == 0.5
 
 
-@settings(max_examples=200, deadline=None)
+@examples(100)
 @given(data=st.data())
 def test_a_choice_is_possible_finite_and_never_dearer_than_another(data: st.DataObject) -> None:
     number = st.integers(0, 5000)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from decode_worker.schedule.run_queues import HANDICAP_REQUESTS
@@ -19,6 +19,7 @@ from engine.step.sequence import SampledToken, ScheduledSequence, Sequence, Step
 from penstock.config import DecodeConfig
 from penstock.errors import InternalError
 from penstock.types import Lane, PageId, RequestId, SamplingParams
+from tests.support.suite.examples import examples
 
 PAGE_SIZE = 4
 
@@ -180,7 +181,7 @@ def test_interactive_requests_are_admitted_first() -> None:
     assert [item.sequence.request_id for item in run_step(scheduler)] == ["interactive", "standard"]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(lane=st.sampled_from(Lane), flood=st.lists(st.sampled_from(Lane), min_size=1, max_size=5))
 def test_no_flood_keeps_a_request_waiting_forever(lane: Lane, flood: list[Lane]) -> None:
     """At most its handicap in later requests goes first, and a few more beside its own chunks."""
@@ -269,7 +270,7 @@ def test_a_config_that_starves_sequences_is_refused() -> None:
         DecodeConfig(max_batch_tokens=2, max_batch_sequences=4)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data(), num_pages=st.integers(8, 24))
 def test_any_history_balances_and_ends(data: st.DataObject, num_pages: int) -> None:
     """Random arrivals (local and remote), cancellations and steps: every survivor gets exactly its tokens."""

@@ -39,6 +39,7 @@ from penstock.types import Grammar, GrammarKind, PageId, RequestId, Role, Sampli
 from penstock.v1 import worker_pb2
 from tests.support.engine.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.serving import GREEDY, SALT, caller, wait_until_empty, worker_config, workers
+from tests.support.suite.examples import examples
 
 PAGE_SIZE = 4
 EOS = 0
@@ -204,7 +205,7 @@ def runs_on(prompt: list[int], count: int) -> bool:
     return text[-1] != EOS
 
 
-@settings(max_examples=150, deadline=None)
+@examples(75)
 @given(
     data=st.data(),
     num_pages=st.integers(8, 30),
@@ -394,7 +395,7 @@ def test_what_a_step_ahead_samples_for_a_text_that_goes_on_otherwise_is_discarde
 rows_of = st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=6)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(40)
 @given(lengths=rows_of, chunk=st.integers(0, 9), seed=st.integers(0, 99))
 def test_columns_lay_out_the_same_batch_as_sequences(lengths: list[tuple[int, bool]], chunk: int, seed: int) -> None:
     """Rows that left in between make no difference."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from engine.cache.disk_tier import DiskFile, DiskTier
 from engine.cache.host_tier import HostTier
@@ -24,6 +24,7 @@ from penstock.errors import ConfigError
 from penstock.kv.events import KvEventKind, KvEventLog
 from penstock.kv.page_hash import hash_pages
 from penstock.types import PageHash, PageId
+from tests.support.suite.examples import examples
 
 SALT = b"0123456789abcdef"
 SHAPE = (2, 2, 1, 4, 8)  # [L, 2, K, S, H] of a page
@@ -112,7 +113,7 @@ class Store:
 # ---- slots --------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(100)
 @given(st.integers(1, 4), st.lists(st.tuples(st.sampled_from(["add", "touch", "discard"]), st.integers(0, 7))))
 def test_slots_agree_with_an_ordered_dict(num_slots: int, history: list[tuple[str, int]]) -> None:
     slots, model = PageSlots(num_slots), OrderedDict[PageHash, int]()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
 from engine.cache.page_pool import OutOfPages, PageMisuse, PagePool, PageState
@@ -12,6 +11,7 @@ from engine.cache.prefix_cache import PrefixCache
 from penstock.kv.events import KvEventKind, KvEventLog
 from penstock.kv.page_hash import hash_pages
 from penstock.types import PageHash, PageId
+from tests.support.suite.examples import examples
 
 SALT = b"0123456789abcdef"
 
@@ -358,5 +358,5 @@ class PoolHistory(RuleBasedStateMachine):
         assert all(page_hash in self.cache._chains.nodes for page_hash in reported)
 
 
-PoolHistory.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)
+PoolHistory.TestCase.settings = examples(50, stateful_step_count=40)
 TestPoolHistory = PoolHistory.TestCase

@@ -7,13 +7,13 @@ import tempfile
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
 from engine.cache.page_pool import OutOfPages
 from penstock.kv.page_hash import hash_pages
 from penstock.types import PageHash, PageId
 from tests.engine.cache.test_host_tier import GPU, SALT, Store, corrupt, holds
+from tests.support.suite.examples import examples
 
 NUM_PAGES = 8
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=6)  # few tokens: chains share prefixes, branch and recur
@@ -112,9 +112,9 @@ class CudaHistory(TierHistory):
 
 
 CudaHistory.TestCase.pytestmark = GPU
-CudaHistory.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None, derandomize=True)
-TierHistory.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
-RoomyHistory.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None, derandomize=True)
+CudaHistory.TestCase.settings = examples(30, stateful_step_count=40)
+TierHistory.TestCase.settings = examples(60, stateful_step_count=40)
+RoomyHistory.TestCase.settings = examples(30, stateful_step_count=40)
 RoomyDiskHistory.TestCase.settings = RoomyHistory.TestCase.settings
 TestTierHistory = TierHistory.TestCase
 TestRoomyHistory = RoomyHistory.TestCase

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.cache.kv_layout import QUANTIZED_KV, KVLayout
@@ -15,6 +15,7 @@ from engine.cpu.library import load_native
 from engine.cpu.native import NativeAttention
 from engine.engine import Engine
 from engine.generate import generate
+from engine.kernels.backends import AttentionBackend
 from engine.kernels.kv_quantization import LARGEST, dequantize, layers_of, quantize, scales_of, values_of
 from engine.kernels.metadata import KvLayer
 from engine.kernels.reference import TorchAttention
@@ -35,6 +36,7 @@ from tests.engine.kernels.test_attention import LENGTHS, Problem, define, make_p
 from tests.support.engine.checkpoints import make_checkpoint
 from tests.support.engine.isas import needs_native
 from tests.support.serving import GREEDY, SALT, caller, wait_until_empty, worker_config, workers
+from tests.support.suite.examples import examples
 
 SEEDED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True)
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, page_size=4, head_dim=8, dtype="bfloat16", model_revision="r")
@@ -84,15 +86,21 @@ def test_dequantized_rows_differ_by_at_most_a_rounding(row: list[float], kv_dtyp
     assert torch.equal(quantize(rows * 4, dtype)[0].view(torch.uint8), codes.view(torch.uint8)) or peak < 1e-25
 
 
+@needs_native
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("backend", ["native", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv_dtype", QUANTIZED_KV)
-def test_every_kernel_writes_the_same_bits(kv_dtype: str, dtype: torch.dtype, backend: str) -> None:
-    native = load_native()
-    if backend == "native" and native is None:
-        pytest.skip("needs a C++ compiler")
-    attention = NativeAttention(native) if backend == "native" and native else TritonAttention()
+def test_every_native_kernel_writes_the_same_bits(kv_dtype: str, dtype: torch.dtype) -> None:
+    check_written_bits(NativeAttention(load_native()), kv_dtype, dtype)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_dtype", QUANTIZED_KV)
+def test_triton_writes_the_same_bits(kv_dtype: str, dtype: torch.dtype) -> None:
+    check_written_bits(TritonAttention(), kv_dtype, dtype)
+
+
+def check_written_bits(attention: AttentionBackend, kv_dtype: str, dtype: torch.dtype) -> None:
     layout = replace(LAYOUT, num_kv_heads=3, page_size=5, head_dim=80, kv_dtype=kv_dtype)
     meta = make_problem(LENGTHS["mixed"], page_size=5).meta
     rows = random_rows(meta.num_tokens, 6, 80, dtype=dtype)
@@ -173,7 +181,7 @@ def test_over_quantized_pages_a_token_gets_the_same_bits_in_every_batch(
     assert not results[0].isnan().any()
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_converted_pages_are_what_would_have_been_written(data: st.DataObject) -> None:
     """From any dtype and page size to any other, including shares of heads and layers; quantized values keep their

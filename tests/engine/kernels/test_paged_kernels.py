@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kernels import kv_quantization
@@ -19,6 +19,7 @@ from engine.kernels.triton.backend import TritonAttention
 from engine.kernels.triton.write_kv import write_kv
 from engine.memory.estimates import SPARE_DECODE_ITEMS
 from penstock.errors import ConfigError
+from tests.support.suite.examples import examples
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # fp32: sums of up to 123 products in another order. bf16 and fp16: weights are rounded before the second product and
@@ -219,7 +220,7 @@ def test_the_memory_plan_counts_the_items() -> None:
     num_spare_items=st.sampled_from([0, 1, 7, 1024]),
     block=st.sampled_from([4, 256]),
 )
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_the_items_of_decodes(context_lens: list[int], window: int | None, num_spare_items: int, block: int) -> None:
     lens_B = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
     plan = plan_decodes(lens_B, window, split_tokens=64, num_spare_items=num_spare_items, block=block)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.engine import Engine
@@ -19,10 +19,11 @@ from engine.models.expert_config import MIXTRAL, ExpertConfig
 from penstock.config import EngineConfig
 from penstock.errors import CheckpointError
 from tests.support.engine.checkpoints import make_checkpoint
+from tests.support.suite.examples import examples
 
 
 @given(st.integers(1, 9), st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_grouping_keeps_every_pair_once_and_experts_together(num_experts: int, data: st.DataObject) -> None:
     rows = st.lists(st.permutations(range(num_experts)), min_size=0, max_size=12)
     num_chosen = data.draw(st.integers(1, num_experts))

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.weights import file_readers
 from engine.weights.file_readers import DeviceReaders, FileSpan, ReadAhead
 from penstock.errors import CheckpointError
+from tests.support.suite.examples import examples
 
 CPU = torch.device("cpu")
 SIZES = (5000, 0, 1, 12289, 4096, 700)
@@ -34,7 +35,7 @@ def spans(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, FileSpan]
     return found, content
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     st.permutations([str(index) for index in range(len(SIZES))]),
     st.integers(1, 4),

@@ -33,7 +33,7 @@ from tests.support.transfer.transfer_pair import PREFILL, Log, config, key, rece
 
 NUM_PAGES, PAGE_BYTES = 64, 128 * 1024
 NUM_MOVED = 24  # pages of a transfer
-NUM_TRANSFERS = 100  # of each test; each transport sees them from both ends
+NUM_TRANSFERS = 60  # of each test; each transport sees them from both ends
 NUM_RESTARTS = {"shm": 20, "torch": 12, "nixl": 8}  # a sender over NIXL takes a second to start
 TRANSPORTS = [
     "shm",
@@ -41,6 +41,7 @@ TRANSPORTS = [
     pytest.param("nixl", marks=pytest.mark.skipif(not nixl_agent.is_installed(), reason="NIXL is not installed")),
 ]
 LONGEST_PAUSE_S = 0.004  # before a fault: some transfers are over by then, most are in flight
+BETWEEN_MOVES_S = 0.01  # of a steady sender, so that it leaves the cores to others
 BOUND_S = 60.0  # for whatever must end; only a hang takes as long
 
 Pages = list[PageId]
@@ -62,7 +63,7 @@ def nothing_left() -> Iterator[None]:
     yield
     gc.collect()  # of the transfer ends themselves
     deadline_s = time.monotonic() + BOUND_S
-    bound = threads, descriptors + 6  # pipes to the process that forks; a leak would come with each of 100 transfers
+    bound = threads, descriptors + 6  # pipes to the process that forks; a leak would come with each transfer
     while any(now > before for now, before in zip(count(), bound, strict=True)):
         assert time.monotonic() < deadline_s, (count(), bound, [thread.name for thread in threading.enumerate()])
         time.sleep(0.02)
@@ -203,7 +204,7 @@ def test_a_sender_that_restarts_again_and_again_does_not_disturb_another(transpo
     def keep_moving() -> None:
         own, number = random.Random(6), 1000
         try:
-            while not stopping.is_set() or len(moved) < 20:
+            while not stopping.wait(BETWEEN_MOVES_S) or len(moved) < 20:
                 src, dst = pick_pages(own, range(half, NUM_PAGES))
                 transfer_all(steady, end, log, key(number, 1), WorkerId("steady"), cut_pushes(own, src, dst))
                 assert torch.equal(target[dst], source[src])

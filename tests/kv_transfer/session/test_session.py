@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kv_transfer.session.lease import Lease
 from kv_transfer.session.transfer_session import ENDED, Effect, Manifest, Phase, TransferSession
 from penstock.types import PageId
+from tests.support.suite.examples import examples
 from tests.support.transfer.transfer_pair import key
 
 LEASE_S = 10.0
@@ -280,5 +280,5 @@ class Transfer(RuleBasedStateMachine):
         assert (Effect.LIFT in self.effects) == bool(self.num_pages)
 
 
-Transfer.TestCase.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+Transfer.TestCase.settings = examples(75, stateful_step_count=25)
 TestTransfer = Transfer.TestCase

@@ -6,7 +6,7 @@ import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 
 from penstock.bench.pages.html import result_page
 from penstock.bench.pages.text import comparison_table, describe_result
@@ -16,11 +16,12 @@ from penstock.bench.results.result_file import make_point
 from penstock.bench.results.slo import parse_slo
 from penstock.charts.table import format_table
 from tests.penstock.bench.made_runs import run_records, steady_result
+from tests.support.suite.examples import examples
 
 SLO = parse_slo("ttft=1,tpot=0.5")
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(run_records(), run_records())
 def test_any_result_has_a_report_and_a_page(one: RunRecord, other: RunRecord) -> None:
     points = [make_point(f"point {index}", {"rate": index + 1.0}, run, [SLO]) for index, run in enumerate((one, other))]

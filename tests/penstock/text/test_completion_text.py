@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -15,6 +15,7 @@ from penstock.text.detokenizer import WindowDetokenizer
 from penstock.text.spelling import Spelling
 from penstock.text.stop_strings import StopMatcher, StopStrings
 from penstock.types import SamplingParams
+from tests.support.suite.examples import examples
 
 _CORPUS = ["the cat sat on the mat", "naïve café: 日本語 and emoji 🙂🙂 again", "日本語 🙂 the end"]
 
@@ -60,7 +61,7 @@ def _cut(items, borders):
 
 
 @given(token_ids=BYTE_LEVEL_IDS, borders=st.lists(st.integers(0, 1000), max_size=10))
-@settings(max_examples=400, deadline=None)
+@examples(200)
 def test_pieces_of_byte_level_text_make_the_whole(token_ids, borders):
     detokenizer = BYTE_LEVEL.detokenizer()
     pieces = [detokenizer.add(part) for part in _cut(token_ids, borders)] + [detokenizer.finish()]
@@ -68,7 +69,7 @@ def test_pieces_of_byte_level_text_make_the_whole(token_ids, borders):
 
 
 @given(text=st.text(max_size=40), borders=st.lists(st.integers(0, 1000), max_size=10))
-@settings(max_examples=200, deadline=None)
+@examples(100)
 def test_no_piece_of_valid_text_holds_half_a_character(text, borders):
     text = text.replace("\ufffd", "?")
     token_ids = _COMPILED.encode(text, add_special_tokens=False).ids
@@ -79,7 +80,7 @@ def test_no_piece_of_valid_text_holds_half_a_character(text, borders):
 
 
 @given(token_ids=BYTE_LEVEL_IDS, borders=st.lists(st.integers(0, 1000), max_size=10))
-@settings(max_examples=200, deadline=None)
+@examples(100)
 def test_pieces_with_special_tokens_make_the_whole(token_ids, borders):
     detokenizer = BYTE_LEVEL.detokenizer(keep_special_tokens=True)
     pieces = [detokenizer.add(part) for part in _cut(token_ids, borders)] + [detokenizer.finish()]
@@ -99,7 +100,7 @@ def test_special_tokens_are_kept_where_they_are_asked_for():
     stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=3),
     borders=st.lists(st.integers(0, 1000), max_size=12),
 )
-@settings(max_examples=200, deadline=None)
+@examples(100)
 def test_an_included_stop_string_ends_the_text(text, stops, borders):
     matcher = StopMatcher(StopStrings(stops), includes_match=True)
     shown = "".join(matcher.add(part) for part in _cut(text, borders))
@@ -113,7 +114,7 @@ _FALLBACK_GROUPS = st.one_of(st.sampled_from(_CHARACTERS), st.integers(259, 266)
 
 
 @given(groups=st.lists(_FALLBACK_GROUPS, max_size=30), borders=st.lists(st.integers(0, 1000), max_size=10))
-@settings(max_examples=300, deadline=None)
+@examples(150)
 def test_pieces_of_byte_fallback_text_make_the_whole(groups, borders):
     token_ids = [token_id for group in groups for token_id in group]
     detokenizer = BYTE_FALLBACK.detokenizer()
@@ -155,7 +156,7 @@ def _expected(text, stops):
     stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=3),
     borders=st.lists(st.integers(0, 1000), max_size=12),
 )
-@settings(max_examples=500, deadline=None)
+@examples(250)
 def test_stop_strings_match_wherever_the_text_is_cut(text, stops, borders):
     matcher = StopMatcher(StopStrings(stops))
     pieces = [matcher.add(part) for part in _cut(text, borders)]
@@ -167,7 +168,7 @@ def test_stop_strings_match_wherever_the_text_is_cut(text, stops, borders):
 
 
 @given(text=st.text("ab", max_size=30), stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
-@settings(max_examples=200, deadline=None)
+@examples(100)
 def test_text_waits_no_longer_than_it_must(text, stops):
     matcher = StopMatcher(StopStrings(stops))
     shown = ""
@@ -180,7 +181,7 @@ def test_text_waits_no_longer_than_it_must(text, stops):
 
 
 @given(text=st.text("ab", max_size=24), stops=st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4))
-@settings(max_examples=300, deadline=None)
+@examples(150)
 def test_a_match_is_the_same_at_every_cut_of_the_text(text, stops):
     compiled = StopStrings(stops)
     for cut in range(len(text) + 1):
@@ -190,7 +191,7 @@ def test_a_match_is_the_same_at_every_cut_of_the_text(text, stops):
 
 
 @given(token_ids=BYTE_LEVEL_IDS, stops=st.lists(st.text("the ca日🙂", min_size=1, max_size=4), min_size=1, max_size=3))
-@settings(max_examples=200, deadline=None)
+@examples(100)
 def test_a_resumed_completion_goes_on_as_if_it_had_not_broken_off(token_ids, stops):
     sampling = SamplingParams(max_tokens=100, min_tokens=len(token_ids) // 3, stop=tuple(stops))
     compiled = StopStrings(stops)

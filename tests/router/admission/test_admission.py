@@ -23,6 +23,7 @@ from router.admission.capacity import FleetState, Outstanding
 from router.admission.interface import Dispatched, Queued, RefusalReason, Refused, RequestUsage
 from router.admission.lane_queue import LaneQueue, QueueEntry, QueueUse
 from tests.support.router.admission_requests import FLEET, PATIENT, admission, ask, fill
+from tests.support.suite.examples import examples
 
 # Order.
 
@@ -65,7 +66,7 @@ SHORT_QUEUES = PATIENT.model_copy(
 
 
 @pytest.mark.parametrize("victim_lane", list(Lane))
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(data=st.data())
 def test_a_queued_request_is_served_within_a_bound_whatever_others_send(victim_lane, data):
     """Keeps every queue full of what delays the victim most: urgent requests, other tenants, other lanes."""
@@ -103,7 +104,7 @@ def test_a_queued_request_is_served_within_a_bound_whatever_others_send(victim_l
 # Every request leaves once.
 
 
-@settings(max_examples=100, deadline=None)
+@examples(50)
 @given(data=st.data())
 def test_each_admitted_request_leaves_exactly_once_and_all_counts_return_to_zero(data):
     limits = TenantLimits(tokens_per_s=200.0, burst_tokens=5000, max_inflight_tokens=900)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config.admission import TenantLimits
@@ -13,11 +13,12 @@ from router.admission.fairness import FairCounters
 from router.admission.interface import Dispatched, Queued, RefusalReason, RequestUsage
 from router.admission.tenant_accounts import TokenBucket
 from tests.support.router.admission_requests import admission, ask, fill
+from tests.support.suite.examples import examples
 
 # Fairness.
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     weights=st.tuples(st.sampled_from([1.0, 2.0, 5.0]), st.sampled_from([1.0, 3.0])),
     prompts=st.tuples(st.integers(1, 400), st.integers(1, 400)),

@@ -33,7 +33,7 @@ LOAD_S = 8.0
 @pytest.fixture(scope="module")
 def prometheus() -> Iterator[Prometheus]:
     with watched_deployment() as (router, keys, server):
-        with demo_load(router, keys):
+        with demo_load(router, keys, num_callers=2):
             time.sleep(LOAD_S)  # several scrapes, so that rates exist
         yield server
 

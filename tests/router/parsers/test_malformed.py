@@ -7,7 +7,7 @@ import re
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidInput
@@ -16,6 +16,7 @@ from router.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 from router.parsers.output_parser import OutputParser
 from tests.router.parsers.recorded import RECORDED, TOOLS, Recorded
 from tests.support.router.parsed_outputs import gather
+from tests.support.suite.examples import examples
 
 WITH_IDS = {"hermes-id", "mistral-call id", "mistral-list of two"}
 WORD = re.compile(r"w[0-9]+w")
@@ -38,7 +39,7 @@ def make(tools: str, reasoning: str = "none") -> OutputParser:
 soups = st.lists(st.one_of(st.sampled_from(PIECES), st.integers(0, 999).map(lambda number: f"w{number}w")), max_size=40)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(160)
 @given(st.sampled_from(PAIRS), soups, st.integers(1, 7))
 def test_any_text_is_parsed_alike_however_it_is_cut(pair: tuple[str, str], pieces: list[str], size: int) -> None:
     text = "".join(pieces)
@@ -53,7 +54,7 @@ def test_any_text_is_parsed_alike_however_it_is_cut(pair: tuple[str, str], piece
     (expected.text + expected.reasoning + "".join(call.arguments for call in expected.tool_calls)).encode()
 
 
-@settings(max_examples=400, deadline=None)
+@examples(160)
 @given(st.sampled_from(PAIRS), soups)
 def test_no_word_is_lost(pair: tuple[str, str], pieces: list[str]) -> None:
     """Everything that is not the syntax of a call shows somewhere: a final mark-free word ends any structure."""
@@ -143,7 +144,7 @@ def test_a_state_of_another_form_is_refused(change: dict[str, object]) -> None:
         choose_parsers(None, "hermes", "none").restore({**parser.state(), **change}, TOOLS)
 
 
-@settings(max_examples=600, deadline=None)
+@examples(240)
 @given(st.sampled_from(RECORDED), st.data())
 def test_a_recorded_output_with_faults_is_parsed_alike_however_it_is_cut(
     recorded: Recorded, data: st.DataObject
@@ -164,7 +165,7 @@ def test_a_recorded_output_with_faults_is_parsed_alike_however_it_is_cut(
     assert gather([*events, *cut.finish()]) == expected
 
 
-@settings(max_examples=600, deadline=None)
+@examples(240)
 @given(st.sampled_from([recorded for recorded in RECORDED if recorded.id not in WITH_IDS]), st.data())
 def test_a_word_put_anywhere_into_a_recorded_output_is_not_lost(recorded: Recorded, data: st.DataObject) -> None:
     """Leaves out the outputs with ids of calls, which are dropped."""

@@ -7,13 +7,14 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.scheduling.linear_cost import LinearCost, ThreeTermCost
 from penstock.types import Labels, StepTotals, WorkerId, WorkerLoad
 from router.routing.costs.cost_model import DECODE_PRIOR, PREFILL_PRIOR, PRIOR_COSTS, CostBook, StepCost
 from router.routing.costs.link_costs import PRIORS, Distance, LinkBook, LinkCost, distance
+from tests.support.suite.examples import examples
 
 WORKER = WorkerId("w")
 TRUTH_PREFILL = StepCost(0.012, 4e-5, 2e-9)  # a GPU's, an order of magnitude from the priors
@@ -131,7 +132,7 @@ _ANYTHING = st.floats(allow_nan=True, allow_infinity=True) | st.floats(0, 1e6)
     prior=st.sampled_from([PREFILL_PRIOR, DECODE_PRIOR]),
 )
 @example(rows=[((0.0, 0.0, 2.220446049250313e-16), 3.99168061906944e284)], prior=PREFILL_PRIOR)
-@settings(max_examples=300, deadline=None)
+@examples(120)
 def test_no_measurement_drives_a_model_out_of_bounds(rows, prior):
     model = ThreeTermCost((prior.fixed_s, prior.token_s, prior.context_s))
     for quantities, seconds in rows:
@@ -152,7 +153,7 @@ def test_the_written_out_regression_learns_the_same_to_the_last_bit(rows):
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@examples(40)
 def test_one_false_report_among_many_true_ones_changes_little(data):
     """A single report counts as a few mean deviations, however large it is."""
     model, rng = LinearCost(tuple(PRIORS[Distance.ZONE])), random.Random(data.draw(st.integers(0, 99)))
@@ -202,7 +203,7 @@ class TestLinks:
         assert book.cost("p1", "d3") == pytest.approx(PRIORS[Distance.ZONE])
 
     @given(st.lists(st.tuples(st.sampled_from(["d1", "d2", "d3"]), st.floats(0, 1e9), st.floats(0, 100)), max_size=40))
-    @settings(max_examples=50, deadline=None)
+    @examples(40)
     def test_no_link_is_faster_than_the_fastest(self, transfers):
         book = self.book()
         for decode, num_bytes, seconds in transfers:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.cli.commands.calling.generate import format_decision
@@ -23,6 +23,7 @@ from router.routing.decision_record import MAX_BYTES, completion_record, decisio
 from router.routing.policy.interface import PairChoice, PairScore, PrefillEstimate
 from tests.router.api.test_grpc_service import collect, request
 from tests.support.router.router_fakes import FakeWorker, running_router, until
+from tests.support.suite.examples import examples
 
 EXPLAIN = (("x-penstock-explain", "1"),)
 WORKER = WorkerId("w")
@@ -35,7 +36,7 @@ def choice(number, names):
 
 
 @given(legs=st.integers(1, 40), attempts=st.integers(1, 4), considered=st.integers(1, 8), name=st.text(max_size=60))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_record_is_bounded_and_keeps_its_core(legs, attempts, considered, name):
     made = [completion_record(at, [choice(considered, name)] * attempts, common_pb2.Timing()) for at in range(legs)]
     whole = decision_record("r", "kv-aware", made)

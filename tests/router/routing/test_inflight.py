@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.types import WorkerId
 from router.routing.costs.inflight import NO_WORK, InflightLedger, InflightWork
+from tests.support.suite.examples import examples
 
 WORKERS = [WorkerId(name) for name in ("a", "b", "c")]
 
@@ -71,7 +72,7 @@ class TestInflightLedger:
         assert len(ledger._accounts) == 0
 
     @given(ops=st.lists(st.tuples(st.sampled_from("rso"), st.sampled_from(WORKERS), st.integers(0, 30)), max_size=60))
-    @settings(max_examples=100, deadline=None)
+    @examples(100)
     def test_totals_always_match_the_entries(self, ops):
         ledger, keys = InflightLedger(), []
         for now, (op, worker, number) in enumerate(ops):

@@ -21,6 +21,7 @@ from router.routing.policy.kv_aware import KvAwarePolicy
 from router.routing.policy.policies import make_policy
 from router.routing.policy.rendezvous import order, preferred
 from router.routing.policy.replication import HotPrefixes
+from tests.support.suite.examples import examples
 
 PAGE_SIZE = 16
 COSTS = WorkerCosts(StepCost(0.001, 5e-4, 0.0), StepCost(0.01, 1e-4, 1e-7), queued_token_s=5e-4)
@@ -203,7 +204,7 @@ def fleets(draw):
 
 
 @given(fleet=fleets(), seed=st.integers(0, 9))
-@settings(max_examples=150, deadline=None)
+@examples(75)
 def test_no_pair_is_cheaper_than_the_chosen_one(fleet, seed):
     """The pruned search finds the same cost as pricing every pair."""
     demand, decode, prefill = fleet
@@ -220,7 +221,7 @@ def test_no_pair_is_cheaper_than_the_chosen_one(fleet, seed):
 
 @pytest.mark.parametrize("name", POLICIES)
 @given(fleet=fleets(), seed=st.integers(0, 9))
-@settings(max_examples=50, deadline=None)
+@examples(40)
 def test_every_policy_names_existing_workers(name, fleet, seed):
     demand, decode, prefill = fleet
     choice = make_policy(name).choose(demand, decode, prefill, random.Random(seed))

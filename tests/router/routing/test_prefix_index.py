@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -25,6 +25,7 @@ from penstock.types import PageHash, WorkerId
 from router.routing.index.page_masks import Losses, bisect_masks, scan_masks
 from router.routing.index.prefix_index import PrefixIndex
 from router.routing.index.prefix_match import PrefixMatch
+from tests.support.suite.examples import examples
 
 WORKERS = [WorkerId(name) for name in ("a", "b", "c")]
 PAGES = hash_pages(range(24), 1, b"salt")
@@ -159,7 +160,7 @@ def test_a_leaving_worker_is_unmatched_at_once_and_forgotten_in_pieces() -> None
     depths=st.lists(st.tuples(st.integers(0, 24), st.integers(0, 24), st.integers(0, 24)), min_size=1, max_size=12),
     length=st.integers(1, 24),
 )
-@settings(max_examples=200, deadline=None)
+@examples(100)
 def test_bisection_agrees_with_scanning_every_page(depths: list[tuple[int, int, int]], length: int) -> None:
     """Tests masks without strays: on each tier, a worker holds a contiguous run of leading pages."""
     masks: dict[PageHash, int] = {}
@@ -283,7 +284,7 @@ class IndexHistory(RuleBasedStateMachine):
 
 
 TestIndexHistory = IndexHistory.TestCase
-TestIndexHistory.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestIndexHistory.settings = examples(40, stateful_step_count=40)
 
 
 def test_events_without_a_count_of_strays_are_scanned_page_by_page() -> None:
@@ -312,7 +313,7 @@ def test_new_and_recently_looked_up_pages_outlive_the_rest() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@examples(50)
 def test_a_thinned_index_claims_no_page_that_the_worker_lacks(data: st.DataObject) -> None:
     index = PrefixIndex(IndexConfig(max_pages=data.draw(st.integers(1, 12))))
     workers = {worker: _Worker() for worker in WORKERS[:2]}
@@ -357,7 +358,7 @@ def test_pages_sent_to_a_worker_without_events_count_as_cached_for_a_while() -> 
     notes=st.lists(st.tuples(st.integers(0, 30), st.sampled_from(_PROMPTS), st.integers(1, 5)), max_size=30),
     max_pages=st.integers(1, 50),
 )
-@settings(max_examples=100, deadline=None)
+@examples(50)
 def test_noted_pages_expire_by_age_and_leave_no_hole(
     notes: list[tuple[int, list[PageHash], int]], max_pages: int
 ) -> None:

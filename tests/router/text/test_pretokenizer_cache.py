@@ -9,13 +9,14 @@ from array import array
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from router.text.pretokenizer_cache import AddedToken, PretokenizerCache, SegmentCutter
 from router.text.tokenizer import Tokenizer
 from tests.support.router.router_fakes import MODEL
+from tests.support.suite.examples import examples
 
 _CORPUS = ["the cat sat on the mat", "naïve café: 日本語 and 🙂🙂", "x = 12345; y<|e", "  two  spaces\n\n\nand lines"]
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -116,7 +117,7 @@ _TEXTS = st.lists(st.one_of(st.sampled_from(_WORDS), st.text(max_size=6)), max_s
 
 @pytest.mark.parametrize("kind", _KINDS)
 @given(texts=st.lists(_TEXTS, min_size=1, max_size=4), wrapped=st.booleans())
-@settings(max_examples=150, deadline=None)
+@examples(60)
 def test_segments_tokenize_as_the_whole(kind, texts, wrapped):
     library = _KINDS[kind]
     tokenizer = Tokenizer(library, None)
@@ -177,7 +178,7 @@ def test_texts_are_not_cut_at_unsafe_tokens():
 
 
 @given(st.lists(st.tuples(st.sampled_from(["", "t"]), st.text(max_size=200), st.booleans()), max_size=60))
-@settings(max_examples=100, deadline=None)
+@examples(40)
 def test_the_cache_stays_below_its_bytes_and_within_scopes(steps):
     cache = PretokenizerCache(2000)
     put = {}

@@ -16,7 +16,6 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import pytest
-import yaml
 
 from cluster.cli.main import make_parser
 from cluster.pools.resources import NodeResources, divide_resources, why_unplaced
@@ -24,7 +23,17 @@ from penstock.config import ServeConfig, load, parse
 from penstock.config.tenants import TenantsFile
 from penstock.types import Role
 from tests.support.repository import helm_render, helm_schema
-from tests.support.repository.helm_render import CHART, DEPLOY, KUBERAY, PLAIN, RenderError, manifests, overlay
+from tests.support.repository.helm_render import (
+    CHART,
+    DEPLOY,
+    KUBERAY,
+    PLAIN,
+    RenderError,
+    load_all_yaml,
+    load_yaml,
+    manifests,
+    overlay,
+)
 
 ROOT = DEPLOY.parent
 SCHEMAS = {
@@ -32,7 +41,7 @@ SCHEMAS = {
     for kind in ("RayCluster", "ServiceMonitor", "PrometheusRule")
 }
 KUBERNETES = "1.31"
-GPU = yaml.safe_load((CHART / "values-gpu.yaml").read_text())
+GPU = load_yaml((CHART / "values-gpu.yaml").read_text())
 DIGEST = "sha256:" + "0" * 64
 CASES: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -98,7 +107,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no-budgets": {"podDisruptionBudget": {"enabled": False}, "autoscaling": {"enabled": True}},
 }
 GUIDE = (ROOT / "docs" / "deploy.md").read_text()
-CASES["guide"] = yaml.safe_load(re.findall(r"```yaml\n(pools:.*?)```", GUIDE, re.DOTALL)[0])
+CASES["guide"] = load_yaml(re.findall(r"```yaml\n(pools:.*?)```", GUIDE, re.DOTALL)[0])
 
 
 def check(manifest: dict[str, Any]) -> None:
@@ -138,7 +147,7 @@ def test_the_chart_fits_the_schemas(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_the_charts_values_fit_their_own_schema(case: str) -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
-    values = overlay(yaml.safe_load((CHART / "values.yaml").read_text()), CASES[case])
+    values = overlay(load_yaml((CHART / "values.yaml").read_text()), CASES[case])
     jsonschema.validate(values, schema)
     with pytest.raises(jsonschema.ValidationError, match="replica"):
         jsonschema.validate(overlay(values, {"pools": {"decode": {"replica": 3}}}), schema)
@@ -167,7 +176,7 @@ def test_helm_renders_the_same(case: str, tmp_path: Path) -> None:
     values.write_text(json.dumps(CASES[case]))
     command = ["helm", "template", "penstock", str(CHART), "--namespace", "llm", "--values", str(values)]
     printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-    theirs = [each for each in yaml.safe_load_all(printed) if each]
+    theirs = [each for each in load_all_yaml(printed) if each]
 
     def order(each: dict[str, Any]) -> tuple[str, str]:
         return each["kind"], each["metadata"]["name"]
@@ -194,7 +203,7 @@ def test_the_renderer_refuses_unknown_constructs() -> None:
 def test_plain_manifests_match_the_chart(name: str) -> None:
     text = (KUBERAY / name).read_text()
     assert text == helm_render.plain(PLAIN[name]), "run `python -m tests.support.repository.helm_render --write`"
-    for each in yaml.safe_load_all(text):
+    for each in load_all_yaml(text):
         check(each)
 
 
@@ -311,7 +320,7 @@ def test_the_chart_refuses_workers_that_can_never_be_placed(over: dict[str, Any]
 )
 def test_the_values_schema_refuses_invalid_settings(over: dict[str, Any]) -> None:
     schema = json.loads(helm_schema.FILE.read_text())
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    values = load_yaml((CHART / "values.yaml").read_text())
     jsonschema.validate(values, schema)
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(overlay(values, over), schema)
@@ -573,7 +582,7 @@ def test_a_terminating_worker_pod_has_time_to_drain(case: str) -> None:
 
 
 def test_versions_match_the_repository() -> None:
-    values, chart = (yaml.safe_load((CHART / name).read_text()) for name in ("values.yaml", "Chart.yaml"))
+    values, chart = (load_yaml((CHART / name).read_text()) for name in ("values.yaml", "Chart.yaml"))
     assert f"ray=={values['rayVersion']}" in (ROOT / "constraints.txt").read_text().splitlines()
     assert f'version = "{chart["appVersion"]}"' in (ROOT / "pyproject.toml").read_text()
     assert values["image"]["tag"] == chart["appVersion"] == chart["version"]
@@ -593,7 +602,7 @@ def test_ray_up_fits_rays_schema_and_has_room_for_the_deployment() -> None:
     schema = json.loads((Path(spec.origin).parent / "autoscaler" / "ray-schema.json").read_text())
     config = load(ServeConfig, DEPLOY / "config" / "cluster.toml")
     for path in (DEPLOY / "ray").glob("*.yaml"):
-        cluster = yaml.safe_load(path.read_text())
+        cluster = load_yaml(path.read_text())
         jsonschema.validate(cluster, schema)
         nodes = cluster["available_node_types"]
         assert cluster["head_node_type"] in nodes
@@ -625,7 +634,7 @@ def test_commands_in_the_guides_parse() -> None:
 
 
 def test_the_workflow_runs_the_ci_script_with_read_permission_only() -> None:
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    workflow = load_yaml((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     assert workflow["permissions"] == {"contents": "read"}
     steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
     assert ".ci/run" in [step.get("run") for step in steps]

@@ -8,15 +8,14 @@ import re
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.support.repository.helm_render import CHART, manifests
+from tests.support.repository.helm_render import CHART, load_yaml, manifests
 from tests.system.test_runbooks import FOLDER, PAGES, metric_names
 
 DASHBOARDS: dict[str, dict[str, Any]] = {
     path.stem: json.loads(path.read_text()) for path in sorted((CHART / "files" / "dashboards").glob("*.json"))
 }
-RULES = yaml.safe_load((CHART / "files" / "prometheus-rules.yaml").read_text())
+RULES = load_yaml((CHART / "files" / "prometheus-rules.yaml").read_text())
 PANELS: list[dict[str, Any]] = [
     panel for board in DASHBOARDS.values() for panel in board["panels"] if panel["type"] != "row"
 ]

@@ -7,11 +7,10 @@ from typing import Any
 
 import jsonschema
 import pytest
-import yaml
 
 from penstock.config import RouterConfig, parse
 from tests.repository.test_deploy_manifests import DIGEST, check, find, serve_config, templates
-from tests.support.repository.helm_render import CHART, RenderError, manifests, overlay
+from tests.support.repository.helm_render import CHART, RenderError, load_yaml, manifests, overlay
 
 SEPARATE: dict[str, Any] = {"routers": {"separate": True}}
 CASES: dict[str, dict[str, Any]] = {
@@ -66,7 +65,7 @@ def test_separate_routers_fit_the_schemas(case: str) -> None:
     objects = manifests(CASES[case])
     for each in objects:
         check(each)
-    values = overlay(yaml.safe_load((CHART / "values.yaml").read_text()), CASES[case])
+    values = overlay(load_yaml((CHART / "values.yaml").read_text()), CASES[case])
     jsonschema.validate(values, json.loads((CHART / "values.schema.json").read_text()))
 
 

@@ -26,6 +26,16 @@ PLAIN = {"penstock-cpu.yaml": "values.yaml", "penstock-gpu.yaml": "values-gpu.ya
 _WORD = re.compile(r'"(?:[^"\\]|\\.)*"|[()|,]|:=|[^\s()|,"]+')
 
 
+def load_yaml(text: str) -> Any:
+    """Returns what a document of YAML holds, read by libyaml: ten times as fast as `yaml.safe_load`, and alike."""
+    return yaml.load(text, yaml.CSafeLoader)
+
+
+def load_all_yaml(text: str) -> Iterator[Any]:
+    """Yields what each document of a YAML text holds, as `load_yaml` does."""
+    yield from yaml.load_all(text, yaml.CSafeLoader)
+
+
 class RenderError(Exception):
     """A template that this renderer, or helm, does not accept."""
 
@@ -94,7 +104,7 @@ class Renderer:
         files: Mapping[str, str] | None = None,
     ) -> None:
         """`files` is the text of each template; by default the chart's."""
-        about = yaml.safe_load((chart / "Chart.yaml").read_text())
+        about = load_yaml((chart / "Chart.yaml").read_text())
         self._root: dict[str, object] = {
             "Values": values,
             "Release": release,
@@ -247,7 +257,7 @@ def overlay(values: Mapping[str, object], over: Mapping[str, object]) -> dict[st
 
 def render(over: Mapping[str, object] | None = None, service: str = "Helm") -> dict[str, str]:
     """Returns the text of each template with `over` merged into the chart's values, as release `penstock` in `llm`."""
-    values = overlay(yaml.safe_load((CHART / "values.yaml").read_text()), over or {})
+    values = overlay(load_yaml((CHART / "values.yaml").read_text()), over or {})
     release = {"Name": "penstock", "Namespace": "llm", "Service": service}
     return Renderer(CHART, values, release).render()
 
@@ -255,12 +265,12 @@ def render(over: Mapping[str, object] | None = None, service: str = "Helm") -> d
 def manifests(over: Mapping[str, object] | None = None) -> list[dict[str, Any]]:
     """Returns the chart's objects."""
     texts = [text for name, text in render(over).items() if name.endswith(".yaml")]
-    return [each for text in texts for each in yaml.safe_load_all(text) if each]
+    return [each for text in texts for each in load_all_yaml(text) if each]
 
 
 def plain(values_file: str) -> str:
     """Returns what deploy/kuberay/ holds for one of the chart's value files."""
-    over = yaml.safe_load((CHART / values_file).read_text())
+    over = load_yaml((CHART / values_file).read_text())
     texts = [text.strip() for name, text in render(over, "kubectl").items() if name.endswith(".yaml")]
     lines = "\n---\n".join(text for text in texts if text).splitlines()
     return (
@@ -277,7 +287,7 @@ if __name__ == "__main__":
     else:
         given: dict[str, object] = {}
         for name in sys.argv[1:]:
-            given = overlay(given, yaml.safe_load(Path(name).read_text()))
+            given = overlay(given, load_yaml(Path(name).read_text()))
         for name, text in render(given).items():
             if name.endswith(".yaml") and text.strip():
                 print(f"---\n{text.strip()}")

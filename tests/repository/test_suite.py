@@ -20,6 +20,7 @@ from tests.support.prefork import ray_worker
 from tests.support.prefork.module_process import ModuleProcess, forked_ray_workers, start_module
 from tests.support.repository.house import ROOT, tracked_files
 from tests.support.suite import costs
+from tests.support.suite.examples import DEPTH, examples
 from tests.support.suite.own_processes import ProcessStarted, is_own
 from tests.support.suite.scheduling import RAY_FILES, SOURCE_FILES, GroupedFiles
 
@@ -187,6 +188,15 @@ def test_tests_of_dear_files_are_marked_slow() -> None:
 )
 def test_files_without_a_selected_test_are_not_imported(file: str, markers: str, skipped: bool) -> None:
     assert costs.may_skip(file, markers, {"dear.py": costs.SLOW_S + 0.1, "cheap.py": costs.SLOW_S}) is skipped
+
+
+def test_a_deep_run_takes_many_times_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DEPTH, raising=False)
+    assert examples(40).max_examples == 40
+    monkeypatch.setenv(DEPTH, "10")
+    deep = examples(40, stateful_step_count=25)
+    assert (deep.max_examples, deep.stateful_step_count, deep.deadline) == (400, 25, None)
+    assert f"{DEPTH}=10 $(PYTEST) --hypothesis-profile explore -m hypothesis" in (ROOT / "Makefile").read_text()
 
 
 def test_the_recorded_costs_are_of_files_that_exist() -> None:

@@ -232,7 +232,7 @@ async def test_a_shortened_answer_says_so_with_and_without_lookaside() -> None:
 
 
 async def test_the_requests_deadline_bounds_the_stream(pair: Setting) -> None:
-    routed = await route(pair, LONG, timeout_s=0.8, max_tokens=1800, ignore_eos=True)
+    routed = await route(pair, LONG, timeout_s=1.2, max_tokens=1800, ignore_eos=True)
     assert isinstance(await failure(routed.address, routed.ticket), DeadlineExceeded)
     await pair.nothing_is_held()
 

@@ -63,7 +63,7 @@ async def test_roles_flip_back_and_forth_under_load(undisturbed: list[list[int]]
     async with hosted(config(prefill=2, decode=2)) as deployment:
         engines = {name: each.host.server.replica.engine for name, each in deployment.workers.items()}
         async with Load(deployment, max_tokens=MAX_TOKENS) as load:
-            await load.more(4)
+            await load.more(2)
             for _ in range(2):
                 for worker_id, role, successor in (
                     ("prefill-1", Role.DECODE, "decode-2"),
@@ -72,7 +72,7 @@ async def test_roles_flip_back_and_forth_under_load(undisturbed: list[list[int]]
                     reports = await flip(deployment, worker_id, role)
                     assert (reports[-1].stage, reports[-1].worker_id) == ("ready", successor)
                     assert worker_id not in deployment.members()
-                    await load.more(4)
+                    await load.more(2)
             pools = [each.partition("-")[0] for each in deployment.members()]
             assert (pools.count("prefill"), pools.count("decode")) == (2, 2)
         check(load, undisturbed)
@@ -85,11 +85,11 @@ async def test_pools_shrink_and_workers_are_restarted_under_load(undisturbed: li
     async with hosted(config(prefill=1, decode=2)) as deployment:
         controller = deployment.controller
         async with Load(deployment, max_tokens=MAX_TOKENS) as load:
-            await load.more(4)
+            await load.more(2)
             for replicas in (1, 2):
                 controller.pool_service.scale("decode", replicas)
                 await deployment.until(lambda status: count(status, "decode") == replicas)  # noqa: B023
-                await load.more(4)
+                await load.more(2)
             restarts, limit_s = ["decode-0", "decode-1", "prefill-0"], time.monotonic() + 120.0
             while restarts:
                 worker_id = restarts.pop(0)

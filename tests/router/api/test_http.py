@@ -408,7 +408,7 @@ async def test_a_stream_that_waits_long_has_its_head_and_heartbeats_before_its_f
 async def test_a_stream_that_fails_after_its_head_ends_with_an_error_event(monkeypatch):
     monkeypatch.setattr(generation, "HEARTBEAT_S", 0.01)
     worker = await FakeWorker(pause_at=0).start()
-    async with running_router(worker, default_timeout_s=0.5) as router:
+    async with running_router(worker, default_timeout_s=2.0) as router:
         async with openai.AsyncOpenAI(base_url=f"{router.http_url}/v1", api_key="none", max_retries=0) as client:
             stream = await client.completions.create(model=MODEL, prompt="a", stream=True, max_tokens=9)
             with pytest.raises(openai.APIError, match="did not end within"):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import urllib.request
@@ -69,12 +70,16 @@ class VllmServer:
 
     def stop(self) -> None:
         self.process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(30)
+        self.kill()
         self._log.close()
+
+    def kill(self) -> None:
+        """Ends the server and its engine processes at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)
 
     def answer(self, prompt: list[int], max_tokens: int) -> str:
         """Asks the server itself."""
@@ -151,7 +156,7 @@ async def test_two_servers_serve_what_they_would_serve_alone(servers: list[VllmS
         # A server that is killed costs no stream.
         call = router.stub.Generate(request(token_ids=fresh, temperature=0.0, max_tokens=200, ignore_eos=True))
         messages = await read_tokens(call, 3)
-        servers[1].process.kill()
+        servers[1].kill()
         messages += await collect(call)
         assert messages[-1].timing.num_redispatches == 1
         assert messages[-1].timing.decode_worker == "vllm-0"

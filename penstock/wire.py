@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.errors import InvalidInput
 from penstock.kv.adapters import AdapterRef
-from penstock.kv.kv_hints import HintAnswer, HintOutcome, KvHints
+from penstock.kv.kv_hints import Hint, HintAnswer, HintOutcome, KvHints
 from penstock.types import (
     CacheStats,
     Epoch,
@@ -227,6 +227,11 @@ def hint_answer_to_wire(answer: HintAnswer) -> common_pb2.HintAnswer:
         pages=answer.num_pages,
         worker_id=answer.worker_id,
     )
+
+
+def hint_answer_from_wire(wire: common_pb2.HintAnswer) -> HintAnswer:
+    outcome = hint_outcome_from_wire(wire.outcome)
+    return HintAnswer(Hint(wire.hint), outcome, wire.reason, wire.pages, wire.worker_id)
 
 
 def hint_outcome_from_wire(wire: common_pb2.HintOutcome) -> HintOutcome:

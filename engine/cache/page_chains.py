@@ -32,10 +32,6 @@ class ChainNode:
         self.previous_sibling: ChainNode | None = None
         self.num_uses = 0  # by requests after the one that computed it
 
-    def has_no_child_but(self, child: ChainNode | None) -> bool:
-        """Returns whether the page has no child, or that one alone."""
-        return self.first_child is child and (child is None or child.next_sibling is None)
-
     def children(self) -> Iterator[ChainNode]:
         child = self.first_child
         while child is not None:

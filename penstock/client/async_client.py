@@ -37,6 +37,7 @@ from penstock.client.results import (
 from penstock.client.retry import DEFAULT_RETRY, Attempts, RetryBudget, RetryPolicy
 from penstock.client.tracing import trace_metadata
 from penstock.errors import InvalidInput
+from penstock.kv.kv_hints import NO_KV_HINTS, KvHints
 from penstock.rpc.hints import hints_metadata
 from penstock.types import Lane
 from penstock.v1 import inference_pb2, inference_pb2_grpc
@@ -96,17 +97,19 @@ class AsyncClient:
         timeout_s: float | None = None,
         session: str = "",
         explain: bool = False,
+        kv_hints: KvHints = NO_KV_HINTS,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncGenerateStream:
         """Starts a generation; iterate over the stream for chunks, or call its `complete()` for the whole answer.
 
         `prompt` is text, token ids, chat messages, or a `Chat` of them. `timeout_s` bounds the whole call, retries
         included. `lane` is interactive, standard or bulk, by default the tenant's own. Requests of one `session` go to
-        the same workers if that costs little; with `explain`, the stream's `decision` says why they were chosen. A call
+        the same workers if that costs little; with `explain`, the stream's `decision` says why they were chosen. What
+        `kv_hints` ask of caches is answered in the `timing` of the first completion. A call
         inside an OpenTelemetry span becomes part of its trace. Raises InvalidInput at once for a malformed prompt or
         option; every other error comes from the stream.
         """
-        request = build_request(prompt, sampling, model=model, request_id=request_id, lane=lane)
+        request = build_request(prompt, sampling, model=model, request_id=request_id, lane=lane, kv_hints=kv_hints)
         attempts = self._attempts(timeout_s, self._timeout_s)
         hints = (*hints_metadata(session, explain), *trace_metadata())
         begin = self._begin_routed(hints) if self._lookaside else self._begin(lambda stub: stub.Generate, hints)
@@ -122,6 +125,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         session: str = "",
         explain: bool = False,
+        kv_hints: KvHints = NO_KV_HINTS,
         **sampling: Unpack[SamplingOptions],
     ) -> GenerateResult:
         """Generates and returns the whole answer."""
@@ -133,6 +137,7 @@ class AsyncClient:
             timeout_s=timeout_s,
             session=session,
             explain=explain,
+            kv_hints=kv_hints,
             **sampling,
         ) as stream:
             return await stream.complete()

@@ -11,9 +11,17 @@ from typing import Any, TypeVar
 
 from penstock.client.chat import Chat, ChatMessage, checked_text, set_chat
 from penstock.errors import InvalidInput
+from penstock.kv.kv_hints import NO_KV_HINTS, HintAnswer, KvHints
 from penstock.types import FinishReason, Grammar, Lane, SamplingOptions
 from penstock.v1 import common_pb2, inference_pb2
-from penstock.wire import finish_reason_from_wire, grammar_to_wire, lane_from_name, lane_to_wire
+from penstock.wire import (
+    finish_reason_from_wire,
+    grammar_to_wire,
+    hint_answer_from_wire,
+    kv_hints_to_wire,
+    lane_from_name,
+    lane_to_wire,
+)
 
 Prompt = str | Sequence[int] | Sequence[ChatMessage] | Chat
 
@@ -69,6 +77,7 @@ class Timing:
     prices: tuple[PrefillPrice, ...] = ()  # the chosen way to compute the prompt, then the others
     decode_first_token_ms: float = 0.0  # predicted time from placement to the first token at the decode worker
     pull: PrefixPull | None = None
+    hints: tuple[HintAnswer, ...] = ()  # what became of KV hints, at each worker that they reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,11 +222,15 @@ def build_request(
     model: str = "",
     request_id: str = "",
     lane: Lane | str | None = None,
+    kv_hints: KvHints = NO_KV_HINTS,
 ) -> inference_pb2.GenerateRequest:
     """Builds a request. Raises InvalidInput that names a wrong prompt or option; the router checks the rest."""
     request = inference_pb2.GenerateRequest(model=model, request_id=request_id, sampling=_sampling_to_wire(options))
     if lane is not None:
         request.lane = lane_to_wire(lane_from_name(lane))
+    kv_hints.check()
+    if (hints := kv_hints_to_wire(kv_hints)) is not None:
+        request.kv_hints.CopyFrom(hints)
     _set_prompt(request, prompt)
     return request
 
@@ -291,13 +304,14 @@ def chunk_from_wire(message: inference_pb2.GenerateResponse) -> Chunk:
 DataT = TypeVar("DataT", Usage, PrefillPrice, PrefixPull)
 
 
-_PLAIN_TIMING = [item.name for item in fields(Timing) if item.name not in ("prices", "pull")]
+_PLAIN_TIMING = [item.name for item in fields(Timing) if item.name not in ("prices", "pull", "hints")]
 
 
 def _timing(message: common_pb2.Timing) -> Timing:
     plain = {name: getattr(message, name) for name in _PLAIN_TIMING}
     prices = tuple(_fields(PrefillPrice, price) for price in message.prices)
-    return Timing(**plain, prices=prices, pull=_fields(PrefixPull, message.pull) if message.HasField("pull") else None)
+    pull = _fields(PrefixPull, message.pull) if message.HasField("pull") else None
+    return Timing(**plain, prices=prices, pull=pull, hints=tuple(map(hint_answer_from_wire, message.hints)))
 
 
 def _fields(kind: type[DataT], message: common_pb2.Usage | common_pb2.PrefillPrice | common_pb2.Pull) -> DataT:

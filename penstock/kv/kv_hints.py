@@ -73,12 +73,14 @@ class KvHints:
                 raise InvalidInput(f"kv_hints.{field}", f"is {seconds}; give 0 to {most:g} seconds")
         if not 0 <= self.priority <= MAX_PRIORITY:
             raise InvalidInput("kv_hints.priority", f"is {self.priority}; give 0 to {MAX_PRIORITY}")
-        if self.fork_of and not self.session:
-            raise InvalidInput("kv_hints.fork_of", "needs a session; name this one too")
-        if self.end_session and not self.session:
-            raise InvalidInput("kv_hints.end_session", "needs a session; name the one that ends")
         if self.demote and (self.pin_s or self.priority):
             raise InvalidInput("kv_hints.demote", "contradicts pin_s and priority; leave one of them out")
+
+    def check_session(self) -> None:
+        """Raises InvalidInput if a hint needs the name of the session, and no form of the request gives it."""
+        for field, is_given in (("fork_of", self.fork_of), ("end_session", self.end_session)):
+            if is_given and not self.session:
+                raise InvalidInput(f"kv_hints.{field}", "needs a session; name it in kv_hints.session or x-session-id")
 
 
 NO_KV_HINTS = KvHints()

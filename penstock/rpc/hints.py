@@ -14,6 +14,7 @@ from typing import Any
 from penstock.errors import InvalidInput
 
 SESSION = "x-penstock-session"
+SESSION_HEADERS = (SESSION, "x-session-id", "x-dynamo-session-id")  # the first one that is given counts
 EXPLAIN = "x-penstock-explain"
 DECISION = "x-penstock-decision"
 _MAX_SESSION = 256
@@ -22,6 +23,7 @@ _MAX_SESSION = 256
 @dataclass(frozen=True, slots=True)
 class Hints:
     session: str = ""
+    conversation: str = ""  # the session, if it was named as one conversation and not only as a user or a cache key
     explain: bool = False
 
 
@@ -30,12 +32,13 @@ NO_HINTS = Hints()
 
 def read_hints(pairs: Mapping[str, str | bytes], user: str = "") -> Hints:
     """Reads the hints of a call; `user` names the session if nothing else does. Raises InvalidInput for a long name."""
-    session = pairs.get(SESSION) or user[:_MAX_SESSION]
-    if isinstance(session, bytes):
-        session = session.decode("utf-8", "replace")
-    if len(session) > _MAX_SESSION:
-        raise InvalidInput(SESSION, f"has {len(session)} characters; give {_MAX_SESSION} or fewer")
-    return Hints(session, pairs.get(EXPLAIN) in ("1", "true", b"1", b"true"))
+    header = next((name for name in SESSION_HEADERS if pairs.get(name)), SESSION)
+    conversation = pairs.get(header) or ""
+    if isinstance(conversation, bytes):
+        conversation = conversation.decode("utf-8", "replace")
+    if len(conversation) > _MAX_SESSION:
+        raise InvalidInput(header, f"has {len(conversation)} characters; give {_MAX_SESSION} or fewer")
+    return Hints(conversation or user[:_MAX_SESSION], conversation, pairs.get(EXPLAIN) in ("1", "true", b"1", b"true"))
 
 
 def hints_metadata(session: str, explain: bool) -> tuple[tuple[str, str], ...]:

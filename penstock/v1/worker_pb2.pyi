@@ -882,24 +882,12 @@ class SendPagesResponse(_message.Message):
     def __init__(self, num_held: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_bytes: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class CachedPage(_message.Message):
-    __slots__ = ("hash", "parent", "retention")
+    __slots__ = ("hash", "parent")
     HASH_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
-    RETENTION_FIELD_NUMBER: _ClassVar[int]
     hash: bytes
     parent: bytes
-    retention: PageRetention
-    def __init__(self, hash: _Optional[bytes] = ..., parent: _Optional[bytes] = ..., retention: _Optional[_Union[PageRetention, _Mapping]] = ...) -> None: ...
-
-class PageRetention(_message.Message):
-    __slots__ = ("tenant", "priority", "hold_ms")
-    TENANT_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
-    HOLD_MS_FIELD_NUMBER: _ClassVar[int]
-    tenant: str
-    priority: int
-    hold_ms: int
-    def __init__(self, tenant: _Optional[str] = ..., priority: _Optional[int] = ..., hold_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, hash: _Optional[bytes] = ..., parent: _Optional[bytes] = ...) -> None: ...
 
 class ReceivePagesStart(_message.Message):
     __slots__ = ("transfer", "pages", "layout_digest", "worker_id", "address", "num_ranks")

@@ -22,7 +22,7 @@ from penstock.kv.adapters import AdapterRef
 from penstock.rpc.hints import NO_HINTS, Hints
 from penstock.types import Lane, RequestId, SamplingParams
 from penstock.v1 import common_pb2, inference_pb2
-from penstock.wire import grammar_from_wire
+from penstock.wire import grammar_from_wire, kv_hints_from_wire
 from router.api import sampling_fields
 from router.api.conversations import read_conversation
 from router.api.dialect import OutputFormat
@@ -139,10 +139,16 @@ class RequestPreparer:
             async with self.until(deadline_s):
                 token_ids, prepaid_tokens = await self._prompt(wire, tenant, lane)
             self._check_prompt(token_ids, accepted_s)
-            group = await self._wait_for_group(hints.session, deadline_s)
+            kv_hints = kv_hints_from_wire(wire.kv_hints)
+            kv_hints = replace(kv_hints, session=kv_hints.session or hints.conversation)
+            kv_hints.check_session()
+            session = hints.session or kv_hints.session
+            group = await self._wait_for_group(session, deadline_s)
             params = self._with_max_tokens(
                 wire.sampling, lane, group.context_length - len(token_ids), default_max_tokens
             )
+            if kv_hints.only:
+                params.max_tokens = params.n = 1  # of which none is generated
             async with self.until(deadline_s):
                 if complete is not None:
                     num_characters = sum(len(tool.parameters) for tool in wire.chat.tools)
@@ -160,7 +166,8 @@ class RequestPreparer:
             deadline_s=deadline_s,
             lane=lane,
             prepaid_tokens=prepaid_tokens,
-            session=hints.session,
+            session=session,
+            kv_hints=kv_hints,
             explain=hints.explain and self._config.explain,
             tenant=tenant.name,
             cache_scope=scope,

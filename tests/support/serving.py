@@ -17,6 +17,7 @@ from decode_worker.server import DecodeServer
 from penstock import wire
 from penstock.config import DecodeConfig, EngineConfig, PrefillConfig, TransferConfig, WorkerConfig
 from penstock.errors import PenstockError, from_status
+from penstock.kv.kv_hints import NO_KV_HINTS, KvHints
 from penstock.rpc import server as rpc_server
 from penstock.rpc.server import make_channel
 from penstock.types import Role, SamplingParams
@@ -102,6 +103,8 @@ class Caller:
         timeout_s: float = TIMEOUT_S,
         ticket: str = "",
         source: worker_pb2.PrefixSource | None = None,
+        kv_hints: KvHints = NO_KV_HINTS,
+        tenant: str = "",
     ) -> int:
         """Returns the stream id."""
         stream_id = self._next_id
@@ -120,6 +123,8 @@ class Caller:
             prefill_candidates=[_candidate(server) for server in prefill],
             ticket=ticket,
             prefix_source=source,
+            kv_hints=wire.kv_hints_to_wire(kv_hints),
+            tenant=tenant,
         )
         self._commands.put_nowait(worker_pb2.DecodeCommand(submit=submit))
         return stream_id

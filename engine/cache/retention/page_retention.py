@@ -107,6 +107,9 @@ class PageRetention:
         self._handicaps[page] = _GIVEN_UP
         self._move([page], now_s)
 
+    def is_given_up(self, page: PageId) -> bool:
+        return self._handicaps.get(page) == _GIVEN_UP
+
     def hold(self, pages: Sequence[PageId], owner: str, priority: int, expiry_s: float, now_s: float) -> int:
         """Holds as many leading pages as the owner's quota admits; returns their number."""
         self.expire(now_s)

@@ -42,7 +42,7 @@ class SessionHints:
             answers.append(_answer(Hint.DEMOTE, count, len(nodes), "other requests or sessions share them"))
         elif hints.pin_s or hints.priority:
             answers += self._hold(owner, hints, nodes, len(hashes), now_s)
-        if hints.end_session:
+        if hints.end_session and hints.session:
             answers.append(self._end(owner, hints.session, now_s))
         self.num_answers.update((answer.hint, answer.outcome) for answer in answers)
         return tuple(answers)
@@ -56,7 +56,7 @@ class SessionHints:
             self._reuse.learn(session.gap.on_turn(now_s, self._reuse.usual_gap_s))
         if hints.fork_of:
             answers.append(self._fork(owner, hints, session, nodes))
-        if nodes:
+        if nodes and not (hints.only and session.tails):
             self._succeed(owner, session, nodes, now_s)
         self.sessions.put(owner, hints.session, session)
         if self._learns and not hints.only:
@@ -151,15 +151,18 @@ class SessionHints:
 
         Pages of `successor` are kept, and those that another tenant holds.
         """
-        count, below = 0, None
-        while node is not None and node.has_no_child_but(below):
+        count = 0
+        while node is not None and not self._has_live_child(node):
             hold = self._retention.holds.of(node.page)
             if node.page_hash in successor or (hold is not None and hold.owner != owner):
                 break
             self._retention.give_up(node.page, now_s)
             count += 1
-            below, node = node, node.parent
+            node = node.parent
         return count
+
+    def _has_live_child(self, node: ChainNode) -> bool:
+        return any(not self._retention.is_given_up(child.page) for child in node.children())
 
 
 def _answer(hint: Hint, count: int, asked: int, reason: str, *, needs_all: bool = True) -> HintAnswer:

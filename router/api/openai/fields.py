@@ -20,7 +20,6 @@ HARMLESS = frozenset(
         "metadata",
         "prediction",  # a draft that may speed up an answer
         "prompt_cache_options",
-        "prompt_cache_retention",
         "safety_identifier",
     }
 )

@@ -16,12 +16,13 @@ from penstock.config.limits import LimitsConfig
 from penstock.errors import InvalidInput
 from penstock.types import Lane
 from penstock.v1 import common_pb2, inference_pb2
-from penstock.wire import grammar_to_wire, lane_from_name, lane_to_wire
+from penstock.wire import grammar_to_wire, kv_hints_to_wire, lane_from_name, lane_to_wire
 from router.api.dialect import PLAIN_TEXT, OutputFormat
 from router.api.limits import check_count
 from router.api.openai.chat_prompt import FIRST_ERROR, PARTS, TEXT, ChatPrompt, read_tool_choice
 from router.api.openai.fields import check_fields
 from router.api.openai.json_bodies import read_json, shown
+from router.api.openai.kv_hints import DynamoExtension, KvHintsFields, combined_hints
 from router.api.openai.structured import StructuredFields
 from router.api.openai.validation import explain
 from router.api.sampling_fields import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_STOP_STRINGS
@@ -134,6 +135,9 @@ class _CommonFields(StructuredFields):
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    kv_hints: KvHintsFields | None = None
+    nvext: DynamoExtension | None = None
+    prompt_cache_retention: str | None = None
 
     @property
     def streams(self) -> bool:
@@ -176,6 +180,9 @@ class _CommonFields(StructuredFields):
         request = inference_pb2.GenerateRequest(model=self.model or "", request_id=request_id, sampling=sampling)
         for name in ("cache_salt", "truncate_prompt_tokens", "add_special_tokens"):
             _set(request, name, getattr(self, name))
+        asked = combined_hints(self.kv_hints, self.nvext, self.prompt_cache_retention, self.session_id or "")
+        if (hints := kv_hints_to_wire(asked)) is not None:
+            request.kv_hints.CopyFrom(hints)
         return request
 
     def sampling(self) -> common_pb2.SamplingParams:

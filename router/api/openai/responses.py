@@ -13,6 +13,7 @@ from penstock.text.completions import Output
 from penstock.types import FinishReason
 from penstock.v1 import common_pb2
 from router.api.dialect import CallResponse, CallTotals, ChoiceDelta, Json, ServerEvent
+from router.api.openai.kv_hints import answers_json
 from router.api.openai.messages import AssistantMessage, message_deltas
 from router.api.openai.prompt_echo import PromptEcho, completion_logprobs, prompt_logprobs_json
 from router.api.openai.requests import ChatBody, CompletionBody
@@ -292,8 +293,13 @@ def _finish_reason(delta: ChoiceDelta) -> str | None:
 
 
 def _extension(output: Output) -> Json:
-    """Returns the choice's extra field: the `max_tokens` that overload has granted, where that is less than asked."""
-    return {} if output.granted_tokens is None else {"penstock": {"granted_max_tokens": output.granted_tokens}}
+    """Returns the choice's extra field: the `max_tokens` that overload has granted, where that is less than asked, and
+    what became of KV hints.
+    """
+    extension: Json = {} if output.granted_tokens is None else {"granted_max_tokens": output.granted_tokens}
+    if answers := answers_json(output):
+        extension["kv_hints"] = answers
+    return {"penstock": extension} if extension else {}
 
 
 def usage_json(totals: CallTotals) -> Json:

@@ -16,6 +16,7 @@ from typing import Any
 from penstock.client.results import build_request
 from penstock.config import RouterConfig
 from penstock.kv.adapters import AdapterRef
+from penstock.kv.kv_hints import NO_KV_HINTS, KvHints
 from penstock.types import Grammar, GrammarKind, SamplingParams
 from router.api import sampling_fields
 from router.api.prepare import with_bad_sequences
@@ -99,6 +100,7 @@ class Feature:
     end_is_late: bool = False  # at a stop that its own text has in the second half
     is_windowed: bool = False  # of `windowed_model`
     num_prompt_tokens: int = PROMPT_TOKENS
+    kv_hints: KvHints = NO_KV_HINTS
 
     @property
     def scores_prompt(self) -> bool:
@@ -151,6 +153,7 @@ FEATURES = {
         Feature("adapter", adapter=ADAPTER),
         Feature("speculation", {"allowed_token_ids": [300, 301, 302]}),  # a text that often repeats what was before
         Feature("window", is_windowed=True),  # pages behind the window are given back
+        Feature("kv_hints", kv_hints=KvHints(session="s", pin_s=60.0, priority=3, prefetch_s=1.0)),
     )
 }
 

@@ -12,6 +12,7 @@ import httpx
 
 from penstock import AsyncClient
 from penstock.client.results import Logprob, ResultBuilder, Timing
+from penstock.kv.kv_hints import Hint
 from tests.support.router.parsed_outputs import ParsedCall, parse_whole
 from tests.system.matrix.features import CHAT, TOOL, Feature, parser_choice, spelling
 from tests.system.matrix.reference import Answered, options_of, single_process
@@ -44,6 +45,8 @@ class Stream:
         if not self.feature.over_http:
             for found, expected in zip(self.answers, wanted, strict=True):
                 found.check(expected)
+            if self.feature.kv_hints:
+                self._check_hints()
             return
         [found], [expected] = self.answers, wanted
         if self.feature.is_chat:
@@ -61,6 +64,12 @@ class Stream:
             assert value is not None
             assert abs(value - expected_value) < 1e-3
 
+    def _check_hints(self) -> None:
+        """Raises AssertionError unless the worker at which the answer ended has answered every hint."""
+        [timing] = self.timings
+        answered = {answer.hint for answer in timing.hints if answer.worker_id == timing.decode_worker}
+        assert answered == {Hint.SESSION, Hint.PIN, Hint.PRIORITY, Hint.PREFETCH}
+
     async def run_grpc(self, client: AsyncClient) -> None:
         builder = ResultBuilder()
         async with client.generate(
@@ -68,6 +77,7 @@ class Stream:
             model=self.feature.adapter,
             lane=self.feature.lane,
             timeout_s=_TIMEOUT_S,
+            kv_hints=self.feature.kv_hints,
             **options_of(self.feature),
         ) as chunks:
             async for chunk in chunks:

@@ -8,6 +8,7 @@ from penstock.config.limits import LimitsConfig
 from penstock.v1 import inference_pb2
 from router.api.limits import check_count
 from router.api.openai.json_bodies import read_json, shown
+from router.api.openai.kv_hints import longest_ttl_s
 from router.api.openai.requests import ChatBody, validate_body
 from router.api.sampling_fields import MAX_STOP_STRINGS
 from router.api.translation.anthropic.blocks import read_messages, read_system
@@ -49,13 +50,16 @@ class MessagesBody(ChatTranslation):
 
 def read_message_call(raw: bytes, limits: LimitsConfig) -> MessagesBody:
     """Reads a body of `/v1/messages`. Raises InvalidInput that names the field."""
-    body = JsonObject(read_json(raw, limits))
+    read = read_json(raw, limits)
+    body = JsonObject(read)
     max_tokens = body.integer("max_tokens")
     if max_tokens is None or max_tokens < 1:
         raise body.error(
             "max_tokens", "is missing; give it" if max_tokens is None else f"is {max_tokens}; give 1 or more"
         )
     fields, omits_thinking = _chat_fields(body, limits)
+    if pin_s := longest_ttl_s(read):
+        fields["nvext"] = {"cache_control": {"ttl": f"{pin_s:.0f}s"}}
     return MessagesBody(validate_body(ChatBody, fields, limits), max_tokens, omits_thinking)
 
 
@@ -79,6 +83,8 @@ def _chat_fields(body: JsonObject, limits: LimitsConfig) -> tuple[Json, bool]:
         fields["stop"] = stops
     if (tier := body.choice("service_tier", *_TIERS)) is not None:
         fields["service_tier"] = _TIERS[tier]
+    if (hints := body.mapping("kv_hints")) is not None:
+        fields["kv_hints"] = hints
     _read_metadata(body, fields)
     _read_tools(body, fields)
     omits_thinking = _read_thinking(body, fields)

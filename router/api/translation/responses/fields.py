@@ -15,7 +15,6 @@ HARMLESS = frozenset(
         "client_metadata",
         "max_tool_calls",  # of built-in tools, of which there are none
         "prompt_cache_options",
-        "prompt_cache_retention",
         "safety_identifier",
     }
 )

@@ -29,6 +29,7 @@ Json = dict[str, Any]
 # What a chat has under the same names, and checks: OpenAI's fields, and the extensions that tools send.
 _OPTIONS = (
     *("model", "stream", "temperature", "top_p", "parallel_tool_calls", "prompt_cache_key", "service_tier", "user"),
+    *("prompt_cache_retention", "kv_hints", "nvext"),
     *("session_id", "request_id", "rid", "priority", "cache_salt", "chat_template_kwargs"),
     *("top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
     *("stop", "stop_token_ids", "min_tokens", "ignore_eos", "structured_outputs", "skip_special_tokens"),

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from penstock.errors import Cancelled, Overloaded, PenstockError
 from penstock.types import FinishReason
 from router.api.dialect import CallResponse, CallTotals, ChoiceDelta, Json, ServerEvent
+from router.api.openai.kv_hints import answers_json
 from router.api.translation.responses.errors import responses_error
 from router.api.translation.responses.output import FunctionCallItem, MessageItem, OutputItem, ReasoningItem
 from router.api.translation.responses.requests import ResponsesBody
@@ -92,6 +93,8 @@ class ResponsesResponse(CallResponse):
             self._is_cut = True
         if output.finish_reason is not None and output.granted_tokens is not None:
             self._extension["granted_max_tokens"] = output.granted_tokens
+        if answers := answers_json(output):
+            self._extension["kv_hints"] = answers
 
     def _apply(self, event: ParserEvent) -> Iterator[ServerEvent]:
         if isinstance(event, TextDelta):

@@ -72,7 +72,7 @@ def test_chains_that_a_session_computes_side_by_side_do_not_give_each_other_up()
     world.turn(chain("new", 5), KvHints())
     assert all(world.num_cached([*chain("trunk", 1), *chain(agent, 5)]) == 6 for agent in ("x", "y"))
     ended = world.turn(chain("z", 1), KvHints(session="all", end_session=True))[Hint.END]
-    assert ended.num_pages == 11, "both agents' own pages and the last prompt's; the trunk ages like other pages"
+    assert ended.num_pages == 12, "both agents' own pages, the trunk that they share, and the last prompt's"
 
 
 def test_a_session_that_comes_back_soon_keeps_its_pages_longer_than_a_slow_one() -> None:

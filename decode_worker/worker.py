@@ -118,7 +118,8 @@ class DecodeWorker:
             self._delivery.put(request, TokenDelta(request.stream_id, error=error))
             return
         if request.sequence.kv_hints.only:
-            request.times.first_token_s = time.monotonic()
+            times = request.times
+            times.placed_s = times.started_s = times.first_token_s = times.submitted_s
             self._end(request, None, FinishReason.STOP)
         else:
             self._when_ready(request, lambda: self._place(request))

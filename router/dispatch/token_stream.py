@@ -236,7 +236,12 @@ class TokenStream:
         completion.ended = True
         timing = completion.timing
         assert timing is not None  # set when it was delivered
-        if completion.placements and not (timing.num_migrations or timing.num_redispatches or self._request.emitted):
+        generates = not self._request.kv_hints.only
+        if (
+            completion.placements
+            and generates
+            and not (timing.num_migrations or timing.num_redispatches or self._request.emitted)
+        ):
             self._placer.on_end(completion.placements[-1], message.timing, len(completion.emitted))
         return CompletionDelta(completion.index, token_ids, message.logprobs, reason, timing, message.prompt_logprobs)
 

@@ -68,6 +68,7 @@ async def test_a_request_of_hints_alone_generates_nothing_and_gives_the_session_
         ended = await router.answer(router.submit(PROMPT, kv_hints=other, tenant="u"))
         assert metric(decode, HELD_PAGES.name) == held, "another tenant's session of the same name"
         ended = await router.answer(router.submit(PROMPT, kv_hints=other, tenant="t"))
+        assert ended.timing.decode_first_token_ms == ended.timing.first_token_ms == 0
         assert (ended.token_ids, finish_reason_from_wire(ended.finish_reason)) == ([], FinishReason.STOP)
         assert answers_of(ended.timing)["d", Hint.END].outcome is HintOutcome.ACCEPTED
         assert metric(decode, HELD_PAGES.name) == 0

@@ -241,3 +241,24 @@ async def test_bad_calls_of_tokenize_name_the_field(http):
         error = answer.json()["error"]
         assert error["param"] == param, (body, error)
         assert problem in error["message"], (body, error)
+
+
+async def test_hints_and_the_session_of_a_header_reach_the_worker_of_the_first_completion_alone(http, worker):
+    hints = {"pin_s": 30, "priority": 2, "fork_of": "parent"}
+    answer = await http.post(
+        "/v1/completions",
+        json={"prompt": "a b c", "max_tokens": 4, "n": 2, "kv_hints": hints},
+        headers={"X-Session-Id": "child"},
+    )
+    assert answer.status_code == 200, answer.text
+    first, second = sorted(worker.submits, key=lambda submit: submit.request_id)
+    assert (first.kv_hints.session, first.kv_hints.fork_of, first.kv_hints.pin_s) == ("child", "parent", 30.0)
+    assert not second.HasField("kv_hints")
+    refused = await http.post("/v1/completions", json={"prompt": "a", "kv_hints": {"fork_of": "parent"}})
+    assert (refused.status_code, "kv_hints.fork_of" in refused.text) == (400, True)
+
+
+async def test_a_request_of_hints_alone_asks_for_one_completion_of_one_token(http, worker):
+    await post(http, n=3, max_tokens=64, kv_hints={"session": "s", "end_session": True, "only": True})
+    [submit] = worker.submits
+    assert (submit.kv_hints.only, submit.kv_hints.end_session, submit.sampling.max_tokens) == (True, True, 1)

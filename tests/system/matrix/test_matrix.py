@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from router.parsers.choice import parse_whole
+from tests.support.router.parsed_outputs import parse_whole
 from tests.system.matrix.features import FEATURES, TOOL, Feature, parser_choice, spelling
 from tests.system.matrix.hand_offs import Runs
 from tests.system.matrix.reference import options_of, single_process, without_window

@@ -13,6 +13,7 @@ from penstock.errors import PenstockError
 from penstock.rpc.failed_http import failed_http, refused_http
 from penstock.rpc.secret import read_private
 from penstock.rpc.tls import ClientTls
+from penstock.v1 import admin_pb2
 
 _ADVICE = "give a router's HTTP address (--router http://HOST:PORT, by default port 8000)"
 _MAX_ERROR_BYTES = 4096
@@ -51,6 +52,12 @@ class RouterHttp:
             raise _refusal(error.code, text, url) from error
         except (OSError, http.client.HTTPException, ValueError) as error:  # a URLError is an OSError
             raise failed_http(error, url, _ADVICE) from error
+
+
+def router_urls(status: admin_pb2.StatusResponse) -> list[str]:
+    """Returns the base of each router's own URL; that of the public port where a single router has no other."""
+    own = [url.removesuffix("/metrics") for url in status.endpoints if url.endswith("/metrics")]
+    return own or [url for url in status.endpoints if url.startswith("http")]
 
 
 def _is_router_error(text: str) -> bool:

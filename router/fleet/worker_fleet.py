@@ -68,7 +68,7 @@ class WorkerFleet:
             self.index, self.ledger, self.health, self.costs, self.links, self.pulls, self.tickets
         )
         self._followers: dict[tuple[str, int], FleetWorker] = {}  # by address and epoch; 0 if it is not known
-        self._retiring: set[asyncio.Task[None]] = set()
+        self._retiring: dict[asyncio.Task[None], FleetWorker] = {}  # by the task that waits for its last request
         self._waiters: set[asyncio.Future[None]] = set()
         self._load_watchers: list[Callable[[], None]] = []
         self._groups: dict[tuple[str | None, str | None], WorkerGroup | None] = {}  # found since the last change
@@ -90,6 +90,11 @@ class WorkerFleet:
     @property
     def followers(self) -> tuple[FleetWorker, ...]:
         return tuple(self._followers.values())
+
+    @property
+    def leaving(self) -> tuple[FleetWorker, ...]:
+        """The workers that are no members any more and still serve requests of this router."""
+        return tuple(self._retiring.values())
 
     def find(self, worker_id: str, epoch: int) -> FleetWorker | None:
         return next(
@@ -155,9 +160,10 @@ class WorkerFleet:
         self._shares = dict(shares)
         wanted = {(member.address, int(member.epoch)): member for member in members}
         for key in [key for key in self._followers if key not in wanted]:
-            task = self._followers.pop(key).retire()
-            self._retiring.add(task)
-            task.add_done_callback(self._retiring.discard)
+            follower = self._followers.pop(key)
+            task = follower.retire()
+            self._retiring[task] = follower
+            task.add_done_callback(self._retiring.pop)
         for key, member in wanted.items():
             if key not in self._followers:
                 self._follow(member.address, member)

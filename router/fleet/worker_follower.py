@@ -223,6 +223,7 @@ class WorkerFollower:
         records = self._records
         records.tickets.on_states(self.epoch, message.tickets)
         if self._retired:
+            self.load = wire.load_from_wire(message.load)  # for the live page
             return True
         if self._needs_snapshot:
             self._needs_snapshot = False

@@ -55,7 +55,7 @@ class LiveView:
             "router": own,
             "model": self._model,
             "slo": {"ttft_s": self._slo.ttft_s, "ttft_token_s": self._slo.ttft_token_s, "itl_s": self._slo.itl_s},
-            "workers": [self._worker(worker, now_s) for worker in fleet.followers if worker.worker_id],
+            "workers": self._workers(now_s),
             "lanes": {lane.value: gate.admission.num_waiting_in(lane) for lane in Lane},
             "in_flight": gate.admission.num_inside,
             "saturation": round(gate.saturation(), 3),
@@ -78,6 +78,14 @@ class LiveView:
             "events": [_event(each) for each in events],
             "scaling": [_record(each) for each in explained.records],
         }
+
+    def _workers(self, now_s: float) -> list[Json]:
+        """Describes the workers, and those that leave unless another one has their name already."""
+        fleet = self._fleet
+        members = [self._worker(worker, now_s) for worker in fleet.followers if worker.worker_id]
+        names = {member["id"] for member in members}
+        leaving = [self._worker(worker, now_s) for worker in fleet.leaving if worker.worker_id not in names]
+        return [*members, *(worker | {"leaving": True} for worker in leaving)]
 
     def _worker(self, worker: FleetWorker, now_s: float) -> Json:
         load, described = worker.load, worker.description

@@ -34,7 +34,7 @@ function drawChart(id, lines, { from, to, format, target }) {
     svg.append(element("line", { class: "grid", x1: left, x2: width, y1: y(max * share), y2: y(max * share) }));
     svg.append(element("text", { x: left - 6, y: y(max * share) + 4, "text-anchor": "end" }, format(max * share)));
   }
-  const step = to - from > 150 ? 60 : 15;  // seconds between two labels
+  const step = to - from > 150 ? 60 : to - from > 90 ? 30 : 15;  // seconds between two labels
   for (let before = step; before <= to - from; before += step) {
     const text = step === 60 ? `-${before / 60} min` : `-${before} s`;
     svg.append(element("text", { x: x(to - before), y: height - 4 }, text));

@@ -172,6 +172,11 @@ function showPool(role, workers) {
     showWorker(worker, box, workers.length > MANY);
   }
   for (const gone of known.values()) gone.remove();
+  const boxes = new Map([...pool.children].map((box) => [box.dataset.worker, box]));
+  workers.forEach((worker, at) => {  // moved only where the order changed, so that the focus stays
+    const box = boxes.get(worker.id);
+    if (pool.children[at] !== box) pool.insertBefore(box, pool.children[at]);
+  });
 }
 
 function showChosen() {

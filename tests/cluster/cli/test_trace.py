@@ -11,6 +11,8 @@ import pytest
 
 from cluster.cli.commands.inspecting.trace import format_waterfall
 from cluster.cli.main import main
+from cluster.cli.router_http import router_urls
+from penstock.v1 import admin_pb2
 from tests.support.router.router_fakes import FakeWorker, running_router
 
 STAGES = ["tokenize", "admission", "placement", "queue", "prefill", "decode"]
@@ -61,6 +63,14 @@ async def test_with_tenants_the_metrics_token_is_demanded(tmp_path: Path, capsys
         )
         assert await asyncio.to_thread(main, [*command, "--metrics-token-file", str(token)]) == 2
         assert "is not among the last completions" in capsys.readouterr().err
+
+
+def test_a_single_router_is_asked_at_its_public_port() -> None:
+    public = ["grpc://h:1", "http://h:2"]
+    assert router_urls(admin_pb2.StatusResponse(endpoints=public)) == ["http://h:2"]
+    own = [*public, "http://h:3/metrics", "http://h:4/metrics"]
+    assert router_urls(admin_pb2.StatusResponse(endpoints=own)) == ["http://h:3", "http://h:4"]
+    assert router_urls(admin_pb2.StatusResponse()) == []
 
 
 def test_an_unreachable_router_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,6 @@ PAGE = ROOT / "router" / "live" / "page"
 MODEL = ROOT / "models" / "penstock-tiny"
 _START_S, _TIMEOUT_S = 300.0, 60.0
 _HTTP, _GRPC, _ADMIN = 18450, 18451, 18452
-_CALLERS = 8
 _WIDE, _PHONE = (1280, 900), (390, 844)
 _SETTINGS = f"""
 model = "{MODEL}"
@@ -84,8 +83,8 @@ def penstock(*argv: str) -> str:
 
 
 @contextlib.contextmanager
-def load() -> Iterator[None]:
-    """Sends conversations of several lengths until the block ends; some go on from a common beginning."""
+def load(num_callers: int = 8, longest: int = 256) -> Iterator[None]:
+    """Sends prompts of several lengths, some with a common beginning, until the block ends."""
     stopping, numbers = threading.Event(), itertools.count()
 
     def call() -> None:
@@ -93,10 +92,12 @@ def load() -> Iterator[None]:
             while not stopping.wait(0.05):
                 number = next(numbers)
                 prompt = f"Story {number % 7}." + " and then" * (8 << number % 6) + f" {number}"
-                http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 32 << number % 4})
+                http.post(
+                    "/v1/completions", json={"prompt": prompt, "max_tokens": longest >> number % 4, "ignore_eos": True}
+                )
 
-    with ThreadPoolExecutor(_CALLERS) as pool:
-        for _ in range(_CALLERS):
+    with ThreadPoolExecutor(num_callers) as pool:
+        for _ in range(num_callers):
             pool.submit(call)
         try:
             yield
@@ -128,16 +129,18 @@ def shoot_deployment(page: Page) -> None:
         shoot(page, "live-page-phone", _PHONE)
         page.resize(1280, 1900)
         workers = {each["member"]["worker_id"]: each for each in json.loads(penstock("status", "--json"))["workers"]}
-        with ThreadPoolExecutor(1) as pool:
-            drained = pool.submit(penstock, "drain", "decode-1", "--replace")
-            page.wait_for("document.querySelector('[data-worker=\"decode-1\"].leaving') !== null")
-            page.screenshot(IMAGES / "live-page-drain.png")
-            drained.result()
-        time.sleep(20)
         os.kill(workers["decode-0"]["pid"], signal.SIGKILL)
-        page.wait_for("document.querySelector('.worker.away') !== null")
-        time.sleep(1.5)
+        page.wait_for(
+            "![...document.querySelectorAll('#figures strong')].some((each) => each.textContent === '4 of 4')"
+        )
         page.screenshot(IMAGES / "live-page-kill.png")
+    penstock("status", "--wait", "120")
+    with load(num_callers=48, longest=1024), ThreadPoolExecutor(1) as pool:  # sequences take seconds to migrate
+        time.sleep(20)
+        drained = pool.submit(penstock, "drain", "decode-1")
+        page.wait_for("document.querySelector('[data-worker=\"decode-1\"].leaving') !== null")
+        page.screenshot(IMAGES / "live-page-drain.png")
+        drained.result()
 
 
 def made_up_state(rng: random.Random, after: int) -> dict[str, Any]:

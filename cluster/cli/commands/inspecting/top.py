@@ -16,7 +16,7 @@ from typing import Any
 from cluster.cli.admin import CALL_TIMEOUT_S, admin_stub
 from cluster.cli.options import add_admin_options, require_positive
 from cluster.cli.rates import DeploymentRates, DeploymentSnapshot, RouterCounts, WorkerRates, compute_rates, read_counts
-from cluster.cli.router_http import RouterHttp
+from cluster.cli.router_http import RouterHttp, router_urls
 from penstock.charts.table import columns_of, format_table, printable, wrap
 from penstock.errors import PenstockError
 from penstock.v1 import admin_pb2
@@ -72,8 +72,7 @@ def _views(
 def scrape(status: admin_pb2.StatusResponse, routers: RouterHttp) -> tuple[dict[str, RouterCounts], dict[str, str]]:
     """Returns the counts of each router by the URL of its metrics, and what is wrong with those that cannot be read."""
     found, unread = {}, {}
-    urls = [endpoint for endpoint in status.endpoints if endpoint.endswith("/metrics")]
-    for endpoint in urls or [f"{endpoint}/metrics" for endpoint in status.endpoints if endpoint.startswith("http")]:
+    for endpoint in (f"{url}/metrics" for url in router_urls(status)):
         try:
             found[endpoint] = read_counts((routers.get(endpoint) or b"").decode())
         except PenstockError as error:

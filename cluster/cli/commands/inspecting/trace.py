@@ -13,7 +13,7 @@ from typing import Any
 from cluster.cli.admin import CALL_TIMEOUT_S, admin_stub
 from cluster.cli.commands.calling.generate import format_decision
 from cluster.cli.options import add_admin_options
-from cluster.cli.router_http import RouterHttp
+from cluster.cli.router_http import RouterHttp, router_urls
 from penstock.charts.table import format_table, wrap
 from penstock.errors import InvalidInput, PenstockError, Unavailable
 from penstock.v1 import admin_pb2
@@ -65,8 +65,7 @@ def _router_urls(arguments: Namespace) -> list[str]:
     """Returns the base of each router's own URL. Raises Unavailable if Admin lists none."""
     with admin_stub(arguments) as (stub, metadata):
         status = stub.Status(admin_pb2.StatusRequest(), timeout=CALL_TIMEOUT_S, metadata=metadata)
-    urls = [url.removesuffix("/metrics") for url in status.endpoints if url.endswith("/metrics")]
-    if not urls:
+    if not (urls := router_urls(status)):
         raise Unavailable("the deployment lists no router; name one with --router http://HOST:PORT")
     return urls
 

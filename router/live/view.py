@@ -80,12 +80,18 @@ class LiveView:
         }
 
     def _workers(self, now_s: float) -> list[Json]:
-        """Describes the workers, and those that leave unless another one has their name already."""
+        """Describes the workers, and those that are no members any more unless another one has their name already. Such
+        a worker is leaving, or lost if its link is closed.
+        """
         fleet = self._fleet
         members = [self._worker(worker, now_s) for worker in fleet.followers if worker.worker_id]
         names = {member["id"] for member in members}
-        leaving = [self._worker(worker, now_s) for worker in fleet.leaving if worker.worker_id not in names]
-        return [*members, *(worker | {"leaving": True} for worker in leaving)]
+        others = [
+            self._worker(worker, now_s) | {"leaving": worker.link is None or worker.link.is_open}
+            for worker in fleet.leaving
+            if worker.worker_id not in names
+        ]
+        return [*members, *others]
 
     def _worker(self, worker: FleetWorker, now_s: float) -> Json:
         load, described = worker.load, worker.description

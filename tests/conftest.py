@@ -18,6 +18,9 @@ from tests.support.suite import costs, own_processes
 if not Path("/dev/nvidiactl").exists():
     # Triton reads this when it is first imported, which any library may do: without a GPU its kernels are interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # Several processes of tests share the cores: a second thread of torch would mostly wait, and spin. Tests of threads
+    # and processes of workers set how many they have.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else each call that ends with its process is a line of the output
 
 own_processes.install()

@@ -1,6 +1,6 @@
 """Passes submissions and cancellations from the event loop to the step loop, for routers' calls and clients' tickets.
 
-It owns no state: streams know their open requests, and the worker owns these.
+It owns no state: streams know their open requests, and the worker owns them.
 """
 
 from __future__ import annotations

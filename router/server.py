@@ -48,7 +48,7 @@ class Ports:
 
 
 class _HttpServer(uvicorn.Server):
-    """Serves at one socket from its making on. Leaves signals to the process that runs it."""
+    """Serves at one socket as soon as it is made. Leaves signals to the process that runs it."""
 
     def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
         super().__init__(config)
@@ -223,7 +223,7 @@ class RouterServer:
         self.preparer.warm_up()
 
     async def wait_ready(self, timeout_s: float | None = None) -> bool:
-        """Returns whether a request would be served, as soon as it would or once time is up."""
+        """Waits until a request would be served, or until time is up. Returns whether one would be."""
         return await self.fleet.wait_for(self.fleet.group, timeout_s) is not None
 
     async def leave(self, drain_s: float) -> None:

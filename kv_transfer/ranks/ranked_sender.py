@@ -28,7 +28,7 @@ from penstock.errors import TransferError, TransferRefused
 from penstock.types import Epoch, Lane, PageId, TransferKey
 
 
-class _Leg(NamedTuple):
+class _OpenRoute(NamedTuple):
     """A route of an open transfer."""
 
     sender: int  # rank
@@ -39,7 +39,7 @@ class _Leg(NamedTuple):
 
 @dataclass(slots=True)
 class _RankedTransfer:
-    legs: list[_Leg]
+    routes: list[_OpenRoute]
     open: set[TransferKey] = field(default_factory=set)  # keys of the routes that are not over
     failed: bool = False
 
@@ -95,18 +95,18 @@ class RankedSender:
             )
         if num_senders == num_receivers == 1:
             return self._open_locally(key, offer, lane)
-        legs = self._plan(key, num_receivers, offers)
+        routes = self._plan(key, num_receivers, offers)
         with self._lock:
             if key in self._ranked:
                 raise TransferError(f"transfer {key.transfer_id}: already open")
-            self._ranked[key] = _RankedTransfer(legs, {leg.key for leg in legs})
-            self._transfer_of.update({leg.key: key for leg in legs})
-        self._open_own_legs(key, legs, lane)
-        for leg in legs:
-            sender = self._senders[leg.sender]
+            self._ranked[key] = _RankedTransfer(routes, {route.key for route in routes})
+            self._transfer_of.update({route.key: key for route in routes})
+        self._open_own_routes(key, routes, lane)
+        for route in routes:
+            sender = self._senders[route.sender]
             if isinstance(sender, RemoteSender):
-                sender.open(leg.key, leg.offer, lane)
-        return legs[0].plan
+                sender.open(route.key, route.offer, lane)
+        return routes[0].plan
 
     def _open_locally(self, key: TransferKey, offer: bytes, lane: Lane) -> ReshardPlan:
         with self._lock:
@@ -120,37 +120,37 @@ class RankedSender:
                     self._local_keys.discard(key)
             raise
 
-    def _open_own_legs(self, key: TransferKey, legs: Sequence[_Leg], lane: Lane) -> None:
+    def _open_own_routes(self, key: TransferKey, routes: Sequence[_OpenRoute], lane: Lane) -> None:
         """Opens the routes that this rank sends, which may be refused; then nothing stays open."""
         opened: list[TransferKey] = []
         try:
-            for leg in legs:
-                if leg.sender == 0:
-                    self._local.open(leg.key, leg.offer, lane)
-                    opened.append(leg.key)
+            for route in routes:
+                if route.sender == 0:
+                    self._local.open(route.key, route.offer, lane)
+                    opened.append(route.key)
         except TransferError:
             with self._lock:
                 del self._ranked[key]
-                for leg in legs:
-                    del self._transfer_of[leg.key]
+                for route in routes:
+                    del self._transfer_of[route.key]
             for route_key in opened:
                 self._local.abort(route_key)
             raise
 
-    def _plan(self, key: TransferKey, num_receivers: int, offers: Sequence[bytes]) -> list[_Leg]:
+    def _plan(self, key: TransferKey, num_receivers: int, offers: Sequence[bytes]) -> list[_OpenRoute]:
         """Plans the routes of a transfer. Raises TransferError and TransferRefused."""
-        routes = plan_head_routes(self._num_kv_heads, len(self._senders), num_receivers)
-        if len(routes) != len(offers):
-            raise TransferError(f"offer.offers: {len(offers)}, want {len(routes)}: one for each route")
-        legs: list[_Leg] = []
-        for route, offer in zip(routes, offers, strict=True):
+        head_routes = plan_head_routes(self._num_kv_heads, len(self._senders), num_receivers)
+        if len(head_routes) != len(offers):
+            raise TransferError(f"offer.offers: {len(offers)}, want {len(head_routes)}: one for each route")
+        routes: list[_OpenRoute] = []
+        for head_route, offer in zip(head_routes, offers, strict=True):
             parsed = parse_offer(offer)
             heads = range(*parsed.heads) if parsed.heads else None
-            plan = plan_reshard(self._layouts[route.sender], parsed.layout, heads)
-            if legs and plan.target.page_size != legs[0].plan.target.page_size:
+            plan = plan_reshard(self._layouts[head_route.sender], parsed.layout, heads)
+            if routes and plan.target.page_size != routes[0].plan.target.page_size:
                 raise TransferRefused("the receiver's ranks have pages of different sizes; configure one page size")
-            legs.append(_Leg(route.sender, route.key_of(key), offer, plan))
-        return legs
+            routes.append(_OpenRoute(head_route.sender, head_route.key_of(key), offer, plan))
+        return routes
 
     def push_tokens(
         self,
@@ -208,7 +208,9 @@ class RankedSender:
             if key in self._local_keys:
                 return [(self._local, key)]
             transfer = self._ranked.get(key)
-            return [(self._senders[leg.sender], leg.key) for leg in transfer.legs] if transfer is not None else []
+            return (
+                [(self._senders[route.sender], route.key) for route in transfer.routes] if transfer is not None else []
+            )
 
     def _on_route_done(self, route_key: TransferKey) -> None:
         with self._lock:

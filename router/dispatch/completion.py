@@ -18,7 +18,7 @@ from router.tracing.stages import LegCause, WorkerLeg
 
 
 class DispatchedCompletion:
-    """Owned by its token stream, which chooses the workers that `submit` sends it to, one after another."""
+    """A completion. Its token stream owns it, and chooses the workers that `submit` sends it to, one after another."""
 
     def __init__(
         self,
@@ -54,14 +54,14 @@ class DispatchedCompletion:
     def submit(self, worker: FleetWorker, command: worker_pb2.DecodeCommand, sent_s: float, cause: LegCause) -> None:
         """Sends the completion to a worker. Raises Unavailable if its link is closed."""
         self.worker_id, self.worker_address = worker.worker_id, worker.address
-        assert worker.link is not None  # it takes work
+        assert worker.link is not None  # the caller chose a worker that takes work
         self._stream_id = worker.link.submit(command, self._deliver)
         self._link = worker.link
         self.legs.append(WorkerLeg(worker.worker_id, sent_s, cause))
         self.core.on_sent(worker.epoch)
 
     def release(self) -> None:
-        """Ends it, and cancels it at its worker."""
+        """Ends the completion, and cancels it at its worker."""
         self.ended = True
         if self.core.release() and self._link is not None:
             self._link.cancel(self._stream_id)

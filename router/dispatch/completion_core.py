@@ -1,8 +1,8 @@
-"""The state machine of one completion on its way through workers: what it holds, and whether it continues after a loss.
+"""The state machine of one completion, which decides whether it continues after the loss of its worker.
 
-Pure: the token stream reports to it what happened and does what it answers, and the simulator's router runs the same
-code in virtual time. It owns the completion's entries in the in-flight ledger and knows whether a worker still has it;
-it knows neither links nor messages.
+Pure: the token stream reports events and acts on the answers, and the simulator's router runs the same code in virtual
+time. It owns the completion's entries in the in-flight ledger and knows whether a worker still has it; it knows neither
+links nor messages.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Retries(Protocol):
     """The budget of re-dispatches that all requests of a router share."""
 
     def take(self, now_s: float) -> bool:
-        """Counts one more; False if the budget does not allow it."""
+        """Counts one re-dispatch; returns False if the budget does not allow it."""
 
 
 class CompletionCore:
-    """`over` means that no worker computes it any more."""
+    """The state of one completion. `over` means that no worker computes it any more."""
 
     def __init__(
         self,
@@ -52,24 +52,24 @@ class CompletionCore:
         self._refused_by: set[Epoch] = set()  # workers that would not take it
 
     def may_go_to(self, epoch: Epoch) -> bool:
-        """Returns whether that worker has not refused it."""
+        """Returns False for a worker that has refused the completion."""
         return epoch not in self._refused_by
 
     def patience_s(self) -> float:
-        """Returns how long it waits for a worker that takes requests."""
+        """Returns how long the completion waits for a worker that takes requests."""
         return WAIT_TO_RESUME_S if self.num_generated else WAIT_TO_START_S
 
     def on_placed(self, credits: Collection[WorkKey]) -> None:
-        """Keeps the ledger entries of its placement."""
+        """Keeps the ledger entries of the completion's placement."""
         self._credits = list(credits)
 
     def on_sent(self, epoch: Epoch) -> None:
-        """Notes the worker that it was sent to after its placement, or that its sequence has migrated to."""
+        """Records the worker that the completion was sent to, or that its sequence has migrated to."""
         self.worker_epoch = epoch
         self._is_at_worker = True
 
     def on_tokens(self, num_tokens: int) -> bool:
-        """Counts tokens as they arrive. Returns whether they are the first since it was placed."""
+        """Counts tokens as they arrive. Returns whether they are the first since the completion was placed."""
         self.num_generated += num_tokens
         if not num_tokens or not self._credits:
             return False
@@ -77,19 +77,19 @@ class CompletionCore:
         return True
 
     def on_left(self) -> None:
-        """Notes that its worker no longer holds it: the worker has ended, refused or migrated it, or was lost."""
+        """Records that the worker no longer holds the completion: it has ended, refused or migrated it, or was lost."""
         self._is_at_worker = False
 
     def on_end(self) -> None:
-        """Notes its regular end."""
+        """Records the completion's regular end."""
         self.on_left()
         self._settle()
         self.over = True
 
     def on_failure(self, error: PenstockError, now_s: float, rng: random.Random, *, refused: bool) -> None:
-        """Prepares it to be placed again after its worker was lost, or refused it.
+        """Prepares the completion to be placed again after its worker was lost or refused it.
 
-        Raises `error` if it would recur anywhere, and Unavailable if it was re-dispatched often enough.
+        Raises `error` if it would recur anywhere, and Unavailable if the completion was re-dispatched often enough.
         """
         self.on_left()
         self._settle()
@@ -110,7 +110,7 @@ class CompletionCore:
         self.num_redispatches += 1
 
     def release(self) -> bool:
-        """Ends it, for whatever reason. Returns whether a worker still has it, where it must then be cancelled."""
+        """Ends the completion, for whatever reason. Returns whether it must be cancelled at a worker."""
         is_at_worker, self._is_at_worker = self._is_at_worker, False
         self._settle()
         self.over = True

@@ -1,4 +1,4 @@
-"""Holds what all requests of a router share on their way to workers and back, and how it is put together."""
+"""Holds what all requests of a router share on their way to workers and back, and composes it."""
 
 from __future__ import annotations
 

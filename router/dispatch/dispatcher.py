@@ -23,7 +23,7 @@ from router.tracing.stages import EndedCompletion
 
 
 class Dispatcher:
-    """Owns nothing but what its context does: all state of a request lives in its stream or behind its ticket."""
+    """Serves all requests. It keeps no state of a request, which lives in the request's stream or behind its ticket."""
 
     def __init__(self, context: DispatchContext, lookaside: Lookaside, spelling: Spelling) -> None:
         self._context = context

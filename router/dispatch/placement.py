@@ -1,7 +1,8 @@
-"""Places a request: looks its prompt up in the index, asks the policy for a pair of workers, credits them.
+"""Places a request: looks its prompt up in the index, asks the policy for a pair of workers, and credits the work to
+them.
 
-Stands between dispatch, which owns the request's path, and the pure decisions of `router.routing`, which see views of
-workers alone. Synchronous: placing a request never waits.
+Stands between dispatch, which owns the request's path, and the pure decisions of `router.routing`, which see only views
+of workers. Synchronous: placing a request never waits.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _BROKEN = LinkCost(1e6, 0.0)  # so expensive that any other pair is chosen
 
 
 class PromptPages:
-    """A prompt's leading page hashes by page size, computed little further than what some worker holds."""
+    """A prompt's leading page hashes by page size, computed only a little beyond what any worker holds."""
 
     def __init__(self, token_ids: Sequence[int], salt: bytes) -> None:
         self._token_ids = token_ids
@@ -67,7 +68,7 @@ class PromptPages:
         return self._first(len(self._token_ids) // size, size)
 
     def marks(self, size: int) -> Iterator[PageHash]:
-        """Yields the prompt's marks, by which pending prompts are known. Hashes no further than they are taken."""
+        """Yields the prompt's marks, which identify pending prompts. Hashes only as far as the caller reads."""
         stride = mark_pages(size)
         for count in range(stride, len(self._token_ids) // size + 1, stride)[:MAX_MARKS_PER_PROMPT]:
             yield self._first(count, size)[count - 1]
@@ -128,7 +129,7 @@ class FleetLinkPricing:
 
 
 class Placer:
-    """Places all requests of a router: they share the policy with its state, and what is learned from their ends."""
+    """Places all requests of a router, which share the policy's state and what was learned from ended completions."""
 
     def __init__(
         self,
@@ -140,7 +141,8 @@ class Placer:
         may_pull: bool = True,
     ) -> None:
         """`on_error` receives by how many seconds a completion's queue, prefill and transfer were mispredicted. Without
-        `may_pull` no worker learns whom it could pull a prefix from."""
+        `may_pull` workers get no source to pull a prefix from.
+        """
         self._fleet = fleet
         self._policy = policy
         self._rng = rng
@@ -256,7 +258,9 @@ class Placer:
         )
 
     def _compare_caches(self, placement: Placement, timing: common_pb2.Timing) -> None:
-        """Compares cached tokens with what the index promised; asks a worker again that it describes wrongly."""
+        """Compares cached tokens with what the index promised; asks a worker for its pages again if the index describes
+        it wrongly.
+        """
         score, promised, now_s = placement.choice.score, placement.commitment, time.monotonic()
         decode = placement.choice.decode
         checks = []
@@ -286,7 +290,7 @@ class Placer:
     def _reaching(
         self, decode: FleetWorker, candidates: list[worker_pb2.PrefillCandidate], now_s: float
     ) -> list[worker_pb2.PrefillCandidate]:
-        """Keeps candidates whose pages reach the decode worker; where none do, it computes the prompt itself."""
+        """Keeps the candidates whose pages reach the decode worker; with none left, it computes the prompt itself."""
         health = self._fleet.health
         return [worker for worker in candidates if not health.link_is_open(Epoch(worker.epoch), decode.epoch, now_s)]
 

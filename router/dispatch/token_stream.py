@@ -112,7 +112,7 @@ class TokenStream:
         )
 
     def end(self, index: int) -> CompletionDelta:
-        """Frees a completion that the client wants no more of at its worker. Returns its last delta."""
+        """Cancels, at its worker, a completion that the client wants no more of. Returns its last delta."""
         completion = self._completions[index]
         timing = completion.timing or completion.end_timing(self._request, common_pb2.Timing(), time.monotonic())
         self._release(completion)
@@ -132,11 +132,11 @@ class TokenStream:
         return decision_record(self._request.request_id, policy, completions)
 
     def legs(self, index: int) -> list[WorkerLeg]:
-        """Returns the decode workers that a completion went to, in their order."""
+        """Returns the legs of a completion, in their order."""
         return self._completions[index].legs
 
     def open_legs(self) -> list[WorkerLeg]:
-        """Returns those of the completions that have not ended with a finish reason."""
+        """Returns the legs of the completions that have not ended with a finish reason."""
         return [leg for completion in self._completions if completion.timing is None for leg in completion.legs]
 
     def choices(self, index: int) -> list[PairChoice]:
@@ -262,7 +262,7 @@ class TokenStream:
     async def _redispatch(
         self, completion: DispatchedCompletion, error: PenstockError, *, refused: bool = False
     ) -> None:
-        """Places the completion again after its worker was lost or refused it. Raises errors that recur anywhere."""
+        """Places the completion again after its worker was lost or refused it. Raises errors that would recur."""
         now_s = time.monotonic()
         if completion.legs:
             completion.legs[-1].lost_s, completion.legs[-1].error = now_s, error.reason

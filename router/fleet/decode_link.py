@@ -1,4 +1,5 @@
-"""The Serve call to a decode worker: submissions and cancels go out, step frames come in and are dealt to requests.
+"""The Serve call to a decode worker: submissions and cancels go out, step frames come in and are distributed to
+requests.
 
 The call is the lease of every request on it. When it breaks, each of them is notified at once and the worker, if it
 still lives, drops them all.
@@ -27,10 +28,10 @@ _MAX_HOLD_S = 0.005  # how long a token may be held, however busy the loop is
 class DecodeLink:
     """Owned by the worker's follower, which awaits `run`.
 
-    Dealing a frame wakes every request that it has tokens for, and each writes to its client. While that takes longer
-    than a step, frames that arrive in the meantime are held for as long as the last wave of writes took, then dealt
-    together: a client gets several tokens in one message instead of each of them later and later. Where steps take
-    longer than the writes nothing is held. First tokens never are.
+    A frame wakes every request that it has tokens for, and each writes to its client. While that takes longer
+    than a step, frames that arrive in the meantime are held for as long as the last wave of writes took, then
+    distributed together: a client gets several tokens in one message instead of each of them later and later. Where
+    steps take longer than the writes nothing is held. First tokens never are.
     """
 
     def __init__(self, worker_id: WorkerId, on_change: Callable[[], None]) -> None:

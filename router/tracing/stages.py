@@ -38,7 +38,7 @@ class LegCause(StrEnum):
 
 @dataclass(slots=True)
 class WorkerLeg:
-    """A decode worker's part in a completion. Moments are monotonic seconds."""
+    """A leg: the part of a completion that one decode worker computes. Moments are monotonic seconds."""
 
     worker: str
     sent_s: float

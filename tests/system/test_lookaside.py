@@ -160,9 +160,9 @@ async def test_the_blocking_client_streams_lookaside_and_explains_its_decision(p
     assert essence(found) == essence(wanted)
     assert pair.tickets_used == 1
     assert found.decision is not None
-    (leg,) = found.decision["completions"]
-    assert leg["attempts"][0]["predicted"]["decode"] == "decode-0"
-    assert "actual" not in leg
+    (completion,) = found.decision["completions"]
+    assert completion["attempts"][0]["predicted"]["decode"] == "decode-0"
+    assert "actual" not in completion
     assert "prefill-0 > decode-0" in format_decision(found.decision)
 
 

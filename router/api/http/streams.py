@@ -91,7 +91,7 @@ def granted_header(output: Output) -> dict[str, str]:
 
 
 class StartedOutputs:
-    """A call's outputs from the moment when the first is waited for, which may come before the head or after it.
+    """A call's outputs, the first of which may come before the response's head is sent, or after it.
 
     Read `first` once and then `rest`; close it in any case.
     """
@@ -116,7 +116,9 @@ class StartedOutputs:
 async def event_bytes(
     outputs: StartedOutputs, parsed: ParsedOutputs, response: CallResponse, totals: CallTotals
 ) -> AsyncGenerator[bytes, None]:
-    """Yields server-sent events, each output's in one piece: the response's, and after a failure its own for that."""
+    """Yields the response's server-sent events, those of one output in one piece, and after a failure its event for
+    errors.
+    """
     try:
         if opening := response.opening(totals):
             yield encoded(opening)

@@ -35,16 +35,16 @@ def choice(number, names):
     return PairChoice(WorkerId(names), fallbacks, 5, scores[0], tuple(scores))
 
 
-@given(legs=st.integers(1, 40), attempts=st.integers(1, 4), considered=st.integers(1, 8), name=st.text(max_size=60))
+@given(count=st.integers(1, 40), attempts=st.integers(1, 4), considered=st.integers(1, 8), name=st.text(max_size=60))
 @examples(60)
-def test_a_record_is_bounded_and_keeps_its_core(legs, attempts, considered, name):
-    made = [completion_record(at, [choice(considered, name)] * attempts, common_pb2.Timing()) for at in range(legs)]
+def test_a_record_is_bounded_and_keeps_its_core(count, attempts, considered, name):
+    made = [completion_record(at, [choice(considered, name)] * attempts, common_pb2.Timing()) for at in range(count)]
     whole = decision_record("r", "kv-aware", made)
     text = to_json(whole)
     assert len(text) <= MAX_BYTES
     assert text.isascii()
     assert whole["completions"][0]["attempts"][0]["predicted"]["decode"] == name
-    assert whole.get("truncated", False) or len(whole["completions"]) == legs
+    assert whole.get("truncated", False) or len(whole["completions"]) == count
     assert "actual" in whole["completions"][0]
 
 

@@ -46,7 +46,8 @@ class VllmServer:
             "events": f"tcp://127.0.0.1:{events}",
             "replay": f"tcp://127.0.0.1:{replay}",
         }
-        publisher = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.settings["events"]}
+        # vLLM listens at a wildcard only: with another address its publisher connects, and nobody listens.
+        publisher = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{events}"}
         words = ["--model", str(MODEL), "--served-model-name", MODEL.name, "--host", "127.0.0.1"]
         words += ["--port", str(self.port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
         words += ["--max-num-seqs", "8", "--block-size", str(BLOCK), "--enable-prompt-tokens-details"]

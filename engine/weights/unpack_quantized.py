@@ -17,6 +17,7 @@ import torch
 from engine.weights.quantization_config import WeightScheme
 from engine.weights.quantized_layouts import BITS
 from engine.weights.quantized_weight import QuantizedWeight
+from penstock.errors import CheckpointError
 
 # The output, of eight adjacent ones, that the i-th four bits of an AWQ word hold.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -76,6 +77,11 @@ def _unpack_codes(scheme: WeightScheme, tensors: Tensors, shape: tuple[int, int]
     codes_OI = tensors["weight"]
     if scheme.kind == "int4":  # signed; from 0 on here
         codes_OI = codes_OI + _HALF["int4"]
+        if bool(((codes_OI < 0) | (codes_OI > 15)).any()):
+            raise CheckpointError(
+                "a weight that quantization_config stores in 4 bits has codes outside -8 to 7; fetch the checkpoint "
+                "again, or give num_bits = 8"
+            )
         zeros_OG = (torch.zeros_like(scales_OG) if zeros_OG is None else zeros_OG) + _HALF["int4"]
     return QuantizedWeight(scheme.kind, codes_OI, scales_OG, zeros_OG, size)
 

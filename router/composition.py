@@ -17,10 +17,13 @@ from penstock.rpc.addresses import is_every_interface
 from penstock.rpc.secret import ADMIN
 from penstock.rpc.tls import ServerCertificate
 from penstock.rpc.trust import Trust
+from penstock.types import Role
 from router.admission.gate import AdmissionGate
+from router.api.http.offline.parts import OfflineParts
 from router.api.identity import Tenants
 from router.api.key_files import watch_metrics_token, watch_tenants
 from router.api.prepare import RequestPreparer
+from router.batches.pacing_policy import PoolUse
 from router.dispatch.context import DispatchContext, make_context
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.lookaside import Lookaside
@@ -54,6 +57,7 @@ class RouterParts:
     metrics_token: Callable[[], str]  # of /metrics, "" without one
     certificate: ServerCertificate | None
     live: LiveView
+    offline: OfflineParts | None  # None: neither files nor batches are served
 
 
 def make_parts(config: RouterConfig) -> RouterParts:
@@ -84,6 +88,9 @@ def make_parts(config: RouterConfig) -> RouterParts:
         parsing=FairThreads("parser", _NUM_PARSING, config.limits.text_queue_characters),
         metrics_token=watch_metrics_token(config, trust.watcher),
         certificate=ServerCertificate(config.tls, "tls", trust.watcher) if config.tls else None,
+        offline=OfflineParts(config, functools.partial(_pool_use, fleet, context.gate))
+        if config.batches.folder
+        else None,
         live=LiveView(card.name, config.policy, config.slo, fleet, context.gate, context.counts.recent, controller),
     )
 
@@ -99,6 +106,22 @@ def _check_addresses(config: RouterConfig) -> None:
             f"peer_host = {config.peer_host!r}: the Admin service passes this address on to other routers, which "
             "cannot call it; give the address of this machine (--peer-host)"
         )
+
+
+def _pool_use(fleet: WorkerFleet, gate: AdmissionGate, num_lines: int) -> PoolUse:
+    """Returns what all requests do; `num_lines` of those at this router belong to batches.
+
+    Other routers' requests are known as far as workers report their sequences.
+    """
+    decoders = [worker for worker in fleet.followers if worker.takes_work and worker.description.role == Role.DECODE]
+    num_at_workers = sum(worker.load.num_running + worker.load.num_waiting for worker in fleet.followers)
+    admission = gate.admission
+    return PoolUse(
+        num_lines=num_lines,
+        num_others=max(0, admission.num_inside - num_lines, num_at_workers - num_lines),
+        num_waiting=admission.num_waiting + sum(worker.load.num_waiting for worker in fleet.followers),
+        num_decode_workers=len(decoders),
+    )
 
 
 def _watch(metrics: RouterMetrics, fleet: WorkerFleet, gate: AdmissionGate, trust: Trust) -> None:

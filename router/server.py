@@ -22,9 +22,8 @@ from penstock.v1 import admin_pb2
 from router.api.connection_guard import ConnectionGuard
 from router.api.grpc_service import SERVICE, InferenceService
 from router.api.http.app import make_app
-from router.api.http.connections import ConnectionCounts, bound_unread, connections_for, http_protocol
+from router.api.http.connections import ConnectionCounts, bound_unread, connections_for, http_protocol, tls_settings
 from router.api.http.operations import make_operations_app
-from router.api.http.tls import tls_settings
 from router.composition import make_parts
 from router.fleet.engines.follow import follow_engines
 from router.fleet.worker_fleet import follow_admin
@@ -93,6 +92,7 @@ class RouterServer:
         self._metrics_token = parts.metrics_token
         self._certificate = parts.certificate
         self._live = parts.live
+        self._offline = parts.offline
         self.fleet = parts.fleet
         self.context = parts.context
         self.preparer = parts.preparer
@@ -156,7 +156,7 @@ class RouterServer:
         control = self._grpc.add_control_port(_LOOPBACK) if self._needs_control_port else 0
         grpc_port = await self._grpc.start(self._config.host, self._config.grpc_port, "grpc_port")
         self._tasks.append(asyncio.create_task(guard.watch(grpc_port), name="connections"))
-        app = make_app(
+        app, batch_runner = make_app(
             self.preparer,
             self._dispatcher,
             self._metrics,
@@ -164,7 +164,11 @@ class RouterServer:
             self._metrics_token,
             self._config.cors_origins,
             self._config.store,
+            self._offline,
         )
+        if batch_runner is not None:
+            self.fleet.watch_loads(batch_runner.on_load)
+            self._tasks.append(asyncio.create_task(batch_runner.run(), name="batches"))
         add_live_page(app, self._live, self._check_scraper)
         self._https = [self._serve_http(app, http_socket, self.connections, asks_for_certificate=True)]
         if metrics_socket is not None:

@@ -11,7 +11,14 @@ from penstock.config.engine import EngineConfig
 from penstock.config.files import load, load_process, parse, read
 from penstock.config.limits import LimitsConfig
 from penstock.config.retention import RetentionConfig
-from penstock.config.router import EngineEndpointConfig, IndexConfig, KvAwareConfig, RouterConfig, StoreConfig
+from penstock.config.router import (
+    BatchConfig,
+    EngineEndpointConfig,
+    IndexConfig,
+    KvAwareConfig,
+    RouterConfig,
+    StoreConfig,
+)
 from penstock.config.security import SecurityConfig, TlsConfig
 from penstock.config.serve import PoolConfig, ServeConfig
 from penstock.config.tenants import TenantConfig, TenantName
@@ -30,6 +37,7 @@ __all__ = [
     "AdmissionConfig",
     "AutoscalerConfig",
     "BalanceConfig",
+    "BatchConfig",
     "DecodeConfig",
     "EngineConfig",
     "EngineEndpointConfig",

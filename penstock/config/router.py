@@ -62,6 +62,31 @@ class EngineEndpointConfig(FrozenConfig):
     """Shortest prompt that a `decode` engine has computed elsewhere."""
 
 
+class BatchConfig(FrozenConfig):
+    """Files and offline batches, whose requests run while others leave capacity idle."""
+
+    folder: str = ""
+    """Folder of files and batches, which all routers of a host share; "" serves neither."""
+    max_running: int = Field(32, ge=1)
+    """Requests of batches in flight at a router while there are no others."""
+    beside: int = Field(1, ge=0)
+    """Requests of batches in flight for each decode worker while there are others; 0 waits for an idle moment."""
+    file_bytes: int = Field(64 << 20, ge=1)
+    """Bytes of one file."""
+    tenant_bytes: int = Field(1 << 30, ge=1)
+    """Bytes of one tenant's files; its batches' outputs count too, but are never cut."""
+    max_files: int = Field(1000, ge=1)
+    """Files of one tenant."""
+    max_lines: int = Field(50_000, ge=1)
+    """Requests of one batch."""
+    max_batches: int = Field(16, ge=1)
+    """Unfinished batches of one tenant."""
+    max_window_s: float = Field(7 * 86_400.0, gt=0)
+    """Longest `completion_window` of a batch, in seconds."""
+    age_s: float = Field(30 * 86_400.0, gt=0)
+    """Seconds after which a file or a finished batch is deleted."""
+
+
 class KvAwareConfig(FrozenConfig):
     """Weights of the kv-aware policy, which compares pairs of workers by their estimated cost in seconds."""
 
@@ -139,6 +164,8 @@ class RouterConfig(KvAwareConfig):
     """Index of the workers' prefix caches."""
     store: StoreConfig = StoreConfig()
     """Responses kept for later calls."""
+    batches: BatchConfig = BatchConfig()
+    """Files and offline batches."""
     tenants: dict[TenantName, TenantConfig] = Field(default_factory=dict)
     """Tenants by name; without any, callers are not distinguished."""
     tenants_file: str = ""

@@ -119,6 +119,14 @@ class Tenants:
             raise PermissionDenied(f"tenant {tenant.name} is turned off; ask the operator of this deployment")
         return tenant
 
+    def named(self, name: str) -> Tenant:
+        """Returns the tenant of that name, for work that it has left here. Raises PermissionDenied if it is gone."""
+        directory = self._directory()
+        tenant = directory.by_name.get(name) if directory.by_name else self.open
+        if tenant is None or tenant.name != name or not tenant.config.enabled:
+            raise PermissionDenied(f"tenant {name} is unknown or turned off; ask the operator of this deployment")
+        return tenant
+
     def check_scraper(self, authorization: str | None, token: str) -> None:
         """Checks a reader of metrics, which cover all tenants. Raises Unauthenticated or PermissionDenied."""
         if token:

@@ -94,6 +94,11 @@ class RequestPreparer:
         self._leaving = True
 
     @property
+    def max_timeout_s(self) -> float:
+        """The longest deadline that a call may name, in seconds."""
+        return self._config.max_timeout_s
+
+    @property
     def inflight(self) -> tuple[int, int]:
         """The requests at this router: all of them, and those of them that wait for admission."""
         admission = self._context.gate.admission

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
@@ -15,6 +16,8 @@ from router.api.dialect import Dialect, ErrorShape
 from router.api.http import message_routes, response_routes
 from router.api.http.generation import GenerationCalls
 from router.api.http.model_routes import add_models
+from router.api.http.offline.line_answers import LineAnswers
+from router.api.http.offline.parts import OfflineParts
 from router.api.http.openapi.document import described_call
 from router.api.http.operations import make_operations_app
 from router.api.http.request_ids import REQUEST_ID
@@ -26,6 +29,7 @@ from router.api.prepare import RequestPreparer
 from router.api.translation.anthropic.errors import anthropic_error
 from router.api.translation.responses.errors import responses_error
 from router.api.translation.responses.store import ResponseStore
+from router.batches.runner import BatchRunner
 from router.dispatch.dispatcher import Dispatcher
 from router.metrics.metrics import RouterMetrics
 from router.text.fair_threads import FairThreads
@@ -37,6 +41,11 @@ SHAPES: Mapping[str, ErrorShape] = {
 }
 
 
+class ServedApp(NamedTuple):
+    app: FastAPI
+    batch_runner: BatchRunner | None  # to be run, on the app's event loop
+
+
 def make_app(
     preparer: RequestPreparer,
     dispatcher: Dispatcher,
@@ -45,9 +54,13 @@ def make_app(
     metrics_token: Callable[[], str] = lambda: "",
     cors_origins: Sequence[str] = (),
     store: StoreConfig | None = None,
-) -> FastAPI:
-    """`threads` parse large bodies. With a `metrics_token` that is not "", /metrics and /load demand it. With tenants
-    and no token, nobody can read either. Browsers' pages of the `cors_origins` may call; "*" is any page."""
+    batches: OfflineParts | None = None,
+) -> ServedApp:
+    """`threads` parse large bodies. Without `batches`, files and batches are not served.
+
+    With a `metrics_token` that is not "", /metrics and /load demand it. With tenants and no token, nobody can read
+    either. Browsers' pages of the `cors_origins` may call; "*" is any page.
+    """
     app = make_operations_app(preparer, metrics, metrics_token, SHAPES)
     if cors_origins:
         app.add_middleware(
@@ -58,15 +71,20 @@ def make_app(
             expose_headers=[REQUEST_ID, GRANTED_TOKENS, "retry-after"],
         )
     calls = GenerationCalls(preparer, dispatcher, metrics, threads)
-    _add_generation(app, calls, preparer)
+    dialects = _add_generation(app, calls, preparer)
     add_tokenization(app, calls, preparer)
     message_routes.add_messages(app, calls, preparer)
-    response_routes.add_responses(app, calls, preparer, ResponseStore(store or StoreConfig(), time.monotonic))
+    responses = ResponseStore(store or StoreConfig(), time.monotonic)
+    dialects[response_routes.PATH] = response_routes.add_responses(app, calls, preparer, responses)
+    runner = None
+    if batches is not None:
+        runner = batches.add_to(app, calls, preparer, LineAnswers(calls, preparer, dialects, SHAPES), [*dialects])
     add_models(app, preparer)
-    return app
+    return ServedApp(app, runner)
 
 
-def _add_generation(app: FastAPI, calls: GenerationCalls, preparer: RequestPreparer) -> None:
+def _add_generation(app: FastAPI, calls: GenerationCalls, preparer: RequestPreparer) -> dict[str, Dialect[Any]]:
+    """Returns the dialects by their paths."""
     name_of, tokenizer = preparer.answering_name, preparer.tokenizer
 
     def read_completion(raw: bytes, limits: LimitsConfig, tenant: str) -> CompletionBody:
@@ -87,3 +105,5 @@ def _add_generation(app: FastAPI, calls: GenerationCalls, preparer: RequestPrepa
     async def chat_completions(http: Request) -> Response:
         """Answers a conversation, as OpenAI's chat completions do; with `stream`, as events."""
         return await calls.answer(http, chat)
+
+    return {"/v1/chat/completions": chat, "/v1/completions": completion}

@@ -1,7 +1,8 @@
 """Bounds the connections to the HTTP port: how many there are, and how long one may take to send a request's headers.
 
 The server library bounds neither. It hands each connection to a protocol of ours, which counts it, watches it until its
-request has begun, and refuses what is over a limit with an error that names it.
+request has begun, and refuses what is over a limit with an error that names it. Over TLS, a request also learns the
+names in its client's certificate, which the library does not expose.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import logging
 import socket
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -21,7 +23,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from penstock.config.limits import LimitsConfig
 from penstock.errors import Overloaded, PenstockError, Unavailable
-from router.api.http.tls import subjects_of
+from penstock.rpc.tls import ServerCertificate
 from router.api.limits import UnreadRequest
 from router.api.openai.responses import error_json
 from router.metrics.metrics import RouterMetrics
@@ -115,7 +117,7 @@ class HttpConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # cho
         self._peer = peer
         extra: dict[str, Any] = {ABORT: transport.abort}
         connection = transport.get_extra_info("ssl_object")
-        if connection is not None and (subjects := subjects_of(connection.getpeercert())):
+        if connection is not None and (subjects := _subjects_of(connection.getpeercert())):
             extra[SUBJECTS] = subjects
         self.app = _with_scope(self.app, extra)
         self._await_headers()
@@ -194,3 +196,20 @@ def _with_scope(app: ASGIApp, extra: dict[str, Any]) -> ASGIApp:
         await app({**scope, **extra}, receive, send)
 
     return call
+
+
+def tls_settings(certificate: ServerCertificate | None, *, asks_for_certificate: bool) -> dict[str, Any]:
+    """Returns keyword arguments for uvicorn."""
+    if certificate is None:
+        return {}
+    context = certificate.ssl_context(asks_for_certificate=asks_for_certificate)
+    return {"ssl_context_factory": lambda config, default: context}
+
+
+def _subjects_of(certificate: Mapping[str, Any] | None) -> list[str]:
+    """Returns the alternative names, then the common names, of what `SSLObject.getpeercert` returns."""
+    if not certificate:
+        return []
+    names = [value for _, value in certificate.get("subjectAltName", ())]
+    common = [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
+    return names + common

@@ -19,7 +19,9 @@ from penstock.config.limits import LimitsConfig
 from penstock.errors import InvalidInput
 from penstock.rpc.hints import read_hints
 from penstock.text.grammars import FIELD as GRAMMAR_FIELD
+from penstock.types import Lane
 from penstock.v1 import inference_pb2
+from penstock.wire import lane_to_wire
 from router.api.dialect import BodyT, CallResponse, CallTotals, Dialect, DialectBody
 from router.api.http.bodies import BodyReader
 from router.api.http.connections import ABORT, SUBJECTS
@@ -38,7 +40,7 @@ from router.api.http.streams import (
 from router.api.identity import Tenant
 from router.api.limits import check_completions, check_headers
 from router.api.openai.json_bodies import SMALL_BODY_BYTES
-from router.api.openai.requests import read_lane, read_timeout_s
+from router.api.openai.requests import TIMEOUT, read_lane, read_timeout_s
 from router.api.parsed_outputs import OutputParsing, ParsedOutputs
 from router.api.prepare import RequestPreparer
 from router.api.reader_watch import ReaderWatch
@@ -77,6 +79,13 @@ class GenerationCalls:
 
         return await self.with_body(http, work)
 
+    async def answer_offline(self, tenant: Tenant, path: str, raw: bytes, dialect: Dialect[BodyT]) -> Response:
+        """Answers a call that nobody waits for, in the lane bulk and with the longest time-out."""
+        headers = [(TIMEOUT.encode(), str(self._preparer.max_timeout_s).encode())]
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+        with contextlib.ExitStack() as held:
+            return await self._answer(Request(scope), raw, held, dialect, tenant, None, Lane.BULK)
+
     async def with_body(
         self, http: Request, work: Callable[[bytes, contextlib.ExitStack, Tenant], Awaitable[Response]]
     ) -> Response:
@@ -100,11 +109,13 @@ class GenerationCalls:
         dialect: Dialect[BodyT],
         tenant: Tenant,
         running: RunningCalls | None,
+        lane: Lane | None = None,
     ) -> Response:
         """Returns a stream with its first token, so that errors before it are plain HTTP errors.
 
         A token that takes longer than `HEARTBEAT_S` is waited for in the stream, which then sends its head and
-        heartbeats: proxies and clients end a connection on which nothing comes.
+        heartbeats: proxies and clients end a connection on which nothing comes. `lane` overrides what the call asks
+        for.
         """
         preparer, accepted_s = self._preparer, time.monotonic()
         async with preparer.until(preparer.deadline_s(read_timeout_s(http.headers))):
@@ -113,7 +124,7 @@ class GenerationCalls:
         del raw, read
         held.close()
         name_request(http.scope, body.caller_id)
-        requests = await self._prepare(http, body, tenant, wanted, parsing, accepted_s)
+        requests = await self._prepare(http, body, tenant, wanted, parsing, accepted_s, lane)
         response.begin(requests)
         totals = CallTotals(sum(len(request.token_ids) for request in requests))
         parsed = ParsedOutputs(parsing, [request.token_ids for request in requests], requests[0].sampling.n)
@@ -146,15 +157,17 @@ class GenerationCalls:
         wanted: list[inference_pb2.GenerateRequest],
         parsing: OutputParsing,
         accepted_s: float,
+        lane: Lane | None,
     ) -> list[PreparedRequest]:
         """Returns the call's requests, ready to be placed. Raises what `RequestPreparer.prepare` raises."""
         preparer, timeout_s = self._preparer, read_timeout_s(http.headers)
-        hints, lane = read_hints(http.headers, body.session), read_lane(http.headers, body.lane)
+        hints = read_hints(http.headers, body.session)
+        wire_lane = read_lane(http.headers, body.lane) if lane is None else lane_to_wire(lane)
         sampled = preparer.begin_trace(http.headers)
         check_completions(wanted, preparer.limits)
         requests = []
         for wire in wanted:
-            wire.lane = lane
+            wire.lane = wire_lane
             preparing = preparer.prepare(
                 wire, tenant, timeout_s, body.default_max_tokens, hints, accepted_s, parsing.complete_sampling, sampled
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
@@ -14,6 +13,7 @@ from router.api.dialect import Dialect
 from router.api.http.generation import GenerationCalls, identify
 from router.api.http.openapi.document import described_call, described_reading
 from router.api.http.running_calls import RunningCalls
+from router.api.openai.paging import page
 from router.api.prepare import RequestPreparer
 from router.api.translation.responses.requests import ResponsesBody, read_response_call
 from router.api.translation.responses.responses import ResponsesResponse
@@ -22,7 +22,6 @@ from router.api.translation.responses.store import ResponseNotFound, ResponseSto
 PATH = "/v1/responses"
 _ONE = f"{PATH}/{{response_id}}"
 _CANCEL_TIMEOUT_S = 5.0
-_MAX_LISTED = 100
 _BODY = {
     "type": "object",
     "required": ["input"],
@@ -45,7 +44,10 @@ _BODY = {
 }
 
 
-def add_responses(app: FastAPI, calls: GenerationCalls, preparer: RequestPreparer, store: ResponseStore) -> None:
+def add_responses(
+    app: FastAPI, calls: GenerationCalls, preparer: RequestPreparer, store: ResponseStore
+) -> Dialect[ResponsesBody]:
+    """Adds the routes. Returns the dialect of what creates a response."""
     running = RunningCalls()
 
     def read(raw: bytes, limits: LimitsConfig, tenant: str) -> ResponsesBody:
@@ -73,7 +75,7 @@ def add_responses(app: FastAPI, calls: GenerationCalls, preparer: RequestPrepare
         """Lists the input items of a stored response."""
         tenant = identify(http, preparer)
         items = json.loads(store.get(tenant.name, response_id).given.items)
-        return JSONResponse(_page(http, items))
+        return JSONResponse(page(items, http.query_params))
 
     @app.post(f"{_ONE}/cancel", **described_reading())
     async def cancel(http: Request, response_id: str) -> Response:
@@ -98,6 +100,8 @@ def add_responses(app: FastAPI, calls: GenerationCalls, preparer: RequestPrepare
         store.delete(tenant.name, response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
+    return dialect
+
 
 def _json(text: str) -> Response:
     return Response(text, media_type="application/json")
@@ -107,24 +111,3 @@ def _refuse_parameters(http: Request, *names: str) -> None:
     for name in names:
         if http.query_params.get(name) not in (None, "false"):
             raise InvalidInput(name, "is not supported for a response that has ended; leave it out")
-
-
-def _page(http: Request, items: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the items that the query asks for, the last ones first unless it says otherwise."""
-    query = http.query_params
-    order, given = query.get("order", "desc"), query.get("limit", "20")
-    if order not in ("asc", "desc"):
-        raise InvalidInput("order", f"is {order[:100]!r}; give asc or desc")
-    if not given.isdecimal() or not 1 <= int(given[:9]) <= _MAX_LISTED:
-        raise InvalidInput("limit", f"is {given[:100]!r}; give a number from 1 to {_MAX_LISTED}")
-    if order == "desc":
-        items = items[::-1]
-    after = query.get("after")
-    if after is not None:
-        places = [place for place, item in enumerate(items) if item["id"] == after]
-        if not places:
-            raise InvalidInput("after", f"is {after[:100]!r}, which is none of the items; give the id of one")
-        items = items[places[0] + 1 :]
-    shown = items[: int(given)]
-    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
-    return {"object": "list", "data": shown, **ends, "has_more": len(shown) < len(items)}

@@ -37,6 +37,7 @@ SECTIONS: tuple[tuple[type[BaseModel], str], ...] = (
     (config.RouterConfig, "`[router]`, or the file that `python -m router` reads"),
     (config.IndexConfig, "`[router.index]`"),
     (config.StoreConfig, "`[router.store]`"),
+    (config.BatchConfig, "`[router.batches]`"),
     (config.TracingConfig, "`[router.tracing]`"),
     (config.AdmissionConfig, "`[router.admission]`"),
     (LaneConfig, "`[router.admission.interactive]`, `[router.admission.standard]`, `[router.admission.bulk]`"),

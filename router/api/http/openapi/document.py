@@ -84,6 +84,15 @@ def described_call(
     }
 
 
+def described_upload(form: Schema, name: str) -> dict[str, Any]:
+    """Returns the keyword arguments of a route that reads a form with a file; `form` is the schema called `name`."""
+    content = {"multipart/form-data": {"schema": {"$ref": _SCHEMAS.format(model=name)}}}
+    return {
+        "responses": answers(*_OF_EVERY_CALL),
+        "openapi_extra": {"requestBody": {"required": True, "content": content}, _BODY: {name: dict(form)}},
+    }
+
+
 def described_reading() -> dict[str, Any]:
     """Returns the keyword arguments of a route that reads no body."""
     return {"responses": answers(*_OF_EVERY_READING)}

@@ -10,7 +10,9 @@ from unittest.mock import MagicMock
 
 import httpx
 
+from penstock.config.router import BatchConfig, RouterConfig
 from router.api.http.app import make_app
+from router.api.http.offline.parts import OfflineParts
 
 Json = Mapping[str, Any]
 _HEAD = """\
@@ -23,12 +25,13 @@ Responses API](../responses.md) and [Anthropic's Messages API](../anthropic.md).
 `Authorization: Bearer KEY` where [tenants](../security.md#tenants) are configured. The live page's own calls, below
 `/ui`, are not part of the document.
 """
+_CONFIG = RouterConfig(model="model", workers=("worker:1",), batches=BatchConfig(folder="batches"))
 _OF_FRAMEWORK = {"HTTPValidationError", "ValidationError"}
 
 
 def document() -> Json:
     """Returns the OpenAPI document. Nothing is served: the app is asked in this process, and its parts are mocks."""
-    app = make_app(MagicMock(), MagicMock(), MagicMock(), MagicMock())
+    app = make_app(MagicMock(), MagicMock(), MagicMock(), MagicMock(), batches=OfflineParts(_CONFIG, MagicMock())).app
 
     async def get() -> Json:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:

@@ -1,0 +1,127 @@
+"""The routes of offline batches: /v1/batches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Collection
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from penstock.config.limits import LimitsConfig
+from penstock.config.router import BatchConfig
+from penstock.errors import InvalidInput
+from router.api.http.generation import GenerationCalls, identify
+from router.api.http.openapi.document import described_call, described_reading
+from router.api.identity import Tenant
+from router.api.openai.json_bodies import read_json, shown
+from router.api.openai.paging import page
+from router.api.prepare import RequestPreparer
+from router.batches.batches import BatchStore
+from router.batches.runner import BatchRunner
+
+PATH = "/v1/batches"
+_ONE = f"{PATH}/{{batch_id}}"
+_FIELDS = {"input_file_id", "endpoint", "completion_window", "metadata"}
+_WINDOW = re.compile(r"([1-9][0-9]{0,6})([mhd])")
+_UNIT_S = {"m": 60, "h": 3600, "d": 86_400}
+_MAX_PAIRS, _MAX_KEY, _MAX_VALUE = 16, 64, 512
+_BODY = {
+    "type": "object",
+    "required": ["input_file_id", "endpoint", "completion_window"],
+    "properties": {
+        "input_file_id": {"type": "string"},
+        "endpoint": {"type": "string"},
+        "completion_window": {"type": "string"},
+        "metadata": {"type": "object"},
+    },
+}
+
+
+def add_batches(
+    app: FastAPI,
+    calls: GenerationCalls,
+    preparer: RequestPreparer,
+    store: BatchStore,
+    runner: BatchRunner,
+    endpoints: Collection[str],
+    config: BatchConfig,
+) -> None:
+    @app.post(PATH, **described_call(_BODY, "BatchBody", streams=False))
+    async def create(http: Request) -> Response:
+        """Begins a batch: each line of its file is a request, which runs while others leave room."""
+
+        async def work(raw: bytes, held: contextlib.ExitStack, tenant: Tenant) -> Response:
+            def read(limits: LimitsConfig) -> tuple[str, str, str, float, dict[str, str] | None]:
+                return _read_body(raw, limits, endpoints, config)
+
+            input_file_id, endpoint, window, window_s, metadata = await calls.parse(raw, tenant, read)
+            held.close()
+            record = await asyncio.to_thread(
+                store.create, tenant.name, endpoint, input_file_id, window, window_s, metadata
+            )
+            runner.wake()
+            return JSONResponse(record.as_json())
+
+        return await calls.with_body(http, work)
+
+    @app.get(PATH, **described_reading())
+    async def list_batches(http: Request) -> Response:
+        """Lists the tenant's batches."""
+        tenant = identify(http, preparer)
+        records = await asyncio.to_thread(store.of_tenant, tenant.name)
+        return JSONResponse(page([one.as_json() for one in reversed(records)], http.query_params))
+
+    @app.get(_ONE, **described_reading())
+    async def retrieve(http: Request, batch_id: str) -> Response:
+        """Describes a batch, and how far it is."""
+        tenant = identify(http, preparer)
+        return JSONResponse((await asyncio.to_thread(store.get, tenant.name, batch_id)).as_json())
+
+    @app.post(f"{_ONE}/cancel", **described_reading())
+    async def cancel(http: Request, batch_id: str) -> Response:
+        """Ends a batch within seconds; its answers so far stay. One that has ended is returned as it is."""
+        tenant = identify(http, preparer)
+        return JSONResponse((await asyncio.to_thread(store.cancel, tenant.name, batch_id)).as_json())
+
+
+def _read_body(
+    raw: bytes, limits: LimitsConfig, endpoints: Collection[str], config: BatchConfig
+) -> tuple[str, str, str, float, dict[str, str] | None]:
+    """Returns the input file, the endpoint, the window as given and in seconds, and the metadata.
+
+    Raises InvalidInput.
+    """
+    body = read_json(raw, limits)
+    if not isinstance(body, dict):
+        raise InvalidInput("body", "is not a JSON object; send one")
+    for name in body:
+        if name not in _FIELDS and body[name] is not None:
+            raise InvalidInput(name[:100], "is not supported for a batch; leave it out")
+    input_file_id, endpoint, window = body.get("input_file_id"), body.get("endpoint"), body.get("completion_window")
+    if not isinstance(input_file_id, str):
+        raise InvalidInput("input_file_id", f"is {shown(input_file_id)}; give the id of a file")
+    if endpoint not in endpoints:
+        raise InvalidInput("endpoint", f"is {shown(endpoint)}; give one of {', '.join(endpoints)}")
+    match = _WINDOW.fullmatch(window) if isinstance(window, str) else None
+    window_s = int(match[1]) * _UNIT_S[match[2]] if match else 0
+    if not 0 < window_s <= config.max_window_s:
+        longest = f"router.batches.max_window_s = {config.max_window_s:g}"
+        raise InvalidInput("completion_window", f"is {shown(window)}; give a time such as 24h, within {longest}")
+    return input_file_id, str(endpoint), str(window), window_s, _metadata(body.get("metadata"))
+
+
+def _metadata(given: object) -> dict[str, str] | None:
+    if given is None:
+        return None
+    if not isinstance(given, dict) or len(given) > _MAX_PAIRS:
+        raise InvalidInput("metadata", f"is {shown(given)}; give an object of at most {_MAX_PAIRS} texts")
+    for key, value in given.items():
+        if len(key) > _MAX_KEY or not isinstance(value, str) or len(value) > _MAX_VALUE:
+            problem = (
+                f"has {shown(key)}: {shown(value)}; names have up to {_MAX_KEY}, texts up to {_MAX_VALUE} characters"
+            )
+            raise InvalidInput("metadata", problem)
+    return given

@@ -1,0 +1,130 @@
+"""The routes of files: /v1/files, for the inputs and outputs of batches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from fastapi import FastAPI, Request
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from penstock.errors import Cancelled, InvalidInput, Unavailable
+from router.api.http.generation import identify
+from router.api.http.openapi.document import described_reading, described_upload
+from router.api.limits import UnreadRequest
+from router.api.openai.paging import page
+from router.api.prepare import RequestPreparer
+from router.batches.files import FileStore
+
+PATH = "/v1/files"
+_ONE = f"{PATH}/{{file_id}}"
+_MAX_UPLOADS = 4  # at a time
+_MAX_FIELDS = 8  # of a form
+_FIELD_BYTES = 4096
+_MAX_NAME = 255  # characters
+_MAX_LISTED = 10_000
+_SLOWEST_BYTES_S = 256 << 10  # a slower upload is ended
+_RETRY_AFTER_S = 5.0
+_FORM = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {"file": {"type": "string", "format": "binary"}, "purpose": {"type": "string", "enum": ["batch"]}},
+}
+
+
+def add_files(app: FastAPI, preparer: RequestPreparer, store: FileStore, file_bytes: int) -> None:
+    """Adds the routes. `file_bytes` bounds an upload before anything of it is kept."""
+    uploads = asyncio.Semaphore(_MAX_UPLOADS)
+
+    @app.post(PATH, **described_upload(_FORM, "FileForm"))
+    async def upload(http: Request) -> Response:
+        """Stores a file of a batch's requests, one JSON object a line."""
+        tenant = identify(http, preparer)
+        if uploads.locked():
+            raise Unavailable(f"this router takes {_MAX_UPLOADS} uploads at a time; try again", _RETRY_AFTER_S)
+        async with uploads:
+            form = await _read_form(http, file_bytes + _MAX_FIELDS * _FIELD_BYTES, preparer.limits.body_timeout_s)
+            try:
+                file = _checked_file(form)
+                name = (file.filename or "file.jsonl")[:_MAX_NAME]
+                record = await asyncio.to_thread(store.put, tenant.name, name, "batch", file.file)
+            finally:
+                await form.close()
+        return JSONResponse(record.as_json())
+
+    @app.get(PATH, **described_reading())
+    async def list_files(http: Request) -> Response:
+        """Lists the tenant's files."""
+        tenant, purpose = identify(http, preparer), http.query_params.get("purpose")
+        records = await asyncio.to_thread(store.of_tenant, tenant.name)
+        items = [one.as_json() for one in reversed(records) if purpose in (None, one.purpose)]
+        return JSONResponse(page(items, http.query_params, _MAX_LISTED))
+
+    @app.get(_ONE, **described_reading())
+    async def retrieve(http: Request, file_id: str) -> Response:
+        """Describes a file."""
+        tenant = identify(http, preparer)
+        return JSONResponse((await asyncio.to_thread(store.get, tenant.name, file_id)).as_json())
+
+    @app.get(f"{_ONE}/content", **described_reading())
+    async def content(http: Request, file_id: str) -> Response:
+        """Returns what a file holds."""
+        tenant = identify(http, preparer)
+        path = await asyncio.to_thread(store.path, tenant.name, file_id)
+        return FileResponse(path, media_type="application/octet-stream")
+
+    @app.delete(_ONE, **described_reading())
+    async def delete(http: Request, file_id: str) -> Response:
+        """Deletes a file. An unfinished batch that reads it fails."""
+        tenant = identify(http, preparer)
+        await asyncio.to_thread(store.delete, tenant.name, file_id)
+        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+
+async def _read_form(http: Request, max_bytes: int, timeout_s: float) -> FormData:
+    """Returns the form, whose file may be on disk. Raises InvalidInput, UnreadRequest or Cancelled."""
+    if not http.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise InvalidInput("content-type", "is not multipart/form-data; send the file as a form")
+    parser = MultiPartParser(
+        http.headers,
+        _bounded(http, max_bytes),
+        max_files=1,
+        max_fields=_MAX_FIELDS,
+        max_part_size=_FIELD_BYTES,
+    )
+    try:
+        async with asyncio.timeout(timeout_s + max_bytes / _SLOWEST_BYTES_S):
+            return await parser.parse()
+    except MultiPartException as error:
+        raise InvalidInput(
+            "body", f"is no form that can be read: {error.message[:200]}; send file and purpose"
+        ) from None
+    except TimeoutError:
+        raise UnreadRequest("body", "did not arrive in time; send it faster, or less of it", 408) from None
+    except ClientDisconnect:
+        raise Cancelled("the client has gone") from None
+
+
+async def _bounded(http: Request, max_bytes: int) -> AsyncGenerator[bytes]:
+    num_bytes = 0
+    async for part in http.stream():
+        num_bytes += len(part)
+        if num_bytes > max_bytes:
+            raise UnreadRequest("file", f"is larger than router.batches.file_bytes allows ({max_bytes}); split it", 413)
+        yield part
+
+
+def _checked_file(form: FormData) -> UploadFile:
+    """Returns the form's file. Raises InvalidInput that names the field."""
+    file, purpose = form.get("file"), form.get("purpose")
+    for name in form:
+        if name not in ("file", "purpose"):
+            raise InvalidInput(name[:100], "is not supported for a file; leave it out")
+    if not isinstance(file, UploadFile):
+        raise InvalidInput("file", "is missing or no file; send one in the form")
+    if purpose != "batch":
+        raise InvalidInput("purpose", f"is {str(purpose)[:100]!r}; only batch is served")
+    return file

@@ -1,0 +1,214 @@
+"""Keeps batches in a folder. Its calls block on the disk.
+
+A batch is the folder `FOLDER/tenant-NAME/batches/ID`: its record, the lines of its output and of its errors as they
+come, a lock that the router which runs it holds, and a mark if it is to be cancelled. The lines show what is done, so
+that another router continues a batch whose router has died: it runs what has no answer yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from penstock.config.router import BatchConfig
+from penstock.errors import Overloaded
+from router.batches.files import FileStore, disk_errors, tenant_folder, write_atomically
+from router.batches.lines import custom_id_of
+from router.batches.records import BatchNotFound, BatchRecord, BatchStatus, check_batch_id, new_batch_id
+
+_RECORD, _LOCK, _CANCEL = "batch.json", "lock", "cancel"
+OUTPUT, ERRORS = "output.jsonl", "errors.jsonl"
+_RETRY_AFTER_S = 60.0
+
+
+class BatchClaim:
+    """One router's right to run a batch, held until `close` or the end of the process."""
+
+    def __init__(self, folder: Path, lock: int) -> None:
+        self._folder = folder
+        self._lock = lock
+        self._writing = threading.Lock()
+        self._is_sealed = False
+
+    @property
+    def record(self) -> BatchRecord:
+        return BatchRecord.load((self._folder / _RECORD).read_text())
+
+    def save(self, record: BatchRecord) -> None:
+        write_atomically(self._folder / _RECORD, record.dump())
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether somebody has asked for its end."""
+        return (self._folder / _CANCEL).exists()
+
+    def path(self, name: str) -> Path:
+        return self._folder / name
+
+    def done(self, name: str) -> set[str]:
+        """Returns the requests that have a line in the file, and removes a line that was cut off in writing."""
+        path, found, end = self._folder / name, set[str](), 0
+        if not path.exists():
+            return found
+        with path.open("rb+") as file:
+            for line in file:
+                custom_id = custom_id_of(line)
+                if custom_id is None:
+                    break
+                found.add(custom_id)
+                end += len(line)
+            file.truncate(end)
+        return found
+
+    def append(self, name: str, line: bytes) -> None:
+        """Adds a line, unless the batch has been sealed: a thread may still write for a task that was cancelled."""
+        with self._writing:
+            if not self._is_sealed:
+                self._append(name, line)
+
+    def seal(self, unanswered: Callable[[set[str]], Iterable[bytes]] | None = None) -> int:
+        """Keeps later answers out; then adds the errors that `unanswered` makes of what has an answer. Returns their
+        number."""
+        with self._writing:
+            self._is_sealed = True
+            lines = [*unanswered(self.done(OUTPUT) | self.done(ERRORS))] if unanswered is not None else []
+            for line in lines:
+                self._append(ERRORS, line)
+            return len(lines)
+
+    def _append(self, name: str, line: bytes) -> None:
+        with (self._folder / name).open("ab", buffering=0) as file:
+            file.write(line)
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+
+class BatchStore:
+    def __init__(self, root: Path, config: BatchConfig, files: FileStore) -> None:
+        self._root = root
+        self._config = config
+        self._files = files
+
+    def create(
+        self,
+        tenant: str,
+        endpoint: str,
+        input_file_id: str,
+        window: str,
+        window_s: float,
+        metadata: dict[str, str] | None,
+    ) -> BatchRecord:
+        """`window` is how the caller named `window_s`.
+
+        Raises FileNotFound, Overloaded if the tenant has too many batches, and Unavailable if the disk fails.
+        """
+        self._files.get(tenant, input_file_id, "input_file_id")
+        with disk_errors(self._root):
+            num_open = sum(not record.status.is_final for record in self.of_tenant(tenant))
+            if num_open >= self._config.max_batches:
+                limit = self._config.max_batches
+                problem = f"this tenant has {num_open} unfinished batches, and router.batches.max_batches = {limit}"
+                raise Overloaded(f"{problem}; wait for one", _RETRY_AFTER_S)
+            now_s = int(time.time())
+            record = BatchRecord(
+                id=new_batch_id(),
+                tenant=tenant,
+                endpoint=endpoint,
+                input_file_id=input_file_id,
+                completion_window=window,
+                created_at=now_s,
+                expires_at=now_s + int(window_s),
+                metadata=metadata,
+            )
+            folder = self._folder(tenant) / record.id
+            folder.mkdir(parents=True)
+            write_atomically(folder / _RECORD, record.dump())
+            return record
+
+    def get(self, tenant: str, batch_id: str) -> BatchRecord:
+        """Raises BatchNotFound."""
+        check_batch_id(batch_id)
+        try:
+            with disk_errors(self._root):
+                return self._load(self._folder(tenant) / batch_id)
+        except FileNotFoundError:
+            problem = f"is {batch_id!r}, which is no batch of yours; GET /v1/batches lists them"
+            raise BatchNotFound("batch_id", problem) from None
+
+    def of_tenant(self, tenant: str) -> list[BatchRecord]:
+        """Returns the tenant's batches, the newest first."""
+        records = []
+        for path in self._folder(tenant).glob(f"batch_*/{_RECORD}"):
+            with contextlib.suppress(FileNotFoundError):
+                records.append(self._load(path.parent))
+        return sorted(records, key=lambda record: (-record.created_at, record.id))
+
+    def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
+        """Asks the router that runs it for its end; what has finished stays as it is. Raises BatchNotFound."""
+        record = self.get(tenant, batch_id)
+        if not record.status.is_final:
+            with disk_errors(self._root):
+                (self._folder(tenant) / batch_id / _CANCEL).touch()
+        return self.get(tenant, batch_id)
+
+    def unfinished(self) -> list[tuple[str, str]]:
+        """Returns the tenant and the id of every batch that is not finished, the oldest first."""
+        found = []
+        for path in self._root.glob(f"tenant-*/batches/batch_*/{_RECORD}"):
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                record = BatchRecord.load(path.read_text())
+                if not record.status.is_final:
+                    found.append((record.created_at, record.tenant, record.id))
+        return [(tenant, batch_id) for _, tenant, batch_id in sorted(found)]
+
+    def claim(self, tenant: str, batch_id: str) -> BatchClaim | None:
+        """Returns the right to run a batch; None if another router has it or it is gone or finished."""
+        folder = self._folder(tenant) / batch_id
+        try:
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            claim = BatchClaim(folder, lock)
+            if not claim.record.status.is_final:
+                return claim
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+        return None
+
+    def sweep(self, now_s: float) -> None:
+        """Deletes finished batches that are older than they may be."""
+        for path in self._root.glob(f"tenant-*/batches/batch_*/{_RECORD}"):
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                is_old = now_s - path.stat().st_mtime > self._config.age_s
+                if is_old and BatchRecord.load(path.read_text()).status.is_final:
+                    shutil.rmtree(path.parent, ignore_errors=True)
+
+    def _load(self, folder: Path) -> BatchRecord:
+        record = BatchRecord.load((folder / _RECORD).read_text())
+        if (folder / _CANCEL).exists() and not record.status.is_final and record.status is not BatchStatus.CANCELLING:
+            record = record.entered(BatchStatus.CANCELLING, (folder / _CANCEL).stat().st_mtime)
+        return record
+
+    def _folder(self, tenant: str) -> Path:
+        return tenant_folder(self._root, tenant) / "batches"
+
+
+def input_lines(path: Path) -> Iterator[bytes]:
+    """Yields the lines of a file that are not blank."""
+    with path.open("rb") as file:
+        for line in file:
+            if line.strip():
+                yield line

@@ -1,0 +1,147 @@
+"""Keeps tenants' files in a folder, within bounds. Its calls block on the disk.
+
+A file is `FOLDER/tenant-NAME/files/ID`, with its record beside it in `ID.json`, which is written last: what has no
+record is no file. Several processes may share the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import quote
+
+from penstock.config.router import BatchConfig
+from penstock.errors import InvalidInput, Overloaded, Unavailable
+from router.batches.records import FileNotFound, FileRecord, check_file_id, new_file_id
+
+_COPY_BYTES = 1 << 20
+_RETRY_AFTER_S = 60.0
+_ABANDONED_S = 3600.0  # after which a file without a record is one that its router never finished
+
+
+def tenant_folder(root: Path, tenant: str) -> Path:
+    return root / f"tenant-{quote(tenant, safe='')}"
+
+
+@contextlib.contextmanager
+def disk_errors(root: Path) -> Iterator[None]:
+    """Turns errors of the disk into Unavailable, which names the folder."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        problem = f"the folder of files and batches, {root}, cannot be used: {error.strerror}; free or mend it"
+        raise Unavailable(problem, _RETRY_AFTER_S) from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a file so that readers see all of the old or all of the new text."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+class FileStore:
+    def __init__(self, root: Path, config: BatchConfig) -> None:
+        self.root = root
+        self._config = config
+
+    def put(self, tenant: str, filename: str, purpose: str, source: BinaryIO) -> FileRecord:
+        """Stores what `source` holds. Raises Overloaded beyond the tenant's bounds, InvalidInput for too large a file,
+        and Unavailable if the disk fails."""
+        with disk_errors(self.root):
+            held = self.of_tenant(tenant)
+            if len(held) >= self._config.max_files:
+                raise Overloaded(
+                    f"this tenant has {len(held)} files, and router.batches.max_files = {self._config.max_files}; "
+                    "delete some",
+                    _RETRY_AFTER_S,
+                )
+            room = self._config.tenant_bytes - sum(record.num_bytes for record in held)
+            path = self._folder(tenant) / new_file_id()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                num_bytes = self._copy(source, path, room)
+                return self._record(path, filename, purpose, num_bytes)
+            except BaseException:
+                path.unlink(missing_ok=True)
+                raise
+
+    def _copy(self, source: BinaryIO, path: Path, room: int) -> int:
+        num_bytes, limit = 0, self._config.file_bytes
+        with path.open("xb") as target:
+            while part := source.read(_COPY_BYTES):
+                num_bytes += len(part)
+                if num_bytes > limit:
+                    raise InvalidInput("file", f"is larger than router.batches.file_bytes = {limit}; split it")
+                if num_bytes > room:
+                    raise Overloaded(
+                        f"this tenant's files would hold more than router.batches.tenant_bytes = "
+                        f"{self._config.tenant_bytes}; delete some",
+                        _RETRY_AFTER_S,
+                    )
+                target.write(part)
+        return num_bytes
+
+    def keep(self, tenant: str, path: Path, filename: str) -> FileRecord:
+        """Makes a finished file of a batch one of the tenant's files; it leaves its place."""
+        with disk_errors(self.root):
+            target = self._folder(tenant) / new_file_id()
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(target)
+            return self._record(target, filename, "batch_output", target.stat().st_size)
+
+    def _record(self, path: Path, filename: str, purpose: str, num_bytes: int) -> FileRecord:
+        record = FileRecord(path.name, filename, purpose, num_bytes, int(time.time()))
+        write_atomically(path.with_suffix(".json"), record.dump())
+        return record
+
+    def get(self, tenant: str, file_id: str, field: str = "file_id") -> FileRecord:
+        """Raises FileNotFound."""
+        return FileRecord.load(self._read(tenant, file_id, field))
+
+    def _read(self, tenant: str, file_id: str, field: str) -> str:
+        check_file_id(file_id, field)
+        try:
+            with disk_errors(self.root):
+                return (self._folder(tenant) / f"{file_id}.json").read_text()
+        except FileNotFoundError:
+            problem = f"is {file_id!r}, which is no file of yours; GET /v1/files lists them"
+            raise FileNotFound(field, problem) from None
+
+    def path(self, tenant: str, file_id: str, field: str = "file_id") -> Path:
+        """Returns where the content is. Raises FileNotFound."""
+        self._read(tenant, file_id, field)
+        return self._folder(tenant) / file_id
+
+    def of_tenant(self, tenant: str) -> list[FileRecord]:
+        """Returns the tenant's files, the newest first."""
+        records = []
+        for path in self._folder(tenant).glob("file-*.json"):
+            with contextlib.suppress(FileNotFoundError):  # another process deletes it
+                records.append(FileRecord.load(path.read_text()))
+        return sorted(records, key=lambda record: (-record.created_at, record.id))
+
+    def delete(self, tenant: str, file_id: str) -> None:
+        """Raises FileNotFound."""
+        path = self.path(tenant, file_id)
+        with disk_errors(self.root):
+            path.with_suffix(".json").unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+
+    def sweep(self, now_s: float) -> None:
+        """Deletes files that are older than they may be, and those that no router has finished writing."""
+        for path in self.root.glob("tenant-*/files/file-*"):
+            with contextlib.suppress(OSError):
+                age_s = now_s - path.stat().st_mtime
+                is_abandoned = path.suffix == "" and not path.with_suffix(".json").exists() and age_s > _ABANDONED_S
+                if age_s > self._config.age_s or is_abandoned:
+                    path.unlink(missing_ok=True)
+
+    def _folder(self, tenant: str) -> Path:
+        return tenant_folder(self.root, tenant) / "files"

@@ -1,0 +1,76 @@
+"""Reads the lines of a batch's input, and writes those of its output and of its errors. Pure."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import InvalidInput
+
+Json = dict[str, Any]
+
+MAX_CUSTOM_ID = 512  # characters
+_FIELDS = {"custom_id", "method", "url", "body"}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """A request of a batch."""
+
+    custom_id: str
+    body: bytes  # JSON
+
+
+def read_line(raw: bytes, endpoint: str, max_bytes: int, read_json: Callable[[bytes], Any]) -> BatchLine:
+    """`read_json` parses within bounds, and raises InvalidInput as this does, which names the field of the line."""
+    if len(raw) > max_bytes:
+        raise InvalidInput("line", f"has {len(raw)} bytes, and limits.request_bytes = {max_bytes}; send less in it")
+    line = read_json(raw)
+    if not isinstance(line, dict):
+        raise InvalidInput("line", "is not a JSON object; write one with custom_id, method, url and body")
+    if unknown := sorted(set(line) - _FIELDS):
+        raise InvalidInput(unknown[0][:100], "is not a field of a line; put fields of the request into body")
+    custom_id = line.get("custom_id")
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
+        problem = f"is missing or no text of 1 to {MAX_CUSTOM_ID} characters; give each line its own"
+        raise InvalidInput("custom_id", problem)
+    if line.get("method", "POST") != "POST":
+        raise InvalidInput("method", f"is {str(line['method'])[:20]!r}; only POST is possible")
+    if line.get("url", endpoint) != endpoint:
+        problem = f"is {str(line['url'])[:100]!r}, but the batch is for {endpoint}; make a batch for each"
+        raise InvalidInput("url", problem)
+    body = line.get("body")
+    if not isinstance(body, dict):
+        raise InvalidInput("body", "is missing or no JSON object; give the body of the request")
+    if body.get("stream"):
+        raise InvalidInput("body.stream", "is true; nobody reads a batch's stream, so leave it out")
+    return BatchLine(custom_id, json.dumps(body).encode())
+
+
+def answer_line(custom_id: str, status: int, request_id: str, body: Json) -> bytes:
+    """Returns the line of a request that was answered, whether or not with an error."""
+    response = {"status_code": status, "request_id": request_id, "body": body}
+    return _line(custom_id, response, None)
+
+
+def unanswered_line(custom_id: str, code: str, message: str) -> bytes:
+    """Returns the line of a request that never ran to its end."""
+    return _line(custom_id, None, {"code": code, "message": message})
+
+
+def custom_id_of(raw: bytes) -> str | None:
+    """Returns whose answer the line is; None if it was cut off in writing."""
+    if not raw.endswith(b"\n"):
+        return None
+    try:
+        return str(json.loads(raw)["custom_id"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _line(custom_id: str, response: Json | None, error: Json | None) -> bytes:
+    written = {"id": f"batch_req_{secrets.token_hex(16)}", "custom_id": custom_id, "response": response, "error": error}
+    return json.dumps(written).encode() + b"\n"

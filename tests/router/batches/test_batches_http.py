@@ -1,0 +1,214 @@
+"""Files and batches over HTTP, with the openai client: whole runs, bad input, and a router that dies in between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+import httpx
+import openai
+import pytest
+
+from penstock.errors import Overloaded
+from penstock.v1 import common_pb2
+from tests.support.router.router_fakes import FakeWorker, running_router, until
+
+ENDPOINT = "/v1/completions"
+WAIT_S = 60.0
+FINAL = {"completed", "failed", "expired", "cancelled"}
+
+
+def line(custom_id, url=ENDPOINT, **body):
+    body = {"model": "penstock-tiny", "prompt": f"Say {custom_id}", "max_tokens": 4, "seed": 1} | body
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
+
+
+@contextlib.asynccontextmanager
+async def serving(worker, folder, **settings):
+    batches = {"folder": str(folder)} | settings.pop("batches", {})
+    async with running_router(worker, batches=batches, **settings) as router:
+        async with openai.AsyncOpenAI(base_url=f"{router.http_url}/v1", api_key="none", max_retries=0) as client:
+            yield client
+
+
+@pytest.fixture(name="worker")
+async def _worker():
+    return await FakeWorker().start()
+
+
+async def begin(client, lines, endpoint=ENDPOINT, **options):
+    file = await client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
+    return await client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **options)
+
+
+async def finished(client, batch):
+    async with asyncio.timeout(WAIT_S):
+        while (batch := await client.batches.retrieve(batch.id)).status not in FINAL:  # noqa: ASYNC110 - as clients do
+            await asyncio.sleep(0.02)
+    return batch
+
+
+async def content(client, file_id):
+    text = (await client.files.content(file_id)).text
+    return {entry["custom_id"]: entry for entry in map(json.loads, text.splitlines())}
+
+
+async def test_a_batch_answers_each_line_once_in_the_lane_bulk(worker, tmp_path):
+    async with serving(worker, tmp_path) as client:
+        bad = line("bad", max_tokens=0)
+        batch = await begin(client, [*(line(f"r{number}") for number in range(20)), bad], metadata={"for": "me"})
+        assert batch.status == "validating"
+        batch = await finished(client, batch)
+        assert (batch.status, batch.metadata) == ("completed", {"for": "me"})
+        counts = batch.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (21, 20, 1)
+        answers = await content(client, batch.output_file_id)
+        assert sorted(answers) == sorted(f"r{number}" for number in range(20))
+        direct = await client.completions.create(model="penstock-tiny", prompt="Say r3", max_tokens=4, seed=1)
+        assert answers["r3"]["response"]["body"]["choices"][0]["text"] == direct.choices[0].text
+        assert answers["r3"]["response"]["status_code"] == 200
+        errors = await content(client, batch.error_file_id)
+        assert errors["bad"]["response"]["status_code"] == 400
+        assert "max_tokens" in errors["bad"]["response"]["body"]["error"]["message"]
+        lanes = [submit.lane for submit in worker.submits]
+        assert lanes == [common_pb2.LANE_BULK] * 20 + [common_pb2.LANE_STANDARD]
+        assert [one.id for one in (await client.batches.list()).data] == [batch.id]
+        files = await client.files.list()
+        assert {one.purpose for one in files.data} == {"batch", "batch_output"}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("/v1/chat/completions", {"prompt": None, "messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/responses", {"prompt": None, "max_tokens": None, "input": "Hi", "max_output_tokens": 4}),
+    ],
+)
+async def test_other_endpoints(worker, tmp_path, endpoint, body):
+    async with serving(worker, tmp_path) as client:
+        written = json.loads(line("a", endpoint))
+        written["body"] = {name: value for name, value in (written["body"] | body).items() if value is not None}
+        batch = await finished(client, await begin(client, [json.dumps(written)], endpoint))
+        assert batch.request_counts.completed == 1
+        answer = (await content(client, batch.output_file_id))["a"]["response"]["body"]
+        assert answer["object"] == {"/v1/responses": "response"}.get(endpoint, "chat.completion")
+
+
+async def test_a_line_that_wants_another_lane_still_waits_for_others(worker, tmp_path):
+    async with serving(worker, tmp_path) as client:
+        await finished(client, await begin(client, [line("a", service_tier="priority")]))
+        assert [submit.lane for submit in worker.submits] == [common_pb2.LANE_BULK]
+
+
+async def test_a_file_of_mistakes_fails_as_a_whole(worker, tmp_path):
+    async with serving(worker, tmp_path, batches={"max_lines": 3}) as client:
+        batch = await finished(client, await begin(client, [line("a"), "{", line("a"), line("b")]))
+        assert (batch.status, batch.output_file_id) == ("failed", None)
+        assert [(error.line, error.param) for error in batch.errors.data] == [
+            (2, "body"),
+            (3, "custom_id"),
+            (4, "input_file_id"),
+        ]
+        empty = await finished(client, await begin(client, [" "]))
+        assert empty.errors.data[0].message == "input_file_id: has no lines; write some"
+        assert worker.submits == []
+
+
+async def test_another_router_continues_where_one_ended(tmp_path):
+    worker = FakeWorker(pause_at=2)
+    await worker.start()
+    async with serving(worker, tmp_path, batches={"max_running": 2}) as client:
+        batch = await begin(client, [line(f"r{number}", max_tokens=1 if number < 3 else 4) for number in range(6)])
+        await until(lambda: len(worker.submits) == 5)  # three are done, two wait
+    other = await FakeWorker().start()
+    async with serving(other, tmp_path) as client:
+        batch = await finished(client, batch)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 6)
+        assert len(await content(client, batch.output_file_id)) == 6
+        assert len(other.submits) == 3, "what was answered is not asked again"
+
+
+async def test_a_batch_is_cancelled_with_its_answers_so_far(tmp_path):
+    worker = FakeWorker(pause_at=2)
+    await worker.start()
+    async with serving(worker, tmp_path, batches={"max_running": 1}) as client:
+        batch = await begin(client, [line("short", max_tokens=1), line("long"), line("never")])
+        await until(lambda: len(worker.submits) == 2)
+        assert (await client.batches.cancel(batch.id)).status == "cancelling"
+        batch = await finished(client, batch)
+        assert (batch.status, batch.request_counts.completed) == ("cancelled", 1)
+        assert [*await content(client, batch.output_file_id)] == ["short"]
+        await worker.until(lambda worker: not worker.running)
+
+
+async def test_what_the_window_leaves_over_is_named(tmp_path, monkeypatch):
+    worker = FakeWorker(pause_at=0)
+    await worker.start()
+    async with serving(worker, tmp_path) as client:
+        file = await client.files.create(file=("in.jsonl", line("late").encode()), purpose="batch")
+        batch = await client.batches.create(input_file_id=file.id, endpoint=ENDPOINT, completion_window="1m")
+        await until(lambda: len(worker.submits) == 1)
+        monkeypatch.setattr("router.batches.runner.time.time", lambda: batch.expires_at + 1.0)
+        batch = await finished(client, batch)
+        assert (batch.status, batch.request_counts.failed) == ("expired", 1)
+        assert (await content(client, batch.error_file_id))["late"]["error"]["code"] == "batch_expired"
+
+
+async def test_lines_that_are_refused_for_now_are_tried_again(worker, tmp_path, monkeypatch):
+    from router.api.http.generation import GenerationCalls
+
+    answer, refused = GenerationCalls.answer_offline, []
+
+    async def refuse_once(self, *arguments):
+        if not refused:
+            refused.append(True)
+            raise Overloaded("full; try again", 0.01)
+        return await answer(self, *arguments)
+
+    monkeypatch.setattr(GenerationCalls, "answer_offline", refuse_once)
+    async with serving(worker, tmp_path) as client:
+        batch = await finished(client, await begin(client, [line("a")]))
+        assert (batch.request_counts.completed, refused) == (1, [True])
+
+
+async def test_mistakes_are_named(worker, tmp_path):
+    async with serving(worker, tmp_path, batches={"file_bytes": 1000}) as client:
+        http = httpx.AsyncClient(base_url=str(client.base_url), timeout=60)
+        file = await client.files.create(file=("in.jsonl", line("a").encode()), purpose="batch")
+        good = {"input_file_id": file.id, "endpoint": ENDPOINT, "completion_window": "24h"}
+        for change, status, problem in [
+            ({"input_file_id": 3}, 400, "input_file_id: is 3; give the id of a file"),
+            ({"input_file_id": "file-x"}, 404, "input_file_id: is 'file-x', which is no file of yours"),
+            ({"endpoint": "/v1/embeddings"}, 400, "endpoint: is '/v1/embeddings'; give one of /v1/chat/completions"),
+            ({"completion_window": "9d"}, 400, "completion_window: is '9d'; give a time such as 24h"),
+            ({"completion_window": "soon"}, 400, "completion_window: is 'soon'; give a time"),
+            ({"metadata": {"a": 1}}, 400, "metadata: has 'a': 1; names have"),
+            ({"output_expires_after": {}}, 400, "output_expires_after: is not supported for a batch"),
+        ]:
+            answer = await http.post("/batches", json=good | change)
+            assert (answer.status_code, answer.json()["error"]["message"][: len(problem)]) == (status, problem)
+        form = {"file": ("in.jsonl", b"x")}
+        for files, data, status, problem in [
+            (form, {"purpose": "fine-tune"}, 400, "purpose: is 'fine-tune'; only batch is served"),
+            (form, {"purpose": "batch", "expires_after": "1"}, 400, "expires_after: is not supported for a file"),
+            ({"other": ("a", b"x")}, {"purpose": "batch"}, 400, "other: is not supported for a file"),
+            ({"file": ("in.jsonl", b"x" * 1001)}, {"purpose": "batch"}, 400, "file: is larger than"),
+            ({"file": ("in.jsonl", b"x" * 90_000)}, {"purpose": "batch"}, 413, "file: is larger than"),
+        ]:
+            answer = await http.post("/files", files=files, data=data)
+            assert (answer.status_code, answer.json()["error"]["message"][: len(problem)]) == (status, problem)
+        answer = await http.post("/files", content=b"x")
+        assert answer.json()["error"]["message"].startswith("content-type: is not multipart/form-data")
+        answer = await http.post("/files", content=b"x", headers={"content-type": "multipart/form-data; boundary=b"})
+        assert answer.status_code == 400
+        for path in ("/files/file-x", "/files/file-x/content", "/batches/batch_x"):
+            assert (await http.get(path)).status_code == 404
+        await http.aclose()
+
+
+async def test_without_a_folder_neither_is_served(worker):
+    async with running_router(worker) as router, httpx.AsyncClient(base_url=router.http_url) as http:
+        answer = await http.get("/v1/batches")
+        assert answer.status_code == 404
+        assert "router.batches.folder is not set" in answer.json()["error"]["message"]

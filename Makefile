@@ -36,6 +36,7 @@ help:
 	@echo "make bench-faults   workers, routers, a node and the controller killed or frozen: noticed when, replaced when"
 	@echo "make bench-startup  a worker cold, from a spare, after a kill and a freeze; weights loaded first and shared"
 	@echo "make bench-autoscale   the autoscaler beside one that goes by queue lengths, in virtual time"
+	@echo "make bench-simulator   simulated requests a second, reports waiting or sent; -scale: 1,000 workers, a million requests"
 	@echo "make bench-flips    50 role flips, scale-downs and restarts under load, every token compared"
 	@echo "make bench-structured   what a grammar costs a stream, and the steps that forced tokens save"
 	@echo "make bench-schemas  outputs against the schemas of two public suites, also while a worker is killed; downloads them with pip once"
@@ -46,6 +47,7 @@ help:
 	@echo "make attack         every attack of docs/security.md against a running deployment: held or not, at what cost to others"
 	@echo "make soak           half an hour of faults, slow readers, bad input and cancellations; nothing may grow  (MINUTES=N)"
 	@echo "make simulate       thousands of seeded faults in virtual time, every invariant checked   (SEEDS=N)"
+	@echo "make simulate-scale  1,000 workers and a million requests in virtual time   (WORKERS=N REQUESTS=N)"
 	@echo "make validate-simulator   predicted against measured on this machine: five workloads, a stalled link, a kill"
 	@echo "make gpu-check      tests marked gpu and the GPU benchmarks (no network, no Ray)"
 	@echo "make results        collect benchmarks/results/ as docs/results.md with charts (measures nothing)"
@@ -107,6 +109,14 @@ SEEDS ?= 5000
 simulate: setup
 	$(PY) -m simulator.check --seeds $(SEEDS)
 
+# Virtual time at scale, and how fast it is.
+.PHONY: simulate-scale bench-simulator bench-simulator-scale
+WORKERS ?= 1000
+REQUESTS ?= 1000000
+
+simulate-scale: setup
+	$(PY) -m simulator.scale --workers $(WORKERS) --requests $(REQUESTS)
+
 # Two shapes of deployment, about two minutes each, on an idle machine.
 validate-simulator: setup
 	for shape in disaggregated colocated; do $(PY) -m benchmarks.validation --shape $$shape || exit 1; done
@@ -161,6 +171,12 @@ bench-faults: setup
 bench-startup: setup
 	$(PY) -m benchmarks.cluster.startup
 	$(PY) -m benchmarks.engine.weights
+
+bench-simulator: setup
+	$(PY) -m benchmarks.simulator
+
+bench-simulator-scale: setup
+	$(PY) -m benchmarks.simulator.scale --workers $(WORKERS) --requests $(REQUESTS)
 
 bench-autoscale: setup
 	$(PY) -m benchmarks.autoscale

@@ -7,16 +7,35 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cluster.scaling.signals import PoolBounds
 from penstock.config import DecodeConfig, PrefillConfig
 from penstock.config.admission import AdmissionConfig, OverloadConfig
+from penstock.config.autoscaler import AutoscalerConfig, SloConfig
+from penstock.types import Role
 from simulator import invariants
 from simulator.costs.step_costs import DecodeCosts, LinkCosts, PrefillCosts
 from simulator.fleet import FleetSpec, SimulatedFleet
 from simulator.request import TraceRequest
 from simulator.world.faults import FaultRates, schedule_faults
+from simulator.world.scaling_model import ScalingModel
 
 _FAULTS_UNTIL_S = 8.0
 _TIMEOUT_S = 300.0
+_SCALED_SHARE = 0.5  # of the runs, in which the autoscaler changes the pools
+_BOUNDS = {role: PoolBounds(1, 3) for role in Role}
+# Decides so often, and forgets so soon, that pools change within seconds.
+_EAGER_SCALING = AutoscalerConfig(
+    mode="on",
+    slo=SloConfig(ttft_s=0.1, itl_s=0.02),
+    interval_s=0.25,
+    history_s=1.0,
+    up_cooldown_s=0.5,
+    down_cooldown_s=0.5,
+    down_after_s=4.0,
+    flip_cooldown_s=0.5,
+    flip_after_s=0.25,
+    start_s=0.5,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +48,9 @@ class CheckedRun:
     num_requests: int
     num_complete: int
     num_events: int
+    num_flips: int  # by the autoscaler
+    num_resizes: int
+    num_migrated: int  # sequences
 
 
 def random_spec(rng: random.Random) -> FleetSpec:
@@ -51,7 +73,10 @@ def random_spec(rng: random.Random) -> FleetSpec:
             (None, AdmissionConfig(), AdmissionConfig(overload=OverloadConfig(shed=True, max_tokens=32)))
         ),
         timeout_s=_TIMEOUT_S,
-        max_run=1,
+        max_run=rng.choice((1, 1, 8, 64)),
+        pull=rng.random() < 0.3,
+        host_pages=rng.choice((0, 0, 20, 200)),
+        num_routers=rng.choice((1, 1, 2, 3)),
     )
 
 
@@ -76,6 +101,7 @@ def run_seed(seed: int, rates: FaultRates | None = None, *, check_each: bool = T
     for request in random_requests(rng):
         fleet.submit(request)
     faults = schedule_faults(fleet, rng, _FAULTS_UNTIL_S, rates or FaultRates())
+    scaling = ScalingModel(fleet, _EAGER_SCALING, _BOUNDS, _FAULTS_UNTIL_S) if rng.random() < _SCALED_SHARE else None
     problems: list[str] = []
     try:
         fleet.run(on_event=(lambda: invariants.after_event(fleet)) if check_each else None)
@@ -85,7 +111,19 @@ def run_seed(seed: int, rates: FaultRates | None = None, *, check_each: bool = T
     except AssertionError as error:
         problems = [f"at {fleet.sim.now_s:.6f} s: {error!r}"]
     complete = sum(outcome.is_complete for outcome in fleet.outcomes)
-    return CheckedRun(seed, faults, problems, len(fleet.outcomes), complete, fleet.sim.num_events)
+    num_flips = scaling.num_flips if scaling is not None else 0
+    num_resizes = scaling.num_resizes if scaling is not None else 0
+    return CheckedRun(
+        seed,
+        faults,
+        problems,
+        len(fleet.outcomes),
+        complete,
+        fleet.sim.num_events,
+        num_flips,
+        num_resizes,
+        fleet.num_migrated,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,7 +144,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = sum(bool(run.problems) for run in runs)
     print(
         f"{len(runs)} seeds, {sum(len(run.faults) for run in runs)} faults, {num_requests} requests of which "
-        f"{num_complete} completed, {sum(run.num_events for run in runs)} events; {failed} seeds broke an invariant"
+        f"{num_complete} completed, {sum(run.num_events for run in runs)} events, "
+        f"{sum(run.num_flips for run in runs)} flips and {sum(run.num_resizes for run in runs)} changes of size by the "
+        f"autoscaler, {sum(run.num_migrated for run in runs)} migrations; {failed} seeds broke an invariant"
     )
     return 1 if failed else 0
 

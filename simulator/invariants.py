@@ -9,6 +9,7 @@ from router.routing.costs.inflight import NO_WORK
 from simulator.fleet import SimulatedFleet
 from simulator.request import Outcome
 from simulator.routers.follower_model import Worker
+from simulator.routers.router_model import RouterModel
 from simulator.workers.decode_model import DecodeModel
 
 SETTLE_S = 60.0  # after the last request, for reconnects, fences of lost senders and heartbeats
@@ -19,6 +20,7 @@ def after_event(fleet: SimulatedFleet) -> None:
     for worker in fleet.workers.values():
         if isinstance(worker, DecodeModel):
             assert not worker.transfers.num_bad_writes, f"{worker.worker_id}: a page was written that was not fenced"
+        assert worker.host is None or not worker.host.num_bad_reads, f"{worker.worker_id}: read an empty host page"
         assert worker.pool.num_available >= 0
     assert fleet.links.bytes_in_flight >= 0
 
@@ -27,7 +29,9 @@ def at_the_end(fleet: SimulatedFleet) -> list[str]:
     """Checks a run in which every request has ended and faults have been over for `SETTLE_S`."""
     violations = [problem for outcome in fleet.outcomes for problem in _check_outcome(outcome)]
     violations += [problem for worker in fleet.workers.values() for problem in _check_worker(worker)]
-    violations += _check_router(fleet)
+    for router in fleet.routers.values():
+        router.read_reports()
+        violations += [f"{router.node.name}: {problem}" for problem in _check_router(fleet, router)]
     return violations
 
 
@@ -62,31 +66,34 @@ def _check_worker(worker: Worker) -> Iterator[str]:
     if isinstance(worker, DecodeModel):
         if worker.num_held or worker.scheduler.num_running or worker.scheduler.num_waiting:
             yield f"{name}: holds {worker.num_held} requests"
+        if worker.migrations.num_open:
+            yield f"{name}: {worker.migrations.num_open} migrations are open"
         if worker.transfers.num_open:
             yield f"{name}: {worker.transfers.num_open} transfers are open"
     elif worker.num_open or worker.scheduler.num_running or worker.scheduler.num_queued:
         yield f"{name}: {worker.num_open} jobs are open"
 
 
-def _check_router(fleet: SimulatedFleet) -> Iterator[str]:
-    router = fleet.router
+def _check_router(fleet: SimulatedFleet, router: RouterModel) -> Iterator[str]:
     yield from router.late
     router.index.check_integrity()
     if router.gate is not None and router.gate.admission.num_inside:
         yield f"{router.gate.admission.num_inside} requests are still admitted"
     if router.num_open:
-        yield f"the router holds {router.num_open} requests"
+        yield f"holds {router.num_open} requests"
     for name, worker in fleet.workers.items():
         worker_id = worker.worker_id
         if router.ledger.sent_to(worker_id) != NO_WORK:
-            yield f"the router's ledger still has {router.ledger.sent_to(worker_id)} in flight to {name}"
+            yield f"its ledger still has {router.ledger.sent_to(worker_id)} in flight to {name}"
+        elif router.peers.sent_to(worker_id) != NO_WORK:
+            yield f"believes that its peers have {router.peers.sent_to(worker_id)} in flight to {name}"
         for other in fleet.workers.values():
             if num_bytes := router.ledger.link_bytes((worker_id, other.worker_id)):
-                yield f"the router's ledger still has {num_bytes} bytes on the link from {name} to {other.worker_id}"
+                yield f"its ledger still has {num_bytes} bytes on the link from {name} to {other.worker_id}"
         cached = [page for event in worker.events.read(0).events for page in event.hashes]
-        known, held = router.index.pages_of(worker_id), worker.cache.num_cached
+        known, held = router.index.pages_by_tier(worker_id), worker.cache.num_cached
         missing = sum(worker_id not in router.index.match([page]) for page in cached)
-        if known != held or missing:
-            yield f"the index knows {known} of {held} pages of {name}, and lacks {missing}"
+        if known[0] != held or sum(known) != len(cached) or missing:
+            yield f"the index knows {known} pages of {name} by tier, of {held} and {len(cached)}, and lacks {missing}"
     if not all(follower.takes_work for follower in router.followers):
         yield f"out of reach: {[follower.worker_id for follower in router.followers if not follower.takes_work]}"

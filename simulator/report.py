@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from engine.cache.page_pool import OutOfPages
 from engine.cache.prefix_cache import PrefixCache
 from simulator.fleet import FleetSpec, SimulatedFleet
-from simulator.prompt_hashes import PromptHasher
 from simulator.request import Outcome, TraceRequest
+from simulator.routers.prompt_hashes import PromptHasher
 from simulator.routers.router_model import SALT
 
 
@@ -56,8 +56,8 @@ def summarize(fleet: SimulatedFleet, slo: Slo) -> Summary:
         num_requests=len(outcomes),
         num_failed=len(outcomes) - len(complete),
         hit_rate=sum(outcome.cached_tokens for outcome in complete) / max(1, prompts),
-        imbalance=_imbalance(computing),
-        decode_imbalance=_imbalance(decode),
+        imbalance=imbalance(computing),
+        decode_imbalance=imbalance(decode),
         utilization=sum(computing) / len(computing) / duration_s,
         ttft_p50_s=percentile(ttfts, 0.5),
         ttft_p90_s=percentile(ttfts, 0.9),
@@ -75,7 +75,8 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def _imbalance(busy: Sequence[float]) -> float:
+def imbalance(busy: Sequence[float]) -> float:
+    """Returns the busiest over the mean, 1 if nobody was busy."""
     mean = sum(busy) / len(busy)
     return max(busy) / mean if mean else 1.0
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -108,6 +109,38 @@ class SharedPrefixMix:
                 requests.append(self._request(rng, arrival_s, blocks))
                 arrival_s += rng.expovariate(1 / self.think_s)
         return in_order(sorted(requests, key=lambda request: request.arrival_s)[: self.num_requests])
+
+    def stream(self, seed: int) -> Iterator[TraceRequest]:
+        """Makes such requests in order of arrival, each when it is asked for. Keeps only conversations that go on.
+
+        The requests differ from those of `make`, as they take their random numbers in another order.
+        """
+        rng = random.Random(f"{seed}/stream of shared prefixes")
+        next_block, start_s = self.num_systems * self._system_blocks, 0.0
+        open_turns: list[tuple[float, int, int, tuple[int, ...]]] = []  # heap: arrival, tie-breaker, turns left, blocks
+        for number in range(self.num_requests):
+            while not open_turns or start_s <= open_turns[0][0]:
+                turns, blocks = self._begin(rng)
+                start_s += rng.expovariate(1.0) * turns / self.requests_per_s
+                heapq.heappush(open_turns, (start_s, next_block, turns, blocks))
+                next_block += 1
+            arrival_s, _, turns, blocks = heapq.heappop(open_turns)
+            num_new = max(1, round(rng.expovariate(1 / self.turn_tokens) / self.block_tokens))
+            blocks = (*blocks, *range(next_block, next_block + num_new))
+            next_block += num_new
+            yield replace(self._request(rng, arrival_s, blocks), number=number)
+            if turns > 1:
+                heapq.heappush(
+                    open_turns, (arrival_s + rng.expovariate(1 / self.think_s), next_block, turns - 1, blocks)
+                )
+
+    def _begin(self, rng: random.Random) -> tuple[int, tuple[int, ...]]:
+        """Returns the number of turns of a new conversation, and the blocks of its system prompt."""
+        if rng.random() < self.single_share * self.turns:
+            return 1, ()
+        turns = 1 + int(rng.expovariate(1 / (self.turns - 1))) if self.turns > 1 else 1
+        system = min(self.num_systems, int(rng.paretovariate(1.0))) - 1
+        return turns, tuple(range(system * self._system_blocks, (system + 1) * self._system_blocks))
 
     @property
     def _system_blocks(self) -> int:

@@ -41,7 +41,7 @@ class DetailedDeployment:
         self.on_end: Callable[[Outcome], None] = lambda outcome: None
         self.submit, self.run = self.fleet.submit, self.fleet.run
         self.add_worker, self.remove_worker = self.fleet.add_worker, self.fleet.remove_worker
-        self.retire = self.fleet.router.retire
+        self.retire = self.fleet.retire
         count_end = self.fleet.router.on_end
 
         def on_end(outcome: Outcome) -> None:

@@ -198,6 +198,21 @@ SUBJECTS = (
         "lab-notes/pools.md",
     ),
     Subject(
+        "simulator",
+        "How fast virtual time is",
+        "Simulated requests a second of processor time. Reports that wait until a router reads them are compared with "
+        "reports that are messages; both give the same results, to the bit.",
+        "make bench-simulator",
+        "simulator.md",
+    ),
+    Subject(
+        "simulator_scale",
+        "A thousand workers in virtual time",
+        "Requests are made as they arrive and forgotten as they end, so that memory is that of the workers.",
+        "make bench-simulator-scale",
+        "simulator.md",
+    ),
+    Subject(
         "validation",
         "The simulator and the real system",
         "Figures that the simulator predicted compared with those measured on the same machine.",

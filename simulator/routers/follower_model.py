@@ -15,7 +15,7 @@ from router.routing.costs.link_costs import LinkBook
 from router.routing.index.prefix_index import PrefixIndex
 from router.routing.policy.interface import WorkerLimits
 from simulator.workers.decode_model import DecodeModel
-from simulator.workers.event_feed import Deliver, EventFeed
+from simulator.workers.event_feed import Deliver, EventFeed, Report
 from simulator.workers.prefill_model import PrefillModel
 from simulator.world.network import Call, Network, Node
 
@@ -62,7 +62,9 @@ class FollowerModel:
         on_change: Callable[[], None],
         on_load: Callable[[], None],
         on_link_lost: Callable[[FollowerModel], None],
+        on_due: Callable[[FollowerModel], None],
     ) -> None:
+        """`on_due` is called when the worker's feed waits to be read, and may be due earlier than it was."""
         self.worker_id = WorkerId(name)
         self.role = role
         self.limits = limits
@@ -71,6 +73,7 @@ class FollowerModel:
         self.page_size = 0
         self.worker: Worker | None = None  # the incarnation at the other end of the link
         self.link: Call | None = None
+        self.feed: EventFeed | None = None
         self._node = node
         self._network = network
         self._workers = workers
@@ -78,6 +81,7 @@ class FollowerModel:
         self._on_change = on_change
         self._on_load = on_load
         self._on_link_lost = on_link_lost
+        self._on_due = on_due
         self.retired = False  # no longer a member; followed until the worker is gone
         self._connected = False
         self._watch_call: Call | None = None
@@ -126,7 +130,26 @@ class FollowerModel:
         call.send(self._node, lambda: self._begin_feed(worker, call, next_seq, deliver))
 
     def _begin_feed(self, worker: Worker, call: Call, next_seq: int, deliver: Deliver) -> None:
-        self._workers.watch(worker, call, next_seq, deliver)
+        self.feed = feed = self._workers.watch(worker, call, next_seq, deliver)
+        if feed.waits:
+            feed.on_due = lambda feed: self._on_due(self)
+            self._on_due(self)
+
+    def read(self, now_s: float) -> None:
+        """Takes the reports that have arrived and wait to be read."""
+        assert self.feed is not None
+        reports = self.feed.read(now_s)
+        for report in reports:
+            self._take(report)
+        if reports:
+            self._known.ledger.on_report(self.worker_id, reports[-1].arrival_s)
+
+    def _take(self, report: Report) -> None:
+        self._known.costs.on_steps(self.worker_id, *report.totals)
+        if report.load is not None and report.batch is not None:
+            self.load = report.load
+            is_whole = self._known.index.apply(self.worker_id, report.batch)
+            assert is_whole, "events are lost only by faults, and reports of a faulty world do not wait"
 
     def _apply(self, batch: KvEventBatch, load: WorkerLoad) -> None:
         if not self._known.index.apply(self.worker_id, batch):

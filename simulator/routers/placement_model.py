@@ -1,15 +1,16 @@
 """Places requests in virtual time: the real policy over the real index, ledger and placement core.
 
-Follows `router.dispatch.placement`, without broken workers and other routers.
+Follows `router.dispatch.placement`, without broken workers.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.types import PageHash, WorkerId
+from router.routing.costs.inflight import InflightWork
 from router.routing.costs.link_costs import LinkCost
 from router.routing.costs.pull_costs import PullBook
 from router.routing.index.pending_prompts import marks_of
@@ -39,11 +40,15 @@ class PlacerModel:
         page_size: int,
         token_bytes: float,
         max_replicas: int,
-        pull_cost: LinkCost | None = None,
+        pull_cost: LinkCost | None,
+        sent_to: Callable[[WorkerId], InflightWork],
     ) -> None:
-        """`pull_cost` is the cost of a pull between any two workers; None: nothing is pulled."""
+        """`pull_cost` is the cost of a pull between any two workers; None: nothing is pulled.
+
+        `sent_to` returns the work that this and other routers have sent to a worker.
+        """
         self._index: PrefixIndex = known.index
-        self._ledger = known.ledger
+        self._sent_to = sent_to
         self._core = PlacementCore(known.ledger, known.costs, known.links, max_replicas)
         self._links = LearnedLinkPricing(known.links, known.ledger)
         self._policy = policy
@@ -64,7 +69,13 @@ class PlacerModel:
     ) -> PlacementModel:
         """Places a request for KV of `num_tokens`, whose first pages have these hashes. `decode` is not empty."""
         matches = self._index.match(hashes)
-        cached = {worker_id: held.num_pages * self._page_size for worker_id, held in matches.items()}
+        size = self._page_size
+        cached = {worker_id: held.num_pages * size for worker_id, held in matches.items()}
+        below = {
+            worker_id: (held.num_pages - held.num_device_pages) * size
+            for worker_id, held in matches.items()
+            if held.num_pages > held.num_device_pages
+        }
         marks = marks_of(hashes, self._page_size)
         num_naming = num_naming_pages(len(hashes) * self._page_size, self._page_size)
         prefix = bytes(hashes[num_naming - 1]) if num_naming else b""
@@ -73,6 +84,7 @@ class PlacerModel:
             max_tokens=max_tokens,
             token_bytes=self._token_bytes,
             cached_tokens=cached,
+            host_tokens=below,
             pending_tokens=self._core.pending_tokens(marks, self._page_size),
             prefill=[follower.worker_id for follower in prefill],
             links=self._links,
@@ -80,7 +92,7 @@ class PlacerModel:
             prefix=prefix,
             pull=self._offer(matches, [*decode, *prefill]),
         )
-        views = [self._core.views(ends, self._ledger.sent_to) for ends in (decode, prefill)]
+        views = [self._core.views(ends, self._sent_to) for ends in (decode, prefill)]
         choice = self._policy.choose(demand, views[0], views[1], self._rng)
         commitment = self._core.commit(choice, demand, self._page_size, now_s, lambda: marks)
         return PlacementModel(choice, commitment)

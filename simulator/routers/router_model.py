@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -22,14 +24,16 @@ from router.routing.costs.inflight import InflightLedger
 from router.routing.costs.link_costs import LinkBook, LinkCost
 from router.routing.index.prefix_index import PrefixIndex
 from router.routing.policy.interface import PlacementPolicy, WorkerLimits
-from simulator.prompt_hashes import PromptHasher
 from simulator.request import Outcome, RequestTokens
 from simulator.routers.follower_model import FollowerModel, RouterState, WorkerDirectory
 from simulator.routers.gate_model import GateModel, fleet_state
+from simulator.routers.peer_model import PeerModel
 from simulator.routers.placement_model import PlacementModel, PlacerModel
-from simulator.workers.decode_model import DecodeModel, Delta, Submission
+from simulator.routers.prompt_hashes import PromptHasher
+from simulator.workers.decode_model import DecodeModel
+from simulator.workers.submission import Delta, MigratedTo, Submission
 from simulator.workers.transfers import PrefillOption
-from simulator.world.network import Network, Node
+from simulator.world.network import Call, Network, Node
 from simulator.world.virtual_time import Timer
 
 _CANCEL_S = 0.5  # a cancelled request ends at its worker within this time, if no fault delays it
@@ -41,6 +45,7 @@ class _OpenRequest:
     """A request in flight."""
 
     outcome: Outcome
+    on_end: Callable[[Outcome], None]
     deadline_s: float
     hashes: list[PageHash]
     stream: int
@@ -67,10 +72,14 @@ class RouterModel:
         token_bytes: float,
         limits: dict[Role, WorkerLimits],
         max_replicas: int,
-        admission: AdmissionConfig | None = None,
-        pull_cost: LinkCost | None = None,
+        admission: AdmissionConfig | None,
+        pull_cost: LinkCost | None,
+        find_router: Callable[[str], RouterModel | None],
     ) -> None:
-        """`pull_cost` is that of a pull between any two workers; None: nothing is pulled."""
+        """`pull_cost` is that of a pull between any two workers; None: nothing is pulled.
+
+        `find_router` returns the running router of a name.
+        """
         self.node = node
         self.index = PrefixIndex(on_leaving=self._tidy_soon)
         self.ledger = InflightLedger()
@@ -79,6 +88,7 @@ class RouterModel:
         self._limits = limits
         config = admission or AdmissionConfig()
         known = RouterState(self.index, self.ledger, CostBook(), LinkBook())
+        self.peers = PeerModel(node, network, self.ledger, lambda name: _peers_of(find_router(name)))
         self._placer = PlacerModel(
             known,
             policy,
@@ -87,6 +97,7 @@ class RouterModel:
             token_bytes,
             max_replicas,
             pull_cost,
+            self.peers.sent_to,
         )
         self._hasher = PromptHasher(page_size, SALT)
         self._rng = network.sim.rng(f"dispatch {node.name}")
@@ -106,6 +117,8 @@ class RouterModel:
         self.followers: list[FollowerModel] = []
         self._ready: dict[Role, list[FollowerModel]] | None = None  # by role; None: not computed yet
         self._by_id: dict[WorkerId, FollowerModel] = {}  # those in `_ready`
+        self._due: list[tuple[float, int, FollowerModel]] = []  # heap: when to read reports; only newest entries count
+        self._due_number = count()
         for name, role in names.items():
             self.follow(name, role)
 
@@ -122,6 +135,7 @@ class RouterModel:
             self._on_change,
             self.gate.poll_soon if self.gate is not None else lambda: None,
             self._on_link_lost,
+            self._read_at,
         )
         self.followers.append(follower)
         follower.connect()
@@ -137,21 +151,43 @@ class RouterModel:
     def num_open(self) -> int:
         return len(self._open)
 
+    # Reports that wait to be read.
+
+    def read_reports(self) -> None:
+        """Takes all reports that have arrived. Nothing here is up to date without it."""
+        now_s, due = self._network.sim.now_s, self._due
+        while due and due[0][0] <= now_s:
+            at_s, _, follower = heapq.heappop(due)
+            feed = follower.feed
+            if feed is not None and feed.waits and feed.due_s == at_s:
+                follower.read(now_s)
+                self._read_at(follower)
+
+    def _read_at(self, follower: FollowerModel) -> None:
+        assert follower.feed is not None
+        follower.feed.due_s = follower.feed.next_s()
+        if follower.feed.due_s < math.inf:
+            heapq.heappush(self._due, (follower.feed.due_s, next(self._due_number), follower))
+
     def _tidy_soon(self) -> None:
         """Drops pages of workers that have left, piece by piece."""
         self.node.after(0.0, lambda: self._tidy_soon() if self.index.tidy(self._network.sim.now_s) else None)
 
     # Calls of clients.
 
-    def submit(self, outcome: Outcome, timeout_s: float) -> None:
+    def submit(
+        self, outcome: Outcome, timeout_s: float, on_end: Callable[[Outcome], None] = lambda outcome: None
+    ) -> None:
+        """Takes a request, or one of which another router has delivered the first tokens before it was lost."""
         request = outcome.request
         held = _OpenRequest(
             outcome,
+            on_end,
             self._network.sim.now_s + timeout_s,
             self._hasher.hashes(request),
             next(self._streams),
             request.num_output_tokens,
-            CompletionCore(self.ledger, self._retries, self._max_redispatches),
+            CompletionCore(self.ledger, self._retries, self._max_redispatches, num_generated=outcome.num_tokens),
         )
         self._open[held.stream] = held
         late = DeadlineExceeded(f"request {request.number} did not end within its {timeout_s:.3g} s")
@@ -167,7 +203,7 @@ class RouterModel:
                 request.lane,
                 request.tenant,
                 request.num_input_tokens,
-                request.num_output_tokens,
+                request.num_output_tokens - outcome.num_tokens,
                 now_s,
                 held.deadline_s,
             )
@@ -175,22 +211,26 @@ class RouterModel:
 
     def _enter(self, number: int, max_tokens: int) -> None:
         held = self._at_gate[number]
-        held.max_tokens = max_tokens
+        held.max_tokens = held.core.num_generated + max_tokens
         self._place(held)
 
     def _refuse(self, number: int, error: PenstockError) -> None:
         self._end(self._at_gate[number], error)
 
     def abandon(self, outcome: Outcome) -> None:
-        """Ends a request whose client has left."""
+        """Ends a request whose client has left; does nothing if another router has it."""
         for held in list(self._open.values()):
             if held.outcome is outcome:
-                outcome.abandoned = True
                 self._end(held, None)
+
+    def open_requests(self) -> list[tuple[Outcome, Callable[[Outcome], None], float]]:
+        """Returns what clients lose with this router: each request with its callback and deadline."""
+        return [(held.outcome, held.on_end, held.deadline_s) for held in self._open.values()]
 
     # Placement.
 
     def _place(self, held: _OpenRequest, cause: PenstockError | None = None) -> None:
+        self.read_reports()
         ready = self._ready or self._find_ready()
         if not ready[Role.DECODE]:
             self._wait(held)
@@ -244,10 +284,17 @@ class RouterModel:
     def _send(self, held: _OpenRequest, one: FollowerModel, candidates: list[PrefillOption]) -> None:
         assert one.link is not None
         assert isinstance(one.worker, DecodeModel)
-        request, link, worker = held.outcome.request, one.link, one.worker
+        link, worker = one.link, one.worker
         held.at, held.worker = one, worker
         held.core.on_sent(one.epoch)
         held.outcome.decoded_by.append(one.worker_id)
+        submission = held.submission = self._submission(held, link, worker, deque(candidates))
+        link.send(self.node, lambda: worker.submit(submission))
+
+    def _submission(
+        self, held: _OpenRequest, link: Call, worker: DecodeModel, candidates: deque[PrefillOption]
+    ) -> Submission:
+        request = held.outcome.request
         tokens = RequestTokens(request, held.core.num_generated)
         sequence = Sequence(
             request_id=RequestId(str(request.number)),
@@ -257,17 +304,16 @@ class RouterModel:
             salt=SALT,
             page_hashes=list(held.hashes),
         )
-        submission = held.submission = Submission(
+        return Submission(
             held.stream,
             sequence,
             tokens,
-            deque(candidates),
+            candidates,
             _Frames(self, link, worker),
             held.deadline_s - self._network.sim.now_s,
             caller=link,
             num_sent=len(tokens),
         )
-        link.send(self.node, lambda: worker.submit(submission))
 
     # Answers of workers.
 
@@ -301,11 +347,27 @@ class RouterModel:
                 self.gate.start(outcome.request.number)
         if delta.ended:
             held.core.on_end()
-            if not outcome.num_redispatches:
+            if not outcome.num_redispatches and not outcome.num_resumed:
                 outcome.cached_tokens, outcome.computed_by = delta.cached_tokens, delta.computed_by
                 assert held.placement is not None
                 self._placer.on_end(held.placement, delta.transfer_s, outcome.num_tokens)
             self._end(held, None)
+        elif delta.migrated is not None:
+            self._follow_migrated(held, delta.migrated)
+
+    def _follow_migrated(self, held: _OpenRequest, to: MigratedTo) -> None:
+        """Claims a sequence that has migrated from the worker where it ran."""
+        held.core.on_left()
+        epoch = to.ticket.receiver_epoch
+        one = next((each for each in self.followers if (each.worker_id, each.epoch) == (to.worker_id, epoch)), None)
+        if one is None or one.link is None or not isinstance(one.worker, DecodeModel):
+            self._redispatch(held, Unavailable(f"no link to {to.worker_id}, where the request migrated"), refused=False)
+            return
+        held.at, held.worker, link, worker = one, one.worker, one.link, one.worker
+        held.core.on_sent(epoch)
+        held.outcome.decoded_by.append(one.worker_id)
+        submission = held.submission = self._submission(held, link, worker, deque())
+        link.send(self.node, lambda: worker.attach(to.ticket, submission))
 
     def _on_link_lost(self, one: FollowerModel) -> None:
         for held in [held for held in self._open.values() if held.at is one]:
@@ -348,6 +410,11 @@ class RouterModel:
                 outcome.request.number, RequestUsage(outcome.num_tokens, outcome.cached_tokens, whole=complete)
             )
         self.on_end(outcome)
+        held.on_end(outcome)
+
+
+def _peers_of(router: RouterModel | None) -> PeerModel | None:
+    return router.peers if router is not None else None
 
 
 @dataclass(frozen=True, slots=True, eq=True)

@@ -6,19 +6,14 @@ or locally, and sends one frame a step to each router.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 
 from decode_worker.prefill.placement_policy import (
     PrefillDecision,
-    PrefillPlace,
     PrefillPlacement,
-    PricedPlace,
     PromptDemand,
     RemoteOption,
 )
@@ -28,71 +23,22 @@ from decode_worker.schedule.scheduler import DecodeScheduler
 from engine.cache.prefix_cache import PrefixCache
 from engine.step.plan import DecodeRows, StepPlan
 from engine.step.row_table import RowTable
-from engine.step.sequence import ScheduledSequence, Sequence
+from engine.step.sequence import Sequence
 from penstock.config import DecodeConfig
-from penstock.errors import DeadlineExceeded, Overloaded, PenstockError
+from penstock.errors import DeadlineExceeded, Overloaded, PenstockError, Unavailable
 from penstock.kv.events import KvEventLog
-from penstock.types import Role, WorkerId, WorkerLoad
+from penstock.types import Role, StepTotals, TransferKey, WorkerId, WorkerLoad
 from simulator.costs.step_costs import DecodeCosts, LinkCosts
 from simulator.request import RequestTokens
-from simulator.workers.prefill_model import PrefillModel
+from simulator.workers.host_memory import HostMemoryModel, tiers_of
+from simulator.workers.migrations import MigrationModel
 from simulator.workers.step_loop import VirtualStepLoop
-from simulator.workers.transfers import PrefillOption, TransferModel, TransferOwner
+from simulator.workers.submission import Delta, MigratedTo, Submission
+from simulator.workers.transfers import Sender, TransferModel, TransferOwner
+from simulator.world.kv_links import KvLinks
 from simulator.world.network import Network, Node, State
-from simulator.world.virtual_time import Timer
 
 _RETRY_AFTER_S = 1.0
-
-
-@dataclass(slots=True)
-class Delta:
-    """An update of one request for its router. `error` and `ended` are final.
-
-    Its tokens are identified by the request that they were computed for and the first one's position.
-    """
-
-    stream: int
-    number: int = 0  # of the request
-    position: int = 0
-    num_tokens: int = 0
-    ended: bool = False
-    error: PenstockError | None = None
-    cached_tokens: int = 0
-    computed_by: WorkerId | None = None
-    transfer_s: float | None = None  # after the first token; None if no pages were transferred
-
-
-@dataclass(slots=True, eq=False)
-class Submission:
-    """A request as a router submits it; `send` takes the deltas of one step."""
-
-    stream: int
-    sequence: Sequence
-    tokens: RequestTokens  # the sequence's
-    candidates: deque[PrefillOption]
-    send: Callable[[list[Delta]], None]
-    timeout_s: float
-    caller: object  # the link that it arrived on: the request's lease
-    has_first: bool = False
-    num_sent: int = 0  # tokens, prompt included
-    cached_tokens: int = 0
-    computed_by: WorkerId | None = None
-    first_token_s: float = 0.0
-    landed_s: float | None = None
-    timer: Timer | None = None
-    placed: PricedPlace | None = None
-    placed_s: float = 0.0
-    computed_s: float = 0.0  # when a prefill worker had computed the first part of a split prompt
-
-    @property
-    def is_split(self) -> bool:
-        return self.placed is not None and self.placed.place is PrefillPlace.SPLIT
-
-    @property
-    def exposed_s(self) -> float:
-        """Returns the part of the transfer that followed the prefill worker's computation."""
-        computed_s = self.computed_s if self.is_split else self.first_token_s
-        return max(0.0, self.landed_s - computed_s) if self.landed_s is not None else 0.0
 
 
 class DecodeModel(TransferOwner):
@@ -104,13 +50,15 @@ class DecodeModel(TransferOwner):
         self,
         node: Node,
         network: Network,
+        links: KvLinks,
         costs: DecodeCosts,
         link: LinkCosts,
         config: DecodeConfig,
         page_size: int,
         num_pages: int,
-        find_prefill: Callable[[str], PrefillModel | None],
+        find_sender: Callable[[str], Sender | None],
         max_run: int = 1,
+        host: HostMemoryModel | None = None,
     ) -> None:
         """`max_run` is how many steps are simulated at once where nothing happens between them.
 
@@ -121,12 +69,15 @@ class DecodeModel(TransferOwner):
         self.worker_id = WorkerId(node.name)
         self.page_size = page_size
         self.events = KvEventLog()
-        self.cache = PrefixCache(num_pages, page_size, self.events)
+        self.host = host
+        self.cache = PrefixCache(num_pages, page_size, self.events, tiers=tiers_of(host))
         self.pool = self.cache.pool
         self.scheduler = DecodeScheduler(self.pool, self.cache, page_size, config, RowTable(page_size))
-        self.transfers = TransferModel(node, network, self.pool, self.scheduler, page_size, find_prefill, self)
-        self.loop = VirtualStepLoop(node, self._begin_step, self._end_steps)
+        self.transfers = TransferModel(node, network, self.pool, self.scheduler, page_size, find_sender, self)
+        self.migrations = MigrationModel(self, network, links)
+        self.loop = VirtualStepLoop(node, self._begin_step, self._end_steps, lambda: self.before_change())
         self.on_change: Callable[[], None] = lambda: None
+        self.before_change: Callable[[], None] = lambda: None
         self.num_computed_tokens = 0  # of prompts
         self.num_output_tokens = 0
         self._costs = costs
@@ -140,6 +91,7 @@ class DecodeModel(TransferOwner):
         self._steps_s: list[float] = []  # of the run in flight; only those that are not committed
         self._run_rows: DecodeRows | None = None  # of a run whose first steps are committed
         self._num_run = 0  # how many of its steps are committed
+        self._num_measured = 0  # how many more of them are measured
         self._pace = Pace()
         self._policy = PrefillPlacement(config)
         if max_run > 1:
@@ -150,8 +102,27 @@ class DecodeModel(TransferOwner):
         """Number of requests held."""
         return len(self._submissions)
 
+    @property
+    def running(self) -> list[Submission]:
+        """The requests that get a token in every step and have had their first."""
+        submissions = self._submissions.values()
+        return [each for each in submissions if each.has_first and self.scheduler.is_running(each.sequence)]
+
     def load(self) -> WorkerLoad:
-        self.catch_up()
+        self.before_change()
+        return self.load_at(self.node.sim.now_s)
+
+    def totals_at(self, at_s: float) -> tuple[StepTotals, StepTotals]:
+        """Returns the totals of steps that have ended by then; of a run's steps, it commits none but the first."""
+        if num_ended := self.loop.catch_up(at_s):
+            if self._plan is not None:
+                self._commit(num_ended, goes_on=True)
+            else:
+                self._measure(num_ended)
+        return self._pace.prefill_steps, self._pace.decode_steps
+
+    def load_at(self, at_s: float) -> WorkerLoad:
+        self.catch_up(at_s)
         return WorkerLoad(
             num_running=self.scheduler.num_running,
             num_waiting=len(self._submissions) - self.scheduler.num_running,
@@ -177,13 +148,62 @@ class DecodeModel(TransferOwner):
         for submission in [held for held in self._submissions.values() if held.caller is caller]:
             self.cancel(submission)
 
+    def attach(self, ticket: TransferKey, submission: Submission) -> None:
+        """Continues a sequence that has migrated here, for its router."""
+        self.post(lambda: self._attach(ticket, submission))
+
+    def _attach(self, ticket: TransferKey, submission: Submission) -> None:
+        found = self.migrations.attach(ticket, len(submission.tokens))
+        if found is None:
+            gone = Unavailable(f"{self.worker_id} has no sequence for this ticket", _RETRY_AFTER_S)
+            self._emit(submission, Delta(submission.stream, error=gone))
+            return
+        kept, deltas = found
+        submission.sequence, submission.tokens, submission.num_sent = kept.sequence, kept.tokens, kept.num_sent
+        submission.has_first, submission.computed_by = True, kept.computed_by
+        submission.cached_tokens = kept.cached_tokens
+        for delta in deltas:
+            delta.stream = submission.stream
+            self._emit(submission, delta)
+        if self._submissions.get(kept.sequence) is kept:
+            submission.timer, self._submissions[kept.sequence] = kept.timer, submission
+
+    # `MigrationOwner`
+
+    def holds(self, submission: Submission) -> bool:
+        return self._submissions.get(submission.sequence) is submission
+
+    def take(self, submission: Submission) -> bool:
+        num_tokens = submission.sequence.num_prompt_tokens + submission.sequence.sampling.max_tokens
+        if self._is_full or -(-num_tokens // self.page_size) > self.pool.num_pages:
+            return False
+        self._track(submission)
+        return True
+
+    def leave(self, submission: Submission, to: MigratedTo) -> None:
+        first, submission.num_sent = submission.num_sent, len(submission.tokens)
+        number, num_tokens = submission.tokens.request.number, submission.num_sent - first
+        self.num_output_tokens += num_tokens
+        self._emit(submission, Delta(submission.stream, number, first, num_tokens, migrated=to))
+        self._release(submission)
+
+    def drop(self, submission: Submission) -> None:
+        self._release(submission)
+
+    def is_open(self, key: TransferKey) -> bool:
+        """Returns whether this worker may still write pages of a sequence that migrates from here."""
+        return self.migrations.is_open(key)
+
+    def cancel_transfer(self, key: TransferKey) -> None:
+        self.migrations.cancel(key)
+
     def post(self, call: Callable[[], None]) -> None:
         self.loop.post(call)
 
     def _accept(self, submission: Submission) -> None:
-        limit = self._config.max_batch_sequences + self._config.max_waiting
-        if len(self._submissions) >= limit:
-            refusal = Overloaded(f"{self.worker_id} holds {limit} requests, its limit; try again", _RETRY_AFTER_S)
+        if self._is_full:
+            held = len(self._submissions)
+            refusal = Overloaded(f"{self.worker_id} holds {held} requests, its limit; try again", _RETRY_AFTER_S)
             self._emit(submission, Delta(submission.stream, error=refusal))
             return
         num_tokens = len(submission.sequence.token_ids) + submission.sequence.sampling.max_tokens
@@ -191,14 +211,27 @@ class DecodeModel(TransferOwner):
             refusal = Overloaded(f"{num_tokens} tokens do not fit into {self.worker_id}'s pool", None)
             self._emit(submission, Delta(submission.stream, error=refusal))
             return
-        late = DeadlineExceeded(f"request {submission.sequence.request_id} did not end within {submission.timeout_s} s")
-        submission.timer = self.node.after(submission.timeout_s, lambda: self.cancel(submission, late))
-        self._submissions[submission.sequence] = submission
-        self.scheduler.track(submission.sequence)
+        self._track(submission)
         self._place(submission)
 
+    @property
+    def _is_full(self) -> bool:
+        return len(self._submissions) >= self._config.max_batch_sequences + self._config.max_waiting
+
+    def _track(self, submission: Submission) -> None:
+        sequence = submission.sequence
+        late = DeadlineExceeded(f"request {sequence.request_id} did not end within {submission.timeout_s} s")
+        submission.timer = self.node.after(submission.timeout_s, lambda: self._end_late(sequence, late))
+        self._submissions[sequence] = submission
+        self.scheduler.track(sequence)
+
+    def _end_late(self, sequence: Sequence, late: PenstockError) -> None:
+        submission = self._submissions.get(sequence)
+        if submission is not None:
+            self.cancel(submission, late)
+
     def _cancel(self, submission: Submission, error: PenstockError | None) -> None:
-        if submission.sequence not in self._submissions:
+        if not self.holds(submission):
             return
         if error is not None:
             self._emit(submission, Delta(submission.stream, error=error))
@@ -252,6 +285,8 @@ class DecodeModel(TransferOwner):
 
     def on_landed(self, sequence: Sequence, num_tokens: int) -> None:
         self.scheduler.join(sequence, num_tokens)
+        if self.migrations.on_joined(sequence):
+            return
         submission = self._submissions.get(sequence)
         if submission is not None:
             submission.landed_s = self.node.sim.now_s
@@ -262,6 +297,8 @@ class DecodeModel(TransferOwner):
 
     def on_failed(self, sequence: Sequence, error: PenstockError | None) -> None:
         """Places the prompt again: a failed prefill costs only time."""
+        if self.migrations.on_transfer_failed(sequence, error):
+            return
         submission = self._submissions.get(sequence)
         if submission is not None:
             self.scheduler.drop_pages(sequence)
@@ -278,11 +315,13 @@ class DecodeModel(TransferOwner):
             return []
         self._plan, now_s, ends_s = plan, self.node.sim.now_s, []
         num_steps = 1 if self._awaits_first_token(plan) else self.scheduler.num_steps_alike(plan, self._max_run)
+        waiting_s = self.host.take_waiting_s() if self.host is not None else 0.0
         if num_steps == 1:
-            self._steps_s = [self._costs.work_s(plan)]
+            self._steps_s = [self._costs.work_s(plan) + waiting_s]
             return [now_s + self._steps_s[0]]
         costs, num_rows, contexts = self._costs, len(plan.rows), int(plan.rows.positions_R.sum())
         self._steps_s = costs.decode_each_s(num_rows, contexts, num_steps)
+        self._steps_s[0] += waiting_s
         for step_s in self._steps_s:
             now_s += step_s
             ends_s.append(now_s)
@@ -293,14 +332,16 @@ class DecodeModel(TransferOwner):
         firsts = self._computed_here
         return bool(firsts) and any(item.sequence in firsts for item in plan.rows.items)
 
-    def catch_up(self) -> None:
-        """Commits the steps that have ended by now."""
-        if num_ended := self.loop.catch_up():
-            self._commit(num_ended, goes_on=True)
+    def catch_up(self, until_s: float) -> None:
+        """Commits the steps that have ended by then."""
+        self.totals_at(until_s)
+        if self._num_measured:
+            self._advance(goes_on=True)
 
     def _end_steps(self, num_ended: int) -> None:
         self._commit(num_ended, goes_on=False)
         self._steps_s = []
+        self.migrations.advance_all()
         self._flush()
         self.on_change()
 
@@ -314,15 +355,16 @@ class DecodeModel(TransferOwner):
 
     def _commit(self, num_ended: int, goes_on: bool) -> None:
         """Commits the first steps of those in flight, of which only the last of a run can end a sequence."""
-        steps_s, self._steps_s = self._steps_s[:num_ended], self._steps_s[num_ended:]
         plan, self._plan = self._plan, None
         if plan is None:  # its first step is committed
-            self._advance(num_ended, goes_on, steps_s)
+            self._measure(num_ended)
+            self._advance(goes_on)
             return
+        first_s = self._steps_s.pop(0)
         if plan.chunks:
             self.num_computed_tokens += sum(item.num_tokens for item in plan.chunks if item.num_tokens > 1)
-        self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, steps_s[0])
-        self._learn_step(plan, steps_s[0])
+        self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, first_s)
+        self._learn_step(plan, first_s)
         sampled = [item.sequence if item.is_sampled else None for item in plan.chunks]
         chunk_tokens = [None if sequence is None else 0 for sequence in sampled]
         rows = plan.rows
@@ -331,36 +373,39 @@ class DecodeModel(TransferOwner):
             got: Iterable[Sequence | None] = (*(item.sequence for item in rows.items), *sampled)
             self._on_step(sequence for sequence in got if sequence is not None and sequence not in discarded)
             return
+        self._run_rows, self._num_run = rows, 1
         if num_ended > 1 or goes_on:
-            self._advance(num_ended - 1, goes_on, steps_s[1:], rows.items)
-        if not goes_on:
-            self._end_rows(rows, num_ended, discarded)
+            if num_ended > 1:
+                self._measure(num_ended - 1)
+            self._advance(goes_on, discarded)
+        else:
+            self._end_run(discarded)
         self._on_step(sequence for sequence in sampled if sequence is not None and sequence not in discarded)
-        self._run_rows = rows if goes_on else None
-        self._num_run = num_ended
 
-    def _advance(
-        self,
-        num_steps: int,
-        goes_on: bool,
-        steps_s: Seq[float],
-        items: Seq[ScheduledSequence] | None = None,
-    ) -> None:
-        """Commits further steps of a run."""
-        rows = self._run_rows
-        if items is None:
-            assert rows is not None
-            items = rows.items
-        contexts = sum(len(item.sequence.token_ids) - 1 for item in items) + len(items) / 2
-        self._pace.on_decode_steps(len(items), contexts, steps_s)
-        for item in items:
+    def _measure(self, num_steps: int) -> None:
+        """Measures the next steps of a run, which `_advance` will commit."""
+        assert self._run_rows is not None
+        items = self._run_rows.items
+        contexts = sum([len(item.sequence.token_ids) - 1 for item in items]) + len(items) * self._num_measured
+        self._pace.on_decode_steps(len(items), contexts + len(items) / 2, self._steps_s[:num_steps])
+        del self._steps_s[:num_steps]
+        self._num_measured += num_steps
+
+    def _advance(self, goes_on: bool, discarded: Collection[Sequence] = ()) -> None:
+        """Commits the steps that are measured."""
+        assert self._run_rows is not None
+        num_steps, self._num_measured = self._num_measured, 0
+        for item in self._run_rows.items:
             cast(RequestTokens, item.sequence.token_ids).extend_by(num_steps)
         self.scheduler.advance(num_steps, goes_on=goes_on)
-        if rows is not None:
-            self._num_run += num_steps
-            if not goes_on:
-                self._run_rows = None
-                self._end_rows(rows, self._num_run, ())
+        self._num_run += num_steps
+        if not goes_on:
+            self._end_run(discarded)
+
+    def _end_run(self, discarded: Collection[Sequence]) -> None:
+        rows, self._run_rows = self._run_rows, None
+        assert rows is not None
+        self._end_rows(rows, self._num_run, discarded)
 
     def _end_rows(self, rows: DecodeRows, num_steps: int, discarded: Collection[Sequence]) -> None:
         """Emits the tokens of rows that end with the last of the run's steps, and first tokens."""
@@ -379,7 +424,7 @@ class DecodeModel(TransferOwner):
         """Sends every token that routers have not received, because a fault is about to happen."""
         if self.node.state is not State.ALIVE:
             return
-        self.catch_up()
+        self.catch_up(self.node.sim.now_s)
         self.loop.cut()
         for submission in list(self._submissions.values()):
             if submission.has_first and submission.num_sent < len(submission.tokens):
@@ -411,6 +456,7 @@ class DecodeModel(TransferOwner):
         self._computed_here.discard(submission.sequence)
         if submission.timer is not None:
             submission.timer.cancel()
+        self.migrations.abandon(submission)
         self.transfers.abandon(submission.sequence)
         self.scheduler.forget(submission.sequence)
 

@@ -1,19 +1,54 @@
-"""Sends a worker's load and KV events to one router, at the pace of `worker.service`."""
+"""A worker's reports of load and KV events to one router, at the pace of `worker.service`.
+
+Nothing changes between two events of a worker but that the steps of a run end, so when its next reports are due and
+what they say follows from its state. While no fault has happened, a feed therefore waits to be read: a router that is
+about to choose takes all reports that have arrived by then, at once. Of those that were overtaken it only learns how
+long their steps took. From the first fault on, every report is a message at its time. Routers know the same either way.
+"""
 
 from __future__ import annotations
 
+import math
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from penstock.kv.events import KvEventBatch, KvEventLog, split_snapshot
-from penstock.types import WorkerLoad
+from penstock.types import StepTotals, WorkerLoad
 from simulator.workers.step_loop import VirtualStepLoop
 from simulator.world.network import Call, Node
 from simulator.world.virtual_time import Timer
 
 _HEARTBEAT_S = 1.0
 _SNAPSHOT_PART_PAGES = 32  # far fewer than in reality, so that small caches are split too
+
+
+class Reporter(Protocol):
+    """A worker as its feeds see it. Times passed in never go back."""
+
+    node: Node
+    events: KvEventLog
+    loop: VirtualStepLoop
+
+    def load_at(self, at_s: float) -> WorkerLoad:
+        """Commits the steps that have ended by then, so that `events` has what they changed."""
+        ...
+
+    def totals_at(self, at_s: float) -> tuple[StepTotals, StepTotals]:
+        """Returns the steps that have computed prompts and those that have only decoded, by then."""
+        ...
+
+
+class Report(NamedTuple):
+    """A report; one that a later one overtakes has only the totals of its steps."""
+
+    arrival_s: float
+    totals: tuple[StepTotals, StepTotals]
+    load: WorkerLoad | None = None
+    batch: KvEventBatch | None = None
+
 
 Deliver = Callable[[KvEventBatch, WorkerLoad], None]
 
@@ -37,56 +72,144 @@ class EventFeed:
 
     def __init__(
         self,
-        node: Node,
+        worker: Reporter,
         call: Call,
-        events: KvEventLog,
-        load: Callable[[], WorkerLoad],
         next_seq: int,
         deliver: Deliver,
         interval_s: float,
-        run_interval_s: float,
         faults: EventFaults,
-        loop: VirtualStepLoop,
+        waits: bool,
     ) -> None:
-        """`loop` returns when the steps of a run end, each of which changes the load.
-
-        Two reports are `interval_s` apart, and `run_interval_s` where nothing but such steps has happened.
-        """
-        self._node = node
+        """Two reports are at least `interval_s` apart. With `waits`, all but the first wait to be read."""
+        self.due_s = math.inf  # set by the router that reads: when to look for the next report
+        self.on_due: Callable[[EventFeed], None] = lambda feed: None  # called when that may be earlier than it was
+        self._worker = worker
+        self._node = worker.node
+        self._loop = worker.loop
         self._call = call
-        self._events = events
-        self._load = load
         self._next_seq = next_seq
         self._deliver = deliver
         self._interval_s = interval_s
-        self._run_interval_s = run_interval_s
-        self._sent_s = 0.0
         self._faults = faults
-        self._loop = loop
+        self._rng = worker.node.sim.rng(f"reports {worker.node.name} {worker.node.epoch} {call.ends[0].name}")
+        self._waits = False
         self._changed = False
-        self._resting = False
-        self._heartbeat: Timer | None = None
-        self._send()
+        self._changed_s = 0.0
+        self._made_s = 0.0  # when the last report was made
+        self._rest_until_s = 0.0
+        self._made: deque[Report] = deque()  # that nobody has read
+        self._arrival_s = 0.0
+        self._timer: Timer | None = None
+        self._send(self._node.sim.now_s)
+        self._waits = waits
+        self._arm()
 
     @property
     def is_open(self) -> bool:
         return self._call.is_open
 
-    def notify(self) -> None:
-        """Schedules a report, since load or cache changed."""
-        self._changed = True
-        if not self._resting and self._call.is_open:
-            if self._heartbeat is not None:
-                self._heartbeat.cancel()
-            self._send()
+    @property
+    def waits(self) -> bool:
+        return self._waits
 
-    def _send(self) -> None:
+    def notify(self) -> None:
+        """Notes that load or cache changed, which is reported as soon as the pause after the last report is over."""
         if not self._call.is_open:
             return
-        batch, load = self._events.read(self._next_seq), self._load()
+        now_s = self._node.sim.now_s
+        if not self._changed:
+            self._changed, self._changed_s = True, now_s
+        if self._waits:
+            self._make_until(math.nextafter(now_s, math.inf))
+            if self.next_s() < self.due_s:
+                self.on_due(self)
+            return
+        if now_s >= self._rest_until_s:
+            self._send(now_s)
+        self._arm()
+
+    # When.
+
+    def next_s(self) -> float:
+        """Returns when to look for the next report: when it arrives, or is made unless the worker changes before."""
+        return self._made[0].arrival_s if self._made else self._next_made_s()
+
+    def _next_made_s(self) -> float:
+        if self._changed:
+            return max(self._rest_until_s, self._changed_s)
+        if (end_s := self._loop.next_end_s(self._made_s)) is not None:
+            return max(self._rest_until_s, end_s)
+        return self._rest_until_s + _HEARTBEAT_S if not self._loop.is_in_run else math.inf  # its end is a change
+
+    # Reports that wait to be read.
+
+    def read(self, now_s: float) -> list[Report]:
+        """Returns the reports that have arrived since the last call."""
+        self._make_until(math.nextafter(now_s, math.inf))
+        read = []
+        while self._made and self._made[0].arrival_s <= now_s:
+            read.append(self._made.popleft())
+        return read
+
+    def before_change(self) -> None:
+        """Makes the reports that were due before now, because the state that they describe is about to change."""
+        if self._waits:
+            self._make_until(self._node.sim.now_s)
+
+    def stop_waiting(self) -> None:
+        """Sends reports as messages from now on; call `read` before."""
+        if self._waits:
+            self._waits = False
+            while self._made:
+                report = self._made.popleft()
+                assert report.batch is not None
+                assert report.load is not None
+                self._call.send_at(self._node, report.arrival_s, self._delivery(report.batch, report.load))
+            self._arm()
+
+    def _make_until(self, until_s: float) -> None:
+        """Makes the reports that are due before a moment. One is whole unless the next has arrived by now, too."""
+        worker, sim = self._worker, self._node.sim
+        surely_s = min(until_s, sim.now_s - self._call.network.longest_s)  # what is sent before has arrived
+        while (at_s := self._next_made_s()) < until_s:
+            totals = worker.totals_at(at_s)
+            self._begin_pause(at_s)
+            self._arrival_s = max(self._arrival_s, self._call.arrival_s(at_s, self._rng))
+            if self._next_made_s() >= surely_s:
+                self._made.append(Report(self._arrival_s, totals, worker.load_at(at_s), self._events()))
+            else:
+                self._made.append(Report(self._arrival_s, totals))
+
+    def _begin_pause(self, at_s: float) -> None:
+        self._changed, self._made_s, self._rest_until_s = False, at_s, at_s + self._interval_s
+
+    def _events(self) -> KvEventBatch:
+        batch = self._worker.events.read(self._next_seq)
         self._next_seq = batch.next_seq
-        self._changed, self._resting, self._sent_s = False, True, self._node.sim.now_s
-        self._node.after(self._interval_s, self._rested)
+        return batch
+
+    # Reports that are messages at their time.
+
+    def _arm(self) -> None:
+        next_s = math.inf if self._waits else self._next_made_s()
+        if next_s == math.inf or (self._timer is not None and self._timer.time_s <= next_s):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._node.at(next_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if not self._call.is_open:
+            return
+        if self._next_made_s() <= self._node.sim.now_s:
+            self._send(self._node.sim.now_s)
+        self._arm()
+
+    def _send(self, at_s: float) -> None:
+        load = self._worker.load_at(at_s)
+        batch = self._events()
+        self._begin_pause(at_s)
         if not batch.snapshot and self._faults.are_over:
             self._forward(batch, load)
             return
@@ -104,15 +227,8 @@ class EventFeed:
                 self._forward(batch, load)
 
     def _forward(self, batch: KvEventBatch, load: WorkerLoad) -> None:
-        self._call.send(self._node, lambda: self._deliver(batch, load))
+        self._arrival_s = max(self._arrival_s, self._call.arrival_s(self._node.sim.now_s, self._rng))
+        self._call.send_at(self._node, self._arrival_s, self._delivery(batch, load))
 
-    def _rested(self) -> None:
-        self._resting = False
-        now_s = self._node.sim.now_s
-        due_s = max(now_s, self._sent_s + self._run_interval_s)
-        if self._changed or (due_s == now_s and self._loop.has_ended_steps()):
-            self._send()
-        elif (next_s := self._loop.next_end_s(due_s)) is not None:
-            self._heartbeat = self._node.at(next_s, self._send)
-        else:
-            self._heartbeat = self._node.after(_HEARTBEAT_S, self._send)
+    def _delivery(self, batch: KvEventBatch, load: WorkerLoad) -> Callable[[], None]:
+        return lambda: self._deliver(batch, load)

@@ -21,6 +21,7 @@ from penstock.types import Role, StepTotals, TransferKey, WorkerId, WorkerLoad
 from prefill_worker.scheduler import PrefillScheduler
 from router.routing.policy.interface import PlannedPull
 from simulator.costs.step_costs import PrefillCosts
+from simulator.workers.host_memory import HostMemoryModel, tiers_of
 from simulator.workers.pull_model import PageHolder, PullModel
 from simulator.workers.step_loop import VirtualStepLoop
 from simulator.world.kv_links import KvLinks
@@ -28,6 +29,7 @@ from simulator.world.network import Call, Node
 
 _LEASE_S = 30.0  # of a sender at its receivers
 _SMOOTHING = 0.2  # weight of the newest step in the measured rate
+_NO_STEPS = StepTotals()
 
 
 class Receiver(Protocol):
@@ -80,18 +82,20 @@ class PrefillModel:
         page_size: int,
         num_pages: int,
         find: Callable[[str], PageHolder | None] = lambda name: None,
+        host: HostMemoryModel | None = None,
     ) -> None:
         """`find` returns the worker of a name, to pull pages from."""
         self.node = node
         self.worker_id = WorkerId(node.name)
         self.page_size = page_size
         self.events = KvEventLog()
-        self.cache = PrefixCache(num_pages, page_size, self.events)
+        self.host = host
+        self.cache = PrefixCache(num_pages, page_size, self.events, tiers=tiers_of(host))
         self.pool = self.cache.pool
         self.scheduler = PrefillScheduler(
             self.pool, self.cache, page_size, config.max_batch_tokens or 2048, config.max_batch_sequences
         )
-        self.loop = VirtualStepLoop(node, self._begin_step, self._end_step)
+        self.loop = VirtualStepLoop(node, self._begin_step, self._end_step, lambda: self.before_change())
         self.pulls = PullModel(
             node,
             links,
@@ -104,6 +108,7 @@ class PrefillModel:
             config.max_batch_tokens or 2048,
         )
         self.on_change: Callable[[], None] = lambda: None
+        self.before_change: Callable[[], None] = lambda: None
         self.num_computed_tokens = 0
         self._links = links
         self._costs = costs
@@ -123,6 +128,12 @@ class PrefillModel:
         return key in self._jobs
 
     def load(self) -> WorkerLoad:
+        return self.load_at(self.node.sim.now_s)
+
+    def totals_at(self, at_s: float) -> tuple[StepTotals, StepTotals]:
+        return self._totals, _NO_STEPS
+
+    def load_at(self, at_s: float) -> WorkerLoad:
         return WorkerLoad(
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_queued,
@@ -179,6 +190,9 @@ class PrefillModel:
     def cancel(self, key: TransferKey, error: PenstockError | None = None) -> None:
         self.loop.post(lambda: self._cancel(key, error or Cancelled("the decode worker cancelled the prefill")))
 
+    def cancel_transfer(self, key: TransferKey) -> None:
+        self.cancel(key)
+
     def _cancel(self, key: TransferKey, error: PenstockError) -> None:
         job = self._jobs.get(key)
         if job is None or job.error is not None:
@@ -199,6 +213,8 @@ class PrefillModel:
             if not job.begun:
                 self._begin(job)
         self._step_s = self._costs.work_s(self._work)
+        if self.host is not None:
+            self._step_s += self.host.take_waiting_s()
         self._contexts = sum(item.num_contexts for item in self._work)
         return [self.node.sim.now_s + self._step_s]
 

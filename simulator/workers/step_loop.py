@@ -14,9 +14,19 @@ from simulator.world.virtual_time import Callback, Timer
 
 
 class VirtualStepLoop:
-    def __init__(self, node: Node, begin: Callable[[], Sequence[float]], end: Callable[[int], None]) -> None:
-        """`begin` schedules steps and returns the end of each, or nothing without work; `end` commits that many."""
+    def __init__(
+        self,
+        node: Node,
+        begin: Callable[[], Sequence[float]],
+        end: Callable[[int], None],
+        before_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`begin` schedules steps and returns the end of each, or nothing without work; `end` commits that many.
+
+        `before_change` is called before steps that have ended or posted calls change the worker.
+        """
         self._node = node
+        self._before_change = before_change
         self._begin = begin
         self._end = end
         self._computing = False
@@ -44,26 +54,32 @@ class VirtualStepLoop:
             self._timer.cancel()
             self._timer = self._node.at(self._ends_s[-1], self._finish)
 
-    def catch_up(self) -> int:
-        """Returns how many steps of the run have ended since the last call, for the caller to commit them."""
+    def catch_up(self, until_s: float) -> int:
+        """Returns how many steps of the run have ended by then since the last call, for the caller to commit them.
+
+        The last step of a run is left to `end`.
+        """
         if self._timer is None or len(self._ends_s) == 1:
             return 0
-        place = min(bisect_right(self._ends_s, self._node.sim.now_s), len(self._ends_s) - 1)
+        place = bisect_right(self._ends_s, until_s, self._num_ended, len(self._ends_s) - 1)
         num_ended, self._num_ended = place - self._num_ended, place
         return num_ended
 
+    @property
+    def is_in_run(self) -> bool:
+        """Returns whether several steps were begun at once and the last has not ended."""
+        return self._timer is not None and len(self._ends_s) > 1
+
     def next_end_s(self, after_s: float) -> float | None:
-        """Returns the end of the run's first step after a moment, or of its last; None if `end` follows it anyway."""
+        """Returns the end of the run's first step after a moment; None for its last one, and outside of runs."""
         if self._timer is None or len(self._ends_s) == 1:
             return None
-        return self._ends_s[min(bisect_right(self._ends_s, after_s), len(self._ends_s) - 1)]
-
-    def has_ended_steps(self) -> bool:
-        """Returns whether `catch_up` would return any."""
-        return self._timer is not None and self._num_ended < bisect_right(self._ends_s, self._node.sim.now_s)
+        place = bisect_right(self._ends_s, after_s)
+        return self._ends_s[place] if place + 1 < len(self._ends_s) else None
 
     def _turn(self) -> None:
         self._computing = True  # calls posted by calls wait for the next turn of this loop
+        self._before_change()
         while True:
             inbox, self._inbox = self._inbox, []
             for call in inbox:
@@ -78,6 +94,7 @@ class VirtualStepLoop:
                 return
 
     def _finish(self) -> None:
+        self._before_change()
         self._timer = None
         self.busy_s += self._ends_s[-1] - self._since_s
         self._end(len(self._ends_s) - self._num_ended)

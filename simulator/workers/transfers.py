@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 from decode_worker.schedule.scheduler import DecodeScheduler
 from engine.cache.page_pool import PagePool
@@ -39,6 +39,16 @@ class PrefillOption:
     prefill_s: float
     cached_tokens: int = 0  # of the prompt, in its cache
     pull: PlannedPull | None = None
+
+
+class Sender(Protocol):
+    """A worker that may write pages: a prefill worker, or a decode worker that a sequence migrates from."""
+
+    node: Node
+
+    def is_open(self, key: TransferKey) -> bool: ...
+
+    def cancel_transfer(self, key: TransferKey) -> None: ...
 
 
 class TransferOwner:
@@ -81,7 +91,7 @@ class TransferModel:
         pool: PagePool,
         scheduler: DecodeScheduler,
         page_size: int,
-        find_prefill: Callable[[str], PrefillModel | None],
+        find_sender: Callable[[str], Sender | None],
         owner: TransferOwner,
     ) -> None:
         self.node = node
@@ -90,7 +100,7 @@ class TransferModel:
         self._pool = pool
         self._scheduler = scheduler
         self._page_size = page_size
-        self._find_prefill = find_prefill
+        self._find_sender = find_sender
         self._owner = owner
         self._transfers: dict[TransferKey, _Transfer] = {}
         self._requesting: deque[_Transfer] = deque()
@@ -126,6 +136,44 @@ class TransferModel:
             call, copy = transfer.call, _copy(sequence, num_tokens, self._page_size)
             call.send(self.node, lambda: model.submit(key, copy, self, call, candidate.pull))
         self._expire_later(key)
+
+    def _find_prefill(self, worker_id: WorkerId) -> PrefillModel | None:
+        sender = self._find_sender(worker_id)
+        return sender if isinstance(sender, PrefillModel) else None
+
+    # Sequences that migrate here.
+
+    def receive(
+        self, key: TransferKey, sequence: Sequence, num_tokens: int, sender_id: WorkerId, call: Call
+    ) -> tuple[int, int] | None:
+        """Reserves pages for a migrating sequence, which may grow to `num_tokens` before it pauses at its source.
+
+        Returns how many leading pages are cached here and how many there are in all; None if there are too few now.
+        """
+        reservation = self._scheduler.reserve(sequence, num_tokens, len(sequence.token_ids) - 1)
+        if reservation is None:
+            return None
+        now_s = self._network.sim.now_s
+        transfer = _Transfer(TransferSession(key, Lease(_LEASE_S, now_s)), sender_id, sequence, num_tokens, True, call)
+        self._transfers[key] = transfer
+        sequence.pages = [*reservation.held, *reservation.fresh]
+        self._pool.fence(reservation.fresh, key)
+        transfer.session.on_reserved(reservation.fresh, now_s)
+        self._expire_later(key)
+        return len(reservation.held), len(sequence.pages)
+
+    def finish(self, key: TransferKey, manifest: Manifest) -> None:
+        """Takes the end of a sequence that has paused at its source."""
+        transfer = self._transfers.get(key)
+        if transfer is not None:
+            transfer.num_tokens = manifest.num_tokens
+            self._take_manifest(key, manifest)
+
+    def lose(self, key: TransferKey) -> None:
+        """Stops waiting for a source whose call broke; it may still write."""
+        self._on_lost(key)
+
+    # The end of a request.
 
     def abandon(self, sequence: Sequence) -> None:
         """Cancels the transfer of a request that has ended."""
@@ -271,7 +319,7 @@ class TransferModel:
         transfer = self._transfers.get(key)
         if transfer is None:
             return
-        node, model = self._network.node(worker_id), self._find_prefill(worker_id)
+        node, model = self._network.node(worker_id), self._find_sender(worker_id)
         is_gone = node is None or node.state is State.DEAD
         refusals = refusals + 1 if is_gone else 0
         answers = model is not None and model.node.state is State.ALIVE
@@ -293,9 +341,9 @@ class TransferModel:
                 case Effect.VERIFY:
                     verify = True  # last, because its result may use the pages, whose fence must be lifted first
                 case Effect.CANCEL:
-                    model = self._find_prefill(transfer.worker_id)
-                    if transfer.call is not None and model is not None:
-                        transfer.call.send(self.node, lambda model=model: model.cancel(key))  # type: ignore[misc]
+                    sender = self._find_sender(transfer.worker_id)
+                    if transfer.call is not None and sender is not None:
+                        transfer.call.send(self.node, lambda sender=sender: sender.cancel_transfer(key))  # type: ignore[misc]
                 case Effect.CLOSE:
                     if transfer.call is not None:
                         transfer.call.close()

@@ -1,5 +1,5 @@
 """The simulated world: virtual time, processes and calls between them, links for KV, costs of work, and faults.
 
 `virtual_time.Simulation` owns the time and `network.Network` the processes. The world does not know what its processes
-do; only `faults` acts on a whole fleet.
+do; only `faults` and `scaling_model` act on a whole fleet.
 """

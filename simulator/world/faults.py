@@ -10,7 +10,7 @@ from penstock.types import Role
 from simulator.fleet import SimulatedFleet
 from simulator.request import Outcome
 
-ROUTER = "router"
+_MIGRATE_S = 0.5  # between two rounds of migrations of a drain
 _GROUP_START_S = 0.5  # until the ranks of a group have ended and begun again
 
 
@@ -28,6 +28,8 @@ class FaultRates:
     flips: float = 0.3  # the same with a successor of the other role
     ranks: float = 0.3  # a rank of a worker is lost: its steps hang, until the group is ended and starts again
     spares: float = 0.3  # a killed worker's place is taken by a spare, under another name
+    migrations: float = 2.0  # what runs on a decode worker migrates to the others; it does in every drain, too
+    router_kills: float = 0.5  # its clients continue at another router, or at its successor
     longest_s: float = 6.0
 
 
@@ -91,20 +93,41 @@ def schedule_faults(fleet: SimulatedFleet, rng: random.Random, until_s: float, r
             lambda name=name: _kill(fleet, name),  # type: ignore[misc]
             lambda name=name, number=number: _take_spare(fleet, name, number),  # type: ignore[misc]
         )
+    for _ in range(_count(rng, rates.migrations)):
+        name = rng.choice([name for name, role in fleet.spec.names.items() if role is Role.DECODE])
+        at_s = rng.uniform(0, until_s)
+        fleet.sim.at(at_s, lambda name=name: fleet.migrate_away(name))  # type: ignore[misc]
+        descriptions.append(f"{at_s:.3f} migrations from {name}")
+    for _ in range(_count(rng, rates.router_kills)):
+        name = rng.choice(fleet.spec.router_names)
+        begin(
+            "router",
+            name,
+            lambda name=name: fleet.kill_router(name),  # type: ignore[misc]
+            lambda name=name: _restart_router(fleet, name),  # type: ignore[misc]
+        )
     return sorted(descriptions)
 
 
 def _drain(fleet: SimulatedFleet, name: str, role: Role, number: int) -> None:
     """Starts a successor and retires the worker, unless it is the last decode worker and its successor is not one."""
-    left = [other for other in fleet.router.followers if other.role is Role.DECODE and other.worker_id != name]
+    left = [other for other, other_role in fleet.members.items() if other_role is Role.DECODE and other != name]
     if name not in fleet.workers or (role is Role.PREFILL and not left):
         return
     fleet.add_worker(f"{name}-successor-{number}", role)
-    fleet.router.retire(name)
+    fleet.retire(name)
+    _migrate_all(fleet, name)
+
+
+def _migrate_all(fleet: SimulatedFleet, name: str) -> None:
+    """Tries again and again until the worker is gone."""
+    if name in fleet.workers and name not in fleet.members:
+        fleet.migrate_away(name)
+        fleet.sim.after(_MIGRATE_S, lambda: _migrate_all(fleet, name))
 
 
 def _remove(fleet: SimulatedFleet, name: str) -> None:
-    if name in fleet.workers and all(follower.worker_id != name for follower in fleet.router.followers):
+    if name in fleet.workers and name not in fleet.members:
         fleet.remove_worker(name)
 
 
@@ -121,7 +144,8 @@ def _pair(fleet: SimulatedFleet, rng: random.Random) -> tuple[str, str]:
     names = fleet.spec.names
     decode = rng.choice([name for name, role in names.items() if role is Role.DECODE])
     prefill = [name for name, role in names.items() if role is Role.PREFILL]
-    return rng.choice([(ROUTER, rng.choice(list(names))), *[(name, decode) for name in prefill]])
+    router = rng.choice(fleet.spec.router_names)
+    return rng.choice([(router, rng.choice(list(names))), *[(name, decode) for name in prefill]])
 
 
 def _kill(fleet: SimulatedFleet, name: str) -> None:
@@ -134,6 +158,11 @@ def _restart(fleet: SimulatedFleet, name: str) -> None:
         fleet.start_worker(name)
 
 
+def _restart_router(fleet: SimulatedFleet, name: str) -> None:
+    if fleet.find_router(name) is None:
+        fleet.start_router(name)
+
+
 def _end_group(fleet: SimulatedFleet, name: str) -> None:
     """Ends a worker that has lost a rank, with all its ranks; it starts again empty and as another epoch."""
     _kill(fleet, name)
@@ -142,10 +171,9 @@ def _end_group(fleet: SimulatedFleet, name: str) -> None:
 
 def _take_spare(fleet: SimulatedFleet, name: str, number: int) -> None:
     """Gives a dead worker's role to a spare, unless the worker has been restarted or drained meanwhile."""
-    is_member = any(follower.worker_id == name for follower in fleet.router.followers)
-    if name in fleet.workers and fleet.find(name) is None and is_member:
+    if name in fleet.workers and fleet.find(name) is None and name in fleet.members:
         fleet.add_worker(f"{name}-spare-{number}", fleet.roles[name])
-        fleet.router.retire(name)
+        fleet.retire(name)
         fleet.remove_worker(name)
 
 
@@ -173,4 +201,4 @@ def _restore_events(fleet: SimulatedFleet) -> None:
 
 def _abandon(fleet: SimulatedFleet, rng: random.Random, outcomes: Sequence[Outcome], until_s: float) -> None:
     outcome = rng.choice(outcomes)
-    fleet.sim.at(outcome.request.arrival_s + rng.uniform(0, until_s / 4), lambda: fleet.router.abandon(outcome))
+    fleet.sim.at(outcome.request.arrival_s + rng.uniform(0, until_s / 4), lambda: fleet.abandon(outcome))

@@ -6,6 +6,7 @@ unreachable one only when keepalive gives up. Until then messages wait, as they 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -75,8 +76,25 @@ class Call:
         else:
             self._dispatch(to, deliver)
 
+    def arrival_s(self, sent_s: float, rng: random.Random) -> float:
+        """Returns when a message would arrive that is sent then, at random by the sender's own stream."""
+        return self.network.arrival_s(sent_s, rng)
+
+    def send_at(self, sender: Node, arrival_s: float, deliver: Callback) -> None:
+        """Sends a message that arrives at a known time, unless the link is cut now or earlier ones arrive later."""
+        if not self.is_open or sender.state is State.DEAD:
+            return
+        to = 1 if sender is self.ends[0] else 0
+        if self.network.is_cut(self.ends[0].name, self.ends[1].name):
+            self._held.append((to, deliver))
+        else:
+            self._dispatch_at(to, deliver, arrival_s)
+
     def _dispatch(self, to: int, deliver: Callback) -> None:
-        arrival_s = self._arrival_s[to] = max(self._arrival_s[to], self.network.arrival_s())
+        self._dispatch_at(to, deliver, self.network.arrival_s(self.network.sim.now_s, self.network.rng))
+
+    def _dispatch_at(self, to: int, deliver: Callback, arrival_s: float) -> None:
+        arrival_s = self._arrival_s[to] = max(self._arrival_s[to], arrival_s)
         self.network.sim.at(arrival_s, partial(self._arrive, self.ends[to], deliver))
 
     def _arrive(self, node: Node, deliver: Callback) -> None:
@@ -110,15 +128,20 @@ class Network:
         self.sim = sim
         self._latency_s = latency_s
         self._jitter_s = jitter_s
-        self._rng = sim.rng("network")
+        self.rng = sim.rng("network")
         self._nodes: dict[str, Node] = {}
         self._calls: dict[Call, None] = {}
         self.before_fault: list[Callback] = []  # lets processes that run ahead of their messages send due ones
         self._disturbed_s: dict[str, float] = {}  # by process: when a fault of it or of a link to it began or ended
         self._cut_since_s: dict[frozenset[str], float] = {}
 
-    def arrival_s(self) -> float:
-        return self.sim.now_s + self._latency_s + self._jitter_s * self._rng.random()
+    @property
+    def longest_s(self) -> float:
+        """The longest time that a message takes without faults."""
+        return self._latency_s + self._jitter_s
+
+    def arrival_s(self, sent_s: float, rng: random.Random) -> float:
+        return sent_s + self._latency_s + self._jitter_s * rng.random()
 
     def add(self, name: str, epoch: Epoch) -> Node:
         """Starts a process under a name whose previous process, if any, is dead."""

@@ -11,10 +11,10 @@ import pytest
 
 from penstock.kv.page_hash import hash_pages
 from simulator.fleet import FleetSpec
-from simulator.prompt_hashes import PromptHasher
 from simulator.replay import UNLIMITED, fit, main, replay, with_pages
 from simulator.report import Slo, offered_load, single_cache_hit_rate
 from simulator.request import TraceRequest
+from simulator.routers.prompt_hashes import PromptHasher
 from simulator.traces import SharedPrefixMix, drop_longer, load_trace, scale_arrivals
 from simulator.workers.prefill_model import PrefillModel
 

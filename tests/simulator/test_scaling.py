@@ -55,7 +55,7 @@ def test_pools_change_without_a_request_lost_and_alike_each_time() -> None:
     )
     outcomes = [fleet.run(traffic()[:300]) for fleet in (first, again)]
     assert all(one.is_complete and not one.num_wrong_tokens for one in outcomes[0])
-    assert first.num_changes > 10
+    assert first.num_changes > 5
     assert [one.end_s for one in outcomes[0]] == [one.end_s for one in outcomes[1]]
 
 

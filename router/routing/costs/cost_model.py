@@ -98,15 +98,23 @@ class CostBook:
 
     def on_load(self, worker_id: WorkerId, load: WorkerLoad, page_size: int) -> None:
         """Learns from a worker's report."""
+        if load.prefill_steps.steps or load.decode_steps.steps:
+            self.on_steps(worker_id, load.prefill_steps, load.decode_steps)
+            return
         models = self._models_of(worker_id)
         before = models.num_observed
-        if load.prefill_steps.steps or load.decode_steps.steps:
-            models.decode.observe(load.decode_steps)
-            since = models.prefill.observe(load.prefill_steps)
-            if since is not None and since.tokens:
-                _learn_queue(models, since.seconds / since.tokens)
-        else:
-            _learn_rates(models, load, page_size)
+        _learn_rates(models, load, page_size)
+        if models.num_observed != before:
+            models.refresh()
+
+    def on_steps(self, worker_id: WorkerId, prefill: StepTotals, decode: StepTotals) -> None:
+        """Learns from the totals in a worker's report."""
+        models = self._models_of(worker_id)
+        before = models.num_observed
+        models.decode.observe(decode)
+        since = models.prefill.observe(prefill)
+        if since is not None and since.tokens:
+            _learn_queue(models, since.seconds / since.tokens)
         if models.num_observed != before:
             models.refresh()
 

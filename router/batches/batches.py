@@ -20,11 +20,19 @@ from penstock.config.router import BatchConfig
 from penstock.errors import Overloaded
 from router.batches.files import FileStore, disk_errors, tenant_folder, write_atomically
 from router.batches.lines import custom_id_of
-from router.batches.records import BatchNotFound, BatchRecord, BatchStatus, check_batch_id, new_batch_id
+from router.batches.records import (
+    BatchNotFound,
+    BatchRecord,
+    BatchStatus,
+    BrokenRecord,
+    check_batch_id,
+    new_batch_id,
+)
 
 _RECORD, _LOCK, _CANCEL = "batch.json", "lock", "cancel"
 OUTPUT, ERRORS = "output.jsonl", "errors.jsonl"
 _RETRY_AFTER_S = 60.0
+_MAX_FINISHED = 1000  # batches of a tenant that are kept; a new one takes the place of the oldest
 
 
 class BatchClaim:
@@ -83,8 +91,16 @@ class BatchClaim:
             return len(lines)
 
     def _append(self, name: str, line: bytes) -> None:
+        """Adds all of the line, or nothing of it: what follows half of one could not be read."""
         with (self._folder / name).open("ab", buffering=0) as file:
-            file.write(line)
+            size = os.fstat(file.fileno()).st_size
+            try:
+                rest = memoryview(line)
+                while rest:
+                    rest = rest[file.write(rest) :]
+            except BaseException:
+                file.truncate(size)
+                raise
 
     def close(self) -> None:
         os.close(self._lock)
@@ -95,6 +111,7 @@ class BatchStore:
         self._root = root
         self._config = config
         self._files = files
+        self._finished = set[str]()  # batches whose records need not be read again to know it
 
     def create(
         self,
@@ -111,7 +128,9 @@ class BatchStore:
         """
         self._files.get(tenant, input_file_id, "input_file_id")
         with disk_errors(self._root):
-            num_open = sum(not record.status.is_final for record in self.of_tenant(tenant))
+            records = self.of_tenant(tenant)
+            kept = [record for record in records if record.status.is_final]
+            num_open = len(records) - len(kept)
             if num_open >= self._config.max_batches:
                 limit = self._config.max_batches
                 problem = f"this tenant has {num_open} unfinished batches, and router.batches.max_batches = {limit}"
@@ -127,10 +146,15 @@ class BatchStore:
                 expires_at=now_s + int(window_s),
                 metadata=metadata,
             )
+            self._forget(kept[_MAX_FINISHED:])
             folder = self._folder(tenant) / record.id
             folder.mkdir(parents=True)
             write_atomically(folder / _RECORD, record.dump())
             return record
+
+    def _forget(self, records: Iterable[BatchRecord]) -> None:
+        for record in records:
+            shutil.rmtree(self._folder(record.tenant) / record.id, ignore_errors=True)
 
     def get(self, tenant: str, batch_id: str) -> BatchRecord:
         """Raises BatchNotFound."""
@@ -146,7 +170,7 @@ class BatchStore:
         """Returns the tenant's batches, the newest first."""
         records = []
         for path in self._folder(tenant).glob(f"batch_*/{_RECORD}"):
-            with contextlib.suppress(FileNotFoundError):
+            with disk_errors(self._root), contextlib.suppress(FileNotFoundError, BrokenRecord):
                 records.append(self._load(path.parent))
         return sorted(records, key=lambda record: (-record.created_at, record.id))
 
@@ -160,12 +184,18 @@ class BatchStore:
 
     def unfinished(self) -> list[tuple[str, str]]:
         """Returns the tenant and the id of every batch that is not finished, the oldest first."""
-        found = []
+        found, finished = [], set[str]()
         for path in self._root.glob(f"tenant-*/batches/batch_*/{_RECORD}"):
-            with contextlib.suppress(OSError, ValueError, TypeError):
+            if path.parent.name in self._finished:
+                finished.add(path.parent.name)
+                continue
+            with contextlib.suppress(OSError, BrokenRecord):
                 record = BatchRecord.load(path.read_text())
-                if not record.status.is_final:
+                if record.status.is_final:
+                    finished.add(record.id)
+                else:
                     found.append((record.created_at, record.tenant, record.id))
+        self._finished = finished
         return [(tenant, batch_id) for _, tenant, batch_id in sorted(found)]
 
     def claim(self, tenant: str, batch_id: str) -> BatchClaim | None:
@@ -180,7 +210,7 @@ class BatchStore:
             claim = BatchClaim(folder, lock)
             if not claim.record.status.is_final:
                 return claim
-        except (BlockingIOError, FileNotFoundError):
+        except (BlockingIOError, FileNotFoundError, BrokenRecord):
             pass
         except BaseException:
             os.close(lock)
@@ -191,7 +221,7 @@ class BatchStore:
     def sweep(self, now_s: float) -> None:
         """Deletes finished batches that are older than they may be."""
         for path in self._root.glob(f"tenant-*/batches/batch_*/{_RECORD}"):
-            with contextlib.suppress(OSError, ValueError, TypeError):
+            with contextlib.suppress(OSError, BrokenRecord):
                 is_old = now_s - path.stat().st_mtime > self._config.age_s
                 if is_old and BatchRecord.load(path.read_text()).status.is_final:
                     shutil.rmtree(path.parent, ignore_errors=True)
@@ -206,9 +236,9 @@ class BatchStore:
         return tenant_folder(self._root, tenant) / "batches"
 
 
-def input_lines(path: Path) -> Iterator[bytes]:
-    """Yields the lines of a file that are not blank."""
+def input_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines of a file that are not blank, with their numbers from 1."""
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             if line.strip():
-                yield line
+                yield number, line

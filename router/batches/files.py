@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from penstock.config.router import BatchConfig
 from penstock.errors import InvalidInput, Overloaded, Unavailable
-from router.batches.records import FileNotFound, FileRecord, check_file_id, new_file_id
+from router.batches.records import BrokenRecord, FileNotFound, FileRecord, check_file_id, new_file_id
 
 _COPY_BYTES = 1 << 20
 _RETRY_AFTER_S = 60.0
@@ -37,13 +37,21 @@ def disk_errors(root: Path) -> Iterator[None]:
     except OSError as error:
         problem = f"the folder of files and batches, {root}, cannot be used: {error.strerror}; free or mend it"
         raise Unavailable(problem, _RETRY_AFTER_S) from error
+    except BrokenRecord as error:
+        problem = f"the folder of files and batches, {root}, is damaged: {error}; delete what is broken"
+        raise Unavailable(problem, _RETRY_AFTER_S) from error
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Replaces a file so that readers see all of the old or all of the new text."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 class FileStore:
@@ -88,12 +96,13 @@ class FileStore:
                 target.write(part)
         return num_bytes
 
-    def keep(self, tenant: str, path: Path, filename: str) -> FileRecord:
-        """Makes a finished file of a batch one of the tenant's files; it leaves its place."""
+    def keep(self, tenant: str, path: Path, filename: str, file_id: str) -> FileRecord:
+        """Makes a finished file of a batch one of the tenant's files; it leaves its place. May be done again."""
         with disk_errors(self.root):
-            target = self._folder(tenant) / new_file_id()
+            target = self._folder(tenant) / file_id
             target.parent.mkdir(parents=True, exist_ok=True)
             path.replace(target)
+            path.unlink(missing_ok=True)  # a link to what is there already is not moved
             return self._record(target, filename, "batch_output", target.stat().st_size)
 
     def _record(self, path: Path, filename: str, purpose: str, num_bytes: int) -> FileRecord:
@@ -103,27 +112,26 @@ class FileStore:
 
     def get(self, tenant: str, file_id: str, field: str = "file_id") -> FileRecord:
         """Raises FileNotFound."""
-        return FileRecord.load(self._read(tenant, file_id, field))
-
-    def _read(self, tenant: str, file_id: str, field: str) -> str:
         check_file_id(file_id, field)
         try:
             with disk_errors(self.root):
-                return (self._folder(tenant) / f"{file_id}.json").read_text()
+                record = FileRecord.load((self._folder(tenant) / f"{file_id}.json").read_text())
+                (self._folder(tenant) / file_id).stat()
+                return record
         except FileNotFoundError:
             problem = f"is {file_id!r}, which is no file of yours; GET /v1/files lists them"
             raise FileNotFound(field, problem) from None
 
     def path(self, tenant: str, file_id: str, field: str = "file_id") -> Path:
         """Returns where the content is. Raises FileNotFound."""
-        self._read(tenant, file_id, field)
+        self.get(tenant, file_id, field)
         return self._folder(tenant) / file_id
 
     def of_tenant(self, tenant: str) -> list[FileRecord]:
         """Returns the tenant's files, the newest first."""
         records = []
         for path in self._folder(tenant).glob("file-*.json"):
-            with contextlib.suppress(FileNotFoundError):  # another process deletes it
+            with disk_errors(self.root), contextlib.suppress(FileNotFoundError, BrokenRecord):  # or it is being deleted
                 records.append(FileRecord.load(path.read_text()))
         return sorted(records, key=lambda record: (-record.created_at, record.id))
 
@@ -141,7 +149,8 @@ class FileStore:
                 age_s = now_s - path.stat().st_mtime
                 is_abandoned = path.suffix == "" and not path.with_suffix(".json").exists() and age_s > _ABANDONED_S
                 if age_s > self._config.age_s or is_abandoned:
-                    path.unlink(missing_ok=True)
+                    path.with_suffix(".json").unlink(missing_ok=True)
+                    path.with_suffix("").unlink(missing_ok=True)
 
     def _folder(self, tenant: str) -> Path:
         return tenant_folder(self.root, tenant) / "files"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import json
 import re
 import secrets
@@ -29,6 +30,10 @@ class BatchNotFound(InvalidInput):
 
     http_status = 404
     reason = "BATCH_NOT_FOUND"
+
+
+class BrokenRecord(ValueError):
+    """A record on disk is none that this version writes."""
 
 
 class BatchStatus(enum.StrEnum):
@@ -72,7 +77,11 @@ class FileRecord:
 
     @staticmethod
     def load(text: str) -> FileRecord:
-        return FileRecord(**json.loads(text))
+        """Raises BrokenRecord."""
+        try:
+            return FileRecord(**json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise BrokenRecord(f"a file's record cannot be read: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +142,21 @@ class BatchRecord:
 
     @staticmethod
     def load(text: str) -> BatchRecord:
-        fields = json.loads(text)
-        return BatchRecord(**fields | {"status": BatchStatus(fields["status"]), "errors": tuple(fields["errors"])})
+        """Raises BrokenRecord."""
+        try:
+            fields = json.loads(text)
+            return BatchRecord(**fields | {"status": BatchStatus(fields["status"]), "errors": tuple(fields["errors"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise BrokenRecord(f"a batch's record cannot be read: {error}") from error
 
 
 def new_file_id() -> str:
     return f"file-{secrets.token_hex(16)}"
+
+
+def file_id_of(batch_id: str, name: str) -> str:
+    """Returns the id of a batch's file: the same, however often its router dies while it finishes the batch."""
+    return f"file-{hashlib.sha256(f'{batch_id}/{name}'.encode()).hexdigest()[:32]}"
 
 
 def new_batch_id() -> str:

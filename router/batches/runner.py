@@ -11,10 +11,11 @@ import itertools
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.config.router import BatchConfig
 from penstock.errors import InvalidInput, PenstockError, Unavailable
@@ -22,7 +23,7 @@ from router.batches.batches import ERRORS, OUTPUT, BatchClaim, BatchStore, input
 from router.batches.files import FileStore
 from router.batches.lines import BatchLine, answer_line, unanswered_line
 from router.batches.pacing_policy import PoolUse, lines_at_once
-from router.batches.records import BatchRecord, BatchStatus, FileNotFound
+from router.batches.records import BatchRecord, BatchStatus, FileNotFound, file_id_of
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,12 @@ _CHECK_S = 1.0  # between looks for room, for a cancellation and for the end of 
 _SWEEP_S = 3600.0
 _MAX_OPEN = 64  # batches that one router runs side by side
 _MAX_ERRORS = 100  # of a batch's file that are listed
-_LINES = 64  # read at a time
+_LINES = 64  # read at a time, and refused lines that wait for another attempt
+_LINES_BYTES = 1 << 20  # after which no more are read at a time
 _RETRY_S = (0.5, 30.0)  # least and most seconds between two attempts of a line
+_LOAD_S = 0.05  # room is looked for no more often because of load reports
+
+ResultT = TypeVar("ResultT")
 
 # Answers the request of a tenant at an endpoint: status, request id and body. Raises Unavailable if it may be tried
 # again.
@@ -47,10 +52,39 @@ class _OpenBatch:
     record: BatchRecord
     lines: Iterator[BatchLine]
     upcoming: list[BatchLine] = field(default_factory=list)  # the next ones first
-    in_flight: dict[asyncio.Task[None], BatchLine] = field(default_factory=dict)
+    in_flight: set[asyncio.Task[None]] = field(default_factory=set)
+    refused: deque[tuple[float, BatchLine]] = field(default_factory=deque)  # when each may be tried again
     is_read: bool = False  # to the end
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     saved_s: float = 0.0
+
+    @property
+    def has_next(self) -> bool:
+        """Whether a line could start. One whose lines are all refused leaves the room to other batches."""
+        return bool(self.upcoming) and len(self.refused) < _LINES
+
+    @property
+    def is_answered(self) -> bool:
+        return self.is_read and not (self.upcoming or self.in_flight or self.refused)
+
+    def take_back(self, now_s: float) -> None:
+        """Makes those of the refused lines upcoming that may be tried again."""
+        for _ in range(len(self.refused)):
+            due_s, line = self.refused.popleft()
+            if due_s <= now_s:
+                self.upcoming.append(line)
+            else:
+                self.refused.append((due_s, line))
+
+    def read(self) -> None:
+        """Reads the next lines. Blocks."""
+        num_bytes = 0
+        for line in itertools.islice(self.lines, _LINES):
+            self.upcoming.append(line)
+            num_bytes += len(line.body)
+            if num_bytes > _LINES_BYTES:
+                return
+        self.is_read = not self.upcoming
 
 
 class BatchRunner:
@@ -73,6 +107,7 @@ class BatchRunner:
         self._open: set[_OpenBatch] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by batch
         self._woken = asyncio.Event()
+        self._load_timer: asyncio.TimerHandle | None = None
 
     @property
     def num_in_flight(self) -> int:
@@ -84,8 +119,17 @@ class BatchRunner:
         self._woken.set()
 
     def on_load(self) -> None:
-        """Looks for room at once, because the workers' load has changed."""
-        for batch in self._open:
+        """Looks for room soon, because the workers' load has changed; reports may come thousands a second."""
+        if self._load_timer is None and self._open:
+            self._load_timer = asyncio.get_running_loop().call_later(_LOAD_S, self._after_load)
+
+    def _after_load(self) -> None:
+        self._load_timer = None
+        self._wake_next()
+
+    def _wake_next(self) -> None:
+        batch = min((each for each in self._open if each.has_next), key=lambda each: len(each.in_flight), default=None)
+        if batch is not None:
             batch.changed.set()
 
     async def run(self) -> None:
@@ -128,12 +172,15 @@ class BatchRunner:
     async def _run(self, claim: BatchClaim) -> None:
         try:
             record = claim.record
-            path = await self._input(claim, record)
-            if path is None:
+            try:
+                path = await asyncio.to_thread(self._files.path, record.tenant, record.input_file_id, "input_file_id")
+            except FileNotFound as error:
+                problems = [_listed(None, "input_file_deleted", error)]
+                await _in_thread(lambda: self._finish(claim, _failed(record, problems), BatchStatus.FAILED))
                 return
             if record.status is BatchStatus.VALIDATING:
-                record = await asyncio.to_thread(self._validated, claim, record, path)
-                claim.save(record)
+                record = await asyncio.to_thread(self._validated, record, path)
+                await _in_thread(lambda: claim.save(record))
             if not record.status.is_final:
                 await self._answer_all(claim, record, path)
         except (PenstockError, OSError) as error:
@@ -142,18 +189,10 @@ class BatchRunner:
         finally:
             claim.close()
 
-    async def _input(self, claim: BatchClaim, record: BatchRecord) -> Path | None:
-        """Returns the batch's input; without it, the batch fails."""
-        try:
-            return await asyncio.to_thread(self._files.path, record.tenant, record.input_file_id, "input_file_id")
-        except FileNotFound as error:
-            claim.save(_failed(record, [_listed(None, "input_file_deleted", error)]))
-            return None
-
-    def _validated(self, claim: BatchClaim, record: BatchRecord, path: Path) -> BatchRecord:
+    def _validated(self, record: BatchRecord, path: Path) -> BatchRecord:
         """Returns the batch in progress, or failed if a line is no request."""
         seen, errors, count = set[str](), list[dict[str, Any]](), 0
-        for count, raw in enumerate(input_lines(path), 1):
+        for count, (number, raw) in enumerate(input_lines(path), 1):
             try:
                 if count > self._config.max_lines:
                     problem = f"has more lines than router.batches.max_lines = {self._config.max_lines}; split it"
@@ -163,7 +202,7 @@ class BatchRunner:
                     raise InvalidInput("custom_id", f"is {line.custom_id[:100]!r} again; give each line its own")
                 seen.add(line.custom_id)
             except InvalidInput as error:
-                errors.append(_listed(count, "invalid_line", error))
+                errors.append(_listed(number, "invalid_line", error))
                 if len(errors) >= _MAX_ERRORS or count > self._config.max_lines:
                     break
         if not count:
@@ -173,7 +212,7 @@ class BatchRunner:
         return replace(record.entered(BatchStatus.IN_PROGRESS, time.time()), num_lines=count)
 
     async def _answer_all(self, claim: BatchClaim, record: BatchRecord, path: Path) -> None:
-        completed, failed = await asyncio.to_thread(lambda: (claim.done(OUTPUT), claim.done(ERRORS)))
+        completed, failed = await _in_thread(lambda: (claim.done(OUTPUT), claim.done(ERRORS)))
         record = replace(record, num_completed=len(completed), num_failed=len(failed))
         batch = _OpenBatch(claim, record, self._remaining(record, path, completed | failed))
         self._open.add(batch)
@@ -184,10 +223,10 @@ class BatchRunner:
             for task in batch.in_flight:
                 task.cancel()
             await asyncio.gather(*batch.in_flight, return_exceptions=True)
-        await asyncio.to_thread(self._finish, batch, final)
+        await _in_thread(lambda: self._finish(claim, batch.record, final))
 
     def _remaining(self, record: BatchRecord, path: Path, done: Collection[str]) -> Iterator[BatchLine]:
-        for raw in input_lines(path):
+        for _, raw in input_lines(path):
             line = self._read_line(raw, record.endpoint)
             if line.custom_id not in done:
                 yield line
@@ -196,21 +235,22 @@ class BatchRunner:
         """Returns how the batch ends."""
         while True:
             batch.changed.clear()
+            batch.take_back(time.monotonic())
             if not batch.upcoming and not batch.is_read:
-                batch.upcoming = await asyncio.to_thread(lambda: [*itertools.islice(batch.lines, _LINES)])
-                batch.is_read = not batch.upcoming
-            if not batch.upcoming and not batch.in_flight and batch.is_read:
+                await _in_thread(batch.read)
+            if batch.is_answered:
                 return BatchStatus.COMPLETED
             if time.monotonic() - batch.saved_s > _CHECK_S:
                 batch.saved_s = time.monotonic()
-                await asyncio.to_thread(batch.claim.save, batch.record)
+                await _in_thread(lambda: batch.claim.save(batch.record))
                 if batch.claim.is_cancelled:
                     return BatchStatus.CANCELLED
                 if time.time() >= batch.record.expires_at:
                     return BatchStatus.EXPIRED
-            if batch.upcoming and self._may_start(batch):
+            if batch.has_next and self._may_start(batch):
                 line = batch.upcoming.pop(0)
-                batch.in_flight[asyncio.create_task(self._answer_one(batch, line), name=line.custom_id)] = line
+                batch.in_flight.add(asyncio.create_task(self._answer_one(batch, line), name=line.custom_id))
+                self._wake_next()
                 continue
             try:
                 async with asyncio.timeout(_CHECK_S):
@@ -220,64 +260,74 @@ class BatchRunner:
 
     def _may_start(self, batch: _OpenBatch) -> bool:
         """Whether there is room for a line more, and it is this batch's turn: the one with the fewest in flight."""
-        fewest = min(len(other.in_flight) for other in self._open if other.upcoming)
+        fewest = min(len(other.in_flight) for other in self._open if other.has_next)
         num_lines = self.num_in_flight
         return len(batch.in_flight) == fewest and num_lines < lines_at_once(self._pool_use(num_lines), self._config)
 
     async def _answer_one(self, batch: _OpenBatch, line: BatchLine) -> None:
         try:
-            status, request_id, body = await self._answered(batch.record, line)
+            status, request_id, body = await self._answer(batch.record.tenant, batch.record.endpoint, line.body)
             is_completed = status < 400
             written = answer_line(line.custom_id, status, request_id, body)
-            await asyncio.to_thread(batch.claim.append, OUTPUT if is_completed else ERRORS, written)
+            await _in_thread(lambda: batch.claim.append(OUTPUT if is_completed else ERRORS, written))
             record = batch.record
             if is_completed:
                 batch.record = replace(record, num_completed=record.num_completed + 1)
             else:
                 batch.record = replace(record, num_failed=record.num_failed + 1)
+        except Unavailable as error:
+            least, most = _RETRY_S
+            retry_s = min(max(error.retry_after_s or least, least), most)
+            batch.refused.append((time.monotonic() + retry_s, line))
         except OSError as error:
             log.warning("batch %s: the answer to %.100r cannot be written: %s", batch.record.id, line.custom_id, error)
-            await asyncio.sleep(_RETRY_S[1])
-            batch.upcoming.append(line)
+            batch.refused.append((time.monotonic() + _RETRY_S[1], line))
         finally:
             task = asyncio.current_task()
             if task is not None:
-                batch.in_flight.pop(task, None)
-            self.on_load()
+                batch.in_flight.discard(task)
+            batch.changed.set()
+            self._wake_next()
 
-    async def _answered(self, record: BatchRecord, line: BatchLine) -> tuple[int, str, dict[str, Any]]:
-        while True:
-            try:
-                return await self._answer(record.tenant, record.endpoint, line.body)
-            except Unavailable as error:
-                least, most = _RETRY_S
-                await asyncio.sleep(min(max(error.retry_after_s or least, least), most))
-
-    def _finish(self, batch: _OpenBatch, final: BatchStatus) -> None:
+    def _finish(self, claim: BatchClaim, record: BatchRecord, final: BatchStatus) -> None:
         """Makes the lines written so far the tenant's files, and the batch final.
 
-        The files are linked first, and removed last: a router that dies in between leaves them to the next one.
+        The files are linked first, and removed last: a router that dies in between leaves them to the next one, which
+        gives them the same ids.
         """
-        claim, record = batch.claim, batch.record
 
         def unanswered(done: set[str]) -> Iterator[bytes]:
             path = self._files.path(record.tenant, record.input_file_id)
             for line in self._remaining(record, path, done):
                 yield unanswered_line(line.custom_id, "batch_expired", "the completion window has ended")
 
-        num_unanswered = claim.seal(unanswered if final is BatchStatus.EXPIRED else None)
+        claim.seal(unanswered if final is BatchStatus.EXPIRED else None)
+        if final is not BatchStatus.COMPLETED:  # lines may have been cancelled between their answer and its count
+            num_completed, num_failed = len(claim.done(OUTPUT)), len(claim.done(ERRORS))
+            record = replace(record, num_completed=num_completed, num_failed=num_failed)
         ids = {}
         for name in (OUTPUT, ERRORS):
             if claim.path(name).exists():
                 link = claim.path(f".{name}")
                 link.unlink(missing_ok=True)
                 os.link(claim.path(name), link)
-                ids[name] = self._files.keep(record.tenant, link, f"{record.id}_{name}").id
-        num_failed = record.num_failed + num_unanswered
-        record = replace(record, output_file_id=ids.get(OUTPUT), error_file_id=ids.get(ERRORS), num_failed=num_failed)
+                kept = self._files.keep(record.tenant, link, f"{record.id}_{name}", file_id_of(record.id, name))
+                ids[name] = kept.id
+        record = replace(record, output_file_id=ids.get(OUTPUT), error_file_id=ids.get(ERRORS))
         claim.save(record.entered(final, time.time()))
         for name in ids:
             claim.path(name).unlink()
+
+
+async def _in_thread(work: Callable[[], ResultT]) -> ResultT:
+    """Returns what `work` does with a claim, and does not end before it, even if cancelled: the claim is then closed,
+    and another router may have the batch."""
+    working = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait([working])
+        raise
 
 
 def _failed(record: BatchRecord, errors: list[dict[str, Any]]) -> BatchRecord:

@@ -103,12 +103,12 @@ async def test_a_line_that_wants_another_lane_still_waits_for_others(worker, tmp
 
 async def test_a_file_of_mistakes_fails_as_a_whole(worker, tmp_path):
     async with serving(worker, tmp_path, batches={"max_lines": 3}) as client:
-        batch = await finished(client, await begin(client, [line("a"), "{", line("a"), line("b")]))
+        batch = await finished(client, await begin(client, [line("a"), "", "{", line("a"), line("b")]))
         assert (batch.status, batch.output_file_id) == ("failed", None)
         assert [(error.line, error.param) for error in batch.errors.data] == [
-            (2, "body"),
-            (3, "custom_id"),
-            (4, "input_file_id"),
+            (3, "body"),
+            (4, "custom_id"),
+            (5, "input_file_id"),
         ]
         empty = await finished(client, await begin(client, [" "]))
         assert empty.errors.data[0].message == "input_file_id: has no lines; write some"

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import resource
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock.config.router import BatchConfig
-from penstock.errors import InvalidInput, Overloaded
+from penstock.errors import InvalidInput, Overloaded, Unavailable
 from router.batches.batches import ERRORS, OUTPUT, BatchStore
 from router.batches.files import FileStore
 from router.batches.lines import answer_line, custom_id_of, read_line
-from router.batches.records import BatchNotFound, BatchStatus, FileNotFound
+from router.batches.records import BatchNotFound, BatchStatus, FileNotFound, file_id_of
 
 ENDPOINT = "/v1/completions"
 
@@ -120,6 +122,75 @@ def test_a_line_that_was_cut_off_is_run_again(tmp_path: Path) -> None:
     assert claim.done(OUTPUT) == {"one", "two"}
     assert claim.done(ERRORS) == {"three"}
     claim.close()
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
+    claim = (stores := Stores(tmp_path)).batches.claim("a", stores.create())
+    assert claim is not None
+    first, second = (answer_line(name, 200, "r", {"text": "x" * 200}) for name in ("one", "two"))
+    claim.append(OUTPUT, first)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(first) + 100, limits[1]))  # the kernel writes 100 bytes, then fails
+    try:
+        with pytest.raises(OSError, match="too large"):
+            claim.append(OUTPUT, second)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert claim.path(OUTPUT).read_bytes() == first
+    claim.append(OUTPUT, second)
+    assert claim.done(OUTPUT) == {"one", "two"}
+    claim.close()
+
+
+def test_an_output_that_is_kept_twice_is_one_file(tmp_path: Path) -> None:
+    stores, batch_id = Stores(tmp_path), "batch_" + "0" * 32
+    lines, link = tmp_path / "lines", tmp_path / "link"
+    lines.write_bytes(b"x")
+    for _ in range(2):  # a router died between them
+        link.hardlink_to(lines)
+        kept = stores.files.keep("a", link, "out.jsonl", file_id_of(batch_id, OUTPUT))
+        assert not link.exists()
+    assert [record.id for record in stores.files.of_tenant("a")] == [kept.id]
+    assert file_id_of(batch_id, ERRORS) != kept.id
+
+
+def test_records_that_cannot_be_read_are_named_and_spoil_no_others(tmp_path: Path) -> None:
+    stores = Stores(tmp_path)
+    batch_id, other = stores.create(), stores.create()
+    file_id = stores.batches.get("a", batch_id).input_file_id
+    for text in ("", "{}", "[]", '{"status": "new", "errors": []}'):
+        for path in tmp_path.rglob(f"{batch_id}/batch.json"), tmp_path.rglob(f"{file_id}.json"):
+            next(path).write_text(text)
+        with pytest.raises(Unavailable, match="damaged: a batch's record cannot be read"):
+            stores.batches.get("a", batch_id)
+        with pytest.raises(Unavailable, match="damaged: a file's record cannot be read"):
+            stores.files.get("a", file_id)
+        assert [record.id for record in stores.batches.of_tenant("a")] == [other]
+        assert len(stores.files.of_tenant("a")) == 1
+        assert stores.batches.unfinished() == [("a", other)]
+        assert stores.batches.claim("a", batch_id) is None
+
+
+def test_a_file_without_content_is_none(tmp_path: Path) -> None:
+    stores = Stores(tmp_path)
+    file_id = stores.put()
+    stores.files.path("a", file_id).unlink()
+    with pytest.raises(FileNotFound):
+        stores.files.path("a", file_id)
+
+
+def test_finished_batches_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.batches.batches._MAX_FINISHED", 2)
+    stores = Stores(tmp_path)
+    for age in range(4):
+        claim = stores.batches.claim("a", stores.create())
+        assert claim is not None
+        claim.save(replace(claim.record, created_at=age).entered(BatchStatus.FAILED, 5.0))
+        claim.close()
+        assert stores.batches.unfinished() == []
+    unfinished = stores.create()
+    ages = [record.created_at for record in stores.batches.of_tenant("a") if record.id != unfinished]
+    assert ages == [3, 2]
 
 
 def test_a_cancelled_batch_says_so_at_once(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ class StoreConfig(FrozenConfig):
 class EngineEndpointConfig(FrozenConfig):
     """Another engine's server behind this router: vLLM, or what speaks as it does."""
 
-    url: str = Field(pattern=r"^https?://[^/\s?#]+/?$")
-    """Address of its HTTP API, such as http://10.0.0.7:8000."""
+    url: str = Field(pattern=r"^https?://[^/\s?#@]+/?$")
+    """Address of its HTTP API, such as http://10.0.0.7:8000, without credentials: see `api_key_file`."""
     role: Literal["both", "prefill", "decode"] = "both"
     """`both` serves whole requests. `prefill` computes prompts for the engines with `decode`, whose KV connectors fetch
     the pages."""

@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from penstock.errors import InvalidInput, Overloaded, PenstockError, Unavailable
 from penstock.v1 import common_pb2, worker_pb2
 
-MAX_EVENT_BYTES = 1 << 24  # the first event repeats the prompt
+MAX_EVENT_BYTES = 1 << 24
+_EVENT_BYTES = 1 << 16  # of an event without prompt and tokens
+_PROMPT_TOKEN_BYTES = 16  # the first event repeats the prompt
+_TOKEN_BYTES, _TOP_BYTES = 256, 64  # of a token and of each of its alternatives
 _TOKEN_PREFIX = "token_id:"
 _MAX_TOKEN = 1 << 32
 _MAX_MESSAGE = 500  # characters of an engine's error that are passed on
+_LEAST_LOGPROB, _MAX_LOGPROB = -9999.0, 1e30  # what JSON and 32-bit floats can carry
 _FINISH = {"stop": common_pb2.FINISH_REASON_STOP, "length": common_pb2.FINISH_REASON_LENGTH}
 
 
@@ -25,6 +29,12 @@ class EngineUsage:
 
 class BrokenStream(Exception):
     """The engine's answer is no completion; the message says why."""
+
+
+def most_event_bytes(num_prompt_tokens: int, max_tokens: int, num_alternatives: int) -> int:
+    """Returns the size that no event of a completion exceeds: parsed JSON takes many times its size."""
+    per_token = _TOKEN_BYTES + _TOP_BYTES * num_alternatives
+    return min(MAX_EVENT_BYTES, _EVENT_BYTES + _PROMPT_TOKEN_BYTES * num_prompt_tokens + per_token * max_tokens)
 
 
 def read_event(line: bytes, with_logprobs: bool) -> worker_pb2.StepDelta | EngineUsage | None:
@@ -111,14 +121,22 @@ def _token(name: str) -> int:
 def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BrokenStream("a log-probability is not a number")
-    return float(value)
+    if not value < _MAX_LOGPROB:
+        raise BrokenStream("a log-probability is not finite")
+    return float(max(value, _LEAST_LOGPROB))
 
 
 def message_of(answer: object) -> str:
     """Returns the message of an engine's error, bounded."""
     error = answer.get("error") if isinstance(answer, Mapping) else None
     found = error.get("message") if isinstance(error, Mapping) else error
-    return str(found)[:_MAX_MESSAGE] if found else "no reason"
+    return printable(str(found)) if found else "no reason"
+
+
+def printable(text: str) -> str:
+    """Returns text of an engine as a status and one line of a log can carry it: bounded, without control characters and
+    halves of characters."""
+    return "".join(each if each.isprintable() else "?" for each in text[:_MAX_MESSAGE])
 
 
 def refusal(status: int, body: bytes, engine: str) -> PenstockError:

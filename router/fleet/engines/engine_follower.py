@@ -277,7 +277,7 @@ def _served(answer: bytes, model: str) -> tuple[str, int]:
     try:
         found = json.loads(answer)["data"]
         models = {str(each["id"]): int(each.get("max_model_len") or 0) for each in found}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise Unavailable("its /v1/models is not a list of models") from error
     name = model if model in models else next(iter(models), "")
     if not name or (name != model and len(models) > 1):

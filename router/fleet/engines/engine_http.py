@@ -10,13 +10,14 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import aiohttp
 
 from penstock.errors import PenstockError, Unavailable
-from router.fleet.engines.completion_stream import MAX_EVENT_BYTES, BrokenStream, refusal
+from router.fleet.engines.completion_stream import BrokenStream, printable, refusal
 
 LOST = (aiohttp.ClientError, OSError, TimeoutError, BrokenStream)  # what a call raises when the engine is lost
 _CONNECT_S = 5.0
 _GET_TIMEOUT_S = 5.0
 _MAX_REFUSAL_BYTES = 1 << 16
 _MAX_ANSWER_BYTES = 1 << 22
+_KEEP_ALIVE_S = 3.0  # less than uvicorn's 5 s: a request must not meet a connection that is just being closed
 _LONG_PROMPT = 1 << 14  # tokens from which a body is written in a thread
 
 
@@ -27,8 +28,10 @@ class EngineHttp:
         self._name = name
         self._url = url.rstrip("/")
         self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            connector=aiohttp.TCPConnector(limit=0),
+            headers=_PLAIN | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,  # a small answer would become a large one
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             trust_env=False,
         )
@@ -45,7 +48,7 @@ class EngineHttp:
                     raise refusal(response.status, body[:_MAX_REFUSAL_BYTES], self._name)
                 return body
         except LOST as error:
-            reason = str(error) or "no answer in time"
+            reason = printable(str(error)) or "no answer in time"
             raise Unavailable(f"engine {self._name} does not answer {path}: {reason}") from error
 
     def _get(self, path: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
@@ -61,11 +64,13 @@ class EngineHttp:
                 raise BrokenStream("its answer is not JSON") from error
 
     @asynccontextmanager
-    async def stream(self, path: str, body: Mapping[str, object]) -> AsyncIterator[AsyncIterator[bytes]]:
+    async def stream(
+        self, path: str, body: Mapping[str, object], max_line_bytes: int
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
         """Yields the lines of a streamed answer; leaving the block ends the call. Raises as `post` does."""
         async with await self._post(path, body) as response:
             await self._check(response)
-            yield _lines(response)
+            yield _lines(response, max_line_bytes)
 
     async def _post(self, path: str, body: Mapping[str, object]) -> aiohttp.ClientResponse:
         is_long = len(body.get("prompt", ())) > _LONG_PROMPT  # type: ignore[arg-type]
@@ -78,6 +83,7 @@ class EngineHttp:
             raise error
 
 
+_PLAIN = {"Accept-Encoding": "identity"}
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -94,13 +100,13 @@ async def _read(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
     return bytes(found)
 
 
-async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def _lines(response: aiohttp.ClientResponse, max_line_bytes: int) -> AsyncIterator[bytes]:
     rest = bytearray()
     async for piece in response.content.iter_any():
         rest += piece
-        *lines, last = rest.split(b"\n") if b"\n" in piece else (rest,)
-        for line in lines:
-            yield bytes(line)
-        rest = bytearray(last)
-        if len(rest) > MAX_EVENT_BYTES:
-            raise BrokenStream(f"an event has more than {MAX_EVENT_BYTES} bytes")
+        if b"\n" in piece:
+            *lines, rest = rest.split(b"\n")
+            for line in lines:
+                yield bytes(line)
+        if len(rest) > max_line_bytes:
+            raise BrokenStream(f"an event has more than {max_line_bytes} bytes")

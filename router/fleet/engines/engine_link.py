@@ -10,7 +10,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from penstock.errors import PenstockError, Unavailable, to_status
@@ -21,6 +21,8 @@ from router.fleet.engines.completion_stream import (
     BrokenStream,
     EngineUsage,
     cached_tokens,
+    most_event_bytes,
+    printable,
     read_event,
     transfer_params,
 )
@@ -31,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _COMPLETIONS = "/v1/completions"
 _LONG_LINE_BYTES = 1 << 18  # read in a thread: the first event of a long prompt repeats it
+_USAGE_S = 2.0  # that a completed answer's usage may take
 _PREFILL_SHARE = 0.5  # of a request's time left that a prefill engine may take
 
 
@@ -138,12 +141,14 @@ class EngineLink:
         try:
             last = await self._complete(call)
         except LOST as error:
-            last = Unavailable(f"engine {self._worker_id} was lost: {str(error) or 'no answer in time'}")
+            last = Unavailable(f"engine {self._worker_id} was lost: {printable(str(error)) or 'no answer in time'}")
         except PenstockError as error:
             last = worker_pb2.StepDelta(error=to_status(error))
         except Exception as error:
             log.exception("a completion at engine %s failed", self._worker_id)
-            last = Unavailable(f"engine {self._worker_id} answered what this router does not understand: {error!r}")
+            last = Unavailable(
+                f"engine {self._worker_id} answered what this router does not understand: {printable(repr(error))}"
+            )
         if self._remove(stream_id) is not None:
             call.deliver(last)
 
@@ -151,28 +156,45 @@ class EngineLink:
         """Streams a completion, and returns its last delta. Raises the engine's refusal, or one of LOST."""
         body = completion_body(call.submit, self.model, self._cache_salt(call.submit.salt))
         await self._compute_elsewhere(call, body)
-        with_logprobs = "logprobs" in body
-        last: worker_pb2.StepDelta | None = None
-        async with self._http.stream(_COMPLETIONS, body) as lines:
-            async for line in lines:
-                call.heard_s = time.monotonic()
-                is_long = len(line) > _LONG_LINE_BYTES
-                read = functools.partial(read_event, line, with_logprobs)
-                found = await asyncio.to_thread(read) if is_long else read()
-                if isinstance(found, EngineUsage):
-                    self._note_cached(call, found)
-                elif found is not None and last is not None:
-                    raise BrokenStream("tokens came after the end")
-                elif found is not None:
-                    self._note_tokens(call, found)
-                    if found.finish_reason:
-                        last = found  # until its usage has come
-                    else:
-                        call.deliver(found)
-        if last is None:
-            raise BrokenStream("its stream ended before the completion did")
+        max_tokens, submit = call.submit.sampling.max_tokens, call.submit
+        most = most_event_bytes(len(submit.token_ids), max_tokens, submit.sampling.logprobs)
+        async with self._http.stream(_COMPLETIONS, body, most) as lines:
+            last = await self._last_delta(call, lines)
+            await self._take_usage(call, lines)
         last.timing.CopyFrom(call.timing)
         return last
+
+    async def _last_delta(self, call: _Call, lines: AsyncIterator[bytes]) -> worker_pb2.StepDelta:
+        """Delivers tokens until the completion is whole, which it is with its last token whatever the engine says."""
+        submit = call.submit
+        room = submit.num_prompt_tokens + submit.sampling.max_tokens - len(submit.token_ids)
+        async for line in lines:
+            found = await _read(call, line)
+            if not isinstance(found, worker_pb2.StepDelta):
+                continue
+            room -= len(found.token_ids)
+            if room < 0:
+                raise BrokenStream("it sent more tokens than were asked for")
+            self._note_tokens(call, found)
+            if not found.finish_reason and not room:
+                found.finish_reason = common_pb2.FINISH_REASON_LENGTH
+            if found.finish_reason:
+                return found
+            if found.token_ids:
+                call.deliver(found)
+        raise BrokenStream("its stream ended before the completion did")
+
+    async def _take_usage(self, call: _Call, lines: AsyncIterator[bytes]) -> None:
+        """Reads what follows the last token, so that the connection can be used again. A completion is whole
+        without it."""
+        try:
+            async with asyncio.timeout(_USAGE_S):
+                async for line in lines:
+                    found = await _read(call, line)
+                    if isinstance(found, EngineUsage):
+                        self._note_cached(call, found)
+        except LOST as error:
+            log.debug("engine %s did not end an answer: %s", self._worker_id, error)
 
     def _note_tokens(self, call: _Call, delta: worker_pb2.StepDelta) -> None:
         now_s, timing = time.monotonic(), call.timing
@@ -191,9 +213,9 @@ class EngineLink:
             timing.prefill_worker = ""
             return
         self.reports_cached_tokens = True
-        timing.decode_cached_tokens = usage.cached_tokens
+        timing.decode_cached_tokens = min(usage.cached_tokens, len(call.submit.token_ids))
         # The decode engine of a pair counts the pages that it fetched as cached.
-        timing.cached_tokens = timing.prefill_cached_tokens if call.is_remote else usage.cached_tokens
+        timing.cached_tokens = timing.prefill_cached_tokens if call.is_remote else timing.decode_cached_tokens
         if not call.is_remote:
             timing.prefill_worker = self._worker_id
 
@@ -212,7 +234,7 @@ class EngineLink:
                     answer = await _unless_silent(engine, prefill_body(body))
                 params, cached = transfer_params(answer), cached_tokens(answer)
             except (*LOST, Unavailable) as error:
-                reason = str(error) or "no answer in time"
+                reason = printable(str(error)) or "no answer in time"
                 log.info("prefill engine %s computed nothing: %s", candidate.worker_id, reason)
                 call.deliver(_outcome(candidate, worker_pb2.PREFILL_FAULT_WORKER))
                 continue
@@ -220,8 +242,15 @@ class EngineLink:
             body["kv_transfer_params"] = params
             call.heard_s, call.is_remote = time.monotonic(), True
             if cached is not None:
-                call.timing.prefill_worker, call.timing.prefill_cached_tokens = candidate.worker_id, cached
+                call.timing.prefill_worker = candidate.worker_id
+                call.timing.prefill_cached_tokens = min(cached, len(call.submit.token_ids))
             return
+
+
+async def _read(call: _Call, line: bytes) -> worker_pb2.StepDelta | EngineUsage | None:
+    call.heard_s = time.monotonic()
+    read = functools.partial(read_event, line, call.submit.sampling.HasField("logprobs"))
+    return await asyncio.to_thread(read) if len(line) > _LONG_LINE_BYTES else read()
 
 
 async def _unless_silent(engine: PrefillEnd, body: dict[str, object]) -> object:

@@ -12,9 +12,10 @@ from penstock.types import CacheStats, StepTotals, WorkerLoad
 
 MAX_TEXT_BYTES = 4 << 20
 _SAMPLE = re.compile(r"(?m)^(vllm:[a-z_]+|process_start_time_seconds)(?:\{(.*)\})? ([0-9eE.+-]+|NaN|[+-]Inf)$")
-_LABEL = re.compile(r'([a-z_]+)="([^"]*)"')
+_LABEL = re.compile(r'(?<![a-z_])([a-z_]+)="([^"]*)"')  # takes time in proportion to the text
 _COUNTED = re.compile("running|waiting|usage|prefix_cache|_tokens|time_seconds|latency_seconds|process_start")
 _MAX_BLOCKS = 1 << 32
+_MAX_VALUE = 1e15  # that sums and products of values stay far from infinity
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,18 @@ def read_metrics(text: str) -> EngineMetrics:
         if name == "vllm:cache_config_info":
             known = dict(_LABEL.findall(labels))
             size, blocks = _count(known.get("block_size")), _count(known.get("num_gpu_blocks"))
-        elif _COUNTED.search(name) and math.isfinite(number := float(value)):
-            sums[name] += number
+        elif _COUNTED.search(name):
+            sums[name] = min(sums[name] + _number(value), _MAX_VALUE)
     return EngineMetrics(dict(sums), size, blocks)
+
+
+def _number(text: str) -> float:
+    """Returns 0 for what is no number from 0 on."""
+    try:
+        found = float(text)
+    except ValueError:
+        return 0.0
+    return found if math.isfinite(found) and found > 0 else 0.0
 
 
 def _count(text: str | None) -> int | None:

@@ -42,6 +42,8 @@ class EngineDouble:
     name: str = "engine"
     model: str = "model"
     refuse: int = 0  # HTTP status of every completion
+    refusal: str = "not now"
+    trouble: str = ""  # how streams end; see `_end`
     break_after: int | None = None  # tokens after which its connections break
     is_frozen: bool = False  # takes connections and answers nothing
     pause_at: int | None = None  # tokens after which streams wait for `resume`
@@ -150,7 +152,7 @@ class EngineDouble:
         if self.is_frozen:
             await asyncio.Event().wait()
         if self.refuse:
-            return web.json_response({"error": {"message": "not now"}}, status=self.refuse)
+            return web.json_response({"error": {"message": self.refusal}}, status=self.refuse)
         tokens = body["prompt"]
         if len(tokens) + body["max_tokens"] > CONTEXT:
             return web.json_response({"error": {"message": "too long", "param": "input_tokens"}}, status=400)
@@ -168,6 +170,8 @@ class EngineDouble:
 
     async def _stream(self, request: web.Request, body: dict[str, object], tokens: list[int]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        if self.trouble == "is compressed":
+            response.enable_compression(web.ContentCoding.gzip)
         await response.prepare(request)
         self.num_running += 1
         try:
@@ -180,8 +184,11 @@ class EngineDouble:
                     assert request.transport is not None
                     request.transport.abort()
                     return response
-                reason = "length" if index == count - 1 else None
+                is_last = index == count - 1 and self.trouble not in ("does not say that it ends", "goes on")
+                reason = "length" if is_last else None
                 await _send(response, {"choices": [_choice(token, reason, body)]})
+            if await self._end(request, response, body):
+                return response
             details = {"cached_tokens": cached} if self.knows_cached else None
             await _send(response, {"choices": [], "usage": {"prompt_tokens_details": details}})
             await response.write(b"data: [DONE]\n\n")
@@ -191,6 +198,18 @@ class EngineDouble:
         finally:
             self.num_running -= 1
         return response
+
+    async def _end(self, request: web.Request, response: web.StreamResponse, body: dict[str, object]) -> bool:
+        """Makes trouble after the last token. Returns whether that is all there is to send."""
+        if self.trouble == "goes on":
+            for token in range(20, 40):
+                await _send(response, {"choices": [_choice(token, None, body)]})
+        if self.trouble == "never ends":
+            await asyncio.Event().wait()
+        if self.trouble == "breaks at its end":
+            assert request.transport is not None
+            request.transport.close()
+        return bool(self.trouble)
 
 
 def _choice(token: int, reason: str | None, body: dict[str, object]) -> dict[str, object]:

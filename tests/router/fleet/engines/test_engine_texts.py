@@ -10,11 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import wire
-from penstock.errors import InvalidInput, Overloaded, Unavailable
+from penstock.errors import InvalidInput, Overloaded, Unavailable, to_status
 from penstock.types import Grammar, GrammarKind, SamplingParams, StepTotals
 from penstock.v1 import common_pb2, worker_pb2
 from router.fleet.engines.completion_request import completion_body, prefill_body
-from router.fleet.engines.completion_stream import BrokenStream, EngineUsage, read_event, refusal, transfer_params
+from router.fleet.engines.completion_stream import (
+    BrokenStream,
+    EngineUsage,
+    most_event_bytes,
+    read_event,
+    refusal,
+    transfer_params,
+)
 from router.fleet.engines.metrics_text import LoadReader, read_metrics
 
 
@@ -98,11 +105,32 @@ def test_events_become_deltas() -> None:
         (event(token_ids=[1], logprobs={"token_logprobs": ["a"], "top_logprobs": [None]}), "not a number"),
         (event(token_ids=[1], logprobs={"token_logprobs": [0], "top_logprobs": [{"word": -1}]}), "by its text"),
         (event(token_ids=[1], logprobs={"token_logprobs": [0], "top_logprobs": [3]}), "list of objects"),
+        (event(token_ids=[1], logprobs={"token_logprobs": [math.nan], "top_logprobs": [None]}), "not finite"),
+        (event(token_ids=[1], logprobs={"token_logprobs": [10**400], "top_logprobs": [None]}), "not finite"),
     ],
 )
 def test_hostile_events_break_their_own_stream(line: bytes, message: str) -> None:
     with pytest.raises(BrokenStream, match=message):
         read_event(line, True)
+
+
+def test_a_token_of_no_probability_has_the_least_that_json_can_say() -> None:
+    found = read_event(event(token_ids=[1], logprobs={"token_logprobs": [-math.inf], "top_logprobs": [None]}), True)
+    assert isinstance(found, worker_pb2.StepDelta)
+    assert found.logprobs[0].logprob == -9999.0
+
+
+def test_an_event_may_be_as_large_as_its_completion_needs() -> None:
+    tops = {f"token_id:{150_000 + index}": -12.3456789012 for index in range(20)}
+    choice = {
+        "prompt_token_ids": list(range(100_000, 160_000)), "token_ids": [150_000] * 900, "text": "\\u2028" * 900,
+        "logprobs": {
+            "token_logprobs": [-12.3456789012] * 900, "top_logprobs": [tops] * 900, "tokens": ["token_id:150000"] * 900,
+            "text_offset": [100_000] * 900,
+        },
+    }  # fmt: skip
+    assert len(event(**choice)) < most_event_bytes(60_000, 900, 20)
+    assert most_event_bytes(100, 100, 0) < 1 << 17  # parsed JSON takes many times its size
 
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.text(max_size=5)
@@ -127,6 +155,11 @@ def test_refusals_are_typed_and_bounded(status: int, kind: type) -> None:
     assert "vllm-0" in error.message
     assert len(error.message) < 700
     assert "no reason" in refusal(status, b"<html>", "vllm-0").message
+
+
+def test_a_refusal_is_one_printable_line() -> None:
+    error = refusal(400, b'{"error": {"message": "half \\ud800 and\\nanother line"}}', "vllm-0")
+    assert "half ? and?another line" in to_status(error).message
 
 
 def test_a_prefill_without_parameters_is_a_broken_one() -> None:
@@ -166,6 +199,21 @@ def test_metrics_become_a_load_report() -> None:
     assert math.isclose(load.step_s, 0.05)
     again = reader.load(read_metrics(SCRAPE % (0, 0, 0, 0, 0, 0)), 0, 0)  # a counter that went back
     assert again.decode_steps == load.decode_steps
+
+
+@pytest.mark.parametrize("value", ["e", "1-1", "1e308", "+Inf", "NaN", "-5"])
+def test_values_that_make_no_sense_are_passed_over(value: str) -> None:
+    names = ("num_requests_running", "kv_cache_usage_perc", "prefix_cache_hits_total", "iteration_tokens_total_count")
+    text = "".join(f"vllm:{name} {value}\n" for name in names for _ in range(2))
+    text += 'vllm:num_requests_waiting 3\nvllm:cache_config_info{num_gpu_blocks="4000000000"} 1\n'
+    reader = LoadReader()
+    reader.load(read_metrics("vllm:num_requests_waiting 0\n"), 0, 0)
+    assert reader.load(read_metrics(text), 0, 0).num_waiting == 3
+
+
+def test_long_labels_are_read_in_time_in_proportion_to_them() -> None:
+    text = "vllm:cache_config_info{" + "a" * 1_000_000 + '="1",block_size="8"} 1\n'
+    assert read_metrics(text).block_size == 8  # two hours, if each letter began a label
 
 
 @given(st.text(max_size=300))

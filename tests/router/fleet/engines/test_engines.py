@@ -13,7 +13,7 @@ from penstock.config import RouterConfig
 from penstock.errors import ConfigError, InvalidInput, Unavailable
 from penstock.kv.block_events import BlocksStored, encode_batch
 from penstock.kv.page_hash import hash_pages
-from router.fleet.engines import engine_follower, engine_http
+from router.fleet.engines import engine_follower, engine_http, engine_link
 from tests.router.api.test_grpc_service import collect, failure, finish_of, read_tokens, request
 from tests.support.router.engine_double import BLOCK, EngineDouble, expected, running_engines
 from tests.support.router.router_fakes import RunningRouter, running_router, until
@@ -121,6 +121,33 @@ async def test_what_an_engine_refuses_for_good_reaches_the_client() -> None:
         error = await failure(router.stub.Generate(request(token_ids=PROMPT, prompt_logprobs=1)))
         assert "prompt_logprobs" in error.message
         assert "another engine" in error.message
+
+
+async def test_a_refusal_that_no_status_can_carry_ends_the_request() -> None:
+    engine = EngineDouble(refuse=400, refusal="half a character: \ud800")
+    async with routed(engine) as router:
+        error = await failure(router.stub.Generate(request(token_ids=PROMPT)))
+        assert "half a character: ?" in error.message
+
+
+async def test_an_answer_is_whole_with_its_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_link, "_USAGE_S", 0.2)
+    for trouble in ("never ends", "breaks at its end", "does not say that it ends", "goes on"):
+        engine = EngineDouble(trouble=trouble)
+        async with routed(engine) as router:
+            messages = await ask(router, PROMPT, max_tokens=4)
+            assert tokens(messages) == expected(PROMPT, 4)
+            assert finish_of(messages[-1]) == "length"
+            assert len(engine.bodies) == 1
+            await until(lambda: engine.num_running == 0)  # noqa: B023
+
+
+async def test_compressed_answers_are_not_unpacked() -> None:
+    engine, other = EngineDouble("engine-0", trouble="is compressed"), EngineDouble("engine-1")
+    async with routed(engine, other, policy="round-robin") as router:
+        for _ in range(2):
+            assert tokens(await ask(router, PROMPT, max_tokens=4)) == expected(PROMPT, 4)
+        assert engine.bodies
 
 
 async def test_a_client_that_leaves_frees_the_engine() -> None:
@@ -252,6 +279,7 @@ async def test_a_router_waits_for_an_engine() -> None:
         ),
         ({"a": {"url": "http://h:1"}, "b": {"url": "http://h:1/"}}, "engines names one url twice"),
         ({"a": {"url": "h:1"}}, "engines.a.url"),
+        ({"a": {"url": "http://user:secret@h:1"}}, "engines.a.url"),
         ({"a b": {"url": "http://h:1"}}, "engines.a b"),
     ],
 )

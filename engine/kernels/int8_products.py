@@ -8,11 +8,14 @@ Shapes: `T` tokens, `I` in, `O` out, `G` groups of inputs that share a scale.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from engine.weights.quantized_weight import QuantizedWeight
 
 _LARGEST_CODE = 127.0
+_EXACT_INPUTS = 1024  # sums of so many products of two bytes are exact in float32, in any order: 2^14 * 2^10 = 2^24
 _SMALLEST_ROW = 1e-30  # below it a row counts as zeros: the inverse of its scale would overflow
 
 
@@ -41,7 +44,25 @@ def multiply(x_TI: torch.Tensor, weight: QuantizedWeight, bias_O: torch.Tensor |
 
 def _sums(codes_TI: torch.Tensor, weight: QuantizedWeight, group: int, inputs: slice) -> torch.Tensor:
     """Returns the sums of a group's products, int32 [T, O]."""
-    sums_TO = torch._int_mm(codes_TI.contiguous(), weight.codes_OI[:, inputs].T)
+    add_products = torch._int_mm if _adds_exactly() else add_in_floats
+    sums_TO = add_products(codes_TI.contiguous(), weight.codes_OI[:, inputs].T)
     if weight.zeros_OG is None:
         return sums_TO
     return sums_TO - weight.zeros_OG[:, group].int() * codes_TI.sum(dim=1, keepdim=True, dtype=torch.int32)
+
+
+def add_in_floats(codes_TI: torch.Tensor, codes_IO: torch.Tensor) -> torch.Tensor:
+    """Returns the matrix product of two int8 matrices as `torch._int_mm` should, exact on every processor."""
+    sums_TO = torch.zeros((len(codes_TI), codes_IO.shape[1]), dtype=torch.int32)
+    for start in range(0, codes_TI.shape[1], _EXACT_INPUTS):
+        inputs = slice(start, start + _EXACT_INPUTS)
+        sums_TO += (codes_TI[:, inputs].float() @ codes_IO[inputs].float()).int()
+    return sums_TO
+
+
+@functools.cache
+def _adds_exactly() -> bool:
+    """Returns whether `torch._int_mm` is exact here: on processors without VNNI, oneDNN adds two products of bytes in
+    16 bits, which saturate."""
+    codes = torch.full((64, 64), 127, dtype=torch.int8)
+    return bool((torch._int_mm(codes, codes) == 127 * 127 * 64).all())

@@ -97,6 +97,25 @@ def test_the_largest_sums_neither_saturate_nor_wrap() -> None:
     assert found[0, 0] == float(torch.tensor(-128.0 * 127 * inputs).bfloat16())
 
 
+def test_the_reference_is_exact_where_torch_saturates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without VNNI, oneDNN adds pairs of products in 16 bits."""
+
+    def saturating(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        products = a.int()[:, :, None] * b.int()[None]
+        return products.unflatten(1, (-1, 2)).sum(2).clamp(-(2**15), 2**15 - 1).sum(1, dtype=torch.int32)
+
+    weight, x = any_weight("int8", 16, 2080, 2080), torch.randn(3, 2080)
+    weight.codes_OI[0], weight.codes_OI[1], x[1] = -128, 127, 1.0
+    codes, scales = int8_products.quantize_rows(x)
+    wanted = (codes.double() @ weight.codes_OI.double().T * weight.scales_OG[:, 0].double()).float() * scales
+    monkeypatch.setattr(torch, "_int_mm", saturating)
+    int8_products._adds_exactly.cache_clear()
+    try:
+        assert torch.equal(int8_products.multiply(x, weight, None), wanted)
+    finally:
+        int8_products._adds_exactly.cache_clear()
+
+
 @needs_native
 @pytest.mark.usefixtures("isa")
 def test_a_row_that_is_not_finite_spoils_only_itself() -> None:

@@ -181,7 +181,7 @@ class EngineFollower:
         self.limits = WorkerLimits(0, config.max_running, None, 0)
         if not is_prefill and self.link is None:
             self.link = EngineLink(
-                self.worker_id, self.http, self._cache_salt, self._find_prefill, config.remote_from_tokens
+                self.worker_id, self.http, self._cache_salt, self._find_prefill, config.remote_from_tokens, self._doubt
             )
         log.info("engine %s: %s, blocks of %d tokens, %s", self.worker_id, self._model, size, config.role)
 
@@ -229,6 +229,10 @@ class EngineFollower:
         records.costs.on_load(self.worker_id, self.load, self.page_size)
         self._on_load()
         self._set_reported(True)
+
+    def _doubt(self) -> None:
+        """Gives the engine no new request until it answers again."""
+        self._set_reported(False)
 
     def _set_reported(self, reported: bool) -> None:
         if reported != self._has_reported:

@@ -69,14 +69,17 @@ class EngineLink:
         cache_salt: Callable[[bytes], str],
         find_prefill: Callable[[str], PrefillEnd | None],
         remote_from_tokens: int,
+        on_lost: Callable[[], None],
     ) -> None:
         """`cache_salt` names a request's salt to the engine, and `find_prefill` finds a prefill engine by its name.
-        Prompts shorter than `remote_from_tokens` are computed here."""
+        Prompts shorter than `remote_from_tokens` are computed here. `on_lost` is called when a connection breaks,
+        before its request is notified."""
         self._worker_id = worker_id
         self._http = http
         self._cache_salt = cache_salt
         self._find_prefill = find_prefill
         self._remote_from_tokens = remote_from_tokens
+        self._on_lost = on_lost
         self._calls: dict[int, _Call] = {}
         self._last_id = 0
         self._idle = asyncio.Event()
@@ -141,6 +144,8 @@ class EngineLink:
         try:
             last = await self._complete(call)
         except LOST as error:
+            if not isinstance(error, BrokenStream):
+                self._on_lost()  # or the request would come back here until the engine is known to be gone
             last = Unavailable(f"engine {self._worker_id} was lost: {printable(str(error)) or 'no answer in time'}")
         except PenstockError as error:
             last = worker_pb2.StepDelta(error=to_status(error))

@@ -104,6 +104,20 @@ async def test_a_lost_engine_leaves_no_seam() -> None:
         assert {(len(body["prompt"]), body["max_tokens"]) for body in resumed} == {(len(PROMPT) + 3, 5)}  # type: ignore[arg-type]
 
 
+async def test_the_holder_of_a_prefix_that_dies_gets_its_requests_no_more() -> None:
+    holder, other = EngineDouble("engine-0", pause_at=2), EngineDouble("engine-1")
+    async with routed(holder, other) as router:
+        await holder._cache(PROMPT, "")
+        await until(lambda: held(router, "engine-0") == 5)
+        call = router.stub.Generate(request(token_ids=[*PROMPT, 30], temperature=0.0, max_tokens=6))
+        messages = await read_tokens(call, 2)
+        await holder.stop()  # and it refuses connections from now on
+        messages += await collect(call)
+        assert tokens(messages) == expected([*PROMPT, 30], 6)
+        assert messages[-1].timing.decode_worker == "engine-1"
+        await holder.start()
+
+
 async def test_an_engine_that_refuses_is_passed_over() -> None:
     busy, free = EngineDouble("engine-0", refuse=503), EngineDouble("engine-1")
     async with routed(busy, free, policy="round-robin") as router:

@@ -113,14 +113,15 @@ def _pool_use(fleet: WorkerFleet, gate: AdmissionGate, num_lines: int) -> PoolUs
 
     Other routers' requests are known as far as workers report their sequences.
     """
-    decoders = [worker for worker in fleet.followers if worker.takes_work and worker.description.role == Role.DECODE]
-    num_at_workers = sum(worker.load.num_running + worker.load.num_waiting for worker in fleet.followers)
+    decoders = [worker for worker in fleet.followers if worker.description.role == Role.DECODE]
+    # A prefill worker's requests are at decode workers too, so that counting both would count a line as another's.
+    num_at_workers = sum(worker.load.num_running + worker.load.num_waiting for worker in decoders)
     admission = gate.admission
     return PoolUse(
         num_lines=num_lines,
         num_others=max(0, admission.num_inside - num_lines, num_at_workers - num_lines),
         num_waiting=admission.num_waiting + sum(worker.load.num_waiting for worker in fleet.followers),
-        num_decode_workers=len(decoders),
+        num_decode_workers=sum(worker.takes_work for worker in decoders),
     )
 
 

@@ -202,6 +202,8 @@ async def test_mistakes_are_named(worker, tmp_path):
         assert answer.json()["error"]["message"].startswith("content-type: is not multipart/form-data")
         answer = await http.post("/files", content=b"x", headers={"content-type": "multipart/form-data; boundary=b"})
         assert answer.status_code == 400
+        answer = await http.post("/files", content=b"x", headers={"content-type": "Multipart/Form-Data; boundary=b"})
+        assert answer.json()["error"]["message"].startswith("body: is no form that can be read")
         for path in ("/files/file-x", "/files/file-x/content", "/batches/batch_x"):
             assert (await http.get(path)).status_code == 404
         await http.aclose()

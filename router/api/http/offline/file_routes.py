@@ -86,7 +86,7 @@ def add_files(app: FastAPI, preparer: RequestPreparer, store: FileStore, file_by
 
 async def _read_form(http: Request, max_bytes: int, timeout_s: float) -> FormData:
     """Returns the form, whose file may be on disk. Raises InvalidInput, UnreadRequest or Cancelled."""
-    if not http.headers.get("content-type", "").startswith("multipart/form-data"):
+    if not http.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise InvalidInput("content-type", "is not multipart/form-data; send the file as a form")
     parser = MultiPartParser(
         http.headers,

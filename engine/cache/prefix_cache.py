@@ -60,7 +60,7 @@ class PrefixCache:
         self._tiers = tiers
         self._num_queries = self._num_device_hits = self._num_evictions = 0  # pages
         self._chains = PageChains()
-        self.hints = SessionHints(self._chains, self.pool.retention)
+        self.hints = SessionHints(self._chains, self.pool.retention, self.pool.num_references)
 
     @property
     def num_cached(self) -> int:

@@ -33,7 +33,18 @@ class Hold:
     owner: str
     priority: int
     expiry_s: float
+    shared_until_s: float = 0.0  # until when another tenant, which is not charged, holds the pages too
     pages: set[PageId] = field(default_factory=set)
+
+
+def _merged(before: Hold, owner: str, priority: int, expiry_s: float) -> tuple[str, int, float, float]:
+    """Returns the record of a page that is held already: its owner, priority, expiry and `shared_until_s`."""
+    charged, shared_until_s = owner, before.shared_until_s
+    if before.owner != owner:
+        shared_until_s = max(shared_until_s, min(before.expiry_s, expiry_s))
+        if before.expiry_s >= expiry_s:
+            charged = before.owner
+    return charged, max(priority, before.priority), max(expiry_s, before.expiry_s), shared_until_s
 
 
 class HoldLedger:
@@ -58,22 +69,20 @@ class HoldLedger:
         """Holds as many leading pages as the owner's quota admits, and returns their number.
 
         A page that this owner holds already is not charged twice; its record becomes the stronger of both. A page that
-        another owner holds for longer stays with that owner and is charged to it.
+        another owner holds as well is charged to whoever holds it for longer.
         """
-        made: dict[tuple[int, float], Hold] = {}
+        made: dict[tuple[str, int, float, float], Hold] = {}
         count = 0
         for page in pages:
             before = self._of.get(page)
-            if before is not None and before.owner != owner and before.expiry_s >= expiry_s:
-                count += 1
-                continue
-            if (before is None or before.owner != owner) and not self._has_room(owner, before):
+            record = (owner, priority, expiry_s, 0.0) if before is None else _merged(before, owner, priority, expiry_s)
+            if (before is None or before.owner != record[0]) and not self._has_room(owner, before):
                 break
-            record = (priority, expiry_s)
             if before is not None:
-                record = (max(priority, before.priority), max(expiry_s, before.expiry_s))
                 self._drop(page, before)
-            self._add(page, made.setdefault(record, Hold(owner, *record)))
+            if (hold := made.get(record)) is None:
+                hold = made[record] = Hold(*record)
+            self._add(page, hold)
             count += 1
         for hold in made.values():
             heapq.heappush(self._by_expiry, (hold.expiry_s, next(self._numbers), hold))

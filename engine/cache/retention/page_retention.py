@@ -24,8 +24,8 @@ class PageRetention:
 
     def __init__(self, num_pages: int, config: RetentionConfig | None = None) -> None:
         self.config = config or RetentionConfig()
-        self._num_pages = num_pages
         self._max_cached = int(self.config.cached_share * num_pages)
+        self._has_shares = self._max_cached < num_pages  # otherwise the order need not tell owners apart
         self.order = EvictionOrder(num_pages)
         self.holds = HoldLedger(int(self.config.held_share * num_pages), int(self.config.total_held_share * num_pages))
         self._owners: dict[PageId, str] = {}  # of cached pages whose owner is known
@@ -63,7 +63,7 @@ class PageRetention:
             return
         start, last = 0, None
         for index, page in enumerate(pages):
-            place = (self._owners.get(page, ""), self._key(page, now_s))
+            place = (self._owners.get(page, "") if self._has_shares else "", self._key(page, now_s))
             if place != last:
                 if last is not None:
                     self.order.add(pages[start:index], *last)
@@ -100,12 +100,20 @@ class PageRetention:
         for page in pages:
             self._handicaps[page] = handicap_s
 
-    def give_up(self, page: PageId, now_s: float) -> None:
-        """Makes a page go before all that are not given up, unless it is used again."""
-        self.holds.drop(page)
-        self._values.pop(page, None)
-        self._handicaps[page] = _GIVEN_UP
-        self._move([page], now_s)
+    def may_give_up(self, page: PageId, owner: str, now_s: float) -> bool:
+        """Returns whether this owner alone decides about the page: no other has cached it first or holds it."""
+        if self._owners.get(page, owner) != owner:
+            return False
+        hold = self.holds.of(page)
+        return hold is None or (hold.owner == owner and hold.shared_until_s <= now_s)
+
+    def give_up(self, pages: list[PageId], now_s: float) -> None:
+        """Makes pages go, in this order, before all that are not given up, unless they are used again."""
+        for page in pages:
+            self.holds.drop(page)
+            self._values.pop(page, None)
+            self._handicaps[page] = _GIVEN_UP
+        self._move(pages, now_s)
 
     def is_given_up(self, page: PageId) -> bool:
         return self._handicaps.get(page) == _GIVEN_UP
@@ -132,7 +140,7 @@ class PageRetention:
         """Yields evictable pages in order; the caller must forget each of them after the iteration."""
         self.expire(now_s)
         excess: dict[str, int] = {}
-        if self._max_cached < self._num_pages:
+        if self._has_shares:
             excess = {owner: count - self._max_cached for owner, count in self.num_cached.items()}
             excess = {owner: count for owner, count in excess.items() if count > 0}
         return self.order.take(excess)

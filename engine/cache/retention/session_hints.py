@@ -7,14 +7,14 @@ that bring pages back from lower tiers it knows nothing: the prefix cache does t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from engine.cache.page_chains import ChainNode, PageChains
 from engine.cache.retention.page_retention import PageRetention
 from engine.cache.retention.reuse_policy import Gap, ReuseModel
 from engine.cache.retention.sessions import Session, SessionTable
 from penstock.kv.kv_hints import Hint, HintAnswer, HintOutcome, KvHints
-from penstock.types import PageHash
+from penstock.types import PageHash, PageId
 
 _MAX_TAILS = 4  # turns of one session that may go on side by side
 
@@ -22,7 +22,9 @@ _MAX_TAILS = 4  # turns of one session that may go on side by side
 class SessionHints:
     """Owns the sessions of one worker. A call costs O(pages of the request and of the session's latest turns)."""
 
-    def __init__(self, chains: PageChains, retention: PageRetention) -> None:
+    def __init__(self, chains: PageChains, retention: PageRetention, num_references: Callable[[PageId], int]) -> None:
+        """`num_references` says how many requests and transfers use a page."""
+        self._num_references = num_references
         self._chains = chains
         self._retention = retention
         config = retention.config
@@ -34,20 +36,23 @@ class SessionHints:
     def apply(self, owner: str, hints: KvHints, hashes: Sequence[PageHash], now_s: float) -> tuple[HintAnswer, ...]:
         """Follows the hints of a request of this tenant, whose full pages have these hashes; returns the answers."""
         nodes = self._chains.leading(hashes)
+        own: frozenset[PageHash] = frozenset(() if hints.only else hashes)
         answers: list[HintAnswer] = []
         if hints.session:
-            answers += self._on_session(owner, hints, nodes, now_s)
+            answers += self._on_session(owner, hints, nodes, own, now_s)
         if hints.demote:
-            count = self._give_up(nodes[-1] if nodes else None, (), owner, now_s)
+            count = self._give_up(nodes[-1] if nodes else None, (), owner, own, now_s)
             answers.append(_answer(Hint.DEMOTE, count, len(nodes), "other requests or sessions share them"))
         elif hints.pin_s or hints.priority:
             answers += self._hold(owner, hints, nodes, len(hashes), now_s)
         if hints.end_session and hints.session:
-            answers.append(self._end(owner, hints.session, now_s))
+            answers.append(self._end(owner, hints.session, own, now_s))
         self.num_answers.update((answer.hint, answer.outcome) for answer in answers)
         return tuple(answers)
 
-    def _on_session(self, owner: str, hints: KvHints, nodes: list[ChainNode], now_s: float) -> list[HintAnswer]:
+    def _on_session(
+        self, owner: str, hints: KvHints, nodes: list[ChainNode], own: Container[PageHash], now_s: float
+    ) -> list[HintAnswer]:
         answers = [HintAnswer(Hint.SESSION, HintOutcome.ACCEPTED, num_pages=len(nodes))]
         session = self.sessions.find(owner, hints.session)
         if session is None:
@@ -57,7 +62,7 @@ class SessionHints:
         if hints.fork_of:
             answers.append(self._fork(owner, hints, session, nodes))
         if nodes and not (hints.only and session.tails):
-            self._succeed(owner, session, nodes, now_s)
+            self._succeed(owner, session, nodes, own, now_s)
         self.sessions.put(owner, hints.session, session)
         if self._learns and not hints.only:
             family, pages = session.family, [node.page for node in nodes]
@@ -67,7 +72,9 @@ class SessionHints:
             self._retention.set_handicap(pages[num_shared:], self._reuse.handicap_s(session.gap))
         return answers
 
-    def _succeed(self, owner: str, session: Session, nodes: list[ChainNode], now_s: float) -> None:
+    def _succeed(
+        self, owner: str, session: Session, nodes: list[ChainNode], own: Container[PageHash], now_s: float
+    ) -> None:
         """Makes these pages the session's latest turn, and gives up what it has left behind of the turn before.
 
         A turn continues the one that it shares at least half of the pages with. The others belong to chains that the
@@ -80,7 +87,7 @@ class SessionHints:
             while node is not None and node.page_hash not in places:
                 node, behind = node.parent, behind + 1
             if node is not None and places[node.page_hash] + 1 >= behind:
-                self._give_up(self._chains.nodes[tail], places, owner, now_s)
+                self._give_up(self._chains.nodes[tail], places, owner, own, now_s)
             elif tail in self._chains.nodes:
                 kept.append(tail)
         session.tails = [*kept[-(_MAX_TAILS - 1) :], nodes[-1].page_hash]
@@ -133,36 +140,34 @@ class SessionHints:
         asked = [hint for hint, is_asked in ((Hint.PIN, hints.pin_s), (Hint.PRIORITY, hints.priority)) if is_asked]
         return [HintAnswer(hint, outcome, "; ".join(reasons), num_held) for hint in asked]
 
-    def _end(self, owner: str, name: str, now_s: float) -> HintAnswer:
+    def _end(self, owner: str, name: str, own: Container[PageHash], now_s: float) -> HintAnswer:
         session = self.sessions.find(owner, name)
         assert session is not None  # `_on_session` has put it
         self.sessions.remove(owner, name)
-        count = sum(self._give_up(self._chains.nodes.get(tail), (), owner, now_s) for tail in session.tails)
+        count = sum(self._give_up(self._chains.nodes.get(tail), (), owner, own, now_s) for tail in session.tails)
         return HintAnswer(Hint.END, HintOutcome.ACCEPTED, num_pages=count)
 
     def _give_up(
-        self,
-        node: ChainNode | None,
-        successor: Container[PageHash],
-        owner: str,
-        now_s: float,
+        self, tail: ChainNode | None, successor: Container[PageHash], owner: str, own: Container[PageHash], now_s: float
     ) -> int:
         """Gives up a chain from its last page back to where another one branches off; returns the number of pages.
 
-        Pages of `successor` are kept, and those that another tenant holds.
+        Pages of `successor` are kept, those that another tenant holds or has cached, and those that other requests use:
+        the request itself has a reference to each page of `own` at most.
         """
-        count = 0
-        while node is not None and not self._has_live_child(node):
-            hold = self._retention.holds.of(node.page)
-            if node.page_hash in successor or (hold is not None and hold.owner != owner):
+        given_up: list[PageId] = []
+        node, below = tail, None
+        while node is not None and node.page_hash not in successor and not self._has_live_child(node, below):
+            others = self._num_references(node.page) - (node.page_hash in own)
+            if others > 0 or not self._retention.may_give_up(node.page, owner, now_s):
                 break
-            self._retention.give_up(node.page, now_s)
-            count += 1
-            node = node.parent
-        return count
+            given_up.append(node.page)
+            node, below = node.parent, node
+        self._retention.give_up(given_up, now_s)
+        return len(given_up)
 
-    def _has_live_child(self, node: ChainNode) -> bool:
-        return any(not self._retention.is_given_up(child.page) for child in node.children())
+    def _has_live_child(self, node: ChainNode, given_up: ChainNode | None) -> bool:
+        return any(child is not given_up and not self._retention.is_given_up(child.page) for child in node.children())
 
 
 def _answer(hint: Hint, count: int, asked: int, reason: str, *, needs_all: bool = True) -> HintAnswer:

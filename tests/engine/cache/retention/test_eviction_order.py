@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from engine.cache.retention.eviction_order import EvictionKey, EvictionOrder, Rank
 from engine.cache.retention.page_retention import PageRetention
+from penstock.config.retention import RetentionConfig
 from penstock.types import PageId
 
 NUM_PAGES = 12
@@ -75,3 +76,13 @@ def test_pages_of_owners_beyond_their_shares_go_first_and_all_others_by_key(
     first, rest = taken[:num_first], taken[num_first:]
     assert {owner: sum(owner_of[page] == owner for page in first) for owner in in_excess} == in_excess
     assert [key_of[page] for page in rest] == sorted(key_of[page] for page in rest)
+
+
+def test_the_order_tells_owners_apart_only_where_shares_bind() -> None:
+    for share, num_owners in ((1.0, 1), (0.5, 3)):
+        retention = PageRetention(6, RetentionConfig(cached_share=share))
+        for number, owner in enumerate("abcabc"):
+            retention.on_cached([PageId(number)], owner)
+            retention.on_evictable([PageId(number)], float(number))
+        assert len(retention.order._owners) == num_owners
+        assert list(retention.to_evict(9.0)) == list(range(6))

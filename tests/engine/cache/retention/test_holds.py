@@ -51,6 +51,20 @@ def test_a_page_that_another_tenant_holds_for_longer_stays_charged_to_it() -> No
     assert dict(ledger.num_held) == {"b": 1}, "who holds it for longer pays"
 
 
+def test_a_shared_hold_keeps_the_higher_priority_and_knows_how_long_the_other_tenant_holds_it() -> None:
+    ledger = HoldLedger(1, 2)
+    ledger.hold(pages(0), "a", 0, 10.0)
+    ledger.hold(pages(0), "b", 7, 5.0)
+    hold = ledger.of(PageId(0))
+    assert hold is not None
+    assert (hold.owner, hold.priority, hold.expiry_s, hold.shared_until_s) == ("a", 7, 10.0, 5.0)
+    ledger.hold(pages(0), "b", 0, 20.0)
+    hold = ledger.of(PageId(0))
+    assert hold is not None
+    assert (hold.owner, hold.priority, hold.expiry_s, hold.shared_until_s) == ("b", 7, 20.0, 10.0)
+    ledger.check_integrity()
+
+
 def test_holds_that_are_renewed_forever_take_bounded_memory() -> None:
     ledger = HoldLedger(4, 4)
     for number in range(10_000):

@@ -175,3 +175,53 @@ def test_the_order_of_two_sessions_never_changes_while_both_wait() -> None:
             now_s = max(used_a, used_b) + later_s
             rates = [1 / (gap + now_s - used) for gap, used in ((gap_a, used_a), (gap_b, used_b))]
             assert (keys[0] < keys[1]) == (rates[0] < rates[1])
+
+
+DEMOTE = KvHints(demote=True, only=True)
+
+
+def demote(world: World, hashes: list[PageHash], owner: str) -> HintAnswer:
+    (answer,) = world.cache.hints.apply(owner, DEMOTE, hashes, world.now_s)
+    world.cache.check_integrity()
+    return answer
+
+
+def test_a_tenant_cannot_demote_what_a_tenant_of_its_group_has_cached() -> None:
+    world = World(8)
+    shared = chain("shared", 4)
+    world.turn(shared, KvHints(), "victim")
+    assert demote(world, shared, "other").outcome is HintOutcome.REFUSED
+    assert demote(world, shared, "victim").outcome is HintOutcome.ACCEPTED
+
+
+def test_a_tenant_cannot_end_the_hold_of_another_by_holding_its_pages_for_longer_and_demoting_them() -> None:
+    world = World(8, RetentionConfig(held_share=1.0, total_held_share=1.0))
+    shared = chain("shared", 4)
+    world.turn(shared, KvHints(), "thief")  # it has cached them first
+    world.turn(shared, KvHints(pin_s=50.0), "victim")
+    world.turn(shared, KvHints(pin_s=60.0), "thief")
+    assert demote(world, shared, "thief").outcome is HintOutcome.REFUSED
+    assert len(world.pool.retention.holds) == 4
+    world.now_s = 51.0
+    assert demote(world, shared, "thief").outcome is HintOutcome.ACCEPTED, "the other hold has run out"
+    assert not len(world.pool.retention.holds)
+
+
+def test_pages_that_another_request_uses_are_not_given_up() -> None:
+    world = World(8)
+    first = chain("first", 3)
+    world.turn(first, KvHints())
+    running = world.cache.match(first)
+    assert demote(world, first, "").outcome is HintOutcome.REFUSED
+    assert world.turn(first, KvHints(demote=True))[Hint.DEMOTE].outcome is HintOutcome.REFUSED
+    world.pool.release(running)
+    assert world.turn(first, KvHints(demote=True))[Hint.DEMOTE].outcome is HintOutcome.ACCEPTED
+
+
+def test_a_chain_that_is_given_up_becomes_one_run_of_the_order() -> None:
+    world = World(2000)
+    hashes = chain("long", 1500)
+    world.turn(hashes, KvHints())
+    world.pool.retention.order._rebuild()
+    assert demote(world, hashes, "").num_pages == 1500
+    assert sum(len(runs.heap) for runs in world.pool.retention.order._owners.values()) <= 2

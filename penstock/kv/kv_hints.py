@@ -65,6 +65,8 @@ class KvHints:
         for field, name in (("session", self.session), ("fork_of", self.fork_of)):
             if len(name) > MAX_NAME:
                 raise InvalidInput(f"kv_hints.{field}", f"has {len(name)} characters; give {MAX_NAME} or fewer")
+            if any("\ud800" <= character <= "\udfff" for character in name):
+                raise InvalidInput(f"kv_hints.{field}", "has half of a surrogate pair; give valid Unicode")
         for field, seconds, most in (
             ("pin_s", self.pin_s, MAX_PIN_S),
             ("prefetch_s", self.prefetch_s or 0.0, MAX_PREFETCH_S),

@@ -88,7 +88,8 @@ class HintKeeper:
 
     def _bring(self, prefetch: Prefetch, now_s: float) -> None:
         """Copies the next pages of a prompt that only lower tiers hold; the rest follows after the next step."""
-        num_spare = self._pool.num_available - self._pool.num_pages // _SPARED_DIVISOR
+        num_held = len(self._pool.retention.holds)  # a prefetch evicts none of them
+        num_spare = self._pool.num_available - num_held - self._pool.num_pages // _SPARED_DIVISOR
         num_brought, is_complete = self._cache.bring(
             prefetch.hashes, min(_PAGES_AT_ONCE, num_spare), owner=prefetch.tenant
         )

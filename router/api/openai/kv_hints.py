@@ -7,6 +7,7 @@ headers are read by `penstock.rpc.hints`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
@@ -85,6 +86,8 @@ def combined_hints(
         pin_s = max(pin_s, _DAY_S)
     agent = nvext.agent_hints if nvext is not None else None
     if agent is not None and agent.priority is not None:
+        if math.isnan(agent.priority):
+            raise InvalidInput("nvext.agent_hints.priority", "is NaN; give a number")
         priority = max(priority, int(min(max(agent.priority, 0.0), float(MAX_PRIORITY))))
     if agent is not None and agent.speculative_prefill and prefetch_s is None:
         prefetch_s = 0.0

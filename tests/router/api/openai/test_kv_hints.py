@@ -49,6 +49,8 @@ def test_every_form_becomes_one_object(fields: dict[str, Any], expected: KvHints
     [
         ({"kv_hints": {"pin": 3}}, r"kv_hints\.pin"),
         ({"kv_hints": {"pin_s": -1}}, r"kv_hints\.pin_s: is -1.0; give 0 to 86400 seconds"),
+        ({"kv_hints": {"session": "\ud800"}}, r"kv_hints\.session: has half of a surrogate pair"),
+        ({"nvext": {"agent_hints": {"priority": float("nan")}}}, r"nvext\.agent_hints\.priority: is NaN"),
         ({"kv_hints": {"priority": 10}}, r"kv_hints\.priority: is 10; give 0 to 9"),
         ({"kv_hints": {"session": "s" * 257}}, r"kv_hints\.session: has 257 characters; give 256 or fewer"),
         ({"kv_hints": {"demote": True, "pin_s": 3}}, r"kv_hints\.demote: contradicts pin_s and priority"),

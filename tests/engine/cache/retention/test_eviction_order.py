@@ -78,7 +78,7 @@ def test_pages_of_owners_beyond_their_shares_go_first_and_all_others_by_key(
     assert [key_of[page] for page in rest] == sorted(key_of[page] for page in rest)
 
 
-def test_the_order_tells_owners_apart_only_where_shares_bind() -> None:
+def test_the_order_keeps_owners_apart_only_where_shares_bind() -> None:
     for share, num_owners in ((1.0, 1), (0.5, 3)):
         retention = PageRetention(6, RetentionConfig(cached_share=share))
         for number, owner in enumerate("abcabc"):

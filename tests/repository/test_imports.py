@@ -66,7 +66,7 @@ FORBIDDEN: dict[str, set[str]] = {
 # room -> the sibling rooms that it may import; rooms that are not listed are bound by the folders' arrows alone
 ROOMS: dict[str, set[str]] = {
     "router.routing": set(),
-    "router.text": set(),
+    "router.text": {"admission"},
     "router.parsers": set(),
     "router.admission": {"fleet", "metrics", "routing"},
     "router.fleet": {"routing"},
@@ -79,7 +79,7 @@ ROOMS: dict[str, set[str]] = {
     "decode_worker.prefill": {"schedule"},
     "decode_worker.migrate": {"delivery", "prefill", "schedule"},
     "engine.kernels": {"cache", "cpu", "sampling", "weights"},
-    "engine.sampling": {"kernels", "graphs", "step"},
+    "engine.sampling": {"cpu", "kernels", "graphs", "step"},
     "engine.cache": {"kernels", "parallel"},
     "cluster.scaling": {"pools"},
     "cluster.health": {"controller", "pools"},

@@ -433,7 +433,8 @@ def test_the_suggested_commands_use_tls_and_keys_when_configured() -> None:
 def test_a_drain_needs_either_a_worker_or_a_node(capsys: pytest.CaptureFixture[str]) -> None:
     assert "give one of the two" in refusal(capsys, "drain")
     assert "give one of the two" in refusal(capsys, "drain", "decode-1", "--node", "n")
-    assert "within: is 5; give seconds above 0, beside --node" in refusal(capsys, "drain", "decode-1", "--within", "5")
+    without_node = refusal(capsys, "drain", "decode-1", "--within", "5")
+    assert "within: is 5; give seconds above 0, together with --node" in without_node
     assert "give seconds above 0" in refusal(capsys, "drain", "--node", "n", "--within", "0")
 
 

@@ -1,4 +1,4 @@
-"""What the pacing of batches is told about everybody's requests."""
+"""The pacing of batches sees everybody's requests, each once."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ NO_DATA = {
     ("kv-transfer", "Mean time of a pull"),  # the prompts here are shorter than `transfer.min_pull_tokens`
     ("kv-transfer", "Pages pulled a second"),
     ("kv-transfer", "Pulls a second"),
+    ("kv-transfer", "Pages that hints hold"),  # no request asks for it
     ("pools", "Device use"),  # no published peak is known of a CPU
     ("service", "Failures a second"),
     ("service", "Traces a second"),  # traces are off

@@ -88,17 +88,17 @@ BODIES = {
 async def test_no_body_stops_the_event_loop(router, monkeypatch, size):
     num_errors: list[int] = []
     threads: list[threading.Thread] = []
-    explain, parse = openai_requests._explain, http_app.parse_body
+    explain, parse = openai_requests.explain, http_app.parse_body
 
-    def count_errors(error):
+    def count_errors(error, forms):
         num_errors.append(error.error_count())
-        return explain(error)
+        return explain(error, forms)
 
     def note_thread(*args):
         threads.append(threading.current_thread())
         return parse(*args)
 
-    monkeypatch.setattr(openai_requests, "_explain", count_errors)
+    monkeypatch.setattr(openai_requests, "explain", count_errors)
     monkeypatch.setattr(http_app, "parse_body", note_thread)
     with client_of(router) as post:
         for case, (path, fill, *parts) in BODIES.items():

@@ -151,10 +151,14 @@ def _run(*command: str) -> None:
 def _digest(more: bytes) -> str:
     """Returns a digest of the sources and of `more`."""
     digest = blake2b(more, digest_size=16)
-    for file in sorted(SOURCES.iterdir()):
+    for file in sorted(path for path in SOURCES.iterdir() if path.is_file()):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
 def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+    """Raises OSError for an account without a home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+    except RuntimeError as error:
+        raise FileNotFoundError(f"{error}; set XDG_CACHE_HOME to a folder for compiled kernels") from error

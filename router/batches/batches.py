@@ -18,7 +18,7 @@ from pathlib import Path
 
 from penstock.config.router import BatchConfig
 from penstock.errors import Overloaded
-from router.batches.files import FileStore, disk_errors, tenant_folder, write_atomically
+from router.batches.files import FileStore, disk_errors, make_private_folder, tenant_folder, write_atomically
 from router.batches.lines import custom_id_of
 from router.batches.records import (
     BatchNotFound,
@@ -148,7 +148,7 @@ class BatchStore:
             )
             self._forget(kept[_MAX_FINISHED:])
             folder = self._folder(tenant) / record.id
-            folder.mkdir(parents=True)
+            make_private_folder(self._root, folder)
             write_atomically(folder / _RECORD, record.dump())
             return record
 

@@ -27,6 +27,13 @@ def tenant_folder(root: Path, tenant: str) -> Path:
     return root / f"tenant-{quote(tenant, safe='')}"
 
 
+def make_private_folder(root: Path, folder: Path) -> None:
+    """Makes a folder below `root`. Only this account may enter a `root` that is made here."""
+    root.parent.mkdir(parents=True, exist_ok=True)
+    root.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
 @contextlib.contextmanager
 def disk_errors(root: Path) -> Iterator[None]:
     """Turns errors of the disk into Unavailable, which names the folder."""
@@ -72,7 +79,7 @@ class FileStore:
                 )
             room = self._config.tenant_bytes - sum(record.num_bytes for record in held)
             path = self._folder(tenant) / new_file_id()
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self.root, path.parent)
             try:
                 num_bytes = self._copy(source, path, room)
                 return self._record(path, filename, purpose, num_bytes)
@@ -100,7 +107,7 @@ class FileStore:
         """Makes a finished file of a batch one of the tenant's files; it leaves its place. May be done again."""
         with disk_errors(self.root):
             target = self._folder(tenant) / file_id
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self.root, target.parent)
             path.replace(target)
             path.unlink(missing_ok=True)  # a link to what is there already is not moved
             return self._record(target, filename, "batch_output", target.stat().st_size)

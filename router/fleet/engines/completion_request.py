@@ -24,6 +24,8 @@ def completion_body(submit: worker_pb2.DecodeSubmit, model: str, cache_salt: str
     sampling = submit.sampling
     num_emitted = len(submit.token_ids) - submit.num_prompt_tokens
     _check(sampling, num_emitted)
+    if submit.kv_hints.only:
+        raise InvalidInput("kv_hints.only", "is not available: another engine serves this model; leave it out")
     body: dict[str, object] = {
         "model": model,
         "prompt": list(submit.token_ids),
@@ -79,6 +81,29 @@ def _check(sampling: common_pb2.SamplingParams, num_emitted: int) -> None:
             raise InvalidInput(
                 "grammar", "cannot be continued: the engine was lost within the output, which another one cannot resume"
             )
+
+
+def refused_hints(hints: common_pb2.KvHints, worker_id: str) -> list[common_pb2.HintAnswer]:
+    """Returns the answers to all hints of a request: another engine keeps what it likes."""
+    named = {
+        "session": hints.session,
+        "fork_of": hints.fork_of,
+        "pin_s": hints.pin_s,
+        "priority": hints.priority,
+        "demote": hints.demote,
+        "prefetch": hints.HasField("prefetch_s"),
+        "end_session": hints.end_session,
+    }
+    return [
+        common_pb2.HintAnswer(
+            hint=name,
+            outcome=common_pb2.HINT_OUTCOME_REFUSED,
+            reason="another engine serves this model, whose cache takes no hints",
+            worker_id=worker_id,
+        )
+        for name, is_given in named.items()
+        if is_given
+    ]
 
 
 def prefill_body(body: Mapping[str, object]) -> dict[str, object]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from penstock.errors import PenstockError, Unavailable, to_status
 from penstock.types import WorkerId
 from penstock.v1 import common_pb2, worker_pb2
-from router.fleet.engines.completion_request import completion_body, prefill_body
+from router.fleet.engines.completion_request import completion_body, prefill_body, refused_hints
 from router.fleet.engines.completion_stream import (
     BrokenStream,
     EngineUsage,
@@ -167,6 +167,7 @@ class EngineLink:
             last = await self._last_delta(call, lines)
             await self._take_usage(call, lines)
         last.timing.CopyFrom(call.timing)
+        last.timing.hints.extend(refused_hints(submit.kv_hints, self._worker_id))
         return last
 
     async def _last_delta(self, call: _Call, lines: AsyncIterator[bytes]) -> worker_pb2.StepDelta:

@@ -41,10 +41,14 @@ class EventSubscription:
         self._sequence = EventSequence()
         self._has_replays = bool(replay_address)
         self._context = zmq.asyncio.Context()
-        self._events = self._open(zmq.SUB, _QUEUE)
-        self._events.setsockopt(zmq.SUBSCRIBE, topic.encode())
-        self._events.connect(address)
         self._replay_address = replay_address
+        try:
+            self._events = self._open(zmq.SUB, _QUEUE)
+            self._events.setsockopt(zmq.SUBSCRIBE, topic.encode())
+            self._events.connect(address)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
 
     def __enter__(self) -> EventSubscription:
         return self

@@ -104,3 +104,20 @@ def test_a_build_is_needed_until_there_is_one(tmp_path: Path, monkeypatch: pytes
         assert not library.needs_build()
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
     assert not library.needs_build(), "nothing can be built"
+
+
+@pytest.mark.processes
+def test_an_account_without_a_home_gets_a_warning_and_plain_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(build, "prebuilt_path", lambda isa: tmp_path / "none.so")
+    monkeypatch.setattr(library.shutil, "which", lambda name: sys.executable)  # answers --version as a compiler does
+    isa = ISAS["avx2"]
+    assert library._open.__wrapped__(sys.executable, isa) is None
+    assert "set XDG_CACHE_HOME" in caplog.text
+    assert not library.needs_build()

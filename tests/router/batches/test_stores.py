@@ -50,6 +50,12 @@ def test_files_belong_to_their_tenant(tmp_path: Path) -> None:
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
+def test_a_folder_that_is_made_is_private(tmp_path: Path) -> None:
+    root = tmp_path / "made" / "here"
+    Stores(root).create()
+    assert root.stat().st_mode & 0o777 == 0o700
+
+
 @pytest.mark.parametrize("file_id", ["", "../../etc/passwd", "file-" + "0" * 31, "file-" + "0" * 32 + "/x", "file-\n"])
 def test_ids_that_are_none_reach_no_path(tmp_path: Path, file_id: str) -> None:
     with pytest.raises(FileNotFound, match="no file of yours"):

@@ -13,7 +13,7 @@ from penstock import wire
 from penstock.errors import InvalidInput, Overloaded, Unavailable, to_status
 from penstock.types import Grammar, GrammarKind, SamplingParams, StepTotals
 from penstock.v1 import common_pb2, worker_pb2
-from router.fleet.engines.completion_request import completion_body, prefill_body
+from router.fleet.engines.completion_request import completion_body, prefill_body, refused_hints
 from router.fleet.engines.completion_stream import (
     BrokenStream,
     EngineUsage,
@@ -67,6 +67,19 @@ def test_a_resumed_completion_asks_for_the_rest() -> None:
 def test_what_an_engine_lacks_is_refused(sampling: SamplingParams, num_emitted: int, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         completion_body(submit(sampling, num_emitted), "tiny", "")
+
+
+def test_hints_are_refused_one_by_one_and_alone_by_name() -> None:
+    hints = common_pb2.KvHints(session="s", pin_s=3.0, prefetch_s=0.0)
+    answers = refused_hints(hints, "engine-a")
+    assert [answer.hint for answer in answers] == ["session", "pin_s", "prefetch"]
+    assert {answer.outcome for answer in answers} == {common_pb2.HINT_OUTCOME_REFUSED}
+    assert {answer.worker_id for answer in answers} == {"engine-a"}
+    assert refused_hints(common_pb2.KvHints(), "engine-a") == []
+    alone = submit(SamplingParams(max_tokens=1))
+    alone.kv_hints.only = True
+    with pytest.raises(InvalidInput, match=r"kv_hints\.only: is not available: another engine"):
+        completion_body(alone, "tiny", "")
 
 
 def event(**choice: object) -> bytes:

@@ -98,8 +98,8 @@ def group_of(timeout_s: float) -> TorchPair:
     return TorchPair(store, SENDER, pages, "localhost", config("torch", timeout_s=timeout_s))
 
 
-def watchdogs() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "kv-watchdog"]
+def watchdogs() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "kv-watchdog"}
 
 
 @pytest.mark.parametrize("call", ["start_send", "start_receive"])
@@ -131,14 +131,14 @@ def test_an_abort_from_another_thread_frees_the_waiting_call_without_blocking(fa
 
 def test_one_watchdog_serves_all_calls_of_a_group_and_ends_with_it(fake: FakeNccl) -> None:
     fake.rest.set()
-    before = len(watchdogs())
+    before = watchdogs()  # of earlier tests, which may end at any moment
     group = group_of(timeout_s=WAIT_S)
     for _ in range(20):
         group.start_send(STAGED).wait()
         group.start_receive(STAGED).wait()
     assert fake.aborted_by == []
-    assert len(watchdogs()) == before + 1
-    (thread,) = [thread for thread in threading.enumerate() if thread is group._watchdog._thread]
+    (thread,) = watchdogs() - before
+    assert thread is group._watchdog._thread
     gone = weakref.ref(group)
     del group
     assert gone() is None, "the watchdog must not keep the group: it ends where it is used"

@@ -28,6 +28,7 @@ from worker.kv_publisher.replay_window import ReplayWindow
 log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.01  # between two reads of the log, so that a burst of steps becomes one batch
+_RETRY_S = 1.0  # after a failure
 _MAX_BATCH_TOKENS = 1 << 16
 _MAX_REQUEST_BYTES = 256  # of a replay request; longer ones are not read
 _STOP_S = 5.0
@@ -136,23 +137,31 @@ class KvPublisher:
             poller = zmq.Poller()
             poller.register(self._wake, zmq.POLLIN)
             poller.register(self._replays, zmq.POLLIN)
-            while True:
+            is_last = False
+            while not is_last:
                 is_last = self._is_stopping  # read first, so that every change before `close` is published
-                self._publish()
-                if is_last:
-                    return
-                ready = dict(poller.poll())  # no deadline: the eventfd ends it
-                if self._replays in ready:
-                    self._replay()
-                if self._wake in ready:
-                    os.eventfd_read(self._wake)
-                    self._is_woken = False
-                    if not self._is_stopping:
-                        time.sleep(_PAUSE_S)
-        except Exception:
-            log.exception("KV events are no longer published")
+                try:
+                    self._publish()
+                    if not is_last:
+                        self._await_change(poller)
+                except Exception:
+                    # Without this, subscribers would trust a picture that never changes again.
+                    log.exception("publishing KV events failed; subscribers get the whole cache again")
+                    self._next_seq, self._num_resyncs = 0, self._num_resyncs + 1
+                    time.sleep(_RETRY_S)
         finally:
             self._context.destroy(linger=0)
+
+    def _await_change(self, poller: zmq.Poller) -> None:
+        """Answers replays until the cache has changed or the thread is to end."""
+        ready = dict(poller.poll())  # no deadline: the eventfd ends it
+        if self._replays in ready:
+            self._replay()
+        if self._wake in ready:
+            os.eventfd_read(self._wake)
+            self._is_woken = False
+            if not self._is_stopping:
+                time.sleep(_PAUSE_S)
 
     def _publish(self) -> None:
         batch = self._events.read(self._next_seq)

@@ -60,6 +60,28 @@ def test_events_are_published_and_replayed() -> None:
             assert all(isinstance(event, BlocksStored) for event in events)
 
 
+def test_a_failure_makes_the_publisher_clear_and_publish_everything_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.kv_publisher.publisher._RETRY_S", 0.01)
+    log = KvEventLog()
+    with publishing(log) as publisher, ZmqSubscriber(publisher.port, publisher.replay_port) as subscriber:
+        store(log, Text([1, 2]))
+        before = len(replayed(subscriber, publisher, 2))  # the first may be of an empty cache
+        translate, failures = publisher._pages.translate, [ValueError("no such page")]
+
+        def fail_once(*arguments: object) -> object:
+            if failures:
+                raise failures.pop()
+            return translate(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(publisher._pages, "translate", fail_once)
+        store(log, Text([3, 4]))
+        first = decode_batch(replayed(subscriber, publisher, before + 1)[before][1])
+        assert first[0] == BlocksCleared()
+        stored = {event.token_ids for event in first if isinstance(event, BlocksStored)}
+        assert stored == {(1, 2), (3, 4)}
+        assert publisher.metrics["kv_event_resyncs"] == 1
+
+
 def test_a_publisher_that_falls_behind_clears_and_publishes_everything_again() -> None:
     log = KvEventLog(window=2)
     with publishing(log) as publisher, ZmqSubscriber(publisher.port, publisher.replay_port) as subscriber:

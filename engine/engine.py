@@ -197,9 +197,10 @@ class Engine:
         host = build_host_batch(work, self.layout.page_size)
         places = host.sampled_places.tolist()
         pending = self._masks.prepare([work[place].sequence for place in places])
-        logits_RV = self._forward(host, on_layer, pending)
         tokens: list[SampledToken | None] = [None] * len(work)
-        scores = {} if host.scored is None else score_prompts(logits_RV[len(places) :], host.scored)
+        with pending.settled_on_failure() if pending else contextlib.nullcontext():
+            logits_RV = self._forward(host, on_layer, pending)
+            scores = {} if host.scored is None else score_prompts(logits_RV[len(places) :], host.scored)
         if places:
             rows, ends = [work[place] for place in places], self.model.eos_token_ids
             sampled = sample(logits_RV[: len(places)], rows, ends, pending.wait() if pending else None)

@@ -222,7 +222,8 @@ def compute(
     pending = masks.prepare(list(ruled.values())) if masks is not None and ruled else None
     if masks is None or pending is None:
         return _sample(step, forward_step(step, forward, group, device, previous), None)
-    forwarded = forward_step(step, masks.beside(pending, forward), group, device, previous)
+    with pending.settled_on_failure():
+        forwarded = forward_step(step, masks.beside(pending, forward), group, device, previous)
     return _sample(step, forwarded, pending.wait())
 
 

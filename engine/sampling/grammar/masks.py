@@ -8,10 +8,11 @@ Shapes: `G` rows with a grammar, `W` words of 32 tokens, `V` vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -142,10 +143,11 @@ class MaskThread:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="grammar masks", daemon=True)
             self._thread.start()
+        pending.is_started = True
         self._jobs.put(pending)
 
     def beside(self, pending: PendingMasks, forward: Callable[[BatchT], LogitsT]) -> Callable[[BatchT], LogitsT]:
-        """Returns `forward` that starts on the masks first. If it fails, no thread reads the texts any more.
+        """Returns `forward` that starts on the masks first; call it within `pending.settled_on_failure`.
 
         An earlier start, while this thread is still laying out the batch, would make both wait for the interpreter's
         lock.
@@ -153,11 +155,7 @@ class MaskThread:
 
         def start_and_forward(batch: BatchT) -> LogitsT:
             self.start(pending)
-            try:
-                return forward(batch)
-            except BaseException:
-                pending.settle()  # who handles the failure may change the texts
-                raise
+            return forward(batch)
 
         return start_and_forward
 
@@ -183,6 +181,7 @@ class PendingMasks:
     def __init__(self, sequences: Seq[Sequence], num_words: int, executor: LLExecutor | None) -> None:
         """`executor` computes several masks at a time."""
         self._sequences, self._num_words, self._executor = sequences, num_words, executor
+        self.is_started = False  # on another thread
         self._masks: TokenMasks | None = None
         self._error: BaseException | None = None
         self._done = threading.Lock()
@@ -206,10 +205,15 @@ class PendingMasks:
         assert self._masks is not None
         return self._masks
 
-    def settle(self) -> None:
-        """Blocks until the masks, which were started, are computed; discards what that raised."""
-        if self._done.acquire(timeout=_WAIT_S):
-            self._done.release()
+    @contextlib.contextmanager
+    def settled_on_failure(self) -> Iterator[None]:
+        """If the block fails, blocks until no thread reads the texts: whoever handles the failure may change them."""
+        try:
+            yield
+        except BaseException:
+            if self.is_started and self._done.acquire(timeout=_WAIT_S):
+                self._done.release()
+            raise
 
     def _compute(self) -> TokenMasks:
         sequences = self._sequences

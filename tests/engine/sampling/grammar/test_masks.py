@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from engine.cpu.library import load_native
 from engine.sampling.grammar import masks as masks_module
 from engine.sampling.grammar.masks import (
     MaskThread,
+    PendingMasks,
     TokenMasks,
     apply_masks,
     mask_by_kernel,
@@ -20,6 +23,7 @@ from engine.sampling.grammar.masks import (
     mask_on_host,
 )
 from engine.sampling.sampler import sample, sample_each
+from engine.step import compute
 from engine.step.sequence import ScheduledSequence, Sequence
 from penstock.errors import InternalError, InvalidInput
 from tests.support.engine.grammars import EOS, GRAMMARS, VOCAB_SIZE, encode, generation, regex, spell
@@ -132,17 +136,36 @@ def test_masks_are_the_same_on_the_thread_and_here(thread: MaskThread) -> None:
     assert len(before.failed) == len(after.failed) == 1
 
 
-def test_masks_start_with_the_forward_and_its_failure_leaves_no_reader(thread: MaskThread) -> None:
-    pending = thread.prepare([generation(regex("a+"))])
-    assert pending is not None
+def test_masks_start_with_the_forward_and_no_failure_of_the_step_leaves_a_reader(
+    thread: MaskThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequence = generation(regex("a+"))
+    step: Any = SimpleNamespace(sampling=SimpleNamespace(ruled={0: sequence}))
+    begun: list[PendingMasks] = []
+    prepare = thread.prepare
 
-    def fail(batch: str) -> None:
-        raise InternalError(f"no {batch}")
+    def keep(sequences: list[Sequence]) -> PendingMasks:
+        pending = prepare(sequences)
+        assert pending is not None
+        begun.append(pending)
+        return pending
 
-    with pytest.raises(InternalError, match="no batch"):
-        thread.beside(pending, fail)("batch")
-    assert not pending._done.locked()
-    assert len(pending.wait().places) == 1
+    monkeypatch.setattr(thread, "prepare", keep)
+
+    def fail_after(step: object, forward: Callable[[str], str], *others: object) -> None:
+        raise InternalError(f"no scores of {forward('a batch')}")
+
+    def fail_before(step: object, forward: object, *others: object) -> None:
+        raise InternalError("no batch")
+
+    for fail in (fail_after, fail_before):
+        monkeypatch.setattr(compute, "forward_step", fail)
+        with pytest.raises(InternalError, match=r"no (scores of a )?batch"):
+            compute.compute(step, cast(Any, str), cast(Any, None), torch.device("cpu"), masks=thread)
+    after, before = begun
+    assert not after._done.locked()
+    assert len(after.wait().places) == 1
+    assert not before.is_started
 
 
 def test_an_error_on_the_thread_is_raised_by_the_step_that_waits(thread: MaskThread) -> None:

@@ -213,4 +213,4 @@ async def test_without_a_folder_neither_is_served(worker):
     async with running_router(worker) as router, httpx.AsyncClient(base_url=router.http_url) as http:
         answer = await http.get("/v1/batches")
         assert answer.status_code == 404
-        assert "router.batches.folder is not set" in answer.json()["error"]["message"]
+        assert "needs router.batches.folder" in answer.json()["error"]["message"]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
+import decode_worker
 from benchmarks.common.shapes import BUNDLED
 from benchmarks.engine.loop import EngineLoop
 from benchmarks.engine.speculation.replay import ReplayEngine
-from benchmarks.engine.speculation.texts import BundledTexts
+from benchmarks.engine.speculation.texts import BundledTexts, code_files, pages
 from decode_worker.draft_model import DraftModel
 from decode_worker.events import DecodeEvents
 from engine.step.speculation.proposal import ProposalKind
@@ -86,3 +88,8 @@ def test_texts_differ_by_turn_and_are_the_same_in_every_run() -> None:
         turns = [texts.scripts(kind, 2, turn) for turn in range(3)]
         assert turns[0] == texts.scripts(kind, 2, 0)
         assert all(one != other for one, other in pairwise(turns))
+
+
+def test_texts_are_cut_from_this_repository() -> None:
+    assert Path(decode_worker.__file__) in code_files()
+    assert "speculation.md" in {page.name for page in pages()}

@@ -25,7 +25,7 @@ from models.train.corpus import ASSISTANT, BOS, END, USER
 from models.train.stories import story
 from models.train.tasks import Exchange, description, json_record, recipe
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 _CODE_FOLDERS = ("penstock", "engine", "kv_transfer", "worker", "decode_worker", "router", "cluster")
 _LINE_TOKENS, _REQUEST_TOKENS = 40, 40  # room for a line that is cut off, and for the question
 _LINKS = ("The page says: ", "It also states that ", "To quote: ", "Elsewhere it says: ", "As written there, ")
@@ -39,13 +39,21 @@ class Script:
     answer: list[int]
 
 
+def code_files() -> list[Path]:
+    return [file for folder in _CODE_FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def pages() -> list[Path]:
+    return sorted((ROOT / "docs").rglob("*.md"))
+
+
 class RepositoryTexts:
     """Prompts of `prompt_tokens` with answers of `answer_tokens`, cut from files of this repository."""
 
     def __init__(self, prompt_tokens: int, answer_tokens: int) -> None:
         self._prompt_tokens, self._answer_tokens = prompt_tokens, answer_tokens
-        self._code = [file.read_text() for folder in _CODE_FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
-        self._pages = [file.read_text() for file in sorted((ROOT / "docs").rglob("*.md"))]
+        self._code = [file.read_text() for file in code_files()]
+        self._pages = [file.read_text() for file in pages()]
         self._tokenizer = Tokenizer(BPE())
         self._tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = ByteLevelDecoder()

@@ -27,6 +27,7 @@ from engine.step.speculation.step_cost_table import SpeculationCosts
 _FIRST_RATES = {ProposalKind.LONG_MATCH: 0.8, ProposalKind.SHORT_MATCH: 0.5, ProposalKind.DRAFT: 0.7}
 _FLEET_DECAY = 0.98  # by which earlier observations of all sequences shrink with each proposal
 _GATE_STEPS = 16  # for which the answer holds to whether proposals could pay at all
+_PLAIN_STEPS = 64  # of which one proposes nothing, so that the cost of plain steps stays known
 _IDLE_STEPS = 8  # of which one is measured while nothing is looked for
 _DRAFT_PROBE_STEPS = 128  # after which a few tokens are drafted even if that should not pay, because texts change
 _PROBE_TOKENS = 2  # drafted, or verified for each sequence, to learn what that costs
@@ -93,7 +94,7 @@ class Speculator:
         """Returns whether looking for proposals is worthwhile in a step of so many sequences."""
         if self._always:
             return True
-        if not self._ledger.is_open or not self._costs.knows(num_sequences):
+        if not self._ledger.is_open or not self._costs.knows(num_sequences) or not self._num_steps % _PLAIN_STEPS:
             return False
         gate = self._gates.get(num_sequences)
         if gate is None or gate.until_step <= self._num_steps:
@@ -231,7 +232,7 @@ class Speculator:
         self._num_steps += 1
         self._num_unnoted += 1
         is_idle = not num_proposed and not self._looked_s
-        if is_idle and self._num_unnoted < _IDLE_STEPS and not self._costs.is_empty:
+        if is_idle and self._num_unnoted < _IDLE_STEPS and self._costs.knows(num_sequences):
             return
         looked_s, self._looked_s = self._looked_s, 0.0
         if num_proposed and self._costs.is_empty:

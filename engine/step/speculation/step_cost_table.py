@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import statistics
 
 _SMOOTHING = 0.1  # weight of the newest measurement
+_FIRST = 8  # measurements of which the median counts until there are more: the first ones are often slow
 _OUTLIER = 3.0  # times the known cost: a longer step counts as this, since something else took the machine
 _DOUBT = 0.0005  # share of an untested cost that is forgotten at a time
 _ASSUMED_SLOPE = 0.02  # share of a step by which one more token is assumed to lengthen it, until two sizes are known
@@ -18,6 +20,7 @@ class StepCostTable:
     def __init__(self) -> None:
         self._tokens: list[int] = []  # ascending
         self._seconds: list[float] = []
+        self._first: dict[int, list[float]] = {}  # the first measurements, by number of tokens
 
     @property
     def is_empty(self) -> bool:
@@ -30,16 +33,20 @@ class StepCostTable:
     def observe(self, num_tokens: int, elapsed_s: float) -> None:
         place = bisect.bisect_left(self._tokens, num_tokens)
         if place < len(self._tokens) and self._tokens[place] == num_tokens:
-            mean_s = self._seconds[place]
-            self._seconds[place] += (min(elapsed_s, _OUTLIER * mean_s) - mean_s) * _SMOOTHING
+            mean_s, first = self._seconds[place], self._first[num_tokens]
+            if len(first) < _FIRST:
+                first.append(elapsed_s)
+                self._seconds[place] = statistics.median(first)
+            else:
+                self._seconds[place] += (min(elapsed_s, _OUTLIER * mean_s) - mean_s) * _SMOOTHING
         else:
             self._tokens.insert(place, num_tokens)
             self._seconds.insert(place, elapsed_s)
+            self._first[num_tokens] = [elapsed_s]
 
     def knows(self, num_tokens: int) -> bool:
-        """Whether a step of exactly so many tokens has been measured."""
-        place = bisect.bisect_left(self._tokens, num_tokens)
-        return place < len(self._tokens) and self._tokens[place] == num_tokens
+        """Whether steps of exactly so many tokens have been measured often enough."""
+        return len(self._first.get(num_tokens, ())) == _FIRST
 
     def predict(self, num_tokens: int) -> float:
         """Returns seconds; at least one step must have been measured."""
@@ -90,7 +97,7 @@ class SpeculationCosts:
             table.shrink_towards(1.0, _DOUBT)
 
     def knows(self, num_sequences: int) -> bool:
-        """Whether a plain step of exactly so many sequences has been measured."""
+        """Whether plain steps of exactly so many sequences have been measured often enough."""
         return self._plain.knows(num_sequences)
 
     def knows_verifying(self, num_sequences: int) -> bool:

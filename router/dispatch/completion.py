@@ -11,8 +11,9 @@ from penstock.text.completions import completion_id, completion_sampling, stream
 from penstock.v1 import common_pb2, worker_pb2
 from router.dispatch.completion_core import CompletionCore
 from router.dispatch.placement import Placement
-from router.fleet.interface import FleetWorker, TokenLink
+from router.fleet.fleet_worker import FleetWorker
 from router.fleet.quarantine import Suspicion
+from router.fleet.token_link import TokenLink
 from router.prepared_request import PreparedRequest
 from router.tracing.stages import LegCause, WorkerLeg
 

@@ -20,7 +20,7 @@ from router.admission.gate import AdmissionSlot
 from router.admission.interface import NOTHING_USED, RequestUsage
 from router.dispatch.context import DispatchContext
 from router.dispatch.placement import Placement, PromptPages
-from router.fleet.interface import FleetWorker
+from router.fleet.fleet_worker import FleetWorker
 from router.fleet.quarantine import Quarantine
 from router.fleet.tickets import Silence
 from router.fleet.worker_groups import WorkerGroup

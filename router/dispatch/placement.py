@@ -17,7 +17,7 @@ from penstock.errors import AdapterUnavailable
 from penstock.kv.page_hash import hash_pages
 from penstock.types import Epoch, PageHash, WorkerId
 from penstock.v1 import common_pb2, worker_pb2
-from router.fleet.interface import FleetWorker
+from router.fleet.fleet_worker import FleetWorker
 from router.fleet.worker_fleet import WorkerFleet
 from router.fleet.worker_groups import WorkerGroup
 from router.prepared_request import PreparedRequest

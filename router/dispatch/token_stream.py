@@ -37,7 +37,7 @@ from router.dispatch.completion import DispatchedCompletion
 from router.dispatch.completion_core import RETRY_AFTER_S, CompletionCore
 from router.dispatch.context import DispatchContext
 from router.dispatch.placement import PromptPages
-from router.fleet.interface import FleetWorker
+from router.fleet.fleet_worker import FleetWorker
 from router.fleet.quarantine import is_dead
 from router.fleet.worker_groups import WorkerGroup
 from router.prepared_request import PreparedRequest

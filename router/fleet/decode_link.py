@@ -18,7 +18,7 @@ import grpc.aio
 from penstock.errors import Unavailable, from_rpc_error
 from penstock.types import WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
-from router.fleet.interface import Deliver
+from router.fleet.token_link import Deliver
 
 log = logging.getLogger(__name__)
 

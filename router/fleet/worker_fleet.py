@@ -25,11 +25,11 @@ from penstock.types import Member, WorkerId
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 from router.fleet.adapter_registry import AdapterRegistry
 from router.fleet.backoff import Backoff
+from router.fleet.fleet_worker import FleetWorker, WorkerRecords
 from router.fleet.health import FleetHealth
-from router.fleet.interface import FleetWorker
 from router.fleet.peer_routers import PeerRouters
 from router.fleet.tickets import IssuedTickets
-from router.fleet.worker_follower import WorkerFollower, WorkerRecords
+from router.fleet.worker_follower import WorkerFollower
 from router.fleet.worker_groups import WorkerGroup, largest_group, merge_groups
 from router.routing.costs.cost_model import CostBook
 from router.routing.costs.inflight import NO_WORK, InflightLedger, InflightWork, PeerInflight

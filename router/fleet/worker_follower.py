@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import grpc
 import grpc.aio
@@ -19,17 +17,11 @@ from penstock import wire
 from penstock.errors import Unavailable
 from penstock.kv.events import KvEventBatch, decode_events
 from penstock.rpc.server import Dial, log_level
-from penstock.types import Epoch, Member, Role, WorkerId, WorkerLoad
+from penstock.types import Member, Role, WorkerId, WorkerLoad
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from router.fleet.backoff import Backoff
 from router.fleet.decode_link import DecodeLink
-from router.fleet.health import FleetHealth
-from router.fleet.tickets import IssuedTickets
-from router.routing.costs.cost_model import CostBook
-from router.routing.costs.inflight import InflightLedger
-from router.routing.costs.link_costs import LinkBook
-from router.routing.costs.pull_costs import PullBook
-from router.routing.index.prefix_index import PrefixIndex
+from router.fleet.fleet_worker import FleetWorker, WorkerRecords
 from router.routing.policy.interface import WorkerLimits
 
 log = logging.getLogger(__name__)
@@ -38,30 +30,8 @@ _DESCRIBE_TIMEOUT_S = 5.0
 _SILENCE_S = 10.0  # workers send a batch at least every second
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerRecords:
-    """The fleet's knowledge of all its workers; each follower writes what its own worker reports."""
-
-    index: PrefixIndex
-    ledger: InflightLedger
-    health: FleetHealth
-    costs: CostBook
-    links: LinkBook
-    pulls: PullBook
-    tickets: IssuedTickets
-
-    def forget(self, worker_id: WorkerId, epoch: Epoch) -> None:
-        """Drops an incarnation that has left."""
-        self.index.drop(worker_id)
-        self.ledger.forget(worker_id)
-        self.health.forget(epoch)
-        self.costs.forget(worker_id)
-        self.links.forget(worker_id)
-        self.pulls.links.forget(worker_id)
-
-
-class WorkerFollower:
-    """Owns the channel to one worker, and the worker's description and load."""
+class WorkerFollower(FleetWorker):
+    """Owns the channel to one of our own workers."""
 
     def __init__(
         self,
@@ -73,67 +43,28 @@ class WorkerFollower:
         on_change: Callable[[], None],
         on_load: Callable[[], None],
     ) -> None:
-        """`member` is None where only the address is known. `on_change` is called when `takes_work` may have changed,
-        `on_load` after each load report."""
-        self.address = address
-        self.description = worker_pb2.WorkerDescription()
-        self.worker_id = WorkerId("")
-        self.limits = WorkerLimits()
-        self.load = WorkerLoad()
-        self.link: DecodeLink | None = None
-        self.cohort = member.cohort if member else ""  # the membership may change it
-        self.is_mute = False  # its cache gets hits, and it sends no events of it
+        """`member` is None where only the address is known."""
+        cohort = member.cohort if member else ""
+        super().__init__(address, WorkerId(""), cohort, records, on_change=on_change, on_load=on_load)
+        self._link: DecodeLink | None = None
         self._member = member
-        self._records = records
-        self._on_change = on_change
         self._dial = dial
-        self._on_load = on_load
-        self._has_reported = False  # a load report has come since the connection was made
         self._needs_snapshot = False  # the index disagrees with the worker's cache
-        self._retired = False
-        self._task: asyncio.Task[None] | None = None
 
     @property
-    def epoch(self) -> Epoch:
-        return Epoch(self.description.epoch)
-
-    @property
-    def page_size(self) -> int:
-        return self.description.page_size
+    def link(self) -> DecodeLink | None:
+        return self._link
 
     @property
     def takes_work(self) -> bool:
-        """Whether a request sent now would be served."""
-        if self._retired or not self._has_reported or self.load.leaving:
+        if not super().takes_work or self.load.leaving:
             return False
-        return self.description.role == Role.PREFILL or (self.link is not None and self.link.is_open)
-
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name=f"follow {self.address}")
-
-    def retire(self) -> asyncio.Task[None]:
-        """Gives the worker no new requests; those that it has may end. Returns a task that ends with the last one."""
-        self._retired = True
-        self._forget_worker()
-        self._on_change()
-        return asyncio.create_task(self._finish(), name=f"retire {self.address}")
+        return self.description.role == Role.PREFILL or (self._link is not None and self._link.is_open)
 
     def request_snapshot(self) -> None:
         """Drops what the index holds of the worker, and asks for a snapshot after the next batch."""
         log.warning("worker %s does not hold the pages that its events name; asking for all of them", self.worker_id)
         self._needs_snapshot = True
-
-    async def stop(self) -> None:
-        """Stops at once; requests on the link are lost."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-
-    async def _finish(self) -> None:
-        if self.link is not None:
-            await self.link.wait_idle()
-            await self._records.tickets.wait_idle(self.epoch)
-        await self.stop()
 
     async def _run(self) -> None:
         backoff = Backoff(random.Random())
@@ -164,7 +95,7 @@ class WorkerFollower:
                 f"not {member.worker_id} epoch {member.epoch}"
             )
         if self.description.epoch not in (0, description.epoch):
-            self._forget_worker()
+            self._forget()
         self.description = description
         self.worker_id = WorkerId(description.worker_id)
         self.limits = _limits(description)
@@ -177,10 +108,10 @@ class WorkerFollower:
         if self.description.role != Role.DECODE:
             await self._watch(channel)
             return
-        self.link = DecodeLink(self.worker_id, self._on_change)
-        watcher = asyncio.create_task(self._keep_watching(channel, self.link))
+        self._link = DecodeLink(self.worker_id, self._on_change)
+        watcher = asyncio.create_task(self._keep_watching(channel, self._link))
         try:
-            await self.link.run(worker_pb2_grpc.DecodeWorkerStub(channel))
+            await self._link.run(worker_pb2_grpc.DecodeWorkerStub(channel))
         finally:
             self._records.tickets.on_away(self.epoch)
             watcher.cancel()
@@ -236,10 +167,7 @@ class WorkerFollower:
         load = wire.load_from_wire(message.load)
         self._detect_missing_events(load)
         changed = load.leaving != self.load.leaving
-        self.load = load
-        records.ledger.on_report(self.worker_id, time.monotonic())
-        records.costs.on_load(self.worker_id, self.load, self.description.page_size)
-        self._on_load()
+        self._take_load(load)
         if changed or (not self._has_reported and not message.more):
             self._has_reported = self._has_reported or not message.more
             self._on_change()
@@ -267,10 +195,6 @@ class WorkerFollower:
             self.is_mute = True
         elif has_events:
             self.is_mute = False
-
-    def _forget_worker(self) -> None:
-        self._records.forget(self.worker_id, self.epoch)
-        self.is_mute = False
 
 
 def _limits(description: worker_pb2.WorkerDescription) -> WorkerLimits:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.types import Role
-from router.fleet.interface import FleetWorker
+from router.fleet.fleet_worker import FleetWorker
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from penstock.config.autoscaler import SloConfig
 from penstock.types import Lane
 from penstock.v1 import admin_pb2
 from router.admission.gate import AdmissionGate
-from router.fleet.interface import FleetWorker
+from router.fleet.fleet_worker import FleetWorker
 from router.fleet.worker_fleet import WorkerFleet
 from router.live.controller_reader import ControllerReader
 from router.metrics.recent_requests import RecentRequests

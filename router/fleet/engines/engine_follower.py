@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from penstock.config import EngineEndpointConfig
 from penstock.errors import PenstockError, Unavailable
 from penstock.kv.block_events import BlockEvent
-from penstock.types import Epoch, Role, WorkerId, WorkerLoad, new_epoch
+from penstock.types import Role, WorkerId, new_epoch
 from penstock.v1 import worker_pb2
 from penstock.worker_metrics import KV_EVENT_LOSSES, KV_EVENT_UNPLACED_BLOCKS
 from router.fleet.backoff import Backoff
@@ -27,7 +27,7 @@ from router.fleet.engines.engine_http import EngineHttp
 from router.fleet.engines.engine_link import EngineLink, PrefillEnd
 from router.fleet.engines.event_subscription import EventSubscription
 from router.fleet.engines.metrics_text import MAX_TEXT_BYTES, EngineMetrics, LoadReader, read_metrics
-from router.fleet.worker_follower import WorkerRecords
+from router.fleet.fleet_worker import FleetWorker, WorkerRecords
 from router.routing.policy.interface import WorkerLimits
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _MAX_MODELS_BYTES = 1 << 20
 _DEFAULT_BLOCK_SIZE = 16
 
 
-class EngineFollower:
+class EngineFollower(FleetWorker):
     """Owns the connections to one engine."""
 
     def __init__(
@@ -56,74 +56,39 @@ class EngineFollower:
     ) -> None:
         """`model` is the name that clients use. `root_salt` returns the salt of requests without a tenant, by model
         revision."""
-        self.worker_id = WorkerId(name)
-        self.address = urlsplit(config.url).netloc
-        self.description = worker_pb2.WorkerDescription()
-        self.limits = WorkerLimits()
-        self.load = WorkerLoad()
-        self.cohort = ""
-        self.is_mute = False
-        self.link: EngineLink | None = None
+        address = urlsplit(config.url).netloc
+        super().__init__(address, WorkerId(name), "", records, on_change=on_change, on_load=on_load)
+        self._link: EngineLink | None = None
         self.http = EngineHttp(name, config.url, api_key)
         self._silent = asyncio.Event()
         self.prefill_end = PrefillEnd(self.http, self._silent)
         self._answered_s = time.monotonic()
-        self._config, self._model, self._records = config, model, records
+        self._config, self._model = config, model
         self._revision = f"engine:{model}"
         self._root_salt = root_salt
         self._find_prefill = find_prefill
-        self._on_change, self._on_load = on_change, on_load
         self._blocks = BlockNames(_DEFAULT_BLOCK_SIZE, self._root)
         self._num_losses = 0
         self._started_s = 0.0  # of the engine's process, by its own clock
-        self._has_reported = False
         self._needs_events = asyncio.Event()  # set to begin the subscription from the start
-        self._retired = False
-        self._task: asyncio.Task[None] | None = None
 
     @property
-    def epoch(self) -> Epoch:
-        return Epoch(self.description.epoch)
-
-    @property
-    def page_size(self) -> int:
-        return self.description.page_size
-
-    @property
-    def takes_work(self) -> bool:
-        """Whether a request sent now would be served."""
-        return self._has_reported and not self._retired
-
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name=f"follow engine {self.worker_id}")
-
-    def retire(self) -> asyncio.Task[None]:
-        """Gives the engine no new requests; those that it has may end. Returns a task that ends with the last one."""
-        self._retired = True
-        self._records.forget(self.worker_id, self.epoch)
-        self._on_change()
-        return asyncio.create_task(self._finish(), name=f"retire engine {self.worker_id}")
+    def link(self) -> EngineLink | None:
+        return self._link
 
     def request_snapshot(self) -> None:
         """Forgets the engine's blocks and asks for all events that it keeps, if its answers prove the index wrong."""
-        if self.link is not None and self.link.reports_cached_tokens and self._config.events:
+        if self._link is not None and self._link.reports_cached_tokens and self._config.events:
             log.warning("engine %s does not hold the blocks that its events name; asking for all again", self.worker_id)
             self._lose_events("its answers contradict them")
             self._needs_events.set()
 
     async def stop(self) -> None:
         """Stops at once; requests at the engine are cancelled."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-        if self.link is not None:
-            await self.link.close()
+        await super().stop()
+        if self._link is not None:
+            await self._link.close()
         await self.http.close()
-
-    async def _finish(self) -> None:
-        if self.link is not None:
-            await self.link.wait_idle()
-        await self.stop()
 
     async def _run(self) -> None:
         backoff = Backoff(random.Random())
@@ -148,12 +113,12 @@ class EngineFollower:
         model, context_length = _served(await self.http.get("/v1/models", _MAX_MODELS_BYTES), self._model)
         restarted = bool(self.epoch) and metrics.started_s != self._started_s
         if restarted:
-            self._records.forget(self.worker_id, self.epoch)
+            self._forget()
         if restarted or not self.epoch:
             self._begin(metrics)
         self.description.context_length = context_length
-        if self.link is not None:
-            self.link.model = model
+        if self._link is not None:
+            self._link.model = model
 
     def _begin(self, metrics: EngineMetrics) -> None:
         """Starts an incarnation of the engine."""
@@ -179,8 +144,8 @@ class EngineFollower:
             num_ranks=1,
         )
         self.limits = WorkerLimits(0, config.max_running, None, 0)
-        if not is_prefill and self.link is None:
-            self.link = EngineLink(
+        if not is_prefill and self._link is None:
+            self._link = EngineLink(
                 self.worker_id, self.http, self._cache_salt, self._find_prefill, config.remote_from_tokens, self._doubt
             )
         log.info("engine %s: %s, blocks of %d tokens, %s", self.worker_id, self._model, size, config.role)
@@ -197,8 +162,8 @@ class EngineFollower:
         if self._answered_s > since_s:
             return
         self._silent.set()
-        if self.link is not None:
-            self.link.lose_silent(since_s)
+        if self._link is not None:
+            self._link.lose_silent(since_s)
 
     async def _metrics(self) -> EngineMetrics:
         text = await self.http.get("/metrics", MAX_TEXT_BYTES)
@@ -217,17 +182,14 @@ class EngineFollower:
         raise Unavailable(f"engine {self.worker_id} is retired")
 
     def _report(self, metrics: EngineMetrics) -> None:
-        link, records = self.link, self._records
+        link = self._link
         queued, open_calls = (link.queued_tokens, link.num_streams) if link is not None else (0, 0)
         load = self._loads.load(metrics, queued, open_calls)
         events = {
             KV_EVENT_LOSSES.name: float(self._num_losses),
             KV_EVENT_UNPLACED_BLOCKS.name: float(self._blocks.num_unplaced),
         }
-        self.load = replace(load, metrics=events)
-        records.ledger.on_report(self.worker_id, time.monotonic())
-        records.costs.on_load(self.worker_id, self.load, self.page_size)
-        self._on_load()
+        self._take_load(replace(load, metrics=events))
         self._set_reported(True)
 
     def _doubt(self) -> None:
@@ -237,8 +199,8 @@ class EngineFollower:
     def _set_reported(self, reported: bool) -> None:
         if reported != self._has_reported:
             self._has_reported = reported
-            if self.link is not None:
-                self.link.is_open = reported
+            if self._link is not None:
+                self._link.is_open = reported
             self._on_change()
 
     # KV events.

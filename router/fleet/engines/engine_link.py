@@ -27,7 +27,7 @@ from router.fleet.engines.completion_stream import (
     transfer_params,
 )
 from router.fleet.engines.engine_http import LOST, EngineHttp
-from router.fleet.interface import Deliver
+from router.fleet.token_link import Deliver
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from penstock.rpc.ticket import page_salt
 from penstock.rpc.trust import Trust
 from router.fleet.engines.engine_follower import EngineFollower
 from router.fleet.engines.engine_link import PrefillEnd
+from router.fleet.fleet_worker import WorkerRecords
 from router.fleet.worker_fleet import WorkerFleet
-from router.fleet.worker_follower import WorkerRecords
 
 
 def follow_engines(config: RouterConfig, model: str, fleet: WorkerFleet, trust: Trust) -> None:

@@ -1,0 +1,135 @@
+"""A worker as the rest of the router sees it: our own (`WorkerFollower`) or another engine (`EngineFollower`)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.types import Epoch, WorkerId, WorkerLoad
+from penstock.v1 import worker_pb2
+from router.fleet.health import FleetHealth
+from router.fleet.tickets import IssuedTickets
+from router.fleet.token_link import TokenLink
+from router.routing.costs.cost_model import CostBook
+from router.routing.costs.inflight import InflightLedger
+from router.routing.costs.link_costs import LinkBook
+from router.routing.costs.pull_costs import PullBook
+from router.routing.index.prefix_index import PrefixIndex
+from router.routing.policy.interface import WorkerLimits
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecords:
+    """The fleet's knowledge of all its workers; each follower writes what its own worker reports."""
+
+    index: PrefixIndex
+    ledger: InflightLedger
+    health: FleetHealth
+    costs: CostBook
+    links: LinkBook
+    pulls: PullBook
+    tickets: IssuedTickets
+
+    def forget(self, worker_id: WorkerId, epoch: Epoch) -> None:
+        """Drops an incarnation that has left."""
+        self.index.drop(worker_id)
+        self.ledger.forget(worker_id)
+        self.health.forget(epoch)
+        self.costs.forget(worker_id)
+        self.links.forget(worker_id)
+        self.pulls.links.forget(worker_id)
+
+
+class FleetWorker(ABC):
+    """Owns what a worker has said of itself, and the task that follows it until it is retired.
+
+    A subclass knows how to listen to its kind of worker.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        worker_id: WorkerId,
+        cohort: str,
+        records: WorkerRecords,
+        *,
+        on_change: Callable[[], None],
+        on_load: Callable[[], None],
+    ) -> None:
+        """`on_change` is called when `takes_work` may have changed, `on_load` after each load report."""
+        self.address = address
+        self.worker_id = worker_id  # empty while only the address is known
+        self.cohort = cohort  # the membership may change it
+        self.description = worker_pb2.WorkerDescription()
+        self.limits = WorkerLimits()
+        self.load = WorkerLoad()
+        self.is_mute = False  # its cache gets hits, and it sends no events of it
+        self._records = records
+        self._on_change = on_change
+        self._on_load = on_load
+        self._has_reported = False  # a load report has come since the connection was made
+        self._retired = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def epoch(self) -> Epoch:
+        return Epoch(self.description.epoch)
+
+    @property
+    def page_size(self) -> int:
+        return self.description.page_size
+
+    @property
+    @abstractmethod
+    def link(self) -> TokenLink | None:
+        """Carries requests to the worker and tokens back. None if it is a prefill worker or is not known yet."""
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether a request sent now would be served."""
+        return self._has_reported and not self._retired
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"follow {self.address}")
+
+    def retire(self) -> asyncio.Task[None]:
+        """Gives the worker no new requests; those that it has may end. Returns a task that ends with the last one."""
+        self._retired = True
+        self._forget()
+        self._on_change()
+        return asyncio.create_task(self._finish(), name=f"retire {self.address}")
+
+    async def stop(self) -> None:
+        """Stops at once; requests on the link are lost."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    @abstractmethod
+    def request_snapshot(self) -> None:
+        """Asks the worker for all pages that it holds, since the index is wrong about them."""
+
+    @abstractmethod
+    async def _run(self) -> None:
+        """Follows the worker, and connects again whenever it is lost, until it is retired."""
+
+    async def _finish(self) -> None:
+        """Stops once no request is left."""
+        if self.link is not None:
+            await self.link.wait_idle()
+            await self._records.tickets.wait_idle(self.epoch)
+        await self.stop()
+
+    def _take_load(self, load: WorkerLoad) -> None:
+        self.load = load
+        self._records.ledger.on_report(self.worker_id, time.monotonic())
+        self._records.costs.on_load(self.worker_id, load, self.page_size)
+        self._on_load()
+
+    def _forget(self) -> None:
+        """Drops what is known of this incarnation of the worker."""
+        self._records.forget(self.worker_id, self.epoch)
+        self.is_mute = False

@@ -29,6 +29,7 @@ from engine.graphs.warm_up import warm_up_batches
 from engine.memory.estimates import saturating_tokens, select_context
 from engine.parallel.leader import Launch, RankLeader
 from engine.parallel.model_part import ModelPart
+from engine.parallel.next_weights import NextWeights, apply_weights, prepare_weights
 from engine.parallel.shard import Shard
 from engine.parallel.step_codec import BroadcastStep
 from engine.sampling.grammar.masks import MaskThread, PendingMasks
@@ -50,7 +51,7 @@ from engine.step.compute import (
 from engine.step.job_thread import JobThread, use_device
 from engine.step.sequence import SampledToken, ScheduledSequence, StepOutput
 from engine.step.sequence import Sequence as EngineSequence
-from penstock.config import EngineConfig
+from penstock.config import EngineConfig, LoadedWeightsConfig
 from penstock.errors import CheckpointError, ConfigError, InternalError
 from penstock.kv.events import KvEventLog
 from penstock.text.grammars import GrammarCompiler
@@ -77,6 +78,8 @@ class Engine:
         self.grammars = GrammarCompiler(part.config.model, part.model.vocab_size, part.model.eos_token_ids)
         self._masks = MaskThread(part.model.vocab_size)
         self._graphs = part.make_graphs(self.runner, self.pool.num_pages)
+        self._part = part
+        self._next_weights: NextWeights | None = None
         self._group = part.group
         self.adapters = None if part.adapters is None else EngineAdapters(part.adapters, ranks)
         # Captures graphs and launches steps, so that what libraries keep by thread lives as long as the graphs.
@@ -163,6 +166,43 @@ class Engine:
     def model_layout(self) -> KVLayout:
         """The layout of the pages of all ranks together, which identifies a worker; `layout` is rank 0's own."""
         return replace(self.layout, head_range=None)
+
+    @property
+    def weights_version(self) -> int:
+        return self._part.config.weights_version
+
+    def prepare_weights(self, weights: LoadedWeightsConfig) -> None:
+        """Checks weights on all ranks, in place of any that were prepared before. Blocks; steps may run meanwhile.
+
+        Raises CheckpointError where they do not fit the model; those in force stay.
+        """
+        self._next_weights = None
+        answers = self.ranks.start_call("prepare_weights", weights.model_dump()) if self.ranks is not None else []
+        try:
+            prepared = prepare_weights(self._part, weights)
+        finally:
+            if self.ranks is not None:
+                self.ranks.wait(answers)
+        self._next_weights = prepared
+
+    def discard_weights(self) -> None:
+        """Frees what `prepare_weights` has read."""
+        self._next_weights = None
+
+    def apply_weights(self) -> None:
+        """Puts the prepared weights in force on all ranks, and forgets every cached page. Blocks.
+
+        No step may run meanwhile, and no page be referenced. After an error the engine is useless.
+        """
+        assert self._next_weights is not None, "prepare first"
+        prepared, self._next_weights = self._next_weights, None
+        answers = self.ranks.start_call("apply_weights") if self.ranks is not None else []
+        self._part = apply_weights(self._part, prepared)
+        if self.ranks is not None:
+            self.ranks.wait(answers)
+        self.runner.use(self._part.decoder)
+        self.layout = self._part.layout
+        self.prefix_cache.clear()
 
     def when_lost(self, on_lost: Callable[[BaseException], None]) -> None:
         """Calls `on_lost`, on any thread, when another rank is lost; no step succeeds after that."""

@@ -22,6 +22,7 @@ from engine.weights.quantization_config import int4_group
 from engine.weights.quantized_layouts import BITS
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
+from penstock.kv.weights_version import updated_revision
 
 CUDA_CONTEXT_BYTES = 600 << 20  # the driver's context, libraries and compiled kernels; assumed
 # cuBLAS allocates this for each thread and stream that multiplies matrices, as torch sizes it for a Hopper. There are
@@ -64,9 +65,15 @@ def select_context(config: EngineConfig, model: ModelConfig) -> int:
 def serving_revision(config: EngineConfig, model: ModelConfig) -> str:
     """Returns the revision of the model as it is served.
 
-    Quantizing weights while loading them makes a different model, whose pages must not be mistaken for the original's.
+    Quantizing weights while loading them makes a different model, and so does an update of the weights: pages must not
+    be mistaken for the original's.
     Raises ConfigError if the checkpoint is quantized already.
     """
+    weights, revision = config.weights, _quantized_revision(config, model)
+    return revision if weights is None else updated_revision(revision, weights.version, weights.digest)
+
+
+def _quantized_revision(config: EngineConfig, model: ModelConfig) -> str:
     if config.quantization == "none":
         return model.revision
     if model.scheme is not None:

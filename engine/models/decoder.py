@@ -28,6 +28,7 @@ from engine.models.config import ModelConfig
 from engine.models.shapes import EMBEDDING, FINAL_NORM, HEAD, LAYERS_PREFIX
 from engine.parallel.collectives import SINGLE_RANK, ParallelGroup
 from engine.parallel.shard import shard_model
+from engine.weights.in_place import copy_weights, overwrite
 from engine.weights.reader import WeightReader
 
 
@@ -43,6 +44,7 @@ class Decoder:
         group: ParallelGroup = SINGLE_RANK,
     ) -> None:
         """Reads this rank's part of the weights. `config` describes the whole model; `max_context` bounds positions."""
+        self._config = config
         self._eps = config.rms_norm_eps
         self._group = group
         self._vocab_size = config.vocab_size
@@ -64,6 +66,20 @@ class Decoder:
         self._embedding_scale: float | None = None
         if config.family.scaled_embedding:  # rounded as the embedding is
             self._embedding_scale = float(torch.tensor(config.hidden_size**0.5, dtype=self._embedding_VD.dtype))
+
+    def reload(self, reader: WeightReader) -> None:
+        """Replaces all weights by those of `reader`, a layer at a time: no tensor moves, and at most a layer is in
+        memory twice. After an error the model is useless."""
+        config = self._config
+        embedding_VD = reader.read(EMBEDDING)
+        head = Linear(reader.head(HEAD, embedding_VD if config.tie_embeddings else None))
+        overwrite(self._embedding_VD, embedding_VD)
+        copy_weights(self._head, head)
+        del embedding_VD, head
+        own = shard_model(config, self._group.shard)
+        for index, layer in enumerate(self._layers):
+            copy_weights(layer, _Layer(own, reader, index, config, self._group))
+        overwrite(self._norm_D, read_norm(reader.read(FINAL_NORM), config.family.norm_offset))
 
     def fuse(self, layer_pools: Sequence[KvLayer], attention: AttentionBackend) -> DenseStack | None:
         """Returns the layers as one call, or None where that is not supported: ranks, for instance, must exchange sums

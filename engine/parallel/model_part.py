@@ -38,6 +38,7 @@ from engine.parallel.collectives import SINGLE_RANK, ParallelGroup
 from engine.parallel.shard import WHOLE, Shard, shard_layout
 from engine.step.job_thread import use_device
 from engine.step.model_runner import ModelRunner
+from engine.weights.quantized_weight import Kind
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 
@@ -75,7 +76,7 @@ class ModelPart:
         device = select_device(config.device, shard)
         check_e4m3(config, device)
         model = ModelConfig.from_folder(config.model)
-        max_context = select_context(config, model)
+        select_context(config, model)  # raises before anything is loaded
         layout = shard_layout(make_layout(config, model), shard)
         check_library(
             config.attention,
@@ -85,21 +86,10 @@ class ModelPart:
             has_sinks=model.family.sinks,
         )
         attention = select_backend(config.attention, device)
-        quantization = None if config.quantization == "none" else config.quantization
         if shard.num_ranks > 1:
-            check_share(Path(config.model), model, shard, layout.dtype, quantization)
+            check_share(Path(config.weights_folder), model, shard, layout.dtype, quantization_of(config))
         group = join(device)
-        decoder = load_model(
-            Path(config.model),
-            model,
-            dtype=getattr(torch, layout.dtype),
-            device=device,
-            max_context=max_context,
-            on_progress=on_progress,
-            group=group,
-            share=config.share_weights,
-            quantization=quantization,
-        )
+        decoder = load_decoder(config, model, layout, device, group, on_progress)
         adapters = make_adapters(config, model, getattr(torch, layout.dtype), device, shard)
         return cls(config, model, layout, device, decoder, attention, group, adapters)
 
@@ -133,6 +123,34 @@ class ModelPart:
     def make_runner(self, kv_pages: torch.Tensor) -> ModelRunner:
         layers, ops = layers_of(kv_pages, self.layout), select_ops(self.attention)
         return ModelRunner(self.decoder, layers, self.attention, ops, self.adapters)
+
+
+def quantization_of(config: EngineConfig) -> Kind | None:
+    """Returns what plain weights are quantized to while they are loaded."""
+    return None if config.quantization == "none" else config.quantization
+
+
+def load_decoder(
+    config: EngineConfig,
+    model: ModelConfig,
+    layout: KVLayout,
+    device: torch.device,
+    group: ParallelGroup,
+    on_progress: Callable[[float], None] = lambda _: None,
+) -> Decoder:
+    """Reads a rank's weights. Blocks. Raises CheckpointError."""
+    return load_model(
+        Path(config.model),
+        model,
+        weights=config.weights,
+        dtype=getattr(torch, layout.dtype),
+        device=device,
+        max_context=select_context(config, model),
+        on_progress=on_progress,
+        group=group,
+        share=config.share_weights,
+        quantization=quantization_of(config),
+    )
 
 
 def make_adapters(

@@ -23,6 +23,7 @@ from engine.graphs.cuda_graphs import GraphRunner, graph_handlers
 from engine.parallel.channel import RankChannel, RankLost, RankMessage
 from engine.parallel.collectives import TorchGroup
 from engine.parallel.model_part import ModelPart
+from engine.parallel.next_weights import weight_handlers
 from engine.parallel.shard import Shard
 from engine.parallel.step_codec import BroadcastStep, decode
 from engine.step.compute import run_forward
@@ -52,7 +53,7 @@ class WorkerRank:
         self._inbox: queue.SimpleQueue[RankMessage | None] = queue.SimpleQueue()
         self._handlers: dict[str, CallHandler] = {"load": self._load, "pool": self._make_pool, "step": self._step}
         extension = extend(self)
-        own = {**page_handlers(self), **graph_handlers(self), **adapter_handlers(self)}
+        own = {**page_handlers(self), **graph_handlers(self), **adapter_handlers(self), **weight_handlers(self)}
         self._handlers |= {**own, **extension.in_turn}
         self._at_once = extension.at_once
         self._progress = RankProgress()
@@ -153,6 +154,11 @@ class WorkerRank:
         self._runner = self.part.make_runner(self.kv_pages)
         self._on_gpu = self.kv_pages.is_cuda
         self.graphs = self.part.make_graphs(self._runner, num_pages)
+
+    def use_part(self, part: ModelPart) -> None:
+        """Computes with other weights from now on. Captured graphs hold, as they exist only where no tensor moves."""
+        self.part = part
+        self._runner.use(part.decoder)
 
     def _step(self, body: Any) -> None:
         step, device = decode(BroadcastStep, body), self.part.device

@@ -36,6 +36,11 @@ class ModelRunner:
         self._adapters = adapters
         self.stack = model.fuse(self._layer_pools, attention)
 
+    def use(self, model: Decoder) -> None:
+        """Computes with another model of the same shape from now on. No step may run meanwhile."""
+        self._model = model
+        self.stack = model.fuse(self._layer_pools, self._attention)
+
     @property
     def compiles(self) -> bool:
         """Whether some steps use kernels that are compiled at their first use."""

@@ -135,6 +135,18 @@ def checkpoint_revision(folder: Path) -> str:
     from the middle of a tensor."""
     digest = blake2b(digest_size=16, person=b"penstock-model")
     digest.update((folder / CONFIG_FILE).read_bytes())
+    _digest_files(digest, folder)
+    return digest.hexdigest()
+
+
+def weights_digest(folder: Path) -> str:
+    """Returns the part of `checkpoint_revision` that depends on the weight files. Raises CheckpointError."""
+    digest = blake2b(digest_size=16, person=b"penstock-weights")
+    _digest_files(digest, folder)
+    return digest.hexdigest()
+
+
+def _digest_files(digest: blake2b, folder: Path) -> None:
     headers = {file: _read_header(file) for file in list_weight_files(folder)}
     sampled = _sampled(name for header, _ in headers.values() for name in header if name != _METADATA)
     for file, (header, data_start) in headers.items():
@@ -149,7 +161,6 @@ def checkpoint_revision(folder: Path) -> str:
                 middle = (begin + end) // 2
                 stream.seek(data_start + middle)
                 digest.update(stream.read(min(_SAMPLE_BYTES, end - middle)))
-    return digest.hexdigest()
 
 
 def _sampled(names: Iterable[str]) -> set[str]:

@@ -23,6 +23,7 @@ from penstock.config.security import SecurityConfig, TlsConfig
 from penstock.config.serve import PoolConfig, ServeConfig
 from penstock.config.tenants import TenantConfig, TenantName
 from penstock.config.tracing import TracingConfig
+from penstock.config.weights import LoadedWeightsConfig
 from penstock.config.workers import (
     DecodeConfig,
     KvPublisherConfig,
@@ -46,6 +47,7 @@ __all__ = [
     "KvPublisherConfig",
     "LabelsConfig",
     "LimitsConfig",
+    "LoadedWeightsConfig",
     "LookasideConfig",
     "PoolConfig",
     "PrefillConfig",

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from penstock.config.base import FrozenConfig
 from penstock.config.retention import RetentionConfig
+from penstock.config.weights import LoadedWeightsConfig
 
 
 class EngineConfig(FrozenConfig):
@@ -15,6 +16,8 @@ class EngineConfig(FrozenConfig):
 
     model: str
     """Hugging Face checkpoint folder."""
+    weights: LoadedWeightsConfig | None = None
+    """Weights in place of the checkpoint's own; set by updates of the weights."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Type of activations and unquantized weights; `auto` takes the one in config.json."""
     quantization: Literal["none", "int8", "int4", "fp8"] = "none"
@@ -67,6 +70,15 @@ class EngineConfig(FrozenConfig):
     """Ranks that split each layer, as processes of one machine."""
     rank_timeout_s: float = Field(10.0, gt=0)
     """Seconds of silence from a rank after which the worker exits."""
+
+    @property
+    def weights_version(self) -> int:
+        """The number of the update that the weights come from; 0 for the checkpoint's own."""
+        return 0 if self.weights is None else self.weights.version
+
+    @property
+    def weights_folder(self) -> str:
+        return self.model if self.weights is None else self.weights.path
 
     @model_validator(mode="after")
     def _check_tiers(self) -> EngineConfig:

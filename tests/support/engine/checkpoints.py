@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.weights.checkpoint import INDEX_FILE, list_weight_files, weights_digest
+from penstock.config import LoadedWeightsConfig
 
 FAMILIES = (
     "deepseek_v2", "deepseek_v3", "gemma2", "gemma3_text", "glm4_moe", "gpt_oss", "llama", "mistral", "mixtral",
@@ -165,3 +169,21 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def perturb_weights(folder: Path, into: Path, seed: int) -> LoadedWeightsConfig:
+    """Writes the weights of a checkpoint, slightly changed, as a trainer would: safetensors files alone.
+
+    Returns them as update number `seed`."""
+    into.mkdir(parents=True, exist_ok=True)
+    random = torch.Generator().manual_seed(seed)
+    for file in list_weight_files(folder):
+        tensors = load_file(file)
+        for tensor in tensors.values():
+            if tensor.is_floating_point():
+                noise = torch.randn(tensor.shape, generator=random) * tensor.float().abs().mean() * 0.3
+                tensor.copy_((tensor.float() + noise).to(tensor.dtype))
+        save_file(tensors, into / file.name, {"format": "pt"})
+    if (folder / INDEX_FILE).exists():
+        (into / INDEX_FILE).write_bytes((folder / INDEX_FILE).read_bytes())
+    return LoadedWeightsConfig(version=seed, path=str(into), digest=weights_digest(into))

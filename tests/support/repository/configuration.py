@@ -30,6 +30,7 @@ SECTIONS: tuple[tuple[type[BaseModel], str], ...] = (
     (config.PoolConfig, "`[prefill_pool]`, `[decode_pool]`"),
     (config.EngineConfig, "`[engine]`; of one pool: `[prefill_pool.engine]`, `[decode_pool.engine]`"),
     (config.RetentionConfig, "`[engine.retention]`"),
+    (config.LoadedWeightsConfig, "`[engine.weights]`"),
     (config.PrefillConfig, "`[prefill]`"),
     (config.DecodeConfig, "`[decode]`"),
     (config.TransferConfig, "`[transfer]`"),

@@ -1,0 +1,84 @@
+"""A rank's side of an update of the weights: first checked while the old ones serve, then put in force between steps.
+
+On a CPU the new model is built beside the old one, shared with the other replicas of the host, and takes its place. A
+GPU has no room for two, and its graphs hold addresses: there the files are checked first, and the tensors are replaced
+in place, a layer at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from engine.memory.estimates import make_layout
+from engine.models.decoder import Decoder
+from engine.models.loader import check_share, check_update, open_weights
+from engine.parallel.model_part import ModelPart, load_decoder, quantization_of
+from engine.parallel.shard import shard_layout
+from penstock.config import EngineConfig, LoadedWeightsConfig
+
+
+@dataclass(frozen=True, slots=True)
+class NextWeights:
+    """Checked weights that are not in force yet."""
+
+    config: EngineConfig
+    source: LoadedWeightsConfig
+    decoder: Decoder | None  # None: they are read when they are put in force
+
+
+def prepare_weights(part: ModelPart, weights: LoadedWeightsConfig) -> NextWeights:
+    """Checks names, shapes and types of all tensors, and on a CPU reads them. Blocks; changes nothing of `part`.
+
+    Raises CheckpointError where they do not fit the model.
+    """
+    config = part.config.model_copy(update={"weights": weights})
+    check_share(Path(weights.path), part.model, part.group.shard, part.layout.dtype, quantization_of(config))
+    check_update(weights)
+    decoder = None
+    if part.device.type == "cpu":
+        decoder = load_decoder(config, part.model, part.layout, part.device, part.group)
+    return NextWeights(config, weights, decoder)
+
+
+def apply_weights(part: ModelPart, weights: NextWeights) -> ModelPart:
+    """Returns the part with the new weights. Blocks; no step may run meanwhile.
+
+    Raises CheckpointError if the files were changed since they were checked. After any error the part is useless.
+    """
+    config, model = weights.config, part.model
+    decoder = weights.decoder
+    if decoder is None:
+        decoder, dtype = part.decoder, getattr(torch, part.layout.dtype)
+        check_update(weights.source)
+        folder = Path(weights.source.path)
+        with open_weights(folder, model, dtype, part.device, part.group, quantization_of(config)) as reader:
+            decoder.reload(reader)
+    layout = shard_layout(make_layout(config, model), part.group.shard)
+    return replace(part, config=config, decoder=decoder, layout=layout)
+
+
+class PartOwner(Protocol):
+    """Holds a rank's part. Implemented by `engine.parallel.worker_rank.WorkerRank`."""
+
+    part: ModelPart
+
+    def use_part(self, part: ModelPart) -> None: ...
+
+
+def weight_handlers(owner: PartOwner) -> Mapping[str, Callable[[Any], Any]]:
+    """Returns what a rank other than the first does when its leader asks."""
+    held: list[NextWeights] = []
+
+    def prepare(body: dict[str, Any]) -> None:
+        held.clear()
+        held.append(prepare_weights(owner.part, LoadedWeightsConfig.model_validate(body)))
+
+    def apply(body: None) -> None:
+        owner.use_part(apply_weights(owner.part, held.pop()))
+
+    return {"prepare_weights": prepare, "apply_weights": apply}

@@ -37,6 +37,10 @@ PULLS = WorkerMetric("pulls", "Pulls of cached pages from other workers that hav
 PULL_FAILURES = WorkerMetric("pull_failures", "Pulls that brought less than was asked for: the rest was computed")
 PULLED_PAGES = WorkerMetric("pulled_pages", "KV pages pulled from other workers instead of being computed")
 PULL_SECONDS = WorkerMetric("pull_seconds", "Seconds that pulls took")
+KEPT_POOLS = WorkerMetric("kept_pools", "Page pools of dead workers of this host from which pages could be taken")
+KEPT_POOLS_REFUSED = WorkerMetric("kept_pools_refused", "Page pools of dead workers that were not what was expected")
+KEPT_PAGES = WorkerMetric("kept_pages", "Cached pages taken from dead workers instead of being computed")
+KEPT_PAGES_DAMAGED = WorkerMetric("kept_pages_damaged", "Pages of dead workers that did not match their checksum")
 HELD_PAGES = WorkerMetric("held_pages", "Cached pages that hints hold against eviction", is_counter=False)
 HELD_BYTES = WorkerMetric("held_bytes", "Bytes of the pages that hints hold against eviction", is_counter=False)
 SESSIONS = WorkerMetric("sessions", "Sessions that this worker remembers", is_counter=False)
@@ -76,6 +80,10 @@ METRICS = {
         PULL_FAILURES,
         PULLED_PAGES,
         PULL_SECONDS,
+        KEPT_POOLS,
+        KEPT_POOLS_REFUSED,
+        KEPT_PAGES,
+        KEPT_PAGES_DAMAGED,
         KV_EVENT_BATCHES,
         KV_EVENT_RESYNCS,
         KV_EVENT_UNNAMED_PAGES,

@@ -134,6 +134,7 @@ class PrefillWorker:
         elif self._pulls is None:
             self._prepare(job, None)
         else:
+            self._pulls.recall(job.sequence)
             self._pulls.bring(job.sequence, job.prefix_source, partial(self._prepare, job))
 
     def _prepare(self, job: PrefillJob, pull: common_pb2.Pull | None) -> None:

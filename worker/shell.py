@@ -57,6 +57,7 @@ from worker.metrics.page_use import measure_pages
 from worker.metrics.port import MetricsPort
 from worker.metrics.step_metrics import SpeculationMetrics, StepMetrics
 from worker.pull.client import PullClient
+from worker.pull.kept.kept_pages import KeptPages
 from worker.pull.prompts import PrefixPulls
 from worker.service import WorkerService
 from worker.start_progress import StartReporter, load_replica
@@ -133,6 +134,7 @@ class WorkerShell:
         self._receiver: KvReceiver | None = None
         self._metrics: MetricsPort | None = None
         self.publisher: KvPublisher | None = None
+        self._kept: KeptPages | None = None
         self._opening_receiver = threading.Lock()
 
     async def load(self, progress: StartReporter) -> Engine:
@@ -162,8 +164,14 @@ class WorkerShell:
         self.source = PageSource(engine, self.sender)
         self.intake = PageIntake(engine, self.open_receiver, config.transfer.timeout_s, post)
         self._pull_client = PullClient(post, self.channels, WorkerId(config.worker_id), self.epoch)
+        if config.keeper is not None:
+            self._kept = KeptPages(engine, config.keeper, config.worker_id, post)
         self.pulls = PrefixPulls(
-            engine, self._pull_client.start, lambda: self._core.load().prefill_steps, config.transfer
+            engine,
+            self._pull_client.start,
+            lambda: self._core.load().prefill_steps,
+            config.transfer,
+            recall=lambda sequence: self._kept.recall(sequence) if self._kept is not None else None,
         )
         self.hints = HintKeeper(WorkerId(config.worker_id), engine)
         self.fences = FenceKeeper(
@@ -241,6 +249,8 @@ class WorkerShell:
             self.description.metrics_address = f"{config.host}:{self._metrics.port}"
         if self.publisher is not None:
             self.publisher.start()
+        if self._kept is not None:
+            await asyncio.to_thread(self._kept.start)
         self.loop.start()
         self._engine.when_lost(self._on_fatal)
         port = await self.rpc.start(self.config.host, self.config.port)
@@ -274,12 +284,18 @@ class WorkerShell:
             TRANSPORT_FALLBACKS.name: float(stats.num_fallbacks),
         }
         own |= self.hints.values()
+        kept = {} if self._kept is None else self._kept.values()
         published = {} if self.publisher is None else self.publisher.metrics
-        return replace(load, metrics={**load.metrics, **own, **self.pulls.metrics.values(), **published})
+        return replace(load, metrics={**load.metrics, **own, **self.pulls.metrics.values(), **published, **kept})
 
     def _sweep(self, now_s: float) -> float | None:
         self._fenced_s = self._engine.pool.oldest_fence_s
-        return earliest(self._core.sweep(now_s), self.intake.sweep(now_s), self.hints.sweep(now_s))
+        return earliest(
+            self._core.sweep(now_s), self.intake.sweep(now_s), self.hints.sweep(now_s), self._sweep_kept(now_s)
+        )
+
+    def _sweep_kept(self, now_s: float) -> float | None:
+        return None if self._kept is None else self._kept.sweep(now_s)
 
     def _owner_of_outgoing(self, key: TransferKey) -> OutgoingTransfers:
         return self.source if self.source.owns(key) else self._core.outgoing
@@ -331,6 +347,8 @@ class WorkerShell:
 
     async def stop_loop(self) -> None:
         await asyncio.to_thread(self.loop.stop)
+        if self._kept is not None:
+            await asyncio.to_thread(self._kept.close)
         if self.publisher is not None:
             await asyncio.to_thread(self.publisher.close)
 

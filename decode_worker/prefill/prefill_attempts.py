@@ -69,6 +69,8 @@ class PrefillAttempts:
     def place(self, request: DecodeRequest) -> None:
         """Starts the prefill of a request that holds no pages, here or with one of its candidates."""
         request.transfer = None
+        if self._pulls is not None:
+            self._pulls.recall(request.sequence)
         now_s = time.monotonic()
         decision = self._choose(request, now_s)
         request.place(decision, now_s)

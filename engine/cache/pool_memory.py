@@ -43,20 +43,35 @@ def allocate_pool(shape: Sequence[int], dtype: torch.dtype, device: torch.device
     num_values = math.prod(shape)
     num_bytes = num_values * dtype.itemsize
     try:
-        fd = os.memfd_create(FILE_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = create_memory_file(FILE_NAME, file_bytes(num_bytes))
     except OSError as error:
         log.warning("KV pages cannot be shared with processes on this host: %s", error)
         return torch.zeros(*shape, dtype=dtype, device=device)
     try:
-        os.fchmod(fd, 0o600)
-        os.ftruncate(fd, -(-num_bytes // TRAILER_BYTES) * TRAILER_BYTES + TRAILER_BYTES)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         pool = torch.from_file(f"{_FD_FOLDER}{fd}", shared=True, size=num_values, dtype=dtype).view(*shape)
     except BaseException:
         os.close(fd)
         raise
     weakref.finalize(pool.untyped_storage(), os.close, fd)  # when the last tensor over it is gone
     return pool
+
+
+def file_bytes(num_bytes: int) -> int:
+    """Returns the size of the file behind a pool of `num_bytes`, trailer included."""
+    return -(-num_bytes // TRAILER_BYTES) * TRAILER_BYTES + TRAILER_BYTES
+
+
+def create_memory_file(name: str, num_bytes: int) -> int:
+    """Returns the descriptor of a file without a path, of zeros, whose size is sealed. Raises OSError."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def shared_file(pool: torch.Tensor) -> int | None:

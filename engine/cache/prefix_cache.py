@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from engine.cache.page_chains import ChainNode, PageChains
 from engine.cache.page_pool import PageMisuse, PagePool
@@ -32,6 +33,25 @@ from penstock.kv.events import KvEventKind, KvEventLog
 from penstock.kv.page_places import ROOT
 from penstock.kv.page_texts import TextSource
 from penstock.types import CachedPage, CacheStats, PageHash, PageId
+
+
+class CacheSource(Protocol):
+    """Pages outside the pool, which can be copied into it: lower tiers, or the pool of a dead worker."""
+
+    def holds(self, page_hash: PageHash) -> bool: ...
+
+    def leading(self, hashes: Sequence[PageHash]) -> list[PageHash]: ...
+
+    def load(self, hashes: Sequence[PageHash], pages: Sequence[PageId]) -> int:
+        """Fills `pages`, which only the caller holds, in order; returns how many were loaded."""
+
+
+class CacheJournal(Protocol):
+    """Implemented by `engine.cache.kept.pool_journal.PoolJournal`."""
+
+    def seal(self, run: Sequence[PageHash], pages: Sequence[PageId], parent: PageHash | None) -> None: ...
+
+    def unseal(self, pages: Sequence[PageId]) -> None: ...
 
 
 class PrefixCache:
@@ -58,6 +78,7 @@ class PrefixCache:
         self.pool = PagePool(num_pages, on_free, self._evict, clock, retention)
         self._events = events
         self._tiers = tiers
+        self._journal: CacheJournal | None = None
         self._num_queries = self._num_device_hits = self._num_evictions = 0  # pages
         self._chains = PageChains()
         self.hints = SessionHints(self._chains, self.pool.retention, self.pool.num_references)
@@ -160,21 +181,31 @@ class PrefixCache:
         """Whether evicted pages are kept below the device."""
         return self._tiers is not None
 
-    def bring(self, hashes: Sequence[PageHash], max_pages: int, owner: str = "") -> tuple[int, bool]:
-        """Copies at most `max_pages` pages of this prefix from lower tiers to the device, ahead of a request.
+    def keep_journal(self, journal: CacheJournal) -> None:
+        """From now on records in `journal` which pages are cached, beginning with those that are."""
+        self._journal = journal
+        for page_hash, node in self._chains.nodes.items():
+            journal.seal((page_hash,), (node.page,), node.parent_hash)
+
+    def bring(
+        self, hashes: Sequence[PageHash], max_pages: int, owner: str = "", source: CacheSource | None = None
+    ) -> tuple[int, bool]:
+        """Copies at most `max_pages` pages of this prefix to the device, ahead of a request, from `source` or, by
+        default, from lower tiers.
 
         Returns how many it has copied, and whether none is left to copy. Blocks while they are copied.
         """
-        if self._tiers is None or max_pages < 1:
+        source = source or self._tiers
+        if source is None or max_pages < 1 or not self.enabled:
             return 0, True
         matched = self.match(hashes)
-        first, stop = self._promotable(hashes, len(matched), 0, None)
+        first, stop = self._loadable(source, hashes, len(matched), 0, None)
         num_held = self.first_needed(len(matched))
         count = min(max_pages, stop - first, self.pool.num_available)
         loaded = self.pool.allocate(max(0, count))
         num_loaded = 0
         if loaded:
-            num_loaded = self._tiers.load(hashes[first : first + count], loaded)
+            num_loaded = source.load(hashes[first : first + count], loaded)
             entries = [*[PageId(0)] * first, *loaded]
             self.insert(hashes[: first + num_loaded], entries, first, owner)
             self._report_moved([])
@@ -186,15 +217,24 @@ class PrefixCache:
         self, hashes: Sequence[PageHash], num_matched: int, num_unneeded: int, window: PageWindow | None
     ) -> tuple[int, int]:
         """Returns the first page worth loading from lower tiers, and the page after the last."""
-        tiers = self._tiers
-        assert tiers is not None
+        assert self._tiers is not None
+        return self._loadable(self._tiers, hashes, num_matched, num_unneeded, window)
+
+    def _loadable(
+        self,
+        source: CacheSource,
+        hashes: Sequence[PageHash],
+        num_matched: int,
+        num_unneeded: int,
+        window: PageWindow | None,
+    ) -> tuple[int, int]:
         if self.window.tokens is None:
-            return num_matched, num_matched + len(tiers.leading(hashes[num_matched:]))
+            return num_matched, num_matched + len(source.leading(hashes[num_matched:]))
         first_real = self.first_needed(num_matched, num_unneeded, window)
         stop = (window or self.window).longest_prefix(
             len(hashes),
             num_unneeded,
-            lambda index: first_real <= index < num_matched or tiers.holds(hashes[index]),
+            lambda index: first_real <= index < num_matched or source.holds(hashes[index]),
         )
         return max(num_matched, self.first_needed(stop, num_unneeded, window)), stop
 
@@ -336,7 +376,10 @@ class PrefixCache:
         gone: list[ChainNode] = []
         for node in self._chains.roots():
             gone += self._chains.unlink(node)
-        self.pool.forget([node.page for node in gone], Lost.CLEARED)
+        pages = [node.page for node in gone]
+        if self._journal is not None:
+            self._journal.unseal(pages)
+        self.pool.forget(pages, Lost.CLEARED)
         if self._tiers is not None:
             self._tiers.clear()
         self._report_moved([node.page_hash for node in gone])
@@ -370,6 +413,8 @@ class PrefixCache:
         """Makes a run of pages of a tenant findable, each the child of the previous one."""
         self.pool.keep(pages, owner)
         self._chains.link(run, pages, parent)
+        if self._journal is not None:
+            self._journal.seal(run, pages, parent)
 
     def _evict(self, num_pages: int) -> None:
         """Frees at least `num_pages` pages, which the pool has counted as evictable."""
@@ -393,6 +438,8 @@ class PrefixCache:
         hashes, pages = [node.page_hash for node in gone], [node.page for node in gone]
         if self._tiers is not None:
             self._tiers.store(hashes, pages)  # before the pool may erase them or hand them out
+        if self._journal is not None:  # before the pool may hand them out
+            self._journal.unseal(pages)
         self.pool.forget(pages)
         self._num_evictions += len(gone)
         self._report_moved(hashes)

@@ -26,6 +26,7 @@ from penstock.config.tracing import TracingConfig
 from penstock.config.weights import LoadedWeightsConfig
 from penstock.config.workers import (
     DecodeConfig,
+    KeeperConfig,
     KvPublisherConfig,
     LabelsConfig,
     LookasideConfig,
@@ -43,6 +44,7 @@ __all__ = [
     "EngineConfig",
     "EngineEndpointConfig",
     "IndexConfig",
+    "KeeperConfig",
     "KvAwareConfig",
     "KvPublisherConfig",
     "LabelsConfig",

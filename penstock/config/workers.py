@@ -165,6 +165,17 @@ class KvPublisherConfig(FrozenConfig):
         return self
 
 
+class KeeperConfig(FrozenConfig):
+    """Lets the cached pages of a worker that dies outlive it: a small process of the host keeps its pool's memory for
+    its successor and other workers of the same model. CPU pools only.
+    """
+
+    lease_s: float = Field(120.0, gt=0, le=3600)
+    """Seconds for which the memory of a dead worker is kept; more than a worker takes to start."""
+    name: str = Field("penstock", pattern="^[a-z0-9-]{1,64}$")
+    """Name of the keeper; deployments of one user on one host that give different names share no pages."""
+
+
 class WorkerConfig(FrozenConfig):
     """A worker process."""
 
@@ -202,6 +213,23 @@ class WorkerConfig(FrozenConfig):
     """Port for clients with tickets while the worker decodes; by default clients get their tokens only from routers."""
     kv_publisher: KvPublisherConfig | None = None
     """Publishes KV events for routers of other projects; by default only Penstock's routers get them."""
+
+    keeper: KeeperConfig | None = None
+    """Lets cached pages outlive this process; by default they end with it."""
+
+    @model_validator(mode="after")
+    def _check_keeper(self) -> WorkerConfig:
+        if self.keeper is not None and not self.engine.prefix_caching:
+            raise ValueError(
+                "keeper keeps the pages of the prefix cache, which engine.prefix_caching = false turns off; turn it "
+                "on, or leave keeper out"
+            )
+        if self.keeper is not None and self.engine.tensor_parallel > 1:
+            raise ValueError(
+                f"keeper keeps the pool of one process, and engine.tensor_parallel = {self.engine.tensor_parallel} has "
+                "as many; set 1, or leave keeper out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_trust(self) -> WorkerConfig:

@@ -53,13 +53,17 @@ class PrefixPulls:
         totals: Callable[[], StepTotals],
         config: TransferConfig,
         clock: Callable[[], float] = time.monotonic,
+        recall: Callable[[TokenSequence], None] = lambda sequence: None,
     ) -> None:
-        """`start` is `PullClient.start`; `totals` returns the steps that have computed prompts here."""
+        """`start` is `PullClient.start`; `totals` returns the steps that have computed prompts here; `recall` brings at
+        once what dead workers of this host have left of a prompt.
+        """
         self._engine = engine
         self._start = start
         self._totals = totals
         self._config = config
         self._clock = clock
+        self.recall = recall
         self._page_size = engine.layout.page_size
         self._open: dict[PageHash, _Pull] = {}  # by their first pages
         self.costs = PullCosts(engine.saturating_tokens)

@@ -53,6 +53,7 @@ SECTIONS: tuple[tuple[type[BaseModel], str], ...] = (
     (config.TlsConfig, "`[tls]`, `[security.tls]`"),
     (config.WorkerConfig, "the file that `python -m prefill_worker` and `python -m decode_worker` read"),
     (config.LookasideConfig, "`[lookaside]` of a worker"),
+    (config.KeeperConfig, "`[keeper]` of a worker"),
     (config.KvPublisherConfig, "`[kv_publisher]`"),
     (config.EngineEndpointConfig, "`[engines.NAME]` of a router"),
 )

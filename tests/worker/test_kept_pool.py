@@ -1,0 +1,42 @@
+"""Kills a decode worker under a stream: its successor continues with the pages that it had computed."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from penstock.config import KeeperConfig
+from penstock.types import Role, SamplingParams
+from tests.support.plain_processes import Deployment
+from tests.support.serving import caller, worker_config
+
+pytestmark = pytest.mark.processes
+
+MODEL = Path(__file__).resolve().parents[2] / "models" / "penstock-tiny"
+PROMPT = [(7 * i) % 900 + 20 for i in range(600)]
+LONG = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+
+
+async def test_a_successor_continues_a_killed_workers_stream_with_its_pages() -> None:
+    keeper = KeeperConfig(name=f"test-{uuid.uuid4().hex}", lease_s=60.0)
+    config = worker_config(Role.DECODE, MODEL, engine={"num_pages": 256}, decode={"placement": "local"})
+    config = config.model_copy(update={"keeper": keeper})
+    with Deployment() as deployment:
+        [first] = deployment.start_workers([config])
+        async with caller(first.address) as router:
+            whole = (await router.answer(router.submit(PROMPT, LONG))).token_ids
+            assert len(whole) == LONG.max_tokens
+            stream = router.submit([*PROMPT, 7], LONG)
+            tokens: list[int] = []
+            while len(tokens) < 60:
+                tokens += (await router.next_delta(stream)).token_ids
+            first.kill()
+        [second] = deployment.start_workers([config])
+        async with caller(second.address) as router:
+            sent = [*PROMPT, *whole[:100]]
+            answer = await router.answer(router.submit(sent, LONG, num_prompt_tokens=len(PROMPT)))
+            assert answer.timing is not None
+            assert whole[:100] + answer.token_ids[:100] == whole
+            assert answer.timing.cached_tokens == len(sent) // 16 * 16

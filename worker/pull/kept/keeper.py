@@ -1,0 +1,239 @@
+"""The keeper: a process that holds the memory of workers' page pools, so that it outlives a worker that dies.
+
+It is run as a script, imports only the standard library and maps nothing: all that it has of a pool is the file
+descriptors of its memory and of its journal, which the worker passes over a Unix socket. While a worker lives, its
+connection stays open; when the connection ends without a farewell, the worker is dead and its pool is kept for
+`lease_s`. Every worker of the same key is handed the pools of the dead ones: those that there are when it connects,
+and others when they come. The files have no names, so nothing is left behind however keeper and workers end.
+
+The socket's name is abstract, so it needs no folder, belongs to whoever binds it first, and ends with the process.
+Both ends check that the other one is of the same user. A message is one JSON object in one packet. The keeper ends when
+it has had neither a connection nor a pool for IDLE_S.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import struct
+import sys
+import time
+
+MAX_MESSAGE_BYTES = 4096
+NUM_FILES = 2  # a pool's memory and its journal
+IDLE_S = 10.0
+EXIT_TAKEN = 3  # another process has the socket's name
+_MAX_CONNECTIONS = 512
+_MAX_KEPT = 64  # pools of dead workers
+_MAX_KEPT_OF_WORKER = 2  # a worker that crashes again and again leaves no more than these
+_MAX_LEASE_S = 3600.0
+_CHECK_S = 1.0  # between two looks at the host's memory while pools are kept
+_LEAST_FREE_SHARE = 0.05  # kept pools are released, oldest first, while less of the memory is available
+_PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+
+def socket_name(name: str) -> bytes:
+    """Returns the abstract name of this user's keeper called `name`."""
+    return b"\0penstock-keeper-%d-%s" % (os.getuid(), name.encode())
+
+
+def is_of_this_user(connection: socket.socket) -> bool:
+    _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return bool(uid == os.getuid())
+
+
+class KeptMemory:
+    """A pool: that of a connected worker, or of a dead one until `until_s`."""
+
+    def __init__(self, description: dict[str, object], files: list[int], lease_s: float) -> None:
+        self.description = description
+        self.key = str(description["key"])
+        self.worker_id = str(description["worker_id"])
+        self.pool_id = str(description["pool_id"])
+        self.files = files
+        self.lease_s = lease_s
+        self.until_s = 0.0
+
+    def close(self) -> None:
+        for fd in self.files:
+            os.close(fd)
+        self.files = []
+
+
+def choose_released(kept: list[KeptMemory], now_s: float, free_share: float) -> list[KeptMemory]:
+    """Returns the pools of dead workers, given oldest first, that are to be released now. Pure."""
+    released = [pool for pool in kept if pool.until_s <= now_s]
+    rest = [pool for pool in kept if pool.until_s > now_s]
+    if free_share < _LEAST_FREE_SHARE and rest:
+        released.append(rest.pop(0))  # one at a time: the next look shows what that has freed
+    of_worker: dict[tuple[str, str], int] = {}
+    for index, pool in reversed(list(enumerate(rest))):
+        identity = (pool.key, pool.worker_id)
+        of_worker[identity] = of_worker.get(identity, 0) + 1
+        if of_worker[identity] > _MAX_KEPT_OF_WORKER or len(rest) - index > _MAX_KEPT:
+            released.append(pool)
+    return released
+
+
+def measure_free_share() -> float:
+    """Returns the least share of memory that is available, of the host's and of this process's control group's."""
+    shares = [1.0]
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            fields = {line.split(":")[0]: float(line.split()[1]) for line in lines}
+        shares.append(fields["MemAvailable"] / fields["MemTotal"])
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit:
+            most = float(limit.read())  # "max", without a limit, is no number
+        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as current:
+            used = float(current.read())
+        with open("/sys/fs/cgroup/memory.stat", encoding="ascii") as lines:
+            cached = sum(float(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+        shares.append((most - used + cached) / most)
+    except (OSError, ValueError, KeyError):
+        pass  # what this system does not tell counts as enough
+    return min(shares)
+
+
+class Keeper:
+    """Serves connections until it has been idle for IDLE_S. One thread."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._owned: dict[socket.socket, KeptMemory | None] = {}  # by the connection of a living worker
+        self._kept: list[KeptMemory] = []  # of dead ones, oldest first
+
+    def run(self) -> None:
+        idle_from_s = time.monotonic()
+        while True:
+            timeout_s = _CHECK_S if self._kept else None if self._owned else IDLE_S
+            for key, _ in self._selector.select(timeout_s):
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._on_readable(key.fileobj)  # type: ignore[arg-type]
+            if self._kept:
+                self._release()
+            if self._owned or self._kept:
+                idle_from_s = time.monotonic()
+            elif time.monotonic() - idle_from_s >= IDLE_S:
+                return
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        if not is_of_this_user(connection) or len(self._owned) >= _MAX_CONNECTIONS:
+            connection.close()
+            return
+        connection.setblocking(False)
+        self._owned[connection] = None
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _on_readable(self, connection: socket.socket) -> None:
+        try:
+            packet, files, flags, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, NUM_FILES)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet, files, flags = b"", [], 0
+        try:
+            if not packet:
+                raise ConnectionError("its process has ended")
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise ValueError("a packet with more than a message")
+            files = self._answer(connection, json.loads(packet), files)
+        except ConnectionError:
+            self._drop(connection, is_dead=True)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            self._drop(connection, is_dead=False)  # another version's worker: what it has said cannot be relied on
+        finally:
+            for fd in files:
+                os.close(fd)
+
+    def _answer(self, connection: socket.socket, message: dict[str, object], files: list[int]) -> list[int]:
+        """Does what a message asks for; returns the files that it leaves to the caller."""
+        kind = message["op"]
+        if kind == "deposit" and len(files) == NUM_FILES and self._owned.get(connection) is None:
+            lease_s = min(max(float(str(message["lease_s"])), 0.0), _MAX_LEASE_S)
+            description = {name: message[name] for name in ("key", "worker_id", "pool_id", "num_pages")}
+            mine = self._owned[connection] = KeptMemory(description, files, lease_s)
+            for pool in self._kept:
+                if pool.key == mine.key:
+                    self._hand_out(connection, pool)
+            self._send(connection, {"op": "ready"})
+            return []
+        elif kind == "restored":  # the successor has copied all that it wants
+            mine_now = self._owned.get(connection)
+            for pool in list(self._kept):
+                same = mine_now is not None and (pool.key, pool.worker_id) == (mine_now.key, mine_now.worker_id)
+                if same and pool.pool_id == message["pool_id"]:
+                    self._let_go(pool)
+        elif kind == "withdraw":
+            self._drop(connection, is_dead=False)
+        else:
+            raise ValueError(f"message {kind!r} with {len(files)} files")
+        return files
+
+    def _drop(self, connection: socket.socket, *, is_dead: bool) -> None:
+        """Ends a connection. The pool of a dead worker is kept and handed to the others of its key."""
+        if connection not in self._owned:
+            return
+        pool = self._owned.pop(connection)
+        self._selector.unregister(connection)
+        connection.close()
+        if pool is None:
+            return
+        if not is_dead or not pool.lease_s:
+            pool.close()
+            return
+        pool.until_s = time.monotonic() + pool.lease_s
+        self._kept.append(pool)
+        for other, mine in list(self._owned.items()):
+            if mine is not None and mine.key == pool.key:
+                self._hand_out(other, pool)
+
+    def _hand_out(self, connection: socket.socket, pool: KeptMemory) -> None:
+        self._send(
+            connection, {"op": "kept", **pool.description, "left_s": pool.until_s - time.monotonic()}, pool.files
+        )
+
+    def _send(self, connection: socket.socket, message: dict[str, object], files: list[int] | None = None) -> None:
+        """A worker that does not read its messages misses them: the keeper waits for nobody."""
+        with contextlib.suppress(OSError):  # it is dead, which its connection will show, or its buffer is full
+            socket.send_fds(connection, [json.dumps(message).encode()], files or [])
+
+    def _release(self) -> None:
+        for pool in choose_released(self._kept, time.monotonic(), measure_free_share()):
+            self._let_go(pool)
+
+    def _let_go(self, pool: KeptMemory) -> None:
+        """Releases a dead worker's pool, here and in the workers that have mapped it."""
+        self._kept.remove(pool)
+        pool.close()
+        for connection, mine in list(self._owned.items()):
+            if mine is not None and mine.key == pool.key:
+                self._send(connection, {"op": "released", "pool_id": pool.pool_id})
+
+
+def main() -> int:
+    """Binds the name, and returns once the name is served by a process in the background, or with EXIT_TAKEN."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listener.bind(socket_name(sys.argv[1]))
+    except OSError:
+        return EXIT_TAKEN
+    listener.listen(64)
+    listener.setblocking(False)
+    if os.fork():
+        return 0
+    os.setsid()  # out of the worker's session and process group, which may be killed as a whole
+    os.chdir("/")
+    Keeper(listener).run()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

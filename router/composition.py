@@ -19,9 +19,13 @@ from penstock.rpc.tls import ServerCertificate
 from penstock.rpc.trust import Trust
 from penstock.types import Role
 from router.admission.gate import AdmissionGate
+from router.api.http.app import SHAPES
 from router.api.http.offline.parts import OfflineParts
 from router.api.identity import Tenants
 from router.api.key_files import watch_metrics_token, watch_tenants
+from router.api.picker.endpoints import EngineAddresses
+from router.api.picker.picker import EndpointPicker, EnginePicker, RouterPicker
+from router.api.picker.service import PickerServer
 from router.api.prepare import RequestPreparer
 from router.batches.pacing_policy import PoolUse
 from router.dispatch.context import DispatchContext, make_context
@@ -58,6 +62,7 @@ class RouterParts:
     certificate: ServerCertificate | None
     live: LiveView
     offline: OfflineParts | None  # None: neither files nor batches are served
+    picker: PickerServer | None  # None: no gateway asks
 
 
 def make_parts(config: RouterConfig) -> RouterParts:
@@ -76,6 +81,9 @@ def make_parts(config: RouterConfig) -> RouterParts:
     _watch(metrics, fleet, context.gate, trust)
     lookaside = Lookaside(context, card.name, lambda: trust.secrets)
     controller = ControllerReader(config.admin, functools.partial(trust.channel, use=ADMIN))
+    preparer = RequestPreparer(card, tokenizer, tenants, context)
+    parsing = FairThreads("parser", _NUM_PARSING, config.limits.text_queue_characters)
+    certificate = ServerCertificate(config.tls, "tls", trust.watcher) if config.tls else None
     return RouterParts(
         trust=trust,
         metrics=metrics,
@@ -83,16 +91,34 @@ def make_parts(config: RouterConfig) -> RouterParts:
         fleet=fleet,
         tracer=tracer,
         context=context,
-        preparer=RequestPreparer(card, tokenizer, tenants, context),
+        preparer=preparer,
         dispatcher=Dispatcher(context, lookaside, tokenizer.spelling),
-        parsing=FairThreads("parser", _NUM_PARSING, config.limits.text_queue_characters),
+        parsing=parsing,
         metrics_token=watch_metrics_token(config, trust.watcher),
-        certificate=ServerCertificate(config.tls, "tls", trust.watcher) if config.tls else None,
+        certificate=certificate,
         offline=OfflineParts(config, functools.partial(_pool_use, fleet, context.gate))
         if config.batches.folder
         else None,
+        picker=_make_picker(config, preparer, context, parsing, certificate),
         live=LiveView(card.name, config.policy, config.slo, fleet, context.gate, context.counts.recent, controller),
     )
+
+
+def _make_picker(
+    config: RouterConfig,
+    preparer: RequestPreparer,
+    context: DispatchContext,
+    parsing: FairThreads,
+    certificate: ServerCertificate | None,
+) -> PickerServer | None:
+    if config.endpoint_picker.port is None:
+        return None
+    addresses = EngineAddresses({name: engine.url for name, engine in config.engines.items()})
+    picker: EndpointPicker = EnginePicker(preparer, context, parsing, addresses)
+    if not config.engines:
+        settings = config.endpoint_picker
+        picker = RouterPicker(settings.router_endpoint, settings.fallbacks, lambda: preparer.ready)
+    return PickerServer(config, picker, addresses, context.metrics, certificate, SHAPES)
 
 
 def _check_addresses(config: RouterConfig) -> None:

@@ -20,7 +20,7 @@ from penstock.process import raise_file_limit
 from penstock.rpc.server import GrpcServer
 from penstock.v1 import admin_pb2
 from router.api.connection_guard import ConnectionGuard
-from router.api.grpc_service import SERVICE, InferenceService
+from router.api.grpc.service import SERVICE, InferenceService
 from router.api.http.app import make_app
 from router.api.http.connections import ConnectionCounts, bound_unread, connections_for, http_protocol, tls_settings
 from router.api.http.operations import make_operations_app
@@ -44,6 +44,7 @@ class Ports:
     http: int
     control: int  # gRPC for the process that supervises this router; equals `grpc` unless TLS is on or ports are shared
     metrics: int | None = None  # HTTP with this router's metrics and health, if it was asked for
+    picker: int | None = None  # gRPC for gateways that ask which engine a request goes to, if it was asked for
 
 
 class _HttpServer(uvicorn.Server):
@@ -93,6 +94,7 @@ class RouterServer:
         self._certificate = parts.certificate
         self._live = parts.live
         self._offline = parts.offline
+        self._picker = parts.picker
         self.fleet = parts.fleet
         self.context = parts.context
         self.preparer = parts.preparer
@@ -179,7 +181,15 @@ class RouterServer:
             counts = ConnectionCounts(self._config.limits, self._max_connections, self._metrics)
             self._https.append(self._serve_http(operations, metrics_socket, counts, asks_for_certificate=False))
         http_port, *metrics_port = [server.port for server in self._https]
-        self.ports = Ports(grpc_port, http_port, control or grpc_port, *metrics_port)
+        if self._picker is not None:
+            await self._picker.start()
+        self.ports = Ports(
+            grpc_port,
+            http_port,
+            control or grpc_port,
+            metrics_port[0] if metrics_port else None,
+            self._picker.port if self._picker is not None else None,
+        )
         await self.fleet.peers.start(self._config.peer_host, self._config.peer_port, self.context.gate)
         self._tasks.append(asyncio.create_task(self._follow_health(), name="health"))
         self._tasks.append(asyncio.create_task(self._trust.watcher.follow(), name="key files"))
@@ -233,13 +243,19 @@ class RouterServer:
     async def leave(self, drain_s: float) -> None:
         """Takes no new requests; returns once those in flight have ended or time is up. `stop` must follow."""
         self.preparer.refuse_new()
-        await self._grpc.set_serving(False)
-        await asyncio.gather(self._grpc.stop(drain_s), *(each.leave(drain_s, drain_s) for each in self._https))
+        await self._set_serving(False)
+        leaving = [self._grpc.stop(drain_s), *(each.leave(drain_s, drain_s) for each in self._https)]
+        if self._picker is not None:
+            leaving.append(self._picker.stop(drain_s))
+        await asyncio.gather(*leaving)
 
     async def stop(self) -> None:
         """Ends both APIs and leaves every worker; requests in flight are cut off."""
-        await self._grpc.set_serving(False)
-        await asyncio.gather(self._grpc.stop(), *(each.leave(_HTTP_STOP_S, 2 * _HTTP_STOP_S) for each in self._https))
+        await self._set_serving(False)
+        stopping = [self._grpc.stop(), *(each.leave(_HTTP_STOP_S, 2 * _HTTP_STOP_S) for each in self._https)]
+        if self._picker is not None:
+            stopping.append(self._picker.stop())
+        await asyncio.gather(*stopping)
         tasks = [*self._tasks, *(each.task for each in self._https)]
         for task in tasks:
             task.cancel()
@@ -252,9 +268,14 @@ class RouterServer:
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
 
+    async def _set_serving(self, serving: bool) -> None:
+        await self._grpc.set_serving(serving)
+        if self._picker is not None:
+            await self._picker.set_serving(serving)
+
     async def _follow_health(self) -> None:
         while True:
-            await self._grpc.set_serving(self.preparer.ready)
+            await self._set_serving(self.preparer.ready)
             await self.fleet.wait_change()
 
     def _check_scraper(self, authorization: str | None) -> None:

@@ -13,6 +13,7 @@ from penstock.config.limits import LimitsConfig
 from penstock.config.retention import RetentionConfig
 from penstock.config.router import (
     BatchConfig,
+    EndpointPickerConfig,
     EngineEndpointConfig,
     IndexConfig,
     KvAwareConfig,
@@ -41,6 +42,7 @@ __all__ = [
     "BalanceConfig",
     "BatchConfig",
     "DecodeConfig",
+    "EndpointPickerConfig",
     "EngineConfig",
     "EngineEndpointConfig",
     "IndexConfig",

@@ -62,6 +62,19 @@ class EngineEndpointConfig(FrozenConfig):
     """Shortest prompt that a `decode` engine has computed elsewhere."""
 
 
+class EndpointPickerConfig(FrozenConfig):
+    """Endpoint picker of a gateway, which sends requests to engines itself, or to routers: Envoy's external processing,
+    as the Gateway API Inference Extension uses it."""
+
+    port: int | None = Field(None, ge=0, le=65535)
+    """gRPC port that gateways call; 0 takes any free one; by default there is no picker."""
+    fallbacks: int = Field(0, ge=0, le=8)
+    """Further endpoints named after the picked one, for a gateway whose retries read a list of them."""
+    router_endpoint: str = Field("", pattern=r"^$|^(\d{1,3}(\.\d{1,3}){3}|\[[0-9A-Fa-f:.]+\]):\d{1,5}$")
+    """ip:port of this router's HTTP API as the gateway reaches it; needed without `engines`, since routers
+    are picked then."""
+
+
 class BatchConfig(FrozenConfig):
     """Files and offline batches, whose requests run while others leave capacity idle."""
 
@@ -134,6 +147,8 @@ class RouterConfig(KvAwareConfig):
     """host:port of each worker, if there is no Admin service."""
     engines: dict[EngineName, EngineEndpointConfig] = Field(default_factory=dict)
     """Servers of other engines by name, instead of workers."""
+    endpoint_picker: EndpointPickerConfig = EndpointPickerConfig()
+    """Port at which gateways ask which engine a request goes to."""
     peer_host: str = "127.0.0.1"
     """Address at which other routers ask about requests in flight here; never a public one."""
     peer_port: int = Field(0, ge=0, le=65535)
@@ -204,6 +219,12 @@ class RouterConfig(KvAwareConfig):
             raise ValueError(
                 f"engines have the roles {', '.join(sorted(roles))}; give each `both`, or give `prefill` and `decode` "
                 "to at least one each"
+            )
+        picker = self.endpoint_picker
+        if picker.port is not None and bool(self.engines) == bool(picker.router_endpoint):
+            raise ValueError(
+                f"endpoint_picker.router_endpoint = {picker.router_endpoint!r} with {len(self.engines)} engines: give "
+                "it where there are none, since routers are picked then"
             )
         addresses = [urlsplit(engine.url).netloc for engine in self.engines.values()]
         if len(set(addresses)) < len(addresses):

@@ -91,11 +91,14 @@ class GrpcServer:
         limits: Mapping[str, int] = MappingProxyType({}),
         max_calls: int | None = None,
         shares_port: bool = False,
+        names: Sequence[str] = (),
+        live_names: Sequence[str] = (),
     ) -> None:
         """`keepalive` pings callers; it is off for public ports, whose callers may be behind proxies. `credentials`
         turn TLS on. `limits` are gRPC options that override the common ones. Concurrent calls beyond `max_calls` are
         refused with RESOURCE_EXHAUSTED. With `shares_port` other servers may listen at the same port, and the system
-        gives each new connection to one of them.
+        gives each new connection to one of them. The health service answers under `names` as under those of the
+        `services`, and under `live_names` that the process is alive.
         """
         options = dict([*_OPTIONS, *PING_POLICY, *(_KEEPALIVE if keepalive else [])]) | dict(limits)
         options["grpc.so_reuseport"] = int(shares_port)
@@ -103,10 +106,12 @@ class GrpcServer:
             interceptors=interceptors, options=list(options.items()), maximum_concurrent_rpcs=max_calls
         )
         self._credentials = credentials
-        self._names = [service.full_name for service in services]
+        described = [service.full_name for service in services]
+        self._names = [*described, *names]
+        self._live_names = (LIVE, *live_names)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        _add_reflection(self.server, [*self._names, health.SERVICE_NAME])
+        _add_reflection(self.server, [*described, health.SERVICE_NAME])
         self.port = 0
 
     async def start(self, host: str, port: int, key: str = "port", also_on: str = "") -> int:
@@ -120,7 +125,8 @@ class GrpcServer:
                 problem = f"{key} = {port}: cannot listen on {each}:{self.port}; free it or choose another"
                 raise ConfigError(problem) from error
         await self.set_serving(False)
-        await self._health.set(LIVE, health_pb2.HealthCheckResponse.SERVING)
+        for name in self._live_names:
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         await self.server.start()
         return self.port
 

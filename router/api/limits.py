@@ -5,12 +5,13 @@ it. Pure.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from penstock.config.limits import LimitsConfig
-from penstock.errors import InvalidInput
+from penstock.errors import InvalidInput, Unavailable
 from penstock.v1 import inference_pb2
 
+_RETRY_AFTER_S = 1.0
 MAX_REQUEST_ID = 128
 MAX_ROLE = 32
 MAX_MODEL_NAME = 256
@@ -28,6 +29,30 @@ class UnreadRequest(InvalidInput):
     def __init__(self, field: str, problem: str, http_status: int = 413) -> None:
         super().__init__(field, problem)
         self.http_status = http_status  # type: ignore[misc]  # set for this error alone
+
+
+class HeldBytes:
+    """The bytes of bodies that are held until they are parsed, and the bound of their sum."""
+
+    def __init__(self, limits: LimitsConfig, on_limit: Callable[[str], None]) -> None:
+        """`on_limit` is called with the key of the limit that refuses something."""
+        self._limit = limits.bodies_bytes
+        self._on_limit = on_limit
+        self._num_held = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises Unavailable if there are too many already."""
+        if self._num_held + num_bytes > self._limit:
+            self._on_limit("bodies_bytes")
+            raise Unavailable(
+                f"this router holds {self._num_held} bytes of bodies, and limits.bodies_bytes = {self._limit}; try "
+                "again",
+                _RETRY_AFTER_S,
+            )
+        self._num_held += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self._num_held -= num_bytes
 
 
 def check_request(wire: inference_pb2.GenerateRequest, limits: LimitsConfig) -> None:

@@ -47,6 +47,13 @@ class RouterMetrics:
             [*_LABELS, "limit"],
             registry=registry,
         )
+        self._picks = Counter(
+            "penstock:endpoint_picks",
+            "Calls of gateways by how they were answered: placed by their prompt, by load, refused; fallback: another "
+            "endpoint than the picked one has served the call",
+            [*_LABELS, "how"],
+            registry=registry,
+        )
         self._traces = Counter(
             "penstock:traces",
             "Sampled requests whose trace was exported, failed at the collector, or was dropped from the queue",
@@ -139,6 +146,9 @@ class RouterMetrics:
 
     def limited(self, limit: str) -> None:
         self._limited.labels(self._model, limit).inc()
+
+    def picked(self, how: str) -> None:
+        self._picks.labels(self._model, how).inc()
 
     def traced(self, result: str, num_requests: int) -> None:
         self._traces.labels(self._model, result).inc(num_requests)

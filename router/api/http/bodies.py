@@ -9,11 +9,9 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from penstock.config.limits import LimitsConfig
-from penstock.errors import Cancelled, Unavailable
-from router.api.limits import UnreadRequest, check_body
+from penstock.errors import Cancelled
+from router.api.limits import HeldBytes, UnreadRequest, check_body
 from router.metrics.metrics import RouterMetrics
-
-_RETRY_AFTER_S = 1.0
 
 
 class BodyReader:
@@ -22,7 +20,7 @@ class BodyReader:
     def __init__(self, limits: LimitsConfig, metrics: RouterMetrics) -> None:
         self._limits = limits
         self._metrics = metrics
-        self._num_held = 0
+        self._held = HeldBytes(limits, metrics.limited)
 
     async def read(self, http: Request, held: contextlib.ExitStack) -> bytes:
         """Returns the body, whose bytes count until `held` closes.
@@ -41,7 +39,7 @@ class BodyReader:
                 async for part in http.stream():
                     num_bytes += len(part)
                     check_body(num_bytes, limits)
-                    self._take(part)
+                    self._held.take(len(part))
                     parts.append(part)
         except TimeoutError as error:
             self._metrics.limited("body_timeout_s")
@@ -52,16 +50,6 @@ class BodyReader:
         parts[:] = [b"".join(parts)]
         return parts[0]
 
-    def _take(self, part: bytes) -> None:
-        limit = self._limits.bodies_bytes
-        if self._num_held + len(part) > limit:
-            self._metrics.limited("bodies_bytes")
-            problem = (
-                f"this router holds {self._num_held} bytes of bodies, and limits.bodies_bytes = {limit}; try again"
-            )
-            raise Unavailable(problem, _RETRY_AFTER_S)
-        self._num_held += len(part)
-
     def _give_back(self, parts: list[bytes]) -> None:
-        self._num_held -= sum(map(len, parts))
+        self._held.give_back(sum(map(len, parts)))
         parts.clear()

@@ -23,8 +23,10 @@ NO_DATA = {
     ("kv-transfer", "Pages pulled a second"),
     ("kv-transfer", "Pulls a second"),
     ("kv-transfer", "Pages that hints hold"),  # no request asks for it
+    ("kv-transfer", "Pages kept from dead workers"),  # there is no keeper
     ("pools", "Device use"),  # no published peak is known of a CPU
     ("service", "Failures a second"),
+    ("service", "Gateways' calls a second"),  # there is no picker
     ("service", "Traces a second"),  # traces are off
     ("tenants-and-lanes", "Refusals a second"),
 }

@@ -21,7 +21,7 @@ from penstock.config.limits import LimitsConfig
 from penstock.errors import InvalidInput, from_rpc_error
 from penstock.process import freeze_heap
 from penstock.v1 import inference_pb2
-from router.api import request_decoding
+from router.api.grpc import request_decoding
 from router.api.http import app as http_app
 from router.api.openai import requests as openai_requests
 from router.api.openai.json_bodies import SMALL_BODY_BYTES, read_json

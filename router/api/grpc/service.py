@@ -18,10 +18,10 @@ from penstock.rpc.server import read_credentials, typed_errors
 from penstock.text.completions import Output, to_response
 from penstock.v1 import inference_pb2
 from router.api.connection_guard import ConnectionGuard
+from router.api.grpc.request_decoding import Undecoded, deserializer
 from router.api.identity import Tenant
 from router.api.prepare import RequestPreparer
 from router.api.reader_watch import ReaderWatch
-from router.api.request_decoding import Undecoded, deserializer
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.lookaside import Route
 from router.fleet.worker_fleet import WorkerFleet

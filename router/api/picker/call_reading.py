@@ -1,0 +1,61 @@
+"""Reads what a proxied call asks for, as far as placing it needs that. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from penstock.config.limits import LimitsConfig
+from penstock.errors import InvalidInput
+from router.api.dialect import DialectBody
+from router.api.openai.json_bodies import read_json
+from router.api.openai.requests import ChatBody, CompletionBody, validate_fields
+from router.api.translation.anthropic.requests import read_message_call
+
+_CACHE_SALT = "cache_salt"
+
+
+@dataclass(frozen=True, slots=True)
+class ProxiedCall:
+    """An HTTP request as the gateway has received it. The names of headers are in lower case."""
+
+    headers: Mapping[str, str]
+    body: bytes
+    subset: frozenset[str] | None  # endpoints that may get it; None: any
+
+    @property
+    def method(self) -> str:
+        return self.headers.get(":method", "")
+
+    @property
+    def path(self) -> str:
+        return urlsplit(self.headers.get(":path", "")).path
+
+
+def _read_completion(raw: bytes, limits: LimitsConfig) -> DialectBody:
+    return validate_fields(CompletionBody, read_json(raw, limits), limits)
+
+
+def _read_chat(raw: bytes, limits: LimitsConfig) -> DialectBody:
+    body = validate_fields(ChatBody, read_json(raw, limits), limits)
+    body.check_messages()
+    return body
+
+
+# A field that the router does not know is the engine's to obey or refuse, so the readers of whole bodies are not used.
+READERS: Mapping[str, Callable[[bytes, LimitsConfig], DialectBody]] = {
+    "/v1/completions": _read_completion,
+    "/v1/chat/completions": _read_chat,
+    "/v1/messages": read_message_call,
+}
+
+
+def salted_body(raw: bytes, cache_salt: str, limits: LimitsConfig) -> bytes:
+    """Returns the body with a salt for the engine's prefix cache in place of its own. Raises InvalidInput."""
+    fields: Any = read_json(raw, limits)
+    if not isinstance(fields, dict):
+        raise InvalidInput("body", "is not an object; send the fields of the call")
+    return json.dumps({**fields, _CACHE_SALT: cache_salt}, ensure_ascii=False, separators=(",", ":")).encode()

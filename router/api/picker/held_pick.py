@@ -1,0 +1,105 @@
+"""What a picked request holds in the router until the gateway has its answer: its slot, and its credits at workers."""
+
+from __future__ import annotations
+
+import re
+import time
+
+from penstock.errors import Cancelled, InternalError, InvalidInput, Unavailable
+from penstock.v1 import common_pb2
+from router.admission.gate import AdmissionSlot
+from router.admission.interface import NOTHING_USED, RequestUsage
+from router.dispatch.context import DispatchContext
+from router.dispatch.placement import Placement
+
+_TAIL_BYTES = 4096  # of an answer, in which its usage is
+_EVENT = b"data: "  # of a stream, about one for each token
+_COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,9})|"output_tokens"\s*:\s*(\d{1,9})')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})|"cache_read_input_tokens"\s*:\s*(\d{1,9})')
+
+
+class HeldPick:
+    """One request at the engine that was picked for it. The answer is read only as far as counting needs it."""
+
+    def __init__(self, slot: AdmissionSlot, placement: Placement, endpoint: str, context: DispatchContext) -> None:
+        self._slot = slot
+        self._request = slot.request
+        self._placement = placement
+        self._endpoint = endpoint
+        self._context = context
+        self._tail = b""
+        self._num_events = 0
+        self._status = 0
+        self._started = False
+        self._left = False
+
+    def on_answer(self, status: int, served: str) -> None:
+        """Takes the status of an answer by the endpoint `served`; "" is the one that was picked."""
+        self._status = status
+        if served and served != self._endpoint:
+            self._settle()  # another engine has the work, and its reports will show that
+            self._context.fleet.health.on_failure(self._placement.decode.epoch, time.monotonic())
+            self._context.metrics.picked("fallback")
+        elif status >= Unavailable.http_status:
+            self._context.fleet.health.on_failure(self._placement.decode.epoch, time.monotonic())
+
+    def on_part(self, part: bytes) -> None:
+        """Takes a part of the answer's body."""
+        if self._left or not part:
+            return
+        if not self._started and self._succeeds:
+            self._started = True
+            now_s = time.monotonic()
+            self._settle()
+            self._slot.start()
+            self._context.fleet.health.on_progress(self._placement.decode.epoch, now_s)
+            self._context.counts.first_token(self._request, now_s - self._request.accepted_s)
+        self._num_events += part.count(_EVENT)
+        self._tail = (self._tail + part)[-_TAIL_BYTES:]
+
+    def end(self) -> None:
+        """Counts a whole answer, and gives everything back."""
+        if self._left:
+            return
+        if not (self._started and self._succeeds):
+            fault = InvalidInput if self._status < InternalError.http_status else Unavailable
+            self._context.metrics.failed(fault.reason)
+            self._leave(NOTHING_USED)
+            return
+        tokens, cached = _last(_COMPLETION_TOKENS, self._tail), _last(_CACHED_TOKENS, self._tail)
+        usage = common_pb2.Usage(
+            prompt_tokens=len(self._request.token_ids),
+            completion_tokens=self._num_events if tokens is None else tokens,
+            cached_tokens=min(cached or 0, len(self._request.token_ids)),
+        )
+        self._context.metrics.requests.generation_tokens.inc(usage.completion_tokens)
+        self._leave(self._context.counts.request(self._request, usage, None))
+
+    def release(self) -> None:
+        """Gives everything back for an answer that did not come to its end, or that nobody shows this router."""
+        if not self._left:
+            self._context.metrics.failed(Cancelled.reason)
+            self._leave(RequestUsage(self._num_events, whole=False))
+
+    @property
+    def deadline_s(self) -> float:
+        """When it is released in any case, monotonic."""
+        return self._request.deadline_s
+
+    @property
+    def _succeeds(self) -> bool:
+        return 200 <= self._status < 300
+
+    def _settle(self) -> None:
+        self._context.fleet.ledger.settle(self._placement.commitment.credits)
+
+    def _leave(self, used: RequestUsage) -> None:
+        self._left = True
+        self._settle()
+        self._slot.leave(used)
+
+
+def _last(pattern: re.Pattern[bytes], tail: bytes) -> int | None:
+    """Returns the number of the last match: usage comes at the end of an answer."""
+    found = [next(group for group in match if group) for match in pattern.findall(tail)]
+    return int(found[-1]) if found else None

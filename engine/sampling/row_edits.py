@@ -21,7 +21,6 @@ from engine.step.sequence import Sequence
 from penstock.errors import PenstockError
 
 _NO_ROWS = np.zeros(0, np.int64)
-_ALWAYS = -1  # the condition of a ban that holds whatever the awaited token is
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 
 from kv_transfer.transports.channel import Channel
@@ -221,3 +221,23 @@ class PeerChannels:
             if current:
                 del self._channels[peer]
         return current
+
+
+class LinkThreads:
+    """The threads of a sender's links. Each link's owner closes it; the sender waits for the threads at its end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def add(self, threads: Sequence[threading.Thread]) -> None:
+        with self._lock:
+            self._threads = [thread for thread in self._threads if thread.is_alive()] + [*threads]
+
+    def join(self) -> None:
+        """Waits for the threads, which end once their links are closed, for at most `JOIN_TIMEOUT_S`."""
+        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
+        with self._lock:
+            threads, self._threads = self._threads, []
+        for thread in threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))

@@ -18,7 +18,6 @@ import logging
 import queue
 import secrets
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ import torch.distributed as dist
 from kv_transfer.layout.pages import PageBuffer
 from kv_transfer.session.handshake import take
 from kv_transfer.transports.channel import Channel, dial
-from kv_transfer.transports.peer_channels import JOIN_TIMEOUT_S, PeerChannels, WritesEnd, listen
+from kv_transfer.transports.peer_channels import LinkThreads, PeerChannels, WritesEnd, listen
 from kv_transfer.transports.torch_group import RECEIVER, SENDER, Flight, TorchPair
 from kv_transfer.transports.transport import (
     ALL_LAYERS,
@@ -253,7 +252,7 @@ class TorchLink:
 
 
 class TorchSender:
-    """Dials receivers. Links belong to their caller; only their threads are known here, to be waited for at the end."""
+    """Dials receivers. Links belong to the caller; this keeps only their threads, to wait for them."""
 
     name = NAME
 
@@ -261,8 +260,7 @@ class TorchSender:
         self._pages = pages
         self._config = config
         self._wake = wake
-        self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
+        self._threads = LinkThreads()
 
     def suits(self, details: Details) -> bool:
         return True
@@ -282,17 +280,11 @@ class TorchSender:
             raise TransferError(f"{NAME} group with epoch {receiver_epoch} at {host}:{port}: {error}") from error
         channel.set_timeout(None)
         link = TorchLink(self._pages, channel, group, self._wake)
-        with self._lock:
-            self._threads = [thread for thread in self._threads if thread.is_alive()] + link.threads
+        self._threads.add(link.threads)
         return link
 
     def close(self) -> None:
-        """Waits for the threads of links, which their owner has closed."""
-        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
-        with self._lock:
-            threads, self._threads = self._threads, []
-        for thread in threads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
+        self._threads.join()
 
     def _join(self, channel: Channel, host: str) -> TorchPair:
         match channel.receive():

@@ -19,6 +19,7 @@ from typing import TypeVar
 from penstock.config.limits import LimitsConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, ModelNotFound, Overloaded, Quarantined, Unavailable
 from penstock.kv.adapters import AdapterRef
+from penstock.kv.kv_hints import KvHints
 from penstock.rpc.hints import NO_HINTS, Hints
 from penstock.types import Lane, RequestId, SamplingParams
 from penstock.v1 import common_pb2, inference_pb2
@@ -144,9 +145,7 @@ class RequestPreparer:
             async with self.until(deadline_s):
                 token_ids, prepaid_tokens = await self._prompt(wire, tenant, lane)
             self._check_prompt(token_ids, accepted_s)
-            kv_hints = kv_hints_from_wire(wire.kv_hints)
-            kv_hints = replace(kv_hints, session=kv_hints.session or hints.conversation)
-            kv_hints.check_session()
+            kv_hints = _kv_hints_of(wire, hints)
             session = hints.session or kv_hints.session
             group = await self._wait_for_group(session, deadline_s)
             params = self._with_max_tokens(
@@ -156,8 +155,7 @@ class RequestPreparer:
                 params.max_tokens = params.n = 1  # of which none is generated
             async with self.until(deadline_s):
                 if complete is not None:
-                    num_characters = sum(len(tool.parameters) for tool in wire.chat.tools)
-                    await self._grammars.write(tenant.name, num_characters, partial(complete, params, token_ids))
+                    await self._complete(wire, tenant, partial(complete, params, token_ids))
                 sampling = await self._sampling(params, len(token_ids), group, tenant.name)
             scope = salted_scope(tenant.cache_scope, wire.cache_salt)
             emitted = sampling_fields.check_emitted(wire, sampling, self.card.vocab_size)
@@ -188,6 +186,13 @@ class RequestPreparer:
         if trace is not None:
             trace.request = prepared
         return prepared
+
+    async def _complete(
+        self, wire: inference_pb2.GenerateRequest, tenant: Tenant, complete: Callable[[], None]
+    ) -> None:
+        """Runs `complete` where grammars are written, since it may write one of the tools' parameters."""
+        num_characters = sum(len(tool.parameters) for tool in wire.chat.tools)
+        await self._grammars.write(tenant.name, num_characters, complete)
 
     async def _check(
         self, wire: inference_pb2.GenerateRequest, tenant: Tenant, deadline_s: float
@@ -403,6 +408,17 @@ class RequestPreparer:
         except Overloaded:
             gate.repay(tenant.name, prepaid_tokens)
             raise
+
+
+def _kv_hints_of(wire: inference_pb2.GenerateRequest, hints: Hints) -> KvHints:
+    """Returns the request's KV hints; without a session of their own they get the conversation's.
+
+    Raises InvalidInput.
+    """
+    kv_hints = kv_hints_from_wire(wire.kv_hints)
+    kv_hints = replace(kv_hints, session=kv_hints.session or hints.conversation)
+    kv_hints.check_session()
+    return kv_hints
 
 
 def _texts_of(wire: PromptRequest) -> tuple[Conversation | None, int]:

@@ -100,11 +100,6 @@ class DecodeCosts:
         end = contexts + num_steps * num_tokens
         return [batch_s + kv_token_s * each for each in range(contexts, end, num_tokens)]
 
-    def decode_steps_s(self, num_tokens: int, contexts: int, num_steps: int) -> float:
-        """Returns the time of several such steps in a row, in which every context grows by a token a step."""
-        grown = num_steps * contexts + num_tokens * (num_steps * (num_steps - 1) // 2)
-        return num_steps * self.batch_s(num_tokens) + self.kv_token_s * grown
-
 
 @dataclass(frozen=True, slots=True)
 class LinkCosts:

@@ -61,12 +61,12 @@ class HintKeeper:
         hashes = sequence.hash_full_pages(self._page_size)[:num_full]
         answers = list(self._cache.hints.apply(sequence.tenant, hints, hashes, now_s))
         if hints.prefetch_s is not None:
-            answers.append(self._plan_prefetch(sequence.tenant, hints, Prefetch(sequence.tenant, hashes), now_s))
+            answers.append(self._plan_prefetch(hints, Prefetch(sequence.tenant, hashes), now_s))
         for answer in answers:
             self._count(_COUNTERS[answer.outcome].name)
         return [replace(answer, worker_id=self._worker_id) for answer in answers]
 
-    def _plan_prefetch(self, tenant: str, hints: KvHints, prefetch: Prefetch, now_s: float) -> HintAnswer:
+    def _plan_prefetch(self, hints: KvHints, prefetch: Prefetch, now_s: float) -> HintAnswer:
         if hints.end_session or hints.demote:
             reason = "the same request gives its pages up"
         elif not self._cache.has_tiers:

@@ -17,8 +17,6 @@ from __future__ import annotations
 import hmac
 import logging
 import secrets
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,7 +24,7 @@ from kv_transfer.layout.pages import PageBuffer
 from kv_transfer.session.handshake import take
 from kv_transfer.transports.channel import Channel, dial
 from kv_transfer.transports.mapped.link import MappedLink, MappedPool
-from kv_transfer.transports.peer_channels import JOIN_TIMEOUT_S, PeerChannels, WritesEnd
+from kv_transfer.transports.peer_channels import LinkThreads, PeerChannels, WritesEnd
 from kv_transfer.transports.transport import Details, Landing, Peer, TransportLink, parse_notice
 from penstock.config import TransferConfig
 from penstock.errors import TransferError
@@ -124,8 +122,7 @@ class MappedSender:
         self._open_pool = open_pool
         self._config = config
         self._wake = wake
-        self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
+        self._threads = LinkThreads()
 
     def suits(self, details: Details) -> bool:
         return details.get("boot_id") == boot_id()
@@ -148,14 +145,8 @@ class MappedSender:
             raise TransferError(f"{self.name} pool of epoch {receiver_epoch}: {error}") from error
         channel.set_timeout(None)
         link = MappedLink(self.name, self._pages, target, channel, self._wake)
-        with self._lock:
-            self._threads = [thread for thread in self._threads if thread.is_alive()] + link.threads
+        self._threads.add(link.threads)
         return link
 
     def close(self) -> None:
-        """Waits for the threads of links, which their owner has closed."""
-        deadline_s = time.monotonic() + JOIN_TIMEOUT_S
-        with self._lock:
-            threads, self._threads = self._threads, []
-        for thread in threads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
+        self._threads.join()

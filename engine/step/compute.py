@@ -113,10 +113,9 @@ def _sampling_rows(work: Seq[ScheduledSequence], host: HostBatch) -> tuple[Sampl
             special[num_rows + len(sequences)] = one
             sequences.append(item.sequence)
             ahead.append(count)
-    if not sequences:
-        assert rows is not None
+    if not sequences and rows is not None:
         return rows, special
-    others = SamplingRows.of(sequences, ahead)
+    others = SamplingRows.of(sequences, ahead)  # none, if no chunk ends its text
     return others if rows is None else rows.then(others), special
 
 

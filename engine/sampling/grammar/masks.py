@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,6 +29,8 @@ from engine.sampling.grammar.matcher import GrammarMatcher
 from engine.step.sequence import Sequence
 from penstock.errors import InternalError, PenstockError
 from penstock.text.grammars import FIELD
+
+log = logging.getLogger(__name__)
 
 BatchT = TypeVar("BatchT")
 LogitsT = TypeVar("LogitsT")
@@ -121,6 +124,9 @@ class MaskThread:
 
     The thread needs the interpreter's lock for a few microseconds a row, which the step does not hold while the model
     computes. A thread of its own also keeps the grammars in the cache of another core than the model's weights.
+
+    A step waits for it only so long: then its rows with a grammar fail, and so do, at once, those of later steps until
+    the thread has answered.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -128,6 +134,7 @@ class MaskThread:
         self._jobs: SimpleQueue[PendingMasks | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._executor: LLExecutor | None = None
+        self._last: PendingMasks | None = None  # what the thread was given last
 
     def prepare(self, sequences: Seq[Sequence]) -> PendingMasks | None:
         """Returns the masks of those sequences that have a grammar, yet to be started; None if none has one."""
@@ -139,12 +146,22 @@ class MaskThread:
         return PendingMasks(wanted, self._num_words, self._executor)
 
     def start(self, pending: PendingMasks) -> None:
-        """Starts on the masks; the texts must not change until they are done. Never blocks."""
+        """Starts on the masks; the texts must not change until they are done. Never blocks.
+
+        While the thread has not answered a step that gave up waiting, the masks fail at once instead.
+        """
+        if self._is_stalled():
+            pending.fail()
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="grammar masks", daemon=True)
             self._thread.start()
         pending.is_started = True
+        self._last = pending
         self._jobs.put(pending)
+
+    def _is_stalled(self) -> bool:
+        return self._last is not None and self._last.is_overdue
 
     def beside(self, pending: PendingMasks, forward: Callable[[BatchT], LogitsT]) -> Callable[[BatchT], LogitsT]:
         """Returns `forward` that starts on the masks first; call it within `pending.settled_on_failure`.
@@ -167,7 +184,8 @@ class MaskThread:
         """Ends the thread once it has computed what was started."""
         if self._thread is not None:
             self._jobs.put(None)
-            self._thread.join(_WAIT_S)
+            if not self._is_stalled():
+                self._thread.join(_WAIT_S)
             self._thread = None
 
 
@@ -182,6 +200,7 @@ class PendingMasks:
         """`executor` computes several masks at a time."""
         self._sequences, self._num_words, self._executor = sequences, num_words, executor
         self.is_started = False  # on another thread
+        self._is_given_up = False
         self._masks: TokenMasks | None = None
         self._error: BaseException | None = None
         self._done = threading.Lock()
@@ -195,11 +214,21 @@ class PendingMasks:
             self._error = error
         self._done.release()
 
-    def wait(self) -> TokenMasks:
-        """Blocks until the masks are computed, and raises what computing them has raised."""
-        if not self._done.acquire(timeout=_WAIT_S):
-            raise InternalError(f"grammar masks were not computed within {_WAIT_S:g} s")
+    def fail(self) -> None:
+        """Ends it with an error for each row, instead of `run`."""
+        self._masks = self._without_masks()
         self._done.release()
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether its step has given up waiting and nothing has been computed since."""
+        return self._is_given_up and self._done.locked()
+
+    def wait(self) -> TokenMasks:
+        """Blocks until the masks are computed, and raises what computing them has raised. If that takes too long, each
+        row fails."""
+        if not self._settles():
+            return self._without_masks()
         if self._error is not None:
             raise self._error
         assert self._masks is not None
@@ -211,9 +240,24 @@ class PendingMasks:
         try:
             yield
         except BaseException:
-            if self.is_started and self._done.acquire(timeout=_WAIT_S):
-                self._done.release()
+            if self.is_started:
+                self._settles()
             raise
+
+    def _settles(self) -> bool:
+        """Blocks until it has run, and returns whether it has within the time that a step waits."""
+        if self._done.acquire(timeout=_WAIT_S):
+            self._done.release()
+            return True
+        self._is_given_up = True
+        log.error("grammar masks were not computed within %g s; rows with a grammar fail until they are", _WAIT_S)
+        return False
+
+    def _without_masks(self) -> TokenMasks:
+        problem = f"{FIELD}: the worker computes no masks, the last ones have taken more than {_WAIT_S:g} s; try again"
+        places = {sequence: row for row, sequence in enumerate(self._sequences)}
+        words_GW = np.full((len(places), self._num_words), -1, np.int32)
+        return TokenMasks(places, words_GW, {sequence: InternalError(problem) for sequence in places})
 
     def _compute(self) -> TokenMasks:
         sequences = self._sequences

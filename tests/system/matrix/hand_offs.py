@@ -245,7 +245,7 @@ async def preempted(group: Group) -> Results:
                 if not left:
                     break
             await wait_until_empty(*servers)
-    assert not left, "these were never preempted"
+    assert not left, f"these were never preempted: {[feature.name for feature in left]}"
     return results
 
 

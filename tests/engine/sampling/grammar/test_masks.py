@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -176,6 +177,38 @@ def test_an_error_on_the_thread_is_raised_by_the_step_that_waits(thread: MaskThr
     for _ in range(2):
         with pytest.raises(ValueError, match="buffer size"):
             pending.wait()
+
+
+def test_rows_fail_at_once_while_the_thread_does_not_answer(
+    thread: MaskThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the step that finds the thread stalled waits for it; rows without a grammar are sampled in every step."""
+    held, answered = threading.Event(), threading.Event()
+    run = PendingMasks.run
+
+    def run_late(pending: PendingMasks) -> None:
+        held.wait()
+        run(pending)
+        answered.set()
+
+    monkeypatch.setattr(PendingMasks, "run", run_late)
+    monkeypatch.setattr(masks_module, "_WAIT_S", 0.01)
+    ruled, free = generation(regex("a+")), generation(None)
+    try:
+        for wait_s in (0.01, 3600.0):
+            monkeypatch.setattr(masks_module, "_WAIT_S", wait_s)
+            masks = masks_of(thread, [ruled, free])
+            tokens, failed = sample_each(
+                torch.zeros(2, VOCAB_SIZE), [ScheduledSequence(one, 1) for one in (ruled, free)], EOS, masks
+            )
+            assert set(failed) == {0}
+            assert "the worker computes no masks" in failed[0].message
+            assert tokens[1] is not None
+    finally:
+        held.set()
+    assert answered.wait(60)
+    monkeypatch.setattr(masks_module, "_WAIT_S", 60.0)
+    assert masks_of(thread, [ruled]).failed == {}
 
 
 def test_a_row_of_which_bans_leave_nothing_fails(thread: MaskThread) -> None:

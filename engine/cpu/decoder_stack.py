@@ -102,8 +102,10 @@ class DenseStack:
         assert cos_sin_T2H.dtype == torch.float32, "float32 is needed"
         assert residual_TD.is_contiguous(), "tokens are contiguous"
         assert cos_sin_T2H.is_contiguous(), "tokens are contiguous"
-        output_RD = residual_TD.new_empty((len(sampled_rows_R), residual_TD.shape[1]))
-        step = self._step(residual_TD, cos_sin_T2H, sampled_rows_R, output_RD, meta)
+        # The kernel moves rows to the front in place, so they must ascend; those of scored prompts follow the others.
+        rows_R, order_R = sampled_rows_R.sort()
+        output_RD = residual_TD.new_empty((len(rows_R), residual_TD.shape[1]))
+        step = self._step(residual_TD, cos_sin_T2H, rows_R, output_RD, meta)
         num_layers = len(self._layers)
         stops = range(1, num_layers + 1) if on_layer is not None else (num_layers,)
         first = 0
@@ -114,7 +116,11 @@ class DenseStack:
             if on_layer is not None:
                 on_layer(stop)
             first = stop
-        return output_RD
+        return (
+            output_RD
+            if rows_R.equal(sampled_rows_R)
+            else torch.empty_like(output_RD).index_copy_(0, order_R, output_RD)
+        )
 
     def _step(
         self,

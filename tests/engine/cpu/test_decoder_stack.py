@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,9 @@ def test_the_stack_equals_the_layers_one_by_one(engine: Engine, is_sampled: bool
 def test_in_bf16_a_token_is_the_same_in_every_batch_and_chunk(engine: Engine) -> None:
     batch = mixed_batch(engine)
     together, before = engine.runner.forward(batch), engine.kv_pages.clone()
+    flipped = replace(batch, logit_rows_R=batch.logit_rows_R.flip(0))  # rows whose prompt is scored follow others
+    assert torch.equal(engine.runner.forward(flipped).flip(0), together)
+    engine.kv_pages.copy_(before)
     sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     prompt = [(5 * place) % VOCAB_SIZE for place in range(41)]
     whole = generate(engine, prompt, sampling, use_prefix_cache=False)

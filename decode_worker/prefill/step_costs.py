@@ -62,6 +62,11 @@ class StepCosts:
         self._num_decode_steps += 1
         return self._num_decode_steps % _DECODE_STRIDE != 1
 
+    def learned_of(self, num_steps: int) -> range:
+        """Counts decode steps in a row like as many calls of `skips`. Returns which of them not to skip, from 0."""
+        first, self._num_decode_steps = -self._num_decode_steps % _DECODE_STRIDE, self._num_decode_steps + num_steps
+        return range(first, num_steps, _DECODE_STRIDE)
+
     def on_step(self, work: StepWork, elapsed_s: float) -> None:
         """Learns from a step."""
         if work.num_rows:

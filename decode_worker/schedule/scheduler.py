@@ -16,7 +16,7 @@ progresses, every sequence becomes first in time, and none starves.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import cast
@@ -414,30 +414,50 @@ class DecodeScheduler:
 
     # Several steps at once.
 
-    def num_steps_alike(self, plan: StepPlan, limit: int) -> int:
+    def num_steps_alike(self, plan: StepPlan, limit: int, *, awaits_pages: bool = False) -> int:
         """Returns how many steps, including `plan`, compute the same rows and nothing else, at most `limit`.
 
-        They do so until a row ends or pages run out, unless another method is called.
+        They do so until a row ends or pages run out, unless another method is called. If a sequence waits to be
+        computed here or, as `awaits_pages` says, for a reservation, they stop when a page is filled: what it caches may
+        let that sequence begin.
         """
         if plan.chunks or self._queues.rowless or self.preempted:
             return 1
         rows = plan.rows
         num_steps = min(limit, int((rows.members.last_R - rows.positions_R).min()) + 1)
+        if awaits_pages or self._queues.waiting:
+            num_steps = min(num_steps, self._page_size - int((rows.positions_R % self._page_size).max()))
         while num_steps > 1 and int(self._table.num_missing_pages(num_steps - 1).sum()) > self._pool.num_available:
             num_steps //= 2
         return max(1, num_steps)
 
-    def advance(self, num_steps: int, *, goes_on: bool = False) -> None:
-        """Takes several steps at once that compute only rows, whose tokens their sequences already have.
+    def advance(self, num_steps: int, append: Callable[[int], None], *, goes_on: bool = False) -> None:
+        """Takes several steps at once that compute only rows; `append(n)` appends the next n tokens of every sequence.
 
         `goes_on` says that another such step has begun. No step may be in flight. The state is the same as after that
         many calls of `schedule` and `record`, so that simulations can skip them.
         """
         assert not self._steps, "a step is in flight"
-        self._pages.extend_rows_by(num_steps + goes_on)
-        filled = self._table.advance(num_steps)
-        self._pages.share_filled(filled)
-        self._steps.drop_behind(filled)
+        while num_steps:
+            num_together = self._num_together(num_steps)
+            self._pages.extend_rows_by(num_together)
+            append(num_together)
+            filled = self._table.advance(num_together)
+            self._pages.share_filled(filled)
+            self._steps.drop_behind(filled)
+            num_steps -= num_together
+        if goes_on:
+            self._pages.extend_rows_by(1)
+
+    def _num_together(self, num_steps: int) -> int:
+        """Returns how many steps may get their pages before any of them fills one.
+
+        Which pages an eviction takes depends on those that are cached by then, so where pages have to be evicted, steps
+        go only up to the first that fills a page.
+        """
+        if int(self._table.num_missing_pages(num_steps).sum()) <= self._pool.num_free:
+            return num_steps
+        return min(num_steps, self._table.num_steps_to_fill())
 
     # Ends of steps.
 

@@ -230,6 +230,10 @@ class RowTable:
         pages: np.ndarray = np.maximum(missing // self._page_size, 0)
         return pages
 
+    def num_steps_to_fill(self) -> int:
+        """Returns after how many steps the first row fills a page; there must be a row."""
+        return self._page_size - int((self._position[: len(self._items)] % self._page_size).max())
+
     def at(self, row: int) -> Sequence:
         return self._items[row].sequence
 

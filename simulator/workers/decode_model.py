@@ -314,7 +314,9 @@ class DecodeModel(TransferOwner):
         if not plan:
             return []
         self._plan, now_s, ends_s = plan, self.node.sim.now_s, []
-        num_steps = 1 if self._awaits_first_token(plan) else self.scheduler.num_steps_alike(plan, self._max_run)
+        num_steps, awaits_pages = 1, self.transfers.awaits_pages
+        if not self._awaits_first_token(plan):
+            num_steps = self.scheduler.num_steps_alike(plan, self._max_run, awaits_pages=awaits_pages)
         waiting_s = self.host.take_waiting_s() if self.host is not None else 0.0
         if num_steps == 1:
             self._steps_s = [self._costs.work_s(plan) + waiting_s]
@@ -387,7 +389,11 @@ class DecodeModel(TransferOwner):
         assert self._run_rows is not None
         items = self._run_rows.items
         contexts = sum([len(item.sequence.token_ids) - 1 for item in items]) + len(items) * self._num_measured
-        self._pace.on_decode_steps(len(items), contexts + len(items) / 2, self._steps_s[:num_steps])
+        num_contexts = contexts + len(items) / 2
+        self._pace.on_decode_steps(len(items), num_contexts, self._steps_s[:num_steps])
+        for number in self._policy.steps.learned_of(num_steps):
+            work = StepWork(0, 0.0, len(items), num_contexts + number * len(items))
+            self._policy.steps.on_step(work, self._steps_s[number])
         del self._steps_s[:num_steps]
         self._num_measured += num_steps
 
@@ -395,9 +401,13 @@ class DecodeModel(TransferOwner):
         """Commits the steps that are measured."""
         assert self._run_rows is not None
         num_steps, self._num_measured = self._num_measured, 0
-        for item in self._run_rows.items:
-            cast(RequestTokens, item.sequence.token_ids).extend_by(num_steps)
-        self.scheduler.advance(num_steps, goes_on=goes_on)
+        texts = [cast(RequestTokens, text) for text in self._run_rows.members.texts]
+
+        def append(num_tokens: int) -> None:
+            for text in texts:
+                text.extend_by(num_tokens)
+
+        self.scheduler.advance(num_steps, append, goes_on=goes_on)
         self._num_run += num_steps
         if not goes_on:
             self._end_run(discarded)

@@ -200,6 +200,11 @@ class TransferModel:
                 return
             self._requesting.popleft()
 
+    @property
+    def awaits_pages(self) -> bool:
+        """Whether a transfer waits for its reservation."""
+        return bool(self._requesting)
+
     def _grant(self, transfer: _Transfer, sequence: Sequence) -> bool:
         num_total = len(sequence.token_ids) if transfer.is_part else transfer.num_tokens
         reservation = self._scheduler.reserve(sequence, num_total, transfer.num_tokens)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.diagnose.findings import Finding, Severity
-from cluster.diagnose.ray_checks import check_ray
+from cluster.diagnose.ray_checks import check_installed_ray
 from cluster.ray.launch import resolve_ports
 from engine.models.config import ModelConfig
 from engine.weights.hub import HubModel
@@ -32,7 +32,7 @@ _NVIDIA_SMI = ("nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheade
 
 def check_machine() -> Iterator[Finding]:
     """Checks everything that needs neither a configuration nor a deployment."""
-    yield from check_ray(_HERE)
+    yield from check_installed_ray(_HERE)
     yield from _check_space()
     yield from _check_gpus()
     yield _check_nixl()

@@ -16,8 +16,17 @@ from penstock.errors import ConfigError
 
 
 def check_ray(subject: str) -> list[Finding]:
-    """Checks the Ray of this process: its version, and whether it authenticates callers."""
+    """Checks the Ray that this process belongs to: its version, and whether it authenticates callers."""
     return [_check_ray_version(subject), _check_ray_token(subject)]
+
+
+def check_installed_ray(subject: str) -> list[Finding]:
+    """Checks the Ray that a new process here would use: its version, and who may read its token.
+
+    Whether a running Ray asks for the token is for its own processes to say: an embedded one does although nothing in
+    this process's environment shows it.
+    """
+    return [_check_ray_version(subject), _check_token_file(subject)]
 
 
 def _check_ray_version(subject: str) -> Finding:
@@ -31,7 +40,10 @@ def _check_ray_version(subject: str) -> Finding:
 
 def _check_ray_token(subject: str) -> Finding:
     if ray_requires_token():
-        return _check_token_file(subject)
+        found = _check_token_file(subject)
+        if found.severity is Severity.PROBLEM:
+            return found
+        return Finding("ray token", subject, Severity.OK, "Ray's ports require a token")
     text = "Ray's ports require no token: anyone who reaches them can run code here"
     advice = (
         "fine where they listen on loopback, as in `penstock serve` without --address; on a cluster run "
@@ -42,10 +54,15 @@ def _check_ray_token(subject: str) -> Finding:
 
 def _check_token_file(subject: str) -> Finding:
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
-    if "RAY_AUTH_TOKEN" not in os.environ and path.exists() and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        text = f"Ray's ports require a token, which other accounts may read in {path}"
+    if "RAY_AUTH_TOKEN" in os.environ:
+        return Finding("ray token", subject, Severity.OK, "read from RAY_AUTH_TOKEN")
+    if not path.exists():
+        text = f"none in {path} yet; `penstock serve` makes one for the Ray that it embeds"
+        return Finding("ray token", subject, Severity.SKIPPED, text)
+    if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        text = f"other accounts may read Ray's token in {path}"
         return Finding("ray token", subject, Severity.PROBLEM, text, f"chmod 600 {path}")
-    return Finding("ray token", subject, Severity.OK, "Ray's ports require a token")
+    return Finding("ray token", subject, Severity.OK, f"only this account reads {path}")
 
 
 def ray_requires_token() -> bool:

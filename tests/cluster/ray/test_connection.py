@@ -150,3 +150,17 @@ def test_the_doctor_finds_a_token_that_others_may_read(home: Path, monkeypatch: 
     token.chmod(0o644)
     found = ray_checks.check_ray("here")[1]
     assert (found.severity, found.advice) == (Severity.PROBLEM, f"chmod 600 {token}")
+
+
+def test_the_doctor_does_not_ask_its_own_environment_whether_a_running_ray_requires_a_token(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_checks, "ray_requires_token", lambda: False)  # the embedded Ray's processes have it set
+    none_yet = ray_checks.check_installed_ray("this machine")[1]
+    assert none_yet.severity is Severity.SKIPPED
+    assert str(home / ".ray" / "auth_token") in none_yet.text
+    protect_token()
+    assert ray_checks.check_installed_ray("this machine")[1].severity is Severity.OK
+    (home / ".ray" / "auth_token").chmod(0o640)
+    assert ray_checks.check_installed_ray("this machine")[1].severity is Severity.PROBLEM
+    assert ray_checks.check_ray("the controller's Ray")[1].severity is Severity.WARNING

@@ -20,10 +20,10 @@ from simulator.costs.cost_file import CostProfile, FrontCosts
 from simulator.costs.step_costs import DecodeCosts, LinkCosts, PrefillCosts
 from simulator.request import Outcome, TraceRequest
 from simulator.routers.follower_model import Worker
-from simulator.routers.router_model import RouterModel
+from simulator.routers.router_model import RouterModel, RouterSpec
 from simulator.workers.decode_model import DecodeModel
 from simulator.workers.event_feed import Deliver, EventFaults, EventFeed
-from simulator.workers.host_memory import HostMemoryModel
+from simulator.workers.host_memory import HostMemoryModel, WorkerMemory
 from simulator.workers.prefill_model import PrefillModel
 from simulator.world.garbage import collect_rarely
 from simulator.world.kv_links import KvLinks
@@ -80,6 +80,13 @@ class FleetSpec:
             Role.PREFILL: WorkerLimits(self.prefill.max_batch_tokens or 2048, self.prefill.max_batch_sequences),
             Role.DECODE: WorkerLimits(self.decode.max_batch_tokens, self.decode.max_batch_sequences, here),
         }
+
+    @property
+    def router_spec(self) -> RouterSpec:
+        link = self.link_costs
+        pull_cost = LinkCost(link.latency_s, 1 / link.bytes_per_s) if self.pull else None
+        token_bytes = float(link.token_bytes)
+        return RouterSpec(self.page_size, token_bytes, self.limits, self.max_replicas, self.admission, pull_cost)
 
     @property
     def router_names(self) -> list[str]:
@@ -194,20 +201,9 @@ class SimulatedFleet:
 
     def start_router(self, name: str) -> RouterModel:
         self._epoch += 1
-        spec = self.spec
+        spec, node = self.spec, self.network.add(name, Epoch(self._epoch))
         router = self.routers[name] = RouterModel(
-            self.network.add(name, Epoch(self._epoch)),
-            self.network,
-            self,
-            self.members,
-            self._make_policy(spec.policy),
-            spec.page_size,
-            float(spec.link_costs.token_bytes),
-            spec.limits,
-            spec.max_replicas,
-            spec.admission,
-            LinkCost(spec.link_costs.latency_s, 1 / spec.link_costs.bytes_per_s) if spec.pull else None,
-            self.find_router,
+            node, self.network, self, self.members, self._make_policy(spec.policy), spec.router_spec, self.find_router
         )
         router.on_end = self._count_end
         for other in spec.router_names:
@@ -247,17 +243,9 @@ class SimulatedFleet:
     def start_worker(self, name: str) -> Worker:
         self._epoch += 1
         spec, node = self.spec, self.network.add(name, Epoch(self._epoch))
+        memory = self._make_memory(self.roles[name])
         if self.roles[name] is Role.PREFILL:
-            worker: Worker = PrefillModel(
-                node,
-                self.links,
-                spec.prefill_costs,
-                spec.prefill,
-                spec.page_size,
-                spec.prefill_pages,
-                self.find,
-                self._host_memory(),
-            )
+            worker: Worker = PrefillModel(node, self.links, spec.prefill_costs, spec.prefill, memory, self.find)
         else:
             worker = DecodeModel(
                 node,
@@ -266,11 +254,9 @@ class SimulatedFleet:
                 spec.decode_costs,
                 spec.link_costs,
                 spec.decode,
-                spec.page_size,
-                spec.decode_pages,
+                memory,
                 self.workers.get,
                 spec.max_run,
-                self._host_memory(),
             )
         self.workers[name] = worker
         self._feeds[worker] = []
@@ -278,11 +264,13 @@ class SimulatedFleet:
         worker.before_change = lambda: self._before_change(worker)
         return worker
 
-    def _host_memory(self) -> HostMemoryModel | None:
-        spec = self.spec
-        if not spec.host_pages:
-            return None
-        return HostMemoryModel(spec.host_pages, spec.page_size * spec.link_costs.token_bytes / spec.host_bytes_per_s)
+    def _make_memory(self, role: Role) -> WorkerMemory:
+        spec, host = self.spec, None
+        if spec.host_pages:
+            copy_s = spec.page_size * spec.link_costs.token_bytes / spec.host_bytes_per_s
+            host = HostMemoryModel(spec.host_pages, copy_s)
+        num_pages = spec.prefill_pages if role is Role.PREFILL else spec.decode_pages
+        return WorkerMemory(spec.page_size, num_pages, host)
 
     def add_worker(self, name: str, role: Role) -> Worker:
         """Starts a further worker, which gets work as soon as routers have connected to it."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -26,6 +24,7 @@ from router.routing.index.prefix_index import PrefixIndex
 from router.routing.policy.interface import PlacementPolicy, WorkerLimits
 from simulator.request import Outcome, RequestTokens
 from simulator.routers.follower_model import FollowerModel, RouterState, WorkerDirectory
+from simulator.routers.follower_table import FollowerTable
 from simulator.routers.gate_model import GateModel, fleet_state
 from simulator.routers.peer_model import PeerModel
 from simulator.routers.placement_model import PlacementModel, PlacerModel
@@ -58,6 +57,18 @@ class _OpenRequest:
     timers: list[Timer] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """The settings that all routers of a deployment share."""
+
+    page_size: int
+    token_bytes: float
+    limits: dict[Role, WorkerLimits]  # that workers report
+    max_replicas: int
+    admission: AdmissionConfig | None  # None: every request goes to the workers at once
+    pull_cost: LinkCost | None  # of a pull between any two workers; None: nothing is pulled
+
+
 class RouterModel:
     """Owns its followers, its view of the fleet and the requests in flight."""
 
@@ -68,59 +79,54 @@ class RouterModel:
         workers: WorkerDirectory,
         names: dict[str, Role],
         policy: PlacementPolicy,
-        page_size: int,
-        token_bytes: float,
-        limits: dict[Role, WorkerLimits],
-        max_replicas: int,
-        admission: AdmissionConfig | None,
-        pull_cost: LinkCost | None,
+        spec: RouterSpec,
         find_router: Callable[[str], RouterModel | None],
     ) -> None:
-        """`pull_cost` is that of a pull between any two workers; None: nothing is pulled.
-
-        `find_router` returns the running router of a name.
-        """
+        """`find_router` returns the running router of a name."""
         self.node = node
         self.index = PrefixIndex(on_leaving=self._tidy_soon)
         self.ledger = InflightLedger()
         self.on_end: Callable[[Outcome], None] = lambda outcome: None
+        self.late: list[str] = []  # violations: what workers computed long after its request had ended
         self._network = network
-        self._limits = limits
-        config = admission or AdmissionConfig()
-        known = RouterState(self.index, self.ledger, CostBook(), LinkBook())
+        self._limits = spec.limits
+        self._workers = workers
+        self._known = RouterState(self.index, self.ledger, CostBook(), LinkBook())
+        self._table = FollowerTable(network.sim)
         self.peers = PeerModel(node, network, self.ledger, lambda name: _peers_of(find_router(name)))
-        self._placer = PlacerModel(
-            known,
-            policy,
-            network.sim.rng(f"choice {node.name}"),
-            page_size,
-            token_bytes,
-            max_replicas,
-            pull_cost,
-            self.peers.sent_to,
-        )
-        self._hasher = PromptHasher(page_size, SALT)
+        self._placer = self._make_placer(policy, spec)
+        self._hasher = PromptHasher(spec.page_size, SALT)
         self._rng = network.sim.rng(f"dispatch {node.name}")
         self._max_redispatches = int(RouterConfig.model_fields["max_redispatches"].default)
+        config = spec.admission or AdmissionConfig()
         self._retries = RetryBudget(config.retry_share, config.retry_reserve)
         self._at_gate: dict[int, _OpenRequest] = {}  # by request number, until it ends
         self.gate: GateModel | None = None
-        if admission is not None:
-            self.gate = GateModel(node, admission, lambda: fleet_state(self.followers), self._enter, self._refuse)
+        if spec.admission is not None:
+            self.gate = GateModel(node, spec.admission, lambda: fleet_state(self.followers), self._enter, self._refuse)
         self._streams = count(1)
         self._open: dict[int, _OpenRequest] = {}
-        self.late: list[str] = []  # violations: what workers computed long after its request had ended
         self._ended: dict[int, tuple[int, WorkerId, float]] = {}  # streams that ended before their output did
         self._waiting: dict[_OpenRequest, Timer] = {}  # for a decode worker
-        self._known = known
-        self._workers = workers
-        self.followers: list[FollowerModel] = []
-        self._ready: dict[Role, list[FollowerModel]] | None = None  # by role; None: not computed yet
-        self._by_id: dict[WorkerId, FollowerModel] = {}  # those in `_ready`
-        self._due: list[tuple[float, int, FollowerModel]] = []  # heap: when to read reports; only newest entries count
-        self._due_number = count()
         for name, role in names.items():
             self.follow(name, role)
+
+    def _make_placer(self, policy: PlacementPolicy, spec: RouterSpec) -> PlacerModel:
+        return PlacerModel(
+            self._known,
+            policy,
+            self._network.sim.rng(f"choice {self.node.name}"),
+            spec.page_size,
+            spec.token_bytes,
+            spec.max_replicas,
+            spec.pull_cost,
+            self.peers.sent_to,
+        )
+
+    @property
+    def followers(self) -> list[FollowerModel]:
+        """The followers of all members."""
+        return self._table.followers
 
     def follow(self, name: str, role: Role) -> None:
         """Adds a member."""
@@ -135,39 +141,23 @@ class RouterModel:
             self._on_change,
             self.gate.poll_soon if self.gate is not None else lambda: None,
             self._on_link_lost,
-            self._read_at,
+            self._table.read_when_due,
         )
         self.followers.append(follower)
         follower.connect()
 
     def retire(self, name: str) -> None:
         """Removes a member: it gets no new requests and keeps those that it has."""
-        for follower in [follower for follower in self.followers if follower.worker_id == name]:
-            follower.retired = True
-            self.followers.remove(follower)
+        self._table.retire(name)
         self._on_change()
 
     @property
     def num_open(self) -> int:
         return len(self._open)
 
-    # Reports that wait to be read.
-
     def read_reports(self) -> None:
         """Takes all reports that have arrived. Nothing here is up to date without it."""
-        now_s, due = self._network.sim.now_s, self._due
-        while due and due[0][0] <= now_s:
-            at_s, _, follower = heapq.heappop(due)
-            feed = follower.feed
-            if feed is not None and feed.waits and feed.due_s == at_s:
-                follower.read(now_s)
-                self._read_at(follower)
-
-    def _read_at(self, follower: FollowerModel) -> None:
-        assert follower.feed is not None
-        follower.feed.due_s = follower.feed.next_s()
-        if follower.feed.due_s < math.inf:
-            heapq.heappush(self._due, (follower.feed.due_s, next(self._due_number), follower))
+        self._table.read_reports()
 
     def _tidy_soon(self) -> None:
         """Drops pages of workers that have left, piece by piece."""
@@ -230,8 +220,8 @@ class RouterModel:
     # Placement.
 
     def _place(self, held: _OpenRequest, cause: PenstockError | None = None) -> None:
-        self.read_reports()
-        ready = self._ready or self._find_ready()
+        self._table.read_reports()
+        ready = self._table.ready()
         if not ready[Role.DECODE]:
             self._wait(held)
             return
@@ -249,7 +239,7 @@ class RouterModel:
         candidates = [
             PrefillOption(
                 one.worker_id,
-                self._by_id[one.worker_id].epoch,
+                self._table.ready_one(one.worker_id).epoch,
                 one.queue_s,
                 one.prefill_s,
                 one.pull.tokens if one.pull else one.cached_tokens,
@@ -257,16 +247,7 @@ class RouterModel:
             )
             for one in placed.choice.candidates
         ]
-        self._send(held, self._by_id[placed.choice.decode], candidates)
-
-    def _find_ready(self) -> dict[Role, list[FollowerModel]]:
-        """Returns the workers that take requests, by role; the result is kept until a worker comes, goes or is lost."""
-        ready: dict[Role, list[FollowerModel]] = {Role.PREFILL: [], Role.DECODE: []}
-        for follower in self.followers:
-            if follower.takes_work:
-                ready[follower.role].append(follower)
-        self._ready, self._by_id = ready, {each.worker_id: each for each in (*ready[Role.PREFILL], *ready[Role.DECODE])}
-        return ready
+        self._send(held, self._table.ready_one(placed.choice.decode), candidates)
 
     def _wait(self, held: _OpenRequest) -> None:
         patience_s = held.core.patience_s()
@@ -274,8 +255,8 @@ class RouterModel:
         self._waiting[held] = self.node.after(patience_s, lambda: self._end(held, nobody))
 
     def _on_change(self) -> None:
-        self._ready = None
-        if self._waiting and any(follower.takes_work for follower in self.followers if follower.role is Role.DECODE):
+        self._table.on_change()
+        if self._waiting and self._table.has_ready(Role.DECODE):
             waiting, self._waiting = self._waiting, {}
             for held, timer in waiting.items():
                 timer.cancel()

@@ -7,6 +7,7 @@ or locally, and sends one frame a step to each router.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
@@ -20,17 +21,15 @@ from decode_worker.prefill.placement_policy import (
 from decode_worker.prefill.step_costs import StepWork
 from decode_worker.schedule.pace import Pace
 from decode_worker.schedule.scheduler import DecodeScheduler
-from engine.cache.prefix_cache import PrefixCache
 from engine.step.plan import DecodeRows, StepPlan
 from engine.step.row_table import RowTable
 from engine.step.sequence import Sequence
 from penstock.config import DecodeConfig
 from penstock.errors import DeadlineExceeded, Overloaded, PenstockError, Unavailable
-from penstock.kv.events import KvEventLog
 from penstock.types import Role, StepTotals, TransferKey, WorkerId, WorkerLoad
 from simulator.costs.step_costs import DecodeCosts, LinkCosts
 from simulator.request import RequestTokens
-from simulator.workers.host_memory import HostMemoryModel, tiers_of
+from simulator.workers.host_memory import WorkerMemory
 from simulator.workers.migrations import MigrationModel
 from simulator.workers.step_loop import VirtualStepLoop
 from simulator.workers.submission import Delta, MigratedTo, Submission
@@ -39,6 +38,17 @@ from simulator.world.kv_links import KvLinks
 from simulator.world.network import Network, Node, State
 
 _RETRY_AFTER_S = 1.0
+
+
+@dataclass(slots=True)
+class _StepRun:
+    """The steps in flight: one, or several that are simulated at once because nothing happens between them."""
+
+    plan: StepPlan | None = None  # until its first step is committed
+    steps_s: list[float] = field(default_factory=list)  # of those that are not measured
+    rows: DecodeRows | None = None  # once the first step is committed, if more follow
+    num_committed: int = 0
+    num_measured: int = 0  # further steps
 
 
 class DecodeModel(TransferOwner):
@@ -54,11 +64,9 @@ class DecodeModel(TransferOwner):
         costs: DecodeCosts,
         link: LinkCosts,
         config: DecodeConfig,
-        page_size: int,
-        num_pages: int,
+        memory: WorkerMemory,
         find_sender: Callable[[str], Sender | None],
         max_run: int = 1,
-        host: HostMemoryModel | None = None,
     ) -> None:
         """`max_run` is how many steps are simulated at once where nothing happens between them.
 
@@ -67,11 +75,9 @@ class DecodeModel(TransferOwner):
         """
         self.node = node
         self.worker_id = WorkerId(node.name)
-        self.page_size = page_size
-        self.events = KvEventLog()
-        self.host = host
-        self.cache = PrefixCache(num_pages, page_size, self.events, tiers=tiers_of(host))
-        self.pool = self.cache.pool
+        self.page_size = page_size = memory.page_size
+        self.events, self.host = memory.events, memory.host
+        self.cache, self.pool = memory.cache, memory.pool
         self.scheduler = DecodeScheduler(self.pool, self.cache, page_size, config, RowTable(page_size))
         self.transfers = TransferModel(node, network, self.pool, self.scheduler, page_size, find_sender, self)
         self.migrations = MigrationModel(self, network, links)
@@ -87,11 +93,7 @@ class DecodeModel(TransferOwner):
         self._submissions: dict[Sequence, Submission] = {}
         self._computed_here: set[Sequence] = set()  # prompts without a first token
         self._outbox: dict[Callable[[list[Delta]], None], list[Delta]] = {}
-        self._plan: StepPlan | None = None  # in flight, until it is committed
-        self._steps_s: list[float] = []  # of the run in flight; only those that are not committed
-        self._run_rows: DecodeRows | None = None  # of a run whose first steps are committed
-        self._num_run = 0  # how many of its steps are committed
-        self._num_measured = 0  # how many more of them are measured
+        self._run = _StepRun()
         self._pace = Pace()
         self._policy = PrefillPlacement(config)
         if max_run > 1:
@@ -115,7 +117,7 @@ class DecodeModel(TransferOwner):
     def totals_at(self, at_s: float) -> tuple[StepTotals, StepTotals]:
         """Returns the totals of steps that have ended by then; of a run's steps, it commits none but the first."""
         if num_ended := self.loop.catch_up(at_s):
-            if self._plan is not None:
+            if self._run.plan is not None:
                 self._commit(num_ended, goes_on=True)
             else:
                 self._measure(num_ended)
@@ -313,18 +315,18 @@ class DecodeModel(TransferOwner):
         self.on_change()
         if not plan:
             return []
-        self._plan, now_s, ends_s = plan, self.node.sim.now_s, []
+        self._run.plan, now_s, ends_s = plan, self.node.sim.now_s, []
         num_steps, awaits_pages = 1, self.transfers.awaits_pages
         if not self._awaits_first_token(plan):
             num_steps = self.scheduler.num_steps_alike(plan, self._max_run, awaits_pages=awaits_pages)
         waiting_s = self.host.take_waiting_s() if self.host is not None else 0.0
         if num_steps == 1:
-            self._steps_s = [self._costs.work_s(plan) + waiting_s]
-            return [now_s + self._steps_s[0]]
+            self._run.steps_s = [self._costs.work_s(plan) + waiting_s]
+            return [now_s + self._run.steps_s[0]]
         costs, num_rows, contexts = self._costs, len(plan.rows), int(plan.rows.positions_R.sum())
-        self._steps_s = costs.decode_each_s(num_rows, contexts, num_steps)
-        self._steps_s[0] += waiting_s
-        for step_s in self._steps_s:
+        self._run.steps_s = costs.decode_each_s(num_rows, contexts, num_steps)
+        self._run.steps_s[0] += waiting_s
+        for step_s in self._run.steps_s:
             now_s += step_s
             ends_s.append(now_s)
         return ends_s
@@ -337,12 +339,12 @@ class DecodeModel(TransferOwner):
     def catch_up(self, until_s: float) -> None:
         """Commits the steps that have ended by then."""
         self.totals_at(until_s)
-        if self._num_measured:
+        if self._run.num_measured:
             self._advance(goes_on=True)
 
     def _end_steps(self, num_ended: int) -> None:
         self._commit(num_ended, goes_on=False)
-        self._steps_s = []
+        self._run.steps_s = []
         self.migrations.advance_all()
         self._flush()
         self.on_change()
@@ -357,12 +359,12 @@ class DecodeModel(TransferOwner):
 
     def _commit(self, num_ended: int, goes_on: bool) -> None:
         """Commits the first steps of those in flight, of which only the last of a run can end a sequence."""
-        plan, self._plan = self._plan, None
+        plan, self._run.plan = self._run.plan, None
         if plan is None:  # its first step is committed
             self._measure(num_ended)
             self._advance(goes_on)
             return
-        first_s = self._steps_s.pop(0)
+        first_s = self._run.steps_s.pop(0)
         if plan.chunks:
             self.num_computed_tokens += sum(item.num_tokens for item in plan.chunks if item.num_tokens > 1)
         self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, first_s)
@@ -375,7 +377,7 @@ class DecodeModel(TransferOwner):
             got: Iterable[Sequence | None] = (*(item.sequence for item in rows.items), *sampled)
             self._on_step(sequence for sequence in got if sequence is not None and sequence not in discarded)
             return
-        self._run_rows, self._num_run = rows, 1
+        self._run.rows, self._run.num_committed = rows, 1
         if num_ended > 1 or goes_on:
             if num_ended > 1:
                 self._measure(num_ended - 1)
@@ -386,36 +388,36 @@ class DecodeModel(TransferOwner):
 
     def _measure(self, num_steps: int) -> None:
         """Measures the next steps of a run, which `_advance` will commit."""
-        assert self._run_rows is not None
-        items = self._run_rows.items
-        contexts = sum([len(item.sequence.token_ids) - 1 for item in items]) + len(items) * self._num_measured
+        assert self._run.rows is not None
+        items = self._run.rows.items
+        contexts = sum([len(item.sequence.token_ids) - 1 for item in items]) + len(items) * self._run.num_measured
         num_contexts = contexts + len(items) / 2
-        self._pace.on_decode_steps(len(items), num_contexts, self._steps_s[:num_steps])
+        self._pace.on_decode_steps(len(items), num_contexts, self._run.steps_s[:num_steps])
         for number in self._policy.steps.learned_of(num_steps):
             work = StepWork(0, 0.0, len(items), num_contexts + number * len(items))
-            self._policy.steps.on_step(work, self._steps_s[number])
-        del self._steps_s[:num_steps]
-        self._num_measured += num_steps
+            self._policy.steps.on_step(work, self._run.steps_s[number])
+        del self._run.steps_s[:num_steps]
+        self._run.num_measured += num_steps
 
     def _advance(self, goes_on: bool, discarded: Collection[Sequence] = ()) -> None:
         """Commits the steps that are measured."""
-        assert self._run_rows is not None
-        num_steps, self._num_measured = self._num_measured, 0
-        texts = [cast(RequestTokens, text) for text in self._run_rows.members.texts]
+        assert self._run.rows is not None
+        num_steps, self._run.num_measured = self._run.num_measured, 0
+        texts = [cast(RequestTokens, text) for text in self._run.rows.members.texts]
 
         def append(num_tokens: int) -> None:
             for text in texts:
                 text.extend_by(num_tokens)
 
         self.scheduler.advance(num_steps, append, goes_on=goes_on)
-        self._num_run += num_steps
+        self._run.num_committed += num_steps
         if not goes_on:
             self._end_run(discarded)
 
     def _end_run(self, discarded: Collection[Sequence]) -> None:
-        rows, self._run_rows = self._run_rows, None
+        rows, self._run.rows = self._run.rows, None
         assert rows is not None
-        self._end_rows(rows, self._num_run, discarded)
+        self._end_rows(rows, self._run.num_committed, discarded)
 
     def _end_rows(self, rows: DecodeRows, num_steps: int, discarded: Collection[Sequence]) -> None:
         """Emits the tokens of rows that end with the last of the run's steps, and first tokens."""

@@ -1,11 +1,13 @@
-"""The host tier of a simulated worker's cache: the real bookkeeping of tiers over pages that have no content."""
+"""A simulated worker's memory: the real page pool, prefix cache and bookkeeping of tiers over pages without content."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from engine.cache.page_slots import PageSlots
+from engine.cache.prefix_cache import PrefixCache
 from engine.cache.tiers import CacheTiers, HostPages
+from penstock.kv.events import KvEventLog
 from penstock.types import PageId
 
 
@@ -38,5 +40,13 @@ class HostMemoryModel(HostPages):
         return waiting_s
 
 
-def tiers_of(host: HostMemoryModel | None) -> CacheTiers | None:
-    return CacheTiers(host) if host is not None else None
+class WorkerMemory:
+    """Owns a worker's page pool, its prefix cache and the log of their events. `host` is the tier below; None: none."""
+
+    def __init__(self, page_size: int, num_pages: int, host: HostMemoryModel | None = None) -> None:
+        self.page_size = page_size
+        self.host = host
+        self.events = KvEventLog()
+        tiers = CacheTiers(host) if host is not None else None
+        self.cache = PrefixCache(num_pages, page_size, self.events, tiers=tiers)
+        self.pool = self.cache.pool

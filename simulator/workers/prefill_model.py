@@ -10,18 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.cache.prefix_cache import PrefixCache
 from engine.step.sequence import ScheduledSequence, Sequence
 from kv_transfer.session.lease import heartbeat_s
 from kv_transfer.session.transfer_session import Manifest
 from penstock.config import PrefillConfig
 from penstock.errors import Cancelled, PenstockError, TransferError
-from penstock.kv.events import KvEventLog
 from penstock.types import Role, StepTotals, TransferKey, WorkerId, WorkerLoad
 from prefill_worker.scheduler import PrefillScheduler
 from router.routing.policy.interface import PlannedPull
 from simulator.costs.step_costs import PrefillCosts
-from simulator.workers.host_memory import HostMemoryModel, tiers_of
+from simulator.workers.host_memory import WorkerMemory
 from simulator.workers.pull_model import PageHolder, PullModel
 from simulator.workers.step_loop import VirtualStepLoop
 from simulator.world.kv_links import KvLinks
@@ -79,22 +77,17 @@ class PrefillModel:
         links: KvLinks,
         costs: PrefillCosts,
         config: PrefillConfig,
-        page_size: int,
-        num_pages: int,
-        find: Callable[[str], PageHolder | None] = lambda name: None,
-        host: HostMemoryModel | None = None,
+        memory: WorkerMemory,
+        find: Callable[[str], PageHolder | None],
     ) -> None:
         """`find` returns the worker of a name, to pull pages from."""
         self.node = node
         self.worker_id = WorkerId(node.name)
-        self.page_size = page_size
-        self.events = KvEventLog()
-        self.host = host
-        self.cache = PrefixCache(num_pages, page_size, self.events, tiers=tiers_of(host))
-        self.pool = self.cache.pool
-        self.scheduler = PrefillScheduler(
-            self.pool, self.cache, page_size, config.max_batch_tokens or 2048, config.max_batch_sequences
-        )
+        self.page_size = page_size = memory.page_size
+        self.events, self.host = memory.events, memory.host
+        self.cache, self.pool = memory.cache, memory.pool
+        step_tokens = config.max_batch_tokens or 2048
+        self.scheduler = PrefillScheduler(self.pool, self.cache, page_size, step_tokens, config.max_batch_sequences)
         self.loop = VirtualStepLoop(node, self._begin_step, self._end_step, lambda: self.before_change())
         self.pulls = PullModel(
             node,
@@ -105,7 +98,7 @@ class PrefillModel:
             find,
             self.loop.post,
             lambda: self._totals,
-            config.max_batch_tokens or 2048,
+            step_tokens,
         )
         self.on_change: Callable[[], None] = lambda: None
         self.before_change: Callable[[], None] = lambda: None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from penstock.types import Role
 from simulator.fleet import SimulatedFleet
@@ -35,78 +36,117 @@ class FaultRates:
 
 def schedule_faults(fleet: SimulatedFleet, rng: random.Random, until_s: float, rates: FaultRates) -> list[str]:
     """Schedules the faults of a run and returns their descriptions. All are over soon after `until_s`."""
-    names = list(fleet.spec.names)
-    descriptions: list[str] = []
+    schedule = _FaultSchedule(fleet, rng, until_s, rates)
+    schedule.add_process_faults()
+    schedule.add_link_faults()
+    schedule.add_event_faults()
+    schedule.add_abandoned_requests()
+    schedule.add_drains_and_flips()
+    schedule.add_lost_ranks()
+    schedule.add_replacements_by_spares()
+    schedule.add_migrations()
+    schedule.add_lost_routers()
+    return sorted(schedule.descriptions)
 
-    def begin(kind: str, what: str, start: Callable[[], None], end: Callable[[], None]) -> None:
-        at_s, lasts_s = rng.uniform(0, until_s), rng.uniform(0.05, rates.longest_s)
-        fleet.sim.at(at_s, start)
-        fleet.sim.at(at_s + lasts_s, end)
-        descriptions.append(f"{at_s:.3f} {kind} {what} for {lasts_s:.3f} s")
 
-    for _ in range(_count(rng, rates.kills)):
-        name = rng.choice(names)
-        begin("kill", name, lambda name=name: _kill(fleet, name), lambda name=name: _restart(fleet, name))  # type: ignore[misc]
-    for _ in range(_count(rng, rates.freezes)):
-        name = rng.choice(names)
-        begin("freeze", name, lambda name=name: _freeze(fleet, name), lambda name=name: _thaw(fleet, name))  # type: ignore[misc]
-    network, links = fleet.network, fleet.links
-    for _ in range(_count(rng, rates.cuts)):
-        one, other = _pair(fleet, rng)
-        begin(
-            "cut",
-            f"{one} {other}",
-            lambda one=one, other=other: network.cut(one, other),  # type: ignore[misc]
-            lambda one=one, other=other: network.heal(one, other),  # type: ignore[misc]
-        )
-    for _ in range(_count(rng, rates.slow_links)):
-        one, other, factor = *_pair(fleet, rng), rng.choice((10.0, 100.0))
-        begin(
-            "slow",
-            f"{one} {other} {factor:g}",
-            lambda one=one, other=other, factor=factor: links.set_slowness(one, other, factor),  # type: ignore[misc]
-            lambda one=one, other=other: links.set_slowness(one, other, 1.0),  # type: ignore[misc]
-        )
-    if rng.random() < rates.event_faults:
-        begin("events", "mishandled", lambda: _spoil_events(fleet, rng), lambda: _restore_events(fleet))
-    for _ in range(_count(rng, rates.abandons)):
-        _abandon(fleet, rng, fleet.outcomes, until_s)
-    for number in range(_count(rng, rates.drains) + (num_flips := _count(rng, rates.flips))):
-        name = rng.choice(names)
-        role = fleet.spec.names[name]
-        if number < num_flips:
-            role = Role.PREFILL if role is Role.DECODE else Role.DECODE
-        begin(
-            "flip" if number < num_flips else "drain",
-            name,
-            lambda name=name, role=role, number=number: _drain(fleet, name, role, number),  # type: ignore[misc]
-            lambda name=name: _remove(fleet, name),  # type: ignore[misc]
-        )
-    for _ in range(_count(rng, rates.ranks)):
-        name = rng.choice(names)
-        begin("rank", name, lambda name=name: _freeze(fleet, name), lambda name=name: _end_group(fleet, name))  # type: ignore[misc]
-    for number in range(_count(rng, rates.spares)):
-        name = rng.choice(names)
-        begin(
-            "spare",
-            name,
-            lambda name=name: _kill(fleet, name),  # type: ignore[misc]
-            lambda name=name, number=number: _take_spare(fleet, name, number),  # type: ignore[misc]
-        )
-    for _ in range(_count(rng, rates.migrations)):
-        name = rng.choice([name for name, role in fleet.spec.names.items() if role is Role.DECODE])
-        at_s = rng.uniform(0, until_s)
-        fleet.sim.at(at_s, lambda name=name: fleet.migrate_away(name))  # type: ignore[misc]
-        descriptions.append(f"{at_s:.3f} migrations from {name}")
-    for _ in range(_count(rng, rates.router_kills)):
-        name = rng.choice(fleet.spec.router_names)
-        begin(
-            "router",
-            name,
-            lambda name=name: fleet.kill_router(name),  # type: ignore[misc]
-            lambda name=name: _restart_router(fleet, name),  # type: ignore[misc]
-        )
-    return sorted(descriptions)
+class _FaultSchedule:
+    """Chooses faults of each kind, their victims and times. The order of its calls is part of what a seed means."""
+
+    def __init__(self, fleet: SimulatedFleet, rng: random.Random, until_s: float, rates: FaultRates) -> None:
+        self.descriptions: list[str] = []
+        self._fleet = fleet
+        self._rng = rng
+        self._until_s = until_s
+        self._rates = rates
+        self._roles = dict(fleet.spec.names)
+        self._names = list(self._roles)
+
+    def add_process_faults(self) -> None:
+        fleet = self._fleet
+        for _ in range(self._count(self._rates.kills)):
+            name = self._rng.choice(self._names)
+            self._add("kill", name, partial(_kill, fleet, name), partial(_restart, fleet, name))
+        for _ in range(self._count(self._rates.freezes)):
+            name = self._rng.choice(self._names)
+            self._add("freeze", name, partial(_freeze, fleet, name), partial(_thaw, fleet, name))
+
+    def add_link_faults(self) -> None:
+        network, links = self._fleet.network, self._fleet.links
+        for _ in range(self._count(self._rates.cuts)):
+            pair = self._choose_pair()
+            self._add("cut", " ".join(pair), partial(network.cut, *pair), partial(network.heal, *pair))
+        for _ in range(self._count(self._rates.slow_links)):
+            pair, factor = self._choose_pair(), self._rng.choice((10.0, 100.0))
+            slow, restore = partial(links.set_slowness, *pair, factor), partial(links.set_slowness, *pair, 1.0)
+            self._add("slow", f"{' '.join(pair)} {factor:g}", slow, restore)
+
+    def add_event_faults(self) -> None:
+        if self._rng.random() < self._rates.event_faults:
+            spoil = partial(_spoil_events, self._fleet, self._rng)
+            self._add("events", "mishandled", spoil, partial(_restore_events, self._fleet))
+
+    def add_abandoned_requests(self) -> None:
+        for _ in range(self._count(self._rates.abandons)):
+            _abandon(self._fleet, self._rng, self._fleet.outcomes, self._until_s)
+
+    def add_drains_and_flips(self) -> None:
+        num_drains, num_flips = self._count(self._rates.drains), self._count(self._rates.flips)
+        for number in range(num_drains + num_flips):
+            name, is_flip = self._rng.choice(self._names), number < num_flips
+            role = self._roles[name]
+            if is_flip:
+                role = Role.PREFILL if role is Role.DECODE else Role.DECODE
+            drain = partial(_drain, self._fleet, name, role, number)
+            self._add("flip" if is_flip else "drain", name, drain, partial(_remove, self._fleet, name))
+
+    def add_lost_ranks(self) -> None:
+        fleet = self._fleet
+        for _ in range(self._count(self._rates.ranks)):
+            name = self._rng.choice(self._names)
+            self._add("rank", name, partial(_freeze, fleet, name), partial(_end_group, fleet, name))
+
+    def add_replacements_by_spares(self) -> None:
+        fleet = self._fleet
+        for number in range(self._count(self._rates.spares)):
+            name = self._rng.choice(self._names)
+            self._add("spare", name, partial(_kill, fleet, name), partial(_take_spare, fleet, name, number))
+
+    def add_migrations(self) -> None:
+        for _ in range(self._count(self._rates.migrations)):
+            name = self._rng.choice(self._decode_names())
+            at_s = self._rng.uniform(0, self._until_s)
+            self._fleet.sim.at(at_s, partial(self._fleet.migrate_away, name))
+            self.descriptions.append(f"{at_s:.3f} migrations from {name}")
+
+    def add_lost_routers(self) -> None:
+        fleet = self._fleet
+        for _ in range(self._count(self._rates.router_kills)):
+            name = self._rng.choice(fleet.spec.router_names)
+            self._add("router", name, partial(fleet.kill_router, name), partial(_restart_router, fleet, name))
+
+    def _add(self, kind: str, what: str, start: Callable[[], None], end: Callable[[], None]) -> None:
+        """Chooses when a fault starts and ends, and schedules both."""
+        at_s, lasts_s = self._rng.uniform(0, self._until_s), self._rng.uniform(0.05, self._rates.longest_s)
+        self._fleet.sim.at(at_s, start)
+        self._fleet.sim.at(at_s + lasts_s, end)
+        self.descriptions.append(f"{at_s:.3f} {kind} {what} for {lasts_s:.3f} s")
+
+    def _count(self, mean: float) -> int:
+        """Returns a Poisson count, by waiting times."""
+        count, passed = 0, self._rng.expovariate(1.0)
+        while passed < mean:
+            count, passed = count + 1, passed + self._rng.expovariate(1.0)
+        return count
+
+    def _choose_pair(self) -> tuple[str, str]:
+        """Returns two processes that communicate."""
+        decode = self._rng.choice(self._decode_names())
+        prefill = [name for name, role in self._roles.items() if role is Role.PREFILL]
+        router = self._rng.choice(self._fleet.spec.router_names)
+        return self._rng.choice([(router, self._rng.choice(self._names)), *[(name, decode) for name in prefill]])
+
+    def _decode_names(self) -> list[str]:
+        return [name for name, role in self._roles.items() if role is Role.DECODE]
 
 
 def _drain(fleet: SimulatedFleet, name: str, role: Role, number: int) -> None:
@@ -129,23 +169,6 @@ def _migrate_all(fleet: SimulatedFleet, name: str) -> None:
 def _remove(fleet: SimulatedFleet, name: str) -> None:
     if name in fleet.workers and name not in fleet.members:
         fleet.remove_worker(name)
-
-
-def _count(rng: random.Random, mean: float) -> int:
-    """Returns a Poisson count, by waiting times."""
-    count, passed = 0, rng.expovariate(1.0)
-    while passed < mean:
-        count, passed = count + 1, passed + rng.expovariate(1.0)
-    return count
-
-
-def _pair(fleet: SimulatedFleet, rng: random.Random) -> tuple[str, str]:
-    """Returns two processes that communicate."""
-    names = fleet.spec.names
-    decode = rng.choice([name for name, role in names.items() if role is Role.DECODE])
-    prefill = [name for name, role in names.items() if role is Role.PREFILL]
-    router = rng.choice(fleet.spec.router_names)
-    return rng.choice([(router, rng.choice(list(names))), *[(name, decode) for name in prefill]])
 
 
 def _kill(fleet: SimulatedFleet, name: str) -> None:

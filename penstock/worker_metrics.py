@@ -1,8 +1,8 @@
 """Declares the metrics that workers measure and report with their load, and that routers export by worker as
 `penstock:worker_NAME`.
 
-To add a metric, declare it here and observe it in the worker. Values travel by name, so routers and workers of
-different versions ignore unknown ones.
+To add a metric, declare it here and observe it in the worker; nothing else lists it. It stands in `penstock`, because
+routers import it too. Values travel by name, so routers and workers of different versions ignore unknown ones.
 """
 
 from __future__ import annotations
@@ -65,40 +65,8 @@ KV_EVENT_UNPLACED_BLOCKS = WorkerMetric(
     "kv_event_unplaced_blocks", "Blocks of an engine's KV events that had no place: of unknown parents, or too many"
 )
 
-METRICS = {
-    metric.name: metric
-    for metric in (
-        PREEMPTIONS,
-        PREEMPTED_TOKENS,
-        OLDEST_FENCE_SECONDS,
-        PAGES_SENT,
-        BYTES_SENT,
-        TRANSFER_FAILURES,
-        TRANSPORT_FALLBACKS,
-        HANDOFF_MISMATCHES,
-        PULLS,
-        PULL_FAILURES,
-        PULLED_PAGES,
-        PULL_SECONDS,
-        KEPT_POOLS,
-        KEPT_POOLS_REFUSED,
-        KEPT_PAGES,
-        KEPT_PAGES_DAMAGED,
-        KV_EVENT_BATCHES,
-        KV_EVENT_RESYNCS,
-        KV_EVENT_UNNAMED_PAGES,
-        HELD_PAGES,
-        HELD_BYTES,
-        SESSIONS,
-        HOLDS_LOST,
-        HINTS_ACCEPTED,
-        HINTS_CLIPPED,
-        HINTS_REFUSED,
-        PREFETCHED_PAGES,
-        KV_EVENT_LOSSES,
-        KV_EVENT_UNPLACED_BLOCKS,
-    )
-}
+METRICS = {metric.name: metric for metric in list(globals().values()) if isinstance(metric, WorkerMetric)}
+"""Every metric declared above, by name."""
 
 
 class WorkerMetrics:

@@ -9,9 +9,8 @@ pages land, sequences pause (`steps_in_flight` makes that safe). One more step m
 it needs can stay on the device.
 
 Every running sequence gets its next token first; the rest of the step's token budget goes to chunks of prompts that are
-computed here. A sequence that needs a page when none is left preempts one that ranks behind it, bulk first and then the
-one with the least work to lose, whose tokens are kept and whose KV is recomputed later. So the first in rank always
-progresses, every sequence becomes first in time, and none starves.
+computed here. A sequence that needs a page when none is left preempts one that ranks behind it (`preemption_policy`),
+which keeps its tokens and recomputes their KV later.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import cast
 import numpy as np
 
 from decode_worker.schedule.chunk_budget import ChunkBudget
+from decode_worker.schedule.preemption_policy import choose_victim
 from decode_worker.schedule.run_ahead import assign_rows_ahead
 from decode_worker.schedule.run_queues import RunQueues, TrackedSequence
 from decode_worker.schedule.sequence_pages import SequencePages
@@ -37,7 +37,7 @@ from engine.step.sequence import SampledToken, ScheduledSequence, Sequence, Step
 from engine.step.speculation.speculator import Speculator
 from penstock.config import DecodeConfig
 from penstock.errors import InternalError
-from penstock.types import Lane, PageId
+from penstock.types import PageId
 from penstock.worker_metrics import PREEMPTED_TOKENS, PREEMPTIONS, WorkerMetrics
 
 
@@ -331,18 +331,10 @@ class DecodeScheduler:
                 self._pages.extend(chunk)
                 return True
             except OutOfPages:
-                victim = self._choose_victim(entry)
+                victim = choose_victim(self._queues.behind(entry)) or entry
                 self._preempt(victim)
                 if victim is entry:
                     return False
-
-    def _choose_victim(self, entry: TrackedSequence) -> TrackedSequence:
-        """Returns the running sequence to preempt for `entry`: one that ranks behind it, or else itself."""
-
-        def cost(victim: TrackedSequence) -> tuple[bool, int, float]:
-            return victim.sequence.lane is not Lane.BULK, victim.sequence.num_computed_tokens, -victim.rank[1]
-
-        return min(self._queues.behind(entry), key=cost, default=entry)
 
     def _preempt(self, entry: TrackedSequence) -> None:
         self._queues.stop(entry)

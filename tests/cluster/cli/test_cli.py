@@ -297,7 +297,7 @@ def test_an_unreachable_deployment_is_reported_with_the_fix(capsys: pytest.Captu
             "no deployment answers at 127.0.0.1:1: nothing listens there (connection refused); start one with "
             "`penstock serve`, or give the deployment's --admin address, by default port 50052"
         )
-    assert refusal(capsys, "generate", "hi", "--server", "127.0.0.1:1", "--timeout", "0.3") == (
+    assert refusal(capsys, "generate", "hi", "--server", "127.0.0.1:1", "--timeout", "2") == (
         "no deployment answers at 127.0.0.1:1: nothing listens there (connection refused); start one with "
         "`penstock serve`, or give a router's gRPC address (host:port, by default port 50051)"
     )

@@ -1,7 +1,7 @@
 """Makes the lists of packages that the images install: every version and the hashes of its wheels.
 
 `python -m tests.support.repository.image_locks --write` asks uv and PyPI, and writes deploy/docker/locks/. Versions are
-those of constraints.txt, but for what torch's own builds demand.
+those of constraints.txt; the CPU build of torch has a suffix.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 LOCKS = ROOT / "deploy" / "docker" / "locks"
 EXTRAS = {"cpu": ("serve", "tracing"), "cuda": ("serve", "tracing", "nixl")}
-TORCH_DECIDES = {"torch", "triton"}  # the CPU build has a version of its own, the CUDA build names its triton
 _CPU_WHEELS = os.environ.get("TORCH_CPU_WHEELS", "https://download.pytorch.org/whl/cpu/torch/")
 _PLATFORM = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_31")
 _HEADER = "# Made by `python -m tests.support.repository.image_locks --write`: change constraints.txt instead.\n"
@@ -38,10 +37,8 @@ def unhashed(text: str) -> list[str]:
 
 def make(variant: str) -> str:
     """Returns the list of one image. Blocks on the network; raises CalledProcessError with uv's message."""
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
     with tempfile.TemporaryDirectory() as folder:
-        constraints, build = Path(folder, "constraints.txt"), Path(folder, "build.txt")
-        constraints.write_text("\n".join(line for line in lines if not line.startswith("triton==")))
+        constraints, build = ROOT / "constraints.txt", Path(folder, "build.txt")
         build.write_text("setuptools\n")  # builds the project itself, where nothing else is fetched
         command = ["uv", "pip", "compile", "pyproject.toml", str(build), "--constraint", str(constraints), *_PLATFORM]
         command += ["--generate-hashes", "--only-binary", ":all:", "--no-header", "--no-annotate", "--quiet"]

@@ -104,14 +104,14 @@ SUBJECTS = (
         "Quantized products on a CPU",
         "Products with int8, int4 and fp8 weights compared with packed bf16 and the time to read their bytes.",
         "make bench-quantized",
-        "lab-notes/engine-cpu.md",
+        "lab-notes/quantization.md",
     ),
     Subject(
         "quality",
         "Quality of quantization",
         "Logits and greedy tokens of the bundled model compared with float32.",
         "make bench-quantized",
-        "lab-notes/engine-cpu.md",
+        "lab-notes/quantization.md",
     ),
     Subject(
         "tiers",
@@ -160,7 +160,7 @@ SUBJECTS = (
         "Metrics and traces",
         "What metrics and traces cost a router, turned on and off in one process.",
         "make bench-router",
-        "lab-notes/router.md",
+        "lab-notes/observability.md",
     ),
     Subject(
         "choice",

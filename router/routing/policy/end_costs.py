@@ -2,7 +2,7 @@
 
 The terms in seconds come from `prices`, their weights from `penstock.config.KvAwareConfig`. To add a cost term: compute
 it here (or in `prices`, if other policies should be compared by it), add it to the sum of its end in `prefill`,
-`decode` or `local_s`, add its weight to KvAwareConfig, and test it.
+`decode` or `local_s` and to the same sum over columns in `wide_ends`, add its weight to KvAwareConfig, and test it.
 """
 
 from __future__ import annotations

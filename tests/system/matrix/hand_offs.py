@@ -12,7 +12,7 @@ import signal
 import tempfile
 import unittest.mock
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from penstock.rpc.server import make_channel
 from penstock.types import Role, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from prefill_worker.server import PrefillServer
+from router.admission import admission_policy
 from router.server import RouterServer
 from tests.support.key_files import write_secret
 from tests.support.plain_processes import Deployment, Process
@@ -43,6 +44,7 @@ _LOCAL = {"placement": "local"}
 _DRAFTED = _LOCAL | {"draft_model": str(DRAFT)}  # rebuilds the draft's KV of what it takes over
 _MIGRATION_TRIES = 5
 _SLICES_S = (0.02, 0.02, 0.01, 0.01, 0.005, 0.005, 0.005, 0.005)  # tried in turn
+_PAGES_ASIDE = 3  # of a small pool, which bounds the context although a window leaves few pages in use
 _TIMEOUT_S = 60.0
 
 
@@ -51,8 +53,10 @@ class Group:
     """Features of one model, which are served together."""
 
     features: tuple[Feature, ...]
-    few_pages: int  # for two whole sequences, and `first`
-    first: tuple[Feature, ...]  # others of the model that rank before them and grow
+    starved: tuple[Feature, ...]  # the features again, with prompts for few pages
+    few_pages: int  # for any one whole sequence; `first` and another one's prompt leave none or one of them
+    first: Feature  # ranks before those that starve
+    max_batch_tokens: int  # where pages are few
 
     @property
     def model(self) -> Path:
@@ -63,11 +67,23 @@ class Group:
         return [feature for feature in self.features if not feature.over_http]
 
 
-_SHORT = [Feature(name, is_windowed=True, num_prompt_tokens=17) for name in ("first", "second", "third")]
+_PLAIN = tuple(each for each in FEATURES.values() if not each.is_windowed)
+_WINDOWED = tuple(each for each in FEATURES.values() if each.is_windowed)
 GROUPS = (
-    Group(tuple(each for each in FEATURES.values() if not each.is_windowed), 32, (Feature("first"), Feature("second"))),
-    # Sequences hold four pages each, once they have grown.
-    Group(tuple(each for each in FEATURES.values() if each.is_windowed), 12, tuple(_SHORT)),
+    Group(
+        _PLAIN,
+        starved=_PLAIN,
+        few_pages=21,  # the first one's prompt has 15, those of the others have six
+        first=Feature("first", num_prompt_tokens=236),
+        max_batch_tokens=1024,
+    ),
+    Group(
+        _WINDOWED,
+        starved=tuple(replace(each, num_prompt_tokens=17) for each in _WINDOWED),
+        few_pages=5,  # both prompts have two; from the 33rd token on, both sequences hold three or four
+        first=Feature("first", is_windowed=True, num_prompt_tokens=17),
+        max_batch_tokens=25,  # both prompts begin at once; what a preempted sequence comes back with fits
+    ),
 )
 
 
@@ -217,36 +233,46 @@ def _num_sequences(server: object) -> int:
 
 
 async def preempted(group: Group) -> Results:
-    """Has pages for two whole sequences and those that rank before all others: a third is preempted, at the latest when
-    it or they have grown. Those that were not preempted, because they began when others had ended, are tried again.
-
-    The worker computes nothing until it has a third request: the others do not end before that one arrives.
+    """Leaves too few pages for the answers of `group.first` and of any other: whichever of the two grows, the other
+    one, which ranks behind, is preempted. The worker computes nothing until it has all requests, so that `group.first`
+    and the next one begin together. Those that begin after `group.first` has ended and are not preempted by others are
+    tried again, and the first of them is preempted each time.
     """
-    small = {"num_pages": group.few_pages, "prefix_caching": False}
+    small = {"num_pages": group.few_pages + _PAGES_ASIDE, "prefix_caching": False}
     results: Results = {}
-    left = list(group.features)
-    decode = _DRAFTED | {"watermark": 0.0}
+    left = list(group.starved)
+    decode = _DRAFTED | {"watermark": 0.0, "max_batch_tokens": group.max_batch_tokens, "max_batch_sequences": 16}
     async with workers(_config(group, Role.DECODE, engine=small, decode=decode)) as servers:
+        pool = servers[0].worker.scheduler._pool
+        aside = pool.allocate(_PAGES_ASIDE)
         async with _router(group, [servers[0].address], 1) as router:
-            for _ in FEATURES:
-                async with contextlib.AsyncExitStack() as stack:
-                    with _held_steps(servers[0]):
-                        first = await stack.enter_async_context(_streams(router, group.first))
-                        await until(lambda: _num_sequences(servers[0]) == len(group.first))
-                        streams = await stack.enter_async_context(_streams(router, left))
-                        await until(lambda: _num_sequences(servers[0]) > len(group.first))
-                    found = await streams.results()
-                    await first.results()
+            while left:
+                found = await _begun_together(servers[0], router, group.first, left)
                 results |= found
                 for stream in found.values():
                     stream.check()
                 harmed = {stream.feature for stream, timing in _timings(found) if timing.num_preemptions}
+                assert harmed, f"none of these was preempted: {[feature.name for feature in left]}"
                 left = [feature for feature in left if feature not in harmed and feature.name not in _UNREPORTED]
-                if not left:
-                    break
+            pool.release(aside)
             await wait_until_empty(*servers)
-    assert not left, f"these were never preempted: {[feature.name for feature in left]}"
     return results
+
+
+async def _begun_together(
+    server: DecodeServer | PrefillServer, router: RouterServer, first: Feature, features: list[Feature]
+) -> Results:
+    """Lets the worker compute once all requests are there, however few pages it has for them, `first` before others."""
+    async with contextlib.AsyncExitStack() as stack:
+        with _held_steps(server), unittest.mock.patch.object(admission_policy, "has_room", return_value=True):
+            before = await stack.enter_async_context(_streams(router, [first]))
+            await until(lambda: _num_sequences(server) == 1)
+            streams = await stack.enter_async_context(_streams(router, features))
+            await until(lambda: _num_sequences(server) == 1 + len(features))
+        found = await streams.results()
+        await before.results()
+
+    return found
 
 
 async def lookaside(group: Group) -> Results:
@@ -401,8 +427,9 @@ class Runs:
 
     def __init__(self) -> None:
         self._results: dict[str, Results | BaseException] = {}
-        for feature in FEATURES.values():
-            single_process(feature)
+        for group in GROUPS:
+            for feature in (*group.features, *group.starved):
+                single_process(feature)
 
     def __getitem__(self, hand_off: str) -> Results:
         """Raises what the hand-off has raised."""

@@ -9,6 +9,7 @@ from typing import Any
 from penstock.errors import InvalidInput
 from penstock.kv.adapters import AdapterRef
 from penstock.kv.kv_hints import Hint, HintAnswer, HintOutcome, KvHints
+from penstock.rpc.measured import MAX_TOTAL, drop_false_figures
 from penstock.types import (
     CacheStats,
     Epoch,
@@ -179,6 +180,10 @@ def load_to_wire(load: WorkerLoad) -> worker_pb2.Load:
 
 
 def load_from_wire(wire: worker_pb2.Load) -> WorkerLoad:
+    """Reads a report. A figure that nobody can have measured, such as NaN, reads as one that is not known."""
+    if not _is_plausible(wire):
+        wire = worker_pb2.Load.FromString(wire.SerializeToString())
+        drop_false_figures(wire, MAX_TOTAL)
     scalars: dict[str, Any] = {name: getattr(wire, name) for name in _LOAD_SCALARS}
     return WorkerLoad(
         **scalars,
@@ -186,6 +191,24 @@ def load_from_wire(wire: worker_pb2.Load) -> WorkerLoad:
         metrics=dict(wire.metrics),
         adapters=tuple(wire.adapters),
     )
+
+
+def _is_plausible(load: worker_pb2.Load) -> bool:
+    """Returns whether all doubles are in bounds: in a tenth of the time of looking at every field of the message."""
+    prefill, decode, requests = load.prefill_steps, load.decode_steps, load.requests
+    figures = (
+        load.prefill_tokens_per_s,
+        load.step_s,
+        load.adapter_load_s,
+        prefill.contexts,
+        prefill.seconds,
+        decode.contexts,
+        decode.seconds,
+        requests.first_token_s,
+        requests.decode_s,
+        *load.metrics.values(),
+    )
+    return min(figures) >= 0.0 and sum(figures) <= MAX_TOTAL  # a NaN among them makes the sum NaN
 
 
 def adapter_to_wire(adapter: AdapterRef | None) -> worker_pb2.Adapter | None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 
 from cluster.pools.pool import Incarnation, Pools, WorkerState, member_of
+from penstock.rpc.measured import MAX_TOTAL, drop_false_figures
 from penstock.types import Epoch, Member, Role, WorkerId
 from penstock.v1 import worker_pb2
 
@@ -18,6 +19,7 @@ class LoadReportStore:
         self._awaited: dict[Epoch, asyncio.Event] = {}  # members whose next report is awaited
 
     def note(self, incarnation: Incarnation, load: worker_pb2.Load) -> None:
+        drop_false_figures(load, MAX_TOTAL)
         self._loads[incarnation] = (load, time.monotonic())
         self._wake(incarnation)
 

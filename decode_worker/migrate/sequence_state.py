@@ -12,6 +12,7 @@ from collections import deque
 from decode_worker.request import DecodeRequest, DeltaStream, StageTimes
 from penstock import wire
 from penstock.errors import InvalidInput
+from penstock.rpc.measured import MAX_STAGE_MS, drop_false_figures
 from penstock.types import WorkerId
 from penstock.v1 import common_pb2, worker_pb2
 from worker.sequence_message import sequence_from_wire
@@ -58,6 +59,7 @@ def extend(request: DecodeRequest, state: worker_pb2.SequenceState, now_s: float
 def _set_times(request: DecodeRequest, state: worker_pb2.SequenceState, now_s: float) -> None:
     # Messages carry durations rather than times, because clocks differ.
     timing: common_pb2.Timing = state.timing
+    drop_false_figures(timing, MAX_STAGE_MS)
     first_token_s = now_s - timing.decode_ms / 1e3
     submitted_s = first_token_s - timing.first_token_ms / 1e3
     request.deadline_s = now_s + state.timeout_ms / 1e3

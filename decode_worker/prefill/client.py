@@ -23,6 +23,7 @@ from penstock import wire
 from penstock.errors import PenstockError, from_rpc_error, from_status
 from penstock.kv.adapters import AdapterRef
 from penstock.kv.kv_hints import NO_KV_HINTS, KvHints
+from penstock.rpc.measured import MAX_STAGE_MS, drop_false_figures
 from penstock.types import Epoch, Lane, PageHash, PageId, SamplingParams, TransferKey, WorkerId
 from penstock.v1 import common_pb2, worker_pb2
 from worker.channels import Channels
@@ -208,6 +209,7 @@ class PrefillClient:
 
 
 def _first_token(event: worker_pb2.PrefillFirstToken) -> RemoteFirstToken:
+    drop_false_figures(event, MAX_STAGE_MS)
     logprob = wire.logprob_from_wire(event.logprob) if event.HasField("logprob") else None
     token = SampledToken(event.token_id, logprob)
     pull = event.pull if event.HasField("pull") else None

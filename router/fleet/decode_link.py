@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 
 from penstock.errors import Unavailable, from_rpc_error
+from penstock.rpc.measured import MAX_STAGE_MS, drop_false_figures
 from penstock.types import WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from router.fleet.token_link import Deliver
@@ -131,6 +132,8 @@ class DecodeLink:
         if deliver is None:  # cancelled in the meantime
             return
         self._begun.add(delta.stream_id)
+        if delta.finish_reason:
+            drop_false_figures(delta.timing, MAX_STAGE_MS)
         if delta.finish_reason or delta.HasField("error") or delta.HasField("migrated"):
             del self._streams[delta.stream_id]
             self._begun.discard(delta.stream_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 from penstock.errors import PenstockError
 from penstock.types import WorkerId
@@ -119,3 +120,19 @@ async def test_held_deltas_are_not_delivered_after_a_cancel():
     await running
     assert stream.token_ids == [0]
     assert stream.lost is None
+
+
+async def test_a_false_figure_of_a_worker_ends_at_the_link():
+    """One NaN would make the sums of the router's metrics NaN for ever."""
+    call = _Call()
+    link = DecodeLink(WorkerId("w"), lambda: None)
+    running = asyncio.create_task(link.run(call))
+    await asyncio.sleep(0)
+    ended: asyncio.Future[worker_pb2.StepDelta] = asyncio.get_running_loop().create_future()
+    link.submit(worker_pb2.DecodeCommand(), ended.set_result)
+    timing = common_pb2.Timing(queue_ms=math.nan, prefill_ms=math.inf, decode_ms=-1.0, transfer_ms=4.0)
+    last = worker_pb2.StepDelta(stream_id=1, finish_reason=common_pb2.FINISH_REASON_STOP, timing=timing)
+    call.frames.put_nowait(worker_pb2.StepFrame(deltas=[last]))
+    assert (await ended).timing == common_pb2.Timing(transfer_ms=4.0)
+    call.frames.put_nowait(None)
+    await running

@@ -28,9 +28,12 @@ from engine.replica import Replica
 from engine.sampling.grammar.queue import GrammarQueue
 from kv_transfer.session.lease import earliest
 from penstock.config import WorkerConfig
+from penstock.errors import PenstockError, WorkerPaused
 from penstock.types import Epoch, Role, WorkerId
 from worker.shell import RoleCore, WorkerShell
 from worker.start_progress import StartReporter
+
+PAUSE_TIMEOUT_S = 5.0  # for requests to be released, and for transfers in flight to end
 
 
 class DecodeServer:
@@ -45,6 +48,7 @@ class DecodeServer:
     _driver: StepDriver
     _grammars: GrammarQueue
     _adapters: AdapterQueue
+    _service: DecodeService
 
     def __init__(self, config: WorkerConfig, replica: Replica | None = None, launch: Launch | None = None) -> None:
         """Takes the arguments of `WorkerShell`."""
@@ -107,7 +111,8 @@ class DecodeServer:
         )
 
         intake = RequestIntake(worker, self.incoming, loop)
-        shell.attach(self._core(), "DecodeWorker", [partial(add_to_server, DecodeService(intake, migrations))])
+        self._service = DecodeService(intake, migrations)
+        shell.attach(self._core(), "DecodeWorker", [partial(add_to_server, self._service)])
         if config.lookaside is not None:
             shell.description.lookaside_address = await self._open_lookaside(intake)
         await shell.serve()
@@ -160,6 +165,19 @@ class DecodeServer:
     async def wait_idle(self, timeout_s: float) -> bool:
         """Waits until no request is open and no page is held or fenced. Returns False after `timeout_s`."""
         return await self.shell.wait_idle(timeout_s)
+
+    async def pause(self, running: PenstockError | None, wait_s: float, left: PenstockError) -> None:
+        """Takes no more requests, and returns once none is open. `stop` follows.
+
+        Requests that run end with `running`; None lets them run for `wait_s`, after which they end with `left`.
+        """
+        refusal = WorkerPaused(f"{self._worker_id} pauses while its weights are replaced")
+        self.shell.loop.post(lambda: self.worker.refuse_new(refusal))
+        await self.shell.leave()
+        if running is not None or not await self.shell.wait_idle(wait_s):
+            self.shell.loop.post(lambda: self.worker.end_all(running or left))
+            await self.shell.wait_idle(PAUSE_TIMEOUT_S)
+        self._service.end_streams()  # in order, so that routers read these errors before the streams' ends
 
     async def stop(self) -> None:
         """Ends every request while the step loop still runs, then closes the other parts."""

@@ -26,6 +26,12 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
     def __init__(self, intake: RequestIntake, migrations: MigrationService) -> None:
         self._intake = intake
         self._migrations = migrations
+        self._streams: set[RouterStream] = set()
+
+    def end_streams(self) -> None:
+        """Ends the calls of all routers, each after everything that is pending for it."""
+        for stream in self._streams:
+            stream.close()
 
     async def Migrate(
         self, request: worker_pb2.MigrateRequest, context: grpc.aio.ServicerContext
@@ -51,11 +57,13 @@ class DecodeService(worker_pb2_grpc.DecodeWorkerServicer):
         self, request_iterator: AsyncIterator[worker_pb2.DecodeCommand], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
         stream = RouterStream()
+        self._streams.add(stream)
         reader = asyncio.create_task(self._follow(request_iterator, stream))
         try:
             async for frame in stream.frames():
                 yield frame
         finally:
+            self._streams.discard(stream)
             reader.cancel()
             self._intake.close(stream)
 

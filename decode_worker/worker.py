@@ -105,6 +105,7 @@ class DecodeWorker:
         )
         self._measurements = StepMeasurements(self._pace, self._prefills, speculator, self._events)
         self._landed: set[Sequence] = set()  # wait for their first step here
+        self._refusal: PenstockError | None = None  # what every new request is refused with, once the worker pauses
         self.load = WorkerLoad(total_pages=engine.pool.num_pages, free_pages=engine.pool.num_available)
 
     # Requests.
@@ -131,8 +132,21 @@ class DecodeWorker:
         if request.sequence in self._requests:
             self._prefills.place(request)
 
+    def refuse_new(self, error: PenstockError) -> None:
+        """Refuses every request that comes from now on; the others continue."""
+        self._refusal = error
+
+    def end_all(self, error: PenstockError) -> None:
+        """Ends every request with this error, and refuses later ones."""
+        self._refusal = self._refusal or error
+        for request in tuple(self._requests.values()):
+            self._refuse(request, error)
+        self._delivery.flush()
+
     def accept(self, request: DecodeRequest) -> None:
-        """Takes ownership of a request without placing it. Raises InvalidInput or Overloaded."""
+        """Takes ownership of a request without placing it. Raises InvalidInput, Overloaded or the error of a pause."""
+        if self._refusal is not None:
+            raise self._refusal
         self._check(request.sequence)
         self._requests[request.sequence] = request
         self._delivery.add(request)

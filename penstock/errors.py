@@ -129,6 +129,21 @@ class SequenceMoved(Unavailable):
     reason = "MOVED"
 
 
+class WorkerPaused(Unavailable):
+    """The worker pauses while its weights are replaced: the request continues there afterwards, or elsewhere, and no
+    retry is counted."""
+
+    reason = "PAUSED"
+
+
+class WeightsReplaced(PenstockError):
+    """An update of the weights has ended the request; sent again, it is served with the new ones."""
+
+    code = grpc.StatusCode.ABORTED
+    http_status = 409
+    reason = "WEIGHTS_REPLACED"
+
+
 class Quarantined(PenstockError):
     """The request has killed worker processes and is not dispatched again."""
 
@@ -168,6 +183,8 @@ _TYPES: tuple[type[PenstockError], ...] = (
     Overloaded,
     AdapterUnavailable,
     SequenceMoved,
+    WorkerPaused,
+    WeightsReplaced,
     Quarantined,
     TransferError,
     TransferRefused,

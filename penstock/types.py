@@ -61,6 +61,14 @@ class Lane(StrEnum):
     BULK = "bulk"
 
 
+class PauseMode(StrEnum):
+    """What happens to requests that run while the weights under them are replaced."""
+
+    WAIT = "wait"  # they end first, within a deadline
+    ABORT = "abort"  # they fail with an error that names the cause
+    KEEP = "keep"  # they continue with the new weights, their KV recomputed
+
+
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"

@@ -11,6 +11,7 @@ from engine.replica import Replica
 from engine.sampling.grammar.queue import GrammarQueue
 from kv_transfer.session.lease import earliest
 from penstock.config import WorkerConfig
+from penstock.errors import PenstockError
 from penstock.types import Epoch, Role
 from penstock.v1.worker_pb2_grpc import add_PrefillWorkerServicer_to_server
 from prefill_worker.service import PrefillService
@@ -80,6 +81,13 @@ class PrefillServer:
     async def wait_idle(self, timeout_s: float) -> bool:
         """Waits until no job is open and no page is held. Returns False after `timeout_s`."""
         return await self.shell.wait_idle(timeout_s)
+
+    async def pause(self, running: PenstockError | None, wait_s: float, left: PenstockError) -> None:
+        """Takes no more requests, and lets prefills end for `wait_s` unless they must end with `running`, which `stop`
+        does: decode workers then compute these prompts."""
+        await self.shell.leave()
+        if running is None:
+            await self.shell.wait_idle(wait_s)
 
     async def stop(self) -> None:
         """Ends every prefill while the step loop still runs, then closes the other parts."""

@@ -19,13 +19,14 @@ from cluster.lifecycle.flip import FlipProgress, RoleFlip
 from cluster.lifecycle.relocation_service import Relocation
 from cluster.lifecycle.upgrade.gate_policy import UpgradeGate
 from cluster.lifecycle.upgrade.rolling_upgrade import UpgradePlan
+from cluster.lifecycle.weights.weight_update import WAIT_S, WeightsProgress, WeightUpdate
 from cluster.scaling.runner import record_to_wire
 from penstock.errors import InvalidInput, Unavailable
 from penstock.rpc.addresses import LOOPBACK, needs_loopback_too
 from penstock.rpc.secret import ADMIN, PEER
 from penstock.rpc.server import GrpcServer, typed_errors
 from penstock.rpc.trust import Trust
-from penstock.types import Role
+from penstock.types import PauseMode, Role
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 
 _SERVICE = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
@@ -116,6 +117,37 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                     elapsed_s=progress.elapsed_s,
                     detail=progress.detail,
                 )
+
+    async def UpdateWeights(
+        self, request: admin_pb2.UpdateWeightsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[admin_pb2.WeightsProgress]:
+        async with typed_errors(context):
+            mode = request.mode or PauseMode.WAIT
+            if mode not in list(PauseMode):
+                raise InvalidInput("mode", f"is {mode!r}; give {', '.join(PauseMode)}")
+            if not request.path.startswith("/"):
+                raise InvalidInput("path", f"is {request.path!r}; give the folder's whole path, alike on every machine")
+            update = await self._controller.weights.begin(
+                request.path, request.version, PauseMode(mode), request.timeout_s or WAIT_S
+            )
+            async for progress in update.follow():
+                yield _weights_to_wire(update, progress)
+
+    async def WeightsStatus(
+        self, request: admin_pb2.WeightsStatusRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.WeightsStatusResponse:
+        service = self._controller.weights
+        answer = admin_pb2.WeightsStatusResponse(
+            workers=[
+                admin_pb2.WorkerWeights(worker_id=slot.worker_id, state=slot.state.value, version=slot.weights_version)
+                for slot in self._controller.pools.worker_slots
+            ]
+        )
+        if (held := service.weights) is not None:
+            answer.version, answer.path, answer.digest = held.version, held.path, held.digest
+        if service.last is not None:
+            answer.last.CopyFrom(_weights_to_wire(service.last, service.last.progress))
+        return answer
 
     async def Scale(
         self, request: admin_pb2.ScaleRequest, context: grpc.aio.ServicerContext
@@ -216,6 +248,18 @@ def _flip_to_wire(flip: RoleFlip, progress: FlipProgress) -> admin_pb2.FlipProgr
         stage=progress.stage.value,
         drain=_progress_to_wire(flip.source.worker_id, progress.drain),
         flip_s=progress.flip_s,
+        detail=progress.detail,
+    )
+
+
+def _weights_to_wire(update: WeightUpdate, progress: WeightsProgress) -> admin_pb2.WeightsProgress:
+    return admin_pb2.WeightsProgress(
+        stage=progress.stage.value,
+        version=update.plan.weights.version,
+        num_workers=progress.num_workers,
+        num_prepared=progress.num_prepared,
+        num_updated=progress.num_updated,
+        elapsed_s=progress.elapsed_s,
         detail=progress.detail,
     )
 

@@ -24,8 +24,9 @@ from cluster.lifecycle.drain_service import DrainService
 from cluster.lifecycle.migrate.rebalance_runner import RebalanceRunner
 from cluster.lifecycle.pool_service import PoolService
 from cluster.lifecycle.relocation_service import LeavingNodes, NodeWatch, RelocationService
-from cluster.lifecycle.upgrade.served_models import ServedModels, with_model
+from cluster.lifecycle.upgrade.served_models import ServedModels, with_model, with_weights
 from cluster.lifecycle.upgrade.upgrade_service import UpgradeService
+from cluster.lifecycle.weights.weights_service import WeightsService
 from cluster.pools.pool import Incarnation, Pools
 from cluster.pools.spares import Spares
 from cluster.scaling.runner import AutoscalerRunner
@@ -77,6 +78,7 @@ def make_controller(
     and `nodes` on a single machine. Without `machines`, sizes are not checked against what the machines can hold.
     """
     config = with_model(config, record.model) if record.model else config
+    config = with_weights(config, record.weights) if record.weights else config
     state = _make_state(config, send_first_request, record, save, canary_check)
     supervision = _make_supervision(state, spawn, dial, canary_check, nodes)
     pools, reports, membership, supervisor = state.pools, state.reports, state.membership, supervision.supervisor
@@ -86,6 +88,9 @@ def make_controller(
     can_flip = config.engine_config(Role.PREFILL) == config.engine_config(Role.DECODE)
     pool_service = PoolService(
         pools, reports, supervisor, draining, upgrading, membership, state.events, capacity, can_flip=can_flip
+    )
+    weights = WeightsService(
+        state.served, pools, supervisor, supervision.spares, membership, state.events, config.start_timeout_s
     )
     leaving = state.leaving_nodes
     relocation = RelocationService(
@@ -109,6 +114,7 @@ def make_controller(
         draining=draining,
         upgrading=upgrading,
         pool_service=pool_service,
+        weights=weights,
         relocation=relocation,
         gone=supervision.gone,
         scaling=AutoscalerRunner(config, pool_service),
@@ -172,6 +178,16 @@ def _make_supervision(
         canary = CanaryRunner(canary_check, pools, membership, state.keeper.keep, config.canary_interval_s)
     gone = GoneWorkers(nodes, pools, dial)
     supervisor = Supervisor(
-        pools, state.reports, status, state.readiness, spares, membership, canary, gone, obtain, config.start_timeout_s
+        pools,
+        state.reports,
+        status,
+        state.readiness,
+        spares,
+        membership,
+        canary,
+        gone,
+        obtain,
+        config.start_timeout_s,
+        served.weights_of,
     )
     return _Supervision(spares, status, gone, supervisor)

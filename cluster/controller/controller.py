@@ -30,6 +30,7 @@ from cluster.lifecycle.migrate.rebalance_runner import RebalanceRunner
 from cluster.lifecycle.pool_service import PoolService
 from cluster.lifecycle.relocation_service import RelocationService
 from cluster.lifecycle.upgrade.upgrade_service import UpgradeService
+from cluster.lifecycle.weights.weights_service import WeightsService
 from cluster.pools.pool import ROUTER, Incarnation, Pools, Stop
 from cluster.pools.spares import Spares
 from cluster.pools.start_policy import choose_starts
@@ -64,6 +65,7 @@ class Controller:
     draining: DrainService
     upgrading: UpgradeService
     pool_service: PoolService
+    weights: WeightsService
     relocation: RelocationService
     gone: GoneWorkers
     scaling: AutoscalerRunner
@@ -96,6 +98,7 @@ class Controller:
         """Begins to bring the pools to their size; returns at once."""
         self._tasks.append(asyncio.create_task(self._reconcile_forever(), name="reconcile"))
         self.upgrading.resume()
+        self.weights.resume()
         self.relocation.start()
         if self.scaling.is_on:
             self._tasks.append(asyncio.create_task(self.scaling.run(), name="autoscaler"))
@@ -152,6 +155,7 @@ class Controller:
         self.gone.close()
         self.draining.close()
         self.upgrading.close()
+        self.weights.close()
         await self.spares.close()
         for names, patience_s in (([ROUTER], grace_s), ([role.value for role in Role], 0.0)):
             for pool in (self.pools[name] for name in names):

@@ -19,6 +19,7 @@ GONE = "gone"
 SCALED = "scaled"
 BALANCED = "balanced"  # running sequences of a decode worker migrated to another one
 KEYS_READ, KEYS_REFUSED = "keys read again", "keys refused"  # from files that have changed; subject: the setting
+WEIGHTS = "weights"  # an update of the weights began or ended
 DEPLOYMENT, READY, NOT_READY = "deployment", "ready", "not ready"  # whether a request would succeed
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from cluster.lifecycle.upgrade.served_models import ServedModels
 from cluster.pools.pool import Pools
 from penstock import wire
-from penstock.types import Member
+from penstock.types import Member, WorkerId
 from penstock.v1 import admin_pb2
 
 
@@ -29,6 +29,7 @@ class MembershipPublisher:
         self._membership_version = first_version + 1
         self._routers: Counter[str] = Counter()  # watches of each router's peer address
         self._shares: Mapping[str, float] = {}  # of new requests, by cohort, while two models serve
+        self._paused: list[WorkerId] = []
         self._spares: Mapping[str, int] = {}  # warm spares by pool
         self._ends: Mapping[str, int] = {}  # numbers of workers, by the way they ended
         self._changed = asyncio.Event()
@@ -44,9 +45,9 @@ class MembershipPublisher:
 
     def publish(self) -> None:
         """Counts the change and wakes everything that follows."""
-        members, shares = self._current_members(), dict(self._served.shares)
-        if (members, shares) != (self.members, self._shares):
-            self.members, self._shares = members, shares
+        current = self._current_members(), dict(self._served.shares), self._pools.paused()
+        if current != (self.members, self._shares, self._paused):
+            self.members, self._shares, self._paused = current
             self._membership_version += 1
         self.version += 1
         self._changed.set()
@@ -118,6 +119,7 @@ class MembershipPublisher:
                         shares=self._shares,
                         spares=self._spares,
                         ends=self._ends,
+                        paused=self._paused,
                     )
                 await changed.wait()
         finally:

@@ -30,6 +30,7 @@ class ControllerRecord:
     leaving: Mapping[str, bool] = field(default_factory=lambda: MappingProxyType({}))  # drained: whether replaced
     stopping: bool = False
     model: str = ""  # the folder that workers load since an upgrade
+    weights: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # of an update
     upgrade: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # see `upgrade_record`
     canary: str = ""  # the answers that every worker must give, as JSON
 
@@ -63,7 +64,7 @@ class RecordKeeper:
         readiness: Readiness,
         judge: CanaryJudge | None,
     ) -> None:
-        self._record = record
+        self._record = record  # as it was saved last
         self._save = save
         self._pools = pools
         self._served = served
@@ -88,6 +89,7 @@ class RecordKeeper:
             self._record,
             was_ready=self._readiness.was_ready,
             model=self._served.config.model,
+            weights=self._served.weights_record(),
             upgrade=self._served.upgrade_record(),
             replicas=replicas,
             last_numbers={name: number for pool in self._pools for name, number in pool.last_numbers.items()},

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from cluster.health.liveness import OnDoubt
 from cluster.pools.pool import Incarnation
+from cluster.pools.weight_change import WeightChange
 from penstock.config import ServeConfig
 from penstock.types import Epoch
 from penstock.v1 import worker_pb2
@@ -31,6 +32,7 @@ class Started:
     peer_address: str = ""  # at which other routers call a router
     encrypted: bool = False  # whether a router's public ports use TLS
     node: str = ""  # where it runs, if the deployment has nodes
+    weights_version: int = 0  # of a worker; 0: the checkpoint's own
 
 
 class SupervisedProcess(Protocol):
@@ -50,6 +52,13 @@ class SupervisedProcess(Protocol):
 
     async def flip(self, incarnation: Incarnation) -> Started:
         """Makes the process this incarnation, in its role. Raises PenstockError, after which the process is useless."""
+        ...
+
+    async def change_weights(self, change: WeightChange) -> Started:
+        """Prepares a worker's weights, puts them in force, or discards them; returns what the worker is then.
+
+        Raises PenstockError; after a failed `ApplyWeights` the process is useless.
+        """
         ...
 
     async def stop(self, grace_s: float = 0.0) -> None:

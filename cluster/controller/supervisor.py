@@ -10,6 +10,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from cluster.controller.load_reports import LoadReportStore
 from cluster.controller.membership import MembershipPublisher
@@ -22,12 +24,23 @@ from cluster.health.silence_policy import DOUBT_AFTER_S, TICK_S
 from cluster.lifecycle.flip import RoleFlip
 from cluster.pools.pool import ROUTER, Incarnation, Pools, WorkerState
 from cluster.pools.spares import REPLACE_AFTER_S, Spares
-from penstock.errors import PenstockError
+from cluster.pools.weight_change import ApplyWeights, PrepareWeights, WeightChange
+from penstock.config import LoadedWeightsConfig
+from penstock.errors import PenstockError, Unavailable
+from penstock.types import PauseMode
 from penstock.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 10.0  # of one process's orderly stop, before it is killed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pause:
+    """A worker's pause for new weights."""
+
+    change: ApplyWeights
+    over: asyncio.Future[PenstockError | None]  # gets what failed
 
 
 class Supervisor:
@@ -43,8 +56,10 @@ class Supervisor:
         gone: GoneWorkers,
         obtain: Callable[[Incarnation], SupervisedProcess],
         start_timeout_s: float,
+        weights: Callable[[Incarnation], LoadedWeightsConfig | None],
     ) -> None:
-        """`obtain` makes the process of a new incarnation, or takes a spare for it."""
+        """`obtain` makes the process of a new incarnation, or takes a spare for it. `weights` are those that a worker
+        must have."""
         self._pools = pools
         self._reports = reports
         self._status = status
@@ -55,11 +70,14 @@ class Supervisor:
         self._gone = gone
         self._obtain = obtain
         self._start_timeout_s = start_timeout_s
+        self._weights = weights
         self._tasks: dict[Incarnation, asyncio.Task[None]] = {}
         self._silent: dict[Incarnation, asyncio.Event] = {}  # set while a worker is silent
         self._grace_s = 0.0
         self._released: dict[Incarnation, asyncio.Future[SupervisedProcess]] = {}  # processes that a flip takes
         self._withdrawing: dict[Incarnation, asyncio.Task[None]] = {}
+        self._processes: dict[Incarnation, SupervisedProcess] = {}
+        self._asked: dict[Incarnation, asyncio.Future[str | _Pause]] = {}  # what ends the watch of a worker
 
     def begin(self, incarnation: Incarnation, found: FoundProcess | None = None, flip: RoleFlip | None = None) -> None:
         """Begins to supervise the `found` process, the one that results from `flip`, or one that is obtained later.
@@ -99,6 +117,33 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def change_weights(self, incarnation: Incarnation, change: WeightChange) -> None:
+        """Prepares or discards weights at a worker that serves on. Raises PenstockError."""
+        process = self._processes.get(incarnation)
+        if process is None:
+            raise Unavailable("it has ended")
+        await process.change_weights(change)
+
+    async def apply_weights(self, incarnation: Incarnation, change: ApplyWeights) -> None:
+        """Puts prepared weights in force at a worker, which is paused meanwhile, and lost if that fails. Raises
+        PenstockError."""
+        asked = self._asked.get(incarnation)
+        if asked is None or asked.done():
+            raise Unavailable("it has ended")
+        pause = _Pause(change, asyncio.get_running_loop().create_future())
+        asked.set_result(pause)
+        ends: list[asyncio.Future[Any]] = [pause.over, self._tasks[incarnation]]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if not pause.over.done():
+            raise Unavailable("it ended while its weights were replaced")
+        if (error := pause.over.result()) is not None:
+            raise error
+
+    def lose(self, incarnation: Incarnation, reason: str) -> None:
+        """Gives a worker up, which is then replaced."""
+        if (asked := self._asked.get(incarnation)) is not None and not asked.done():
+            asked.set_result(reason)
+
     async def release(self, incarnation: Incarnation) -> SupervisedProcess | None:
         """Ends the supervision of a process and returns the process alive; None if it is gone already."""
         if incarnation not in self._tasks or incarnation in self._released:
@@ -112,10 +157,13 @@ class Supervisor:
         """Follows a process from its start to its loss. If cancelled, stops it in order."""
         process = found.process if found else flip or self._obtain(incarnation)
         reason, planned = "", False
+        self._processes[incarnation] = process
         try:
             if found is None or found.started is None:
                 await self._bring_up(process, incarnation, flip)
-            reason = await self._watch(process, incarnation)
+            while isinstance(end := await self._watch(process, incarnation), _Pause):
+                await self._replace_weights(process, incarnation, end)
+            reason = end
         except asyncio.CancelledError:
             planned = True
             if incarnation in self._released:
@@ -135,6 +183,7 @@ class Supervisor:
             log.exception("%s: supervision failed", incarnation.worker_id)
             reason = f"{type(error).__name__}: {error}"
         finally:
+            del self._processes[incarnation]
             if incarnation in self._withdrawing:
                 await process.kill()
             else:
@@ -154,37 +203,84 @@ class Supervisor:
         async with asyncio.timeout(self._start_timeout_s + (flip.patience_s if flip else 0.0)):
             started = await process.start()
         self._pools.of(incarnation).on_loaded(incarnation)
-        if self._canary is not None and incarnation.pool_name != ROUTER:
-            await self._canary.check_first(incarnation, started)
+        started = await self._prove(process, incarnation, started)
         self.note_ready(incarnation, started)
         self._membership.publish()
         if flip is not None:
             flip.finish()
         log.info("%s is ready at %s, epoch %d", incarnation.worker_id, started.address, started.epoch)
 
+    async def _prove(self, process: SupervisedProcess, incarnation: Incarnation, started: Started) -> Started:
+        """Returns once the canary has passed with the weights that a worker must have: they may have been updated while
+        it was starting. Raises WrongAnswer, or PenstockError."""
+        if incarnation.pool_name == ROUTER:
+            return started
+        while True:
+            wanted = self._weights(incarnation)
+            if wanted is not None and started.weights_version < wanted.version:
+                async with asyncio.timeout(self._start_timeout_s):
+                    await process.change_weights(PrepareWeights(wanted))
+                    started = await process.change_weights(ApplyWeights(PauseMode.KEEP, 0.0))
+            if self._canary is not None:
+                await self._canary.check_first(incarnation, started)
+            if self._weights(incarnation) == wanted:
+                return started
+
+    async def _replace_weights(self, process: SupervisedProcess, incarnation: Incarnation, pause: _Pause) -> None:
+        """Pauses a worker for new weights. Raises as `_prove`, or TimeoutError; the worker is then lost."""
+        pool = self._pools.of(incarnation)
+        pool.on_paused(incarnation, "its weights are replaced")
+        self._reports.forget(incarnation)
+        self._membership.publish()
+        error: PenstockError | None = Unavailable("its supervision failed")
+        try:
+            async with asyncio.timeout(pause.change.timeout_s + self._start_timeout_s):
+                started = await process.change_weights(pause.change)
+                started = await self._prove(process, incarnation, started)
+            error = None
+        except TimeoutError:
+            error = Unavailable(f"no answer within start_timeout_s = {self._start_timeout_s:g} s and the pause")
+            raise error from None
+        except PenstockError as failure:
+            error = failure
+            raise
+        finally:
+            if error is None:
+                self.note_ready(incarnation, started)
+                self._membership.publish()
+            pause.over.set_result(error)
+        log.info("%s has weights %d, epoch %d", incarnation.worker_id, started.weights_version, started.epoch)
+
     def note_ready(self, incarnation: Incarnation, started: Started) -> None:
         """Notes that the worker may get requests, or that the router takes them. The caller publishes."""
         pool = self._pools.of(incarnation)
-        pool.on_ready(incarnation, started.epoch, started.address, started.pid, started.node)
+        pool.on_ready(incarnation, started.epoch, started.address, started.pid, started.node, started.weights_version)
         if incarnation.pool_name == ROUTER:
             self._status.note_router(incarnation.worker_id, started)
 
-    async def _watch(self, process: SupervisedProcess, incarnation: Incarnation) -> str:
-        """Returns why the process ended. Raises WrongAnswer when it begins to answer wrongly."""
+    async def _watch(self, process: SupervisedProcess, incarnation: Incarnation) -> str | _Pause:
+        """Returns why the process ended, or the pause that was asked for. Raises WrongAnswer when it begins to answer
+        wrongly."""
         life = process.watch(
             lambda load: self._on_load(incarnation, load), lambda doubt: self._on_doubt(incarnation, doubt)
         )
         if incarnation.pool_name == ROUTER:
             return await life
         self._silent[incarnation] = asyncio.Event()
-        ends = [asyncio.create_task(life), asyncio.create_task(self._give_up_silent(incarnation))]
+        asked = self._asked[incarnation] = asyncio.get_running_loop().create_future()
+        ends: list[asyncio.Future[Any]] = [
+            asyncio.create_task(life),
+            asyncio.create_task(self._give_up_silent(incarnation)),
+            asked,
+        ]
         if self._canary is not None and self._canary.repeats:
             ends.append(asyncio.create_task(self._canary.check_repeatedly(incarnation)))
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            return next(task for task in ends if task.done()).result()
+            end: str | _Pause = next(task for task in ends if task.done()).result()
+            return end
         finally:
-            del self._silent[incarnation]
+            del self._silent[incarnation], self._asked[incarnation]
             for task in ends:
                 task.cancel()
 

@@ -17,6 +17,7 @@ from cluster.controller.supervised_process import OnUnplaced, Started, Supervise
 from cluster.lifecycle.drain import Drain, DrainProgress
 from cluster.lifecycle.progress import ProgressStream
 from cluster.pools.pool import Incarnation
+from cluster.pools.weight_change import WeightChange
 from penstock.errors import Unavailable
 from penstock.types import Member
 
@@ -108,6 +109,9 @@ class RoleFlip:
 
     async def flip(self, incarnation: Incarnation) -> Started:
         return await self.process.flip(incarnation)
+
+    async def change_weights(self, change: WeightChange) -> Started:
+        return await self.process.change_weights(change)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         if (process := await self._take_process()) is not None:

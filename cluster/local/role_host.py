@@ -11,13 +11,15 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
-from penstock.config import WorkerConfig
-from penstock.errors import InvalidInput, Unavailable
-from penstock.types import Epoch, Role, WorkerId
+from cluster.pools.weight_change import ApplyWeights, DiscardWeights, PrepareWeights, WeightChange
+from penstock.config import LoadedWeightsConfig, WorkerConfig
+from penstock.errors import InvalidInput, PenstockError, Unavailable, WeightsReplaced, WorkerPaused
+from penstock.types import Epoch, PauseMode, Role, WorkerId
 from worker.start_progress import StartReporter, load_replica, report_build
 
 if TYPE_CHECKING:
     from decode_worker.server import DecodeServer
+    from engine.engine import Engine
     from engine.parallel.leader import Launch
     from engine.replica import Replica
     from prefill_worker.server import PrefillServer
@@ -29,7 +31,7 @@ _NO_EPOCH = Epoch(0)
 
 
 class RoleHost:
-    """A worker server whose role can change. After a failed flip only `stop` may be called."""
+    """A worker server whose role, and whose weights, can change. After a failed change only `stop` may be called."""
 
     def __init__(self, config: WorkerConfig, *, is_spare: bool = False, launch: Launch | None = None) -> None:
         """A spare loads what `config` names, and serves only once `flip` has given it a name and a role. `launch`
@@ -42,6 +44,7 @@ class RoleHost:
         self._warming = threading.Thread(target=_warm_up_transport, args=(config,), name="warm up", daemon=True)
         self._warming.start()
         self._serving: PrefillServer | DecodeServer | None = None if is_spare else self._make(config, None)
+        self._prepared: LoadedWeightsConfig | None = None
 
     def _make(self, config: WorkerConfig, replica: Replica | None) -> PrefillServer | DecodeServer:
         # Imported here, because only a worker's process may load torch, after its thread limits are set.
@@ -133,6 +136,72 @@ class RoleHost:
         await self._serving.start()
         log.info("%s is %s, epoch %d", before, worker_id, self.epoch)
 
+    # Weights.
+
+    @property
+    def weights_version(self) -> int:
+        """The version of the weights in force; 0: the checkpoint's own."""
+        return self._config.engine.weights_version
+
+    async def prepare_weights(self, weights: LoadedWeightsConfig) -> None:
+        """Reads and checks weights, in place of any that were prepared before, while those in force serve.
+
+        Raises CheckpointError where they do not fit the model, and InvalidInput for a version that is not newer.
+        """
+        held = self._config.engine.weights_version
+        if weights.version <= held:
+            raise InvalidInput("version", f"is {weights.version}, and {self.worker_id} has {held}; give a higher one")
+        self._prepared = None
+        await asyncio.to_thread(self._engine.prepare_weights, weights)
+        self._prepared = weights
+
+    async def discard_weights(self) -> None:
+        """Frees what was prepared."""
+        self._prepared = None
+        await asyncio.to_thread(self._engine.discard_weights)
+
+    async def apply_weights(self, mode: PauseMode, timeout_s: float) -> None:
+        """Pauses, puts the prepared weights in force, and serves in the same role under a new epoch.
+
+        Raises InvalidInput if none are prepared, and Unavailable if a peer may still write into the pages, which are
+        then unusable.
+        """
+        weights, self._prepared = self._prepared, None
+        if weights is None:
+            raise InvalidInput("weights", "are not prepared; call PrepareWeights first")
+        replica = self._replica
+        if self._serving is not None:
+            await self._serving.pause(*_pause_errors(self.worker_id, weights, mode, timeout_s))
+            await self._serving.wait_idle(IDLE_TIMEOUT_S)
+            await self._serving.stop()
+            replica = self._serving.replica
+        assert replica is not None, "start first"
+        if num_pinned := replica.num_pinned_pages:
+            raise Unavailable(f"{self.worker_id} cannot change its weights: {num_pinned} pages may still be written")
+        await asyncio.to_thread(replica.engine.apply_weights)
+        engine = self._config.engine.model_copy(update={"weights": weights})
+        self._config = self._config.model_copy(update={"engine": engine})
+        if self._serving is not None:
+            self._serving = self._make(self._config, replica)
+            await self._serving.start()
+        log.info("%s has weights %d, epoch %d", self.worker_id, weights.version, self.epoch)
+
+    async def change_weights(self, change: WeightChange) -> None:
+        """Makes one of the changes above."""
+        match change:
+            case PrepareWeights(weights):
+                await self.prepare_weights(weights)
+            case ApplyWeights(mode, timeout_s):
+                await self.apply_weights(mode, timeout_s)
+            case DiscardWeights():
+                await self.discard_weights()
+
+    @property
+    def _engine(self) -> Engine:
+        replica = self._serving.replica if self._serving is not None else self._replica
+        assert replica is not None, "start first"
+        return replica.engine
+
     async def leave(self) -> None:
         if self._serving is not None:
             await self._serving.leave()
@@ -145,6 +214,21 @@ class RoleHost:
             await self._serving.stop()
         elif self._replica is not None:
             await asyncio.to_thread(self._replica.engine.close)
+
+
+def _pause_errors(
+    worker_id: str, weights: LoadedWeightsConfig, mode: PauseMode, timeout_s: float
+) -> tuple[PenstockError | None, float, PenstockError]:
+    """Returns the arguments of the servers' `pause`."""
+    cause = f"{worker_id} replaces its weights by version {weights.version}"
+    late = WeightsReplaced(f"{cause}, and the request did not end within {timeout_s:g} s; send it again")
+    match mode:
+        case PauseMode.WAIT:
+            return None, timeout_s, late
+        case PauseMode.ABORT:
+            return WeightsReplaced(f"{cause} in mode abort; send the request again"), 0.0, late
+        case PauseMode.KEEP:
+            return WorkerPaused(f"{cause}; the request continues with them"), 0.0, late
 
 
 def _warm_up_transport(config: WorkerConfig) -> None:

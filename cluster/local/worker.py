@@ -1,7 +1,7 @@
 """`python -m cluster.local.worker --config FILE`: a worker as a plain process that can change its role.
 
 Works like `python -m prefill_worker` and `python -m decode_worker`, with one more service, `WorkerHost`, at the address
-`host` of the ready line. The process's supervisor calls it to change the role.
+`host` of the ready line. The process's supervisor calls it to change the role or the weights.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ import grpc.aio
 import uvloop
 
 from cluster.local.role_host import RoleHost
-from penstock.config import WorkerConfig, load_process
+from penstock.config import LoadedWeightsConfig, WorkerConfig, load_process
 from penstock.errors import InvalidInput, PenstockError
 from penstock.process import Shutdown, set_up_logging
 from penstock.rpc.server import GrpcServer, typed_errors
 from penstock.rpc.trust import Trust
-from penstock.types import Role, WorkerId
+from penstock.types import PauseMode, Role, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from worker.main import drain_server, ready_line, wait_done, wait_first
 from worker.start_progress import StartReporter, progress_bar
 
+PAUSE_WAIT_S = 60.0  # for which `wait` lets requests run, unless the caller says how long
+
 
 class WorkerHostService(worker_pb2_grpc.WorkerHostServicer):
-    """Changes the role of the process's worker, one flip at a time."""
+    """Changes the role and the weights of the process's worker, one change at a time."""
 
     def __init__(self, host: RoleHost) -> None:
         self._host = host
@@ -41,7 +43,40 @@ class WorkerHostService(worker_pb2_grpc.WorkerHostServicer):
             if request.role not in list(Role):
                 raise InvalidInput("role", f"is {request.role!r}; give {' or '.join(Role)}")
             await self._host.flip(WorkerId(request.worker_id), Role(request.role))
-            return worker_pb2.HostFlipResponse(epoch=self._host.epoch, address=self._host.address)
+            return self._serving()
+
+    async def PrepareWeights(
+        self, request: worker_pb2.LoadedWeights, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.PrepareWeightsResponse:
+        async with typed_errors(context), self._flipping:
+            weights = LoadedWeightsConfig(version=_positive(request.version), path=request.path, digest=request.digest)
+            await self._host.prepare_weights(weights)
+            return worker_pb2.PrepareWeightsResponse()
+
+    async def ApplyWeights(
+        self, request: worker_pb2.ApplyWeightsRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.HostFlipResponse:
+        async with typed_errors(context), self._flipping:
+            if request.mode not in list(PauseMode):
+                raise InvalidInput("mode", f"is {request.mode!r}; give {', '.join(PauseMode)}")
+            await self._host.apply_weights(PauseMode(request.mode), request.timeout_s or PAUSE_WAIT_S)
+            return self._serving()
+
+    async def DiscardWeights(
+        self, request: worker_pb2.DiscardWeightsRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.DiscardWeightsResponse:
+        async with typed_errors(context), self._flipping:
+            await self._host.discard_weights()
+            return worker_pb2.DiscardWeightsResponse()
+
+    def _serving(self) -> worker_pb2.HostFlipResponse:
+        return worker_pb2.HostFlipResponse(epoch=self._host.epoch, address=self._host.address)
+
+
+def _positive(version: int) -> int:
+    if not version:
+        raise InvalidInput("version", "is 0, which names the checkpoint's own weights; give 1 or more")
+    return version
 
 
 def main() -> int:

@@ -31,6 +31,7 @@ class WorkerState(StrEnum):
     STARTING = "starting"
     READY = "ready"
     SILENT = "silent"  # was ready and stopped answering: gets no new work until it answers or counts as lost
+    PAUSED = "paused"  # gets no new work while its weights are replaced
     DRAINING = "draining"  # gets no new work; its requests finish or migrate
     ENDING = "ending"  # stops as planned: it holds no requests any more
     LOST = "lost"  # it will be replaced
@@ -41,7 +42,12 @@ _UP = (WorkerState.READY, WorkerState.SILENT)
 COMING = (WorkerState.WAITING, WorkerState.UNPLACED, WorkerState.STARTING)
 _GONE = (WorkerState.LOST, WorkerState.QUARANTINED)
 # A pool that shrinks keeps serving workers before starting ones.
-_KEEPING_ORDER = {WorkerState.READY: 0, WorkerState.SILENT: 1, WorkerState.STARTING: 2}
+_KEEPING_ORDER = {
+    WorkerState.READY: 0,
+    WorkerState.PAUSED: 0,
+    WorkerState.SILENT: 1,
+    WorkerState.STARTING: 2,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +101,7 @@ class Slot:
     num_restarts: int = 0
     num_quarantines: int = 0
     retry_at_s: float | None = None  # None: the lost process still has to be removed
+    weights_version: int = 0  # of the update that its weights come from; 0: the checkpoint's own
     has_served: bool = False  # a worker was ready here before, so its successor starts before newcomers
     is_placed: bool = False  # its process has its resources
     is_loaded: bool = False  # its process has started; its first request comes next
@@ -296,9 +303,24 @@ class Pool:
         if slot and slot.state in COMING:
             slot.state, slot.detail = WorkerState.UNPLACED, reason
 
-    def on_ready(self, incarnation: Incarnation, epoch: Epoch, address: str, pid: int, node: str = "") -> None:
+    def on_paused(self, incarnation: Incarnation, reason: str) -> None:
+        """Stops new work for a worker until it is ready again, under another epoch."""
         slot = self._current(incarnation)
-        if slot and slot.state in COMING:
+        if slot and slot.state in _UP:
+            slot.state, slot.detail = WorkerState.PAUSED, reason
+
+    def on_ready(
+        self,
+        incarnation: Incarnation,
+        epoch: Epoch,
+        address: str,
+        pid: int,
+        node: str = "",
+        weights_version: int = 0,
+    ) -> None:
+        slot = self._current(incarnation)
+        if slot and slot.state in (*COMING, WorkerState.PAUSED):
+            slot.weights_version = weights_version
             slot.state, slot.detail = WorkerState.READY, ""
             slot.epoch, slot.address, slot.pid, slot.node = epoch, address, pid, node
             slot.failures_in_a_row = 0
@@ -432,6 +454,10 @@ class Pools:
     def members(self) -> list[Member]:
         """Returns the workers that may get requests."""
         return [member_of(slot) for role in Role for slot in self[role.value].ready()]
+
+    def paused(self) -> list[WorkerId]:
+        """Returns the workers that pause while their weights are replaced."""
+        return [slot.worker_id for slot in self.worker_slots if slot.state is WorkerState.PAUSED]
 
     @property
     def can_decode(self) -> bool:

@@ -21,6 +21,7 @@ from cluster.controller.event_log import EventLog
 from cluster.controller.supervised_process import OnUnplaced, Started, SupervisedProcess
 from cluster.pools.pool import SPARE, Incarnation, Pools
 from cluster.pools.pool_policy import choose_num_spares
+from cluster.pools.weight_change import WeightChange
 from penstock.errors import PenstockError, Unavailable
 from penstock.types import Role, WorkerId
 from penstock.v1 import admin_pb2
@@ -96,6 +97,11 @@ class Spares:
             if now_s >= self._retry_s[role]:
                 for _ in range(wanted - len(own)):
                     self._start(role)
+
+    def renew(self, reason: str) -> None:
+        """Ends every spare that is not taken; `reconcile` starts others, with what workers load now."""
+        for spare in list(self._spares):
+            self._remove(spare, SpareState.ENDED, reason)
 
     def next_retry_s(self, now_s: float) -> float | None:
         """Returns when `reconcile` may retry failed starts."""
@@ -264,6 +270,9 @@ class TakenSpare:
 
     async def flip(self, incarnation: Incarnation) -> Started:
         return await self._process.flip(incarnation)
+
+    async def change_weights(self, change: WeightChange) -> Started:
+        return await self._process.change_weights(change)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         if self._spare is not None and self._spare.warming is not None and not self._spare.warming.done():

@@ -26,6 +26,7 @@ from cluster.controller.supervised_process import OnUnplaced, Started
 from cluster.health.liveness import OnDoubt, follow_router, follow_worker
 from cluster.pools.pool import ROUTER, Incarnation
 from cluster.pools.resources import ResourceShare
+from cluster.pools.weight_change import ApplyWeights, WeightChange
 from cluster.ray import placement
 from penstock.errors import Unavailable, from_status
 from penstock.rpc.server import Dial
@@ -172,6 +173,17 @@ class RayProcess:
             raise Unavailable(f"its process died while changing its role: {_first_line(error)}") from error
         started = _started(report)
         self._report = report
+        return started
+
+    async def change_weights(self, change: WeightChange) -> Started:
+        assert self._actor is not None, "place first"
+        try:
+            report: StartReport = await self._actor.change_weights.remote(self.serves_as, change)
+        except RayError as error:
+            raise Unavailable(f"its process died while changing its weights: {_first_line(error)}") from error
+        started = _started(report)
+        if isinstance(change, ApplyWeights):
+            self._report = report
         return started
 
     async def stop(self, grace_s: float = 0.0) -> None:

@@ -22,6 +22,7 @@ from cluster.local.ready_mark import leave_ready_mark, remove_ready_mark
 from cluster.local.role_host import RoleHost
 from cluster.pools.pool import ROUTER, SPARE, Incarnation
 from cluster.pools.resources import rank_environment
+from cluster.pools.weight_change import ApplyWeights, WeightChange
 from cluster.ray.process import StartReport
 from cluster.ray.sigterm import on_sigterm
 from penstock.config import RouterConfig, WorkerConfig, parse
@@ -49,6 +50,10 @@ class HostedServer(Protocol):
         """Changes the server's role."""
         ...
 
+    async def change_weights(self, change: WeightChange) -> Started:
+        """Prepares weights, puts them in force, or discards them."""
+        ...
+
     async def wait_failed(self) -> str:
         """Returns the reason once the server cannot continue by itself."""
         ...
@@ -71,10 +76,15 @@ class HostedWorker:
         return self._started()
 
     def _started(self) -> Started:
-        return Started(self._host.epoch, self._host.address, os.getpid())
+        version = self._host.weights_version
+        return Started(self._host.epoch, self._host.address, os.getpid(), weights_version=version)
 
     async def flip(self, worker_id: WorkerId, role: Role) -> Started:
         await self._host.flip(worker_id, role)
+        return self._started()
+
+    async def change_weights(self, change: WeightChange) -> Started:
+        await self._host.change_weights(change)
         return self._started()
 
     async def wait_failed(self) -> str:
@@ -123,6 +133,9 @@ class HostedRouter:
 
     async def flip(self, worker_id: WorkerId, role: Role) -> Started:
         raise InvalidInput("worker_id", "is a router's, which has no other role")
+
+    async def change_weights(self, change: WeightChange) -> Started:
+        raise InvalidInput("worker_id", "is a router's, which has no weights")
 
     async def leave(self, drain_s: float) -> None:
         await self._server.leave(drain_s)
@@ -177,6 +190,14 @@ class ServerActor:
         started = self._server.flip(incarnation.worker_id, Role(incarnation.pool_name))
         self._starting = asyncio.create_task(_report(started, incarnation))
         return await asyncio.shield(self._starting)
+
+    async def change_weights(self, incarnation: Incarnation, change: WeightChange) -> StartReport:
+        """Changes the weights; after they are put in force, a later `start` reports what this process is then."""
+        assert self._server is not None
+        changing = asyncio.create_task(_report(self._server.change_weights(change), incarnation))
+        if isinstance(change, ApplyWeights):
+            self._starting = changing
+        return await asyncio.shield(changing)
 
     async def live(self) -> str:
         """Returns the reason once the server cannot continue; Ray ends the call when the process dies."""

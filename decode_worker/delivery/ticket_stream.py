@@ -23,9 +23,11 @@ from penstock.errors import (
     PenstockError,
     SequenceMoved,
     Unavailable,
+    WorkerPaused,
     from_status,
     to_status,
 )
+from penstock.kv.weights_version import weights_version
 from penstock.text.completion_text import CompletionText
 from penstock.text.completions import (
     CompletionDelta,
@@ -196,6 +198,7 @@ class TicketStream:
             reason,
             timing,
             message.prompt_logprobs,
+            weights_version(self._ticket.model_revision),
         )
 
     def _output(self, delta: CompletionDelta) -> Output:
@@ -258,6 +261,8 @@ class TicketStream:
 
 def _for_client(error: PenstockError) -> PenstockError:
     """Turns the refusal of a full worker into Unavailable, since the router may know a worker with room."""
+    if isinstance(error, WorkerPaused):
+        return SequenceMoved(f"{error.message}; continue with Inference.Route")
     if isinstance(error, Overloaded):
         return Unavailable(f"{error.message}; continue with Inference.Route", error.retry_after_s)
     return error

@@ -47,7 +47,7 @@ def find_device(text: str) -> DeviceMemory:
     """
     upper = text.strip().upper()
     if upper == "CPU":
-        return DeviceMemory("cpu", "cpu", _available_bytes())
+        return DeviceMemory("cpu", "cpu", available_bytes())
     if upper == "CUDA":
         return _this_gpu()
     if upper in _GPU_MIB:
@@ -61,7 +61,7 @@ def find_device(text: str) -> DeviceMemory:
     return DeviceMemory(text, "cpu" if kind == "CPU" else "cuda", int(float(found[1]) * _UNITS[found[2]]))
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Returns the memory that new processes can use without swapping, by Linux's estimate."""
     try:
         lines = dict(line.split(":", 1) for line in _MEMINFO.read_text(encoding="ascii").splitlines())

@@ -8,18 +8,22 @@ in place, a layer at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from engine.memory.device_memory import available_bytes
 from engine.memory.estimates import make_layout
+from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.loader import check_share, check_update, open_weights
 from engine.parallel.model_part import ModelPart, load_decoder, quantization_of
 from engine.parallel.shard import shard_layout
+from engine.weights.checkpoint import CONFIG_FILE, list_weight_files
 from penstock.config import EngineConfig, LoadedWeightsConfig
+from penstock.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +41,40 @@ def prepare_weights(part: ModelPart, weights: LoadedWeightsConfig) -> NextWeight
     Raises CheckpointError where they do not fit the model.
     """
     config = part.config.model_copy(update={"weights": weights})
+    check_config(Path(weights.path), part.model)
     check_share(Path(weights.path), part.model, part.group.shard, part.layout.dtype, quantization_of(config))
     check_update(weights)
     decoder = None
     if part.device.type == "cpu":
+        _check_memory(Path(weights.path))
         decoder = load_decoder(config, part.model, part.layout, part.device, part.group)
     return NextWeights(config, weights, decoder)
+
+
+def _check_memory(folder: Path) -> None:
+    """Raises CheckpointError if the files do not fit beside the weights in force."""
+    needed, free = sum(file.stat().st_size for file in list_weight_files(folder)), available_bytes()
+    if needed > free:
+        raise CheckpointError(
+            f"{folder} has {needed >> 20} MiB, to fit beside the weights in force, and {free >> 20} MiB are free; "
+            "give the machine more, or replace the workers with `penstock upgrade`"
+        )
+
+
+_NOT_OF_WEIGHTS = {"revision", "generation_defaults", "eos_token_ids", "dtype"}  # the served model's own stay in force
+
+
+def check_config(folder: Path, model: ModelConfig) -> None:
+    """Raises CheckpointError if the folder has a config.json of a model that computes otherwise."""
+    if not (folder / CONFIG_FILE).exists():
+        return
+    other = ModelConfig.from_folder(folder, has_weights=False)
+    for name in (field.name for field in fields(model) if field.name not in _NOT_OF_WEIGHTS):
+        if (found := getattr(other, name)) != (wanted := getattr(model, name)):
+            raise CheckpointError(
+                f"{folder / CONFIG_FILE}: {name} is {found!r}, and {wanted!r} in the served model; give weights of the "
+                "same model, or replace the model with `penstock upgrade`"
+            )
 
 
 def apply_weights(part: ModelPart, weights: NextWeights) -> ModelPart:

@@ -105,6 +105,7 @@ class Chunk:
     model: str = ""
     granted_max_tokens: int | None = None  # with finish_reason: the limit to which overload shortened the answer
     prompt_logprobs: tuple[Logprob, ...] = ()  # set on the first chunk of this index, if requested
+    weight_version: int = 0  # of the weights that these tokens come from; 0: the checkpoint's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ class Completion:
     logprobs: tuple[Logprob, ...] = ()
     granted_max_tokens: int | None = None  # the limit to which overload shortened the answer
     prompt_logprobs: tuple[Logprob, ...] = ()  # one for each prompt token except the first, if requested
+    weight_versions: tuple[int, ...] = ()  # for each token, of the weights that it comes from; 0: the checkpoint's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,7 @@ class _Parts:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     prompt_logprobs: list[Logprob] = field(default_factory=list)
+    weight_versions: list[int] = field(default_factory=list)
     last: Chunk | None = None
 
 
@@ -183,6 +186,7 @@ class ResultBuilder:
         parts.token_ids.extend(chunk.token_ids)
         parts.logprobs.extend(chunk.logprobs)
         parts.prompt_logprobs.extend(chunk.prompt_logprobs)
+        parts.weight_versions.extend([chunk.weight_version] * len(chunk.token_ids))
         if chunk.finish_reason is not None:
             parts.last = chunk
         self._last = chunk
@@ -212,6 +216,7 @@ def _completion(parts: _Parts) -> Completion:
         logprobs=tuple(parts.logprobs),
         granted_max_tokens=parts.last.granted_max_tokens,
         prompt_logprobs=tuple(parts.prompt_logprobs),
+        weight_versions=tuple(parts.weight_versions),
     )
 
 
@@ -298,6 +303,7 @@ def chunk_from_wire(message: inference_pb2.GenerateResponse) -> Chunk:
         model=message.model,
         granted_max_tokens=message.granted_max_tokens if message.HasField("granted_max_tokens") else None,
         prompt_logprobs=tuple(_logprob_from_wire(logprob) for logprob in message.prompt_logprobs),
+        weight_version=message.weight_version,
     )
 
 

@@ -60,6 +60,7 @@ class CompletionText:
             timing=delta.timing,
             prompt_logprobs=self._spell(delta.prompt_logprobs),
             stop_string=self._matcher.matched,
+            weight_version=delta.weight_version,
         )
 
     def _feed_until_stop(self, delta: CompletionDelta) -> tuple[str, int]:

@@ -22,7 +22,7 @@ class Member(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., cohort: _Optional[str] = ...) -> None: ...
 
 class Membership(_message.Message):
-    __slots__ = ("version", "members", "routers", "shares", "spares", "ends")
+    __slots__ = ("version", "members", "routers", "shares", "spares", "ends", "paused")
     class SharesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -50,13 +50,15 @@ class Membership(_message.Message):
     SHARES_FIELD_NUMBER: _ClassVar[int]
     SPARES_FIELD_NUMBER: _ClassVar[int]
     ENDS_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     version: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
     routers: _containers.RepeatedScalarFieldContainer[str]
     shares: _containers.ScalarMap[str, float]
     spares: _containers.ScalarMap[str, int]
     ends: _containers.ScalarMap[str, int]
-    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., routers: _Optional[_Iterable[str]] = ..., shares: _Optional[_Mapping[str, float]] = ..., spares: _Optional[_Mapping[str, int]] = ..., ends: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    paused: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., routers: _Optional[_Iterable[str]] = ..., shares: _Optional[_Mapping[str, float]] = ..., spares: _Optional[_Mapping[str, int]] = ..., ends: _Optional[_Mapping[str, int]] = ..., paused: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WatchMembershipRequest(_message.Message):
     __slots__ = ("router",)
@@ -319,6 +321,64 @@ class UpgradeProgress(_message.Message):
     elapsed_s: float
     detail: str
     def __init__(self, stage: _Optional[str] = ..., num_old: _Optional[int] = ..., num_new: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class UpdateWeightsRequest(_message.Message):
+    __slots__ = ("path", "mode", "version", "timeout_s")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    mode: str
+    version: int
+    timeout_s: float
+    def __init__(self, path: _Optional[str] = ..., mode: _Optional[str] = ..., version: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class WeightsProgress(_message.Message):
+    __slots__ = ("stage", "version", "num_workers", "num_prepared", "num_updated", "elapsed_s", "detail")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREPARED_FIELD_NUMBER: _ClassVar[int]
+    NUM_UPDATED_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    stage: str
+    version: int
+    num_workers: int
+    num_prepared: int
+    num_updated: int
+    elapsed_s: float
+    detail: str
+    def __init__(self, stage: _Optional[str] = ..., version: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_prepared: _Optional[int] = ..., num_updated: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class WeightsStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WeightsStatusResponse(_message.Message):
+    __slots__ = ("version", "path", "digest", "workers", "last")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    path: str
+    digest: str
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerWeights]
+    last: WeightsProgress
+    def __init__(self, version: _Optional[int] = ..., path: _Optional[str] = ..., digest: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerWeights, _Mapping]]] = ..., last: _Optional[_Union[WeightsProgress, _Mapping]] = ...) -> None: ...
+
+class WorkerWeights(_message.Message):
+    __slots__ = ("worker_id", "state", "version")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    state: str
+    version: int
+    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class DemandReport(_message.Message):
     __slots__ = ("router", "epoch", "requests", "prompt_tokens", "ended_prompt_tokens", "cached_tokens", "first_tokens", "first_tokens_in_time", "ended", "ended_in_time", "waiting", "waiting_tokens", "squared_prompt_tokens")

@@ -84,6 +84,16 @@ class AdminStub:
                 request_serializer=penstock_dot_v1_dot_admin__pb2.UpgradeRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_admin__pb2.UpgradeProgress.FromString,
                 _registered_method=True)
+        self.UpdateWeights = channel.unary_stream(
+                '/penstock.v1.Admin/UpdateWeights',
+                request_serializer=penstock_dot_v1_dot_admin__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_admin__pb2.WeightsProgress.FromString,
+                _registered_method=True)
+        self.WeightsStatus = channel.unary_unary(
+                '/penstock.v1.Admin/WeightsStatus',
+                request_serializer=penstock_dot_v1_dot_admin__pb2.WeightsStatusRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_admin__pb2.WeightsStatusResponse.FromString,
+                _registered_method=True)
         self.ReportDemand = channel.stream_unary(
                 '/penstock.v1.Admin/ReportDemand',
                 request_serializer=penstock_dot_v1_dot_admin__pb2.DemandReport.SerializeToString,
@@ -175,6 +185,22 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateWeights(self, request, context):
+        """Replaces the weights of every worker by those of a folder, without a restart: all workers read and check them while
+        they serve, then all pause and go on with them, or none does. Streams the progress until the end; continues without
+        a caller.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WeightsStatus(self, request, context):
+        """Returns the weights in force, and those of each worker.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReportDemand(self, request_iterator, context):
         """Takes what one router sees of its traffic. Each message holds totals, so a lost one does no harm.
         """
@@ -241,6 +267,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Upgrade,
                     request_deserializer=penstock_dot_v1_dot_admin__pb2.UpgradeRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_admin__pb2.UpgradeProgress.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_stream_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=penstock_dot_v1_dot_admin__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_admin__pb2.WeightsProgress.SerializeToString,
+            ),
+            'WeightsStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.WeightsStatus,
+                    request_deserializer=penstock_dot_v1_dot_admin__pb2.WeightsStatusRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_admin__pb2.WeightsStatusResponse.SerializeToString,
             ),
             'ReportDemand': grpc.stream_unary_rpc_method_handler(
                     servicer.ReportDemand,
@@ -523,6 +559,60 @@ class Admin:
             '/penstock.v1.Admin/Upgrade',
             penstock_dot_v1_dot_admin__pb2.UpgradeRequest.SerializeToString,
             penstock_dot_v1_dot_admin__pb2.UpgradeProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.v1.Admin/UpdateWeights',
+            penstock_dot_v1_dot_admin__pb2.UpdateWeightsRequest.SerializeToString,
+            penstock_dot_v1_dot_admin__pb2.WeightsProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WeightsStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.Admin/WeightsStatus',
+            penstock_dot_v1_dot_admin__pb2.WeightsStatusRequest.SerializeToString,
+            penstock_dot_v1_dot_admin__pb2.WeightsStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

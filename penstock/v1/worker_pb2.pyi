@@ -18,6 +18,36 @@ PREFILL_FAULT_NONE: PrefillFault
 PREFILL_FAULT_WORKER: PrefillFault
 PREFILL_FAULT_LINK: PrefillFault
 
+class LoadedWeights(_message.Message):
+    __slots__ = ("version", "path", "digest")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    path: str
+    digest: str
+    def __init__(self, version: _Optional[int] = ..., path: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
+
+class PrepareWeightsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ApplyWeightsRequest(_message.Message):
+    __slots__ = ("mode", "timeout_s")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    mode: str
+    timeout_s: float
+    def __init__(self, mode: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class DiscardWeightsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DiscardWeightsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class HostFlipRequest(_message.Message):
     __slots__ = ("worker_id", "role")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]

@@ -743,6 +743,21 @@ class WorkerHostStub:
                 request_serializer=penstock_dot_v1_dot_worker__pb2.HostFlipRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_worker__pb2.HostFlipResponse.FromString,
                 _registered_method=True)
+        self.PrepareWeights = channel.unary_unary(
+                '/penstock.v1.WorkerHost/PrepareWeights',
+                request_serializer=penstock_dot_v1_dot_worker__pb2.LoadedWeights.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_worker__pb2.PrepareWeightsResponse.FromString,
+                _registered_method=True)
+        self.ApplyWeights = channel.unary_unary(
+                '/penstock.v1.WorkerHost/ApplyWeights',
+                request_serializer=penstock_dot_v1_dot_worker__pb2.ApplyWeightsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_worker__pb2.HostFlipResponse.FromString,
+                _registered_method=True)
+        self.DiscardWeights = channel.unary_unary(
+                '/penstock.v1.WorkerHost/DiscardWeights',
+                request_serializer=penstock_dot_v1_dot_worker__pb2.DiscardWeightsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_worker__pb2.DiscardWeightsResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerHostServicer:
@@ -756,6 +771,29 @@ class WorkerHostServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PrepareWeights(self, request, context):
+        """Reads and checks new weights of the same model, in place of any that were prepared before. Those in force go on
+        serving.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ApplyWeights(self, request, context):
+        """Puts the prepared weights in force: requests end as `mode` says, no cached page is left, and the same role serves
+        with a new epoch. Without prepared weights nothing changes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DiscardWeights(self, request, context):
+        """Frees what was prepared.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerHostServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -763,6 +801,21 @@ def add_WorkerHostServicer_to_server(servicer, server):
                     servicer.Flip,
                     request_deserializer=penstock_dot_v1_dot_worker__pb2.HostFlipRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_worker__pb2.HostFlipResponse.SerializeToString,
+            ),
+            'PrepareWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.PrepareWeights,
+                    request_deserializer=penstock_dot_v1_dot_worker__pb2.LoadedWeights.FromString,
+                    response_serializer=penstock_dot_v1_dot_worker__pb2.PrepareWeightsResponse.SerializeToString,
+            ),
+            'ApplyWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.ApplyWeights,
+                    request_deserializer=penstock_dot_v1_dot_worker__pb2.ApplyWeightsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_worker__pb2.HostFlipResponse.SerializeToString,
+            ),
+            'DiscardWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.DiscardWeights,
+                    request_deserializer=penstock_dot_v1_dot_worker__pb2.DiscardWeightsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_worker__pb2.DiscardWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -793,6 +846,87 @@ class WorkerHost:
             '/penstock.v1.WorkerHost/Flip',
             penstock_dot_v1_dot_worker__pb2.HostFlipRequest.SerializeToString,
             penstock_dot_v1_dot_worker__pb2.HostFlipResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PrepareWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.WorkerHost/PrepareWeights',
+            penstock_dot_v1_dot_worker__pb2.LoadedWeights.SerializeToString,
+            penstock_dot_v1_dot_worker__pb2.PrepareWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ApplyWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.WorkerHost/ApplyWeights',
+            penstock_dot_v1_dot_worker__pb2.ApplyWeightsRequest.SerializeToString,
+            penstock_dot_v1_dot_worker__pb2.HostFlipResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DiscardWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.WorkerHost/DiscardWeights',
+            penstock_dot_v1_dot_worker__pb2.DiscardWeightsRequest.SerializeToString,
+            penstock_dot_v1_dot_worker__pb2.DiscardWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

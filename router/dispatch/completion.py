@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from penstock import wire
 from penstock.errors import PenstockError
+from penstock.kv.weights_version import weights_version
 from penstock.text.completions import completion_id, completion_sampling, streamed_timing
 from penstock.v1 import common_pb2, worker_pb2
 from router.dispatch.completion_core import CompletionCore
@@ -48,6 +49,7 @@ class DispatchedCompletion:
         self.legs: list[WorkerLeg] = []  # one for each submission
         self.worker_id = ""
         self.worker_address = ""
+        self.weight_version = 0  # of the worker that it was sent to last, hence of the tokens that come from there
         self._deliver = functools.partial(deliver, self)
         self._link: TokenLink | None = None
         self._stream_id = 0
@@ -58,7 +60,8 @@ class DispatchedCompletion:
         assert worker.link is not None  # the caller chose a worker that takes work
         self._stream_id = worker.link.submit(command, self._deliver)
         self._link = worker.link
-        self.legs.append(WorkerLeg(worker.worker_id, sent_s, cause))
+        self.weight_version = weights_version(worker.description.model_revision)
+        self.legs.append(WorkerLeg(worker.worker_id, sent_s, cause, weight_version=self.weight_version))
         self.core.on_sent(worker.epoch)
 
     def release(self) -> None:

@@ -11,13 +11,14 @@ import random
 from collections.abc import Collection
 from typing import Protocol
 
-from penstock.errors import PenstockError, Unavailable
+from penstock.errors import PenstockError, Unavailable, WorkerPaused
 from penstock.types import Epoch
 from router.routing.costs.inflight import InflightLedger, WorkKey
 
 WAIT_TO_START_S = 5.0  # for a decode worker; a client that gets its error soon may go elsewhere
 WAIT_TO_RESUME_S = 30.0  # with tokens out already: a dead worker's successor loads its weights first
 RETRY_AFTER_S = 1.0
+MAX_PAUSES = 1000  # of its workers, that one completion outlives
 
 
 class Retries(Protocol):
@@ -50,14 +51,20 @@ class CompletionCore:
         self._credits: list[WorkKey] = []  # until its first token
         self._is_at_worker = False
         self._refused_by: set[Epoch] = set()  # workers that would not take it
+        self._paused: set[Epoch] = set()  # workers that pause, and come back under other epochs
+        self._num_free = 0  # re-dispatches that are no retries
 
     def may_go_to(self, epoch: Epoch) -> bool:
         """Returns False for a worker that has refused the completion."""
         return epoch not in self._refused_by
 
+    def all_pause(self, epochs: Collection[Epoch]) -> bool:
+        """Returns whether all of these workers pause, so that waiting helps."""
+        return self._paused.issuperset(epochs)
+
     def patience_s(self) -> float:
         """Returns how long the completion waits for a worker that takes requests."""
-        return WAIT_TO_RESUME_S if self.num_generated else WAIT_TO_START_S
+        return WAIT_TO_RESUME_S if self.num_generated or self._paused else WAIT_TO_START_S
 
     def on_placed(self, credits: Collection[WorkKey]) -> None:
         """Keeps the ledger entries of the completion's placement."""
@@ -95,7 +102,13 @@ class CompletionCore:
         self._settle()
         if not isinstance(error, Unavailable):
             raise error
-        if self.num_redispatches >= self._max_redispatches:
+        if isinstance(error, WorkerPaused) and self._num_free < MAX_PAUSES:
+            self._paused.add(self.worker_epoch)
+            self._refused_by.add(self.worker_epoch)
+            self._num_free += 1
+            self.num_redispatches += 1
+            return
+        if self.num_redispatches - self._num_free >= self._max_redispatches:
             raise Unavailable(
                 f"gave up after {self.num_redispatches} re-dispatches; the last error was: {error.message}",
                 RETRY_AFTER_S,

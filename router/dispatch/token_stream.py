@@ -27,14 +27,16 @@ from penstock.errors import (
     PenstockError,
     Quarantined,
     Unavailable,
+    WorkerPaused,
     from_status,
 )
+from penstock.kv.weights_version import base_revision
 from penstock.text.completions import CompletionDelta, num_sent_first
 from penstock.types import FinishReason
 from penstock.v1 import common_pb2, worker_pb2
 from router.admission.interface import RequestUsage
 from router.dispatch.completion import DispatchedCompletion
-from router.dispatch.completion_core import RETRY_AFTER_S, CompletionCore
+from router.dispatch.completion_core import RETRY_AFTER_S, WAIT_TO_RESUME_S, CompletionCore
 from router.dispatch.context import DispatchContext
 from router.dispatch.placement import PromptPages
 from router.fleet.fleet_worker import FleetWorker
@@ -116,7 +118,9 @@ class TokenStream:
         completion = self._completions[index]
         timing = completion.timing or completion.end_timing(self._request, common_pb2.Timing(), time.monotonic())
         self._release(completion)
-        return CompletionDelta(index, [], finish_reason=FinishReason.STOP, timing=timing)
+        return CompletionDelta(
+            index, [], finish_reason=FinishReason.STOP, timing=timing, weight_version=completion.weight_version
+        )
 
     def decision(self, policy: str, ended: Mapping[int, EndedCompletion]) -> DecisionRecord:
         """Returns why each completion ran where it did; complete once all have `ended`, by index."""
@@ -126,6 +130,7 @@ class TokenStream:
                 [placement.choice for placement in completion.placements],
                 completion.timing or common_pb2.Timing(),
                 stages_ms(ended[completion.index]) if completion.index in ended else {},
+                completion.weight_version,
             )
             for completion in self._completions
         ]
@@ -231,7 +236,11 @@ class TokenStream:
         reason = wire.finish_reason_from_wire(message.finish_reason)
         if reason is None:
             return CompletionDelta(
-                completion.index, token_ids, message.logprobs, prompt_logprobs=message.prompt_logprobs
+                completion.index,
+                token_ids,
+                message.logprobs,
+                prompt_logprobs=message.prompt_logprobs,
+                weight_version=completion.weight_version,
             )
         completion.ended = True
         timing = completion.timing
@@ -243,7 +252,15 @@ class TokenStream:
             and not (timing.num_migrations or timing.num_redispatches or self._request.emitted)
         ):
             self._placer.on_end(completion.placements[-1], message.timing, len(completion.emitted))
-        return CompletionDelta(completion.index, token_ids, message.logprobs, reason, timing, message.prompt_logprobs)
+        return CompletionDelta(
+            completion.index,
+            token_ids,
+            message.logprobs,
+            reason,
+            timing,
+            message.prompt_logprobs,
+            completion.weight_version,
+        )
 
     async def _follow(self, completion: DispatchedCompletion, migrated: worker_pb2.Migrated) -> None:
         """Continues at the worker that the sequence has migrated to, which gives it to whoever brings the ticket.
@@ -266,7 +283,9 @@ class TokenStream:
         now_s = time.monotonic()
         if completion.legs:
             completion.legs[-1].lost_s, completion.legs[-1].error = now_s, error.reason
-        if isinstance(error, Unavailable | InternalError) and not isinstance(error, Overloaded | AdapterUnavailable):
+        if isinstance(error, Unavailable | InternalError) and not isinstance(
+            error, Overloaded | AdapterUnavailable | WorkerPaused
+        ):
             self._fleet.health.on_failure(completion.core.worker_epoch, now_s)
         completion.core.on_failure(error, now_s, _RNG, refused=refused)
         num_emitted = len(completion.emitted)
@@ -320,9 +339,11 @@ class TokenStream:
         """Returns workers of the request's revision, and of its cohort until one of them has failed it."""
         revision = self._request.model_revision
         cohort = None if completion.core.num_redispatches else self._request.cohort
-        patience_s = completion.core.patience_s()
+        patience_s = WAIT_TO_RESUME_S if self._fleet.is_paused else completion.core.patience_s()
         left_s = self._request.deadline_s - time.monotonic()
-        group = await self._fleet.wait_for(lambda: self._find_group(revision, cohort), min(patience_s, left_s))
+        group = await self._fleet.wait_for(
+            lambda: self._find_group(completion, revision, cohort), min(patience_s, left_s)
+        )
         if time.monotonic() >= self._request.deadline_s or (group is None and left_s <= patience_s):
             raise self._too_late()
         if group is None:
@@ -331,12 +352,22 @@ class TokenStream:
             self._restart_with(group.model_revision)
         return group
 
-    def _find_group(self, revision: str, cohort: str | None) -> WorkerGroup | None:
-        """Falls back to another revision if no worker of the request's is left and no token has been emitted."""
+    def _find_group(self, completion: DispatchedCompletion, revision: str, cohort: str | None) -> WorkerGroup | None:
+        """Returns None while all workers that there are pause.
+
+        Falls back to another revision if no worker of the request's is left and, unless that is an update of the
+        weights of the same model, no token has been emitted.
+        """
         found = self._fleet.group_for(revision, cohort)
-        has_emitted = any(completion.emitted for completion in self._completions)
-        if found is None and self._request.salt_for is not None and not has_emitted:
-            return self._fleet.group()
+        if found is None and self._request.salt_for is not None:
+            other = self._fleet.group()
+            has_emitted = any(completion.emitted for completion in self._completions)
+            if other is not None and (
+                not has_emitted or base_revision(other.model_revision) == base_revision(revision)
+            ):
+                found = other
+        if found is not None and completion.core.all_pause([worker.epoch for worker in found.decode]):
+            return None
         return found
 
     def _restart_with(self, revision: str) -> None:

@@ -73,6 +73,7 @@ class WorkerFleet:
         self._load_watchers: list[Callable[[], None]] = []
         self._groups: dict[tuple[str | None, str | None], WorkerGroup | None] = {}  # found since the last change
         self.spares: Mapping[str, int] = {}  # warm processes by pool, as the controller reports them
+        self.is_paused = False  # workers pause while their weights are replaced, and come back
         self.ends: Mapping[str, int] = {}  # workers that ended, by how, as the controller reports them
         self._shares: Mapping[str, float] = {}  # of new requests, by cohort; empty: all go to the largest group
 
@@ -233,6 +234,7 @@ async def follow_admin(address: str, fleet: WorkerFleet) -> None:
                     log.info("membership version %d: %d members", membership.version, len(membership.members))
                     fleet.peers.set_addresses(membership.routers)
                     fleet.spares, fleet.ends = dict(membership.spares), dict(membership.ends)
+                    fleet.is_paused = bool(membership.paused)
                     members = [wire.member_from_wire(member) for member in membership.members]
                     fleet.set_members(members, membership.shares)
                 log.info("the admin service at %s ended its stream", address)

@@ -26,9 +26,10 @@ def completion_record(
     choices: Sequence[PairChoice],
     timing: common_pb2.Timing | None,
     stages_ms: Mapping[str, float] = MappingProxyType({}),
+    weight_version: int = 0,
 ) -> DecisionRecord:
     """Describes one completion: where it was sent, in order, and what it took by the names of its stages; `timing` is
-    None until it is known.
+    None until it is known. `weight_version` is that of its last worker.
     """
     sent: DecisionRecord = {"index": index, "attempts": [_attempt(choice) for choice in choices]}
     if timing is None:
@@ -38,6 +39,8 @@ def completion_record(
     for name in ("prefill_worker", "decode_worker", "prefill_cached_tokens", "decode_cached_tokens"):
         actual[name] = getattr(timing, name)
     actual |= {"pages_moved": timing.pages_moved, "migrations": timing.num_migrations}
+    if weight_version:
+        actual["weight_version"] = weight_version
     if timing.HasField("pull"):
         actual["pull"] = {
             "source": timing.pull.source,

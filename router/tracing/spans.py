@@ -84,6 +84,8 @@ class SpanBuilder:
         last = None
         for leg, following in zip_longest(legs, legs[1:]):
             attributes: Attributes = {"penstock.worker.id": leg.worker, "penstock.cause": leg.cause.value}
+            if leg.weight_version:
+                attributes["penstock.weight_version"] = leg.weight_version
             last = self._tracer.start_span(
                 "decode worker",
                 inside,

@@ -45,6 +45,7 @@ class WorkerLeg:
     cause: LegCause = LegCause.PLACED
     lost_s: float = 0.0  # 0: the worker was not lost and did not refuse the completion
     error: str = ""  # the reason
+    weight_version: int = 0  # of the worker
 
 
 class EndedCompletion(NamedTuple):

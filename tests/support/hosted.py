@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from cluster.controller.admin_service import start_admin_server
 from cluster.controller.composition import make_controller
 from cluster.controller.controller import Controller
+from cluster.controller.record import ControllerRecord
 from cluster.controller.supervised_process import OnUnplaced, Started
 from cluster.health.liveness import OnDoubt, follow_router, follow_worker
 from cluster.local.role_host import RoleHost
 from cluster.pools.pool import ROUTER, Incarnation
+from cluster.pools.weight_change import WeightChange
 from penstock.client.async_client import AsyncClient
 from penstock.client.retry import RetryPolicy
 from penstock.config import ServeConfig
@@ -49,7 +51,8 @@ class HostedWorker:
         return self._started()
 
     def _started(self) -> Started:
-        return Started(self.host.epoch, self.host.address, os.getpid())
+        version = self.host.weights_version
+        return Started(self.host.epoch, self.host.address, os.getpid(), weights_version=version)
 
     async def watch(self, on_load: Callable[[worker_pb2.Load], None], on_doubt: OnDoubt) -> str:
         following = asyncio.create_task(follow_worker(self.host.address, self.host.epoch, on_load, on_doubt))
@@ -61,6 +64,10 @@ class HostedWorker:
 
     async def flip(self, incarnation: Incarnation) -> Started:
         await self.host.flip(incarnation.worker_id, Role(incarnation.pool_name))
+        return self._started()
+
+    async def change_weights(self, change: WeightChange) -> Started:
+        await self.host.change_weights(change)
         return self._started()
 
     def lose(self) -> None:
@@ -99,6 +106,9 @@ class HostedRouter:
     async def flip(self, incarnation: Incarnation) -> Started:
         raise AssertionError("no router is flipped")
 
+    async def change_weights(self, change: WeightChange) -> Started:
+        raise AssertionError("no router has weights")
+
     async def stop(self, grace_s: float = 0.0) -> None:
         await self.server.leave(grace_s or 2.0)
         await self.kill()
@@ -117,10 +127,11 @@ class Hosted:
     admin: str = ""
     controller: Controller = field(init=False)
     workers: dict[WorkerId, HostedWorker] = field(default_factory=dict)  # by the name that each started with
+    records: list[ControllerRecord] = field(default_factory=list)  # that a successor of the controller would find
     pinned: list[int] = field(default_factory=list)  # pages that each ended worker still held
 
     def __post_init__(self) -> None:
-        self.controller = make_controller(self.config, self.spawn, self.canary)
+        self.controller = make_controller(self.config, self.spawn, self.canary, save=self.records.append)
 
     def spawn(self, incarnation: Incarnation, config: ServeConfig) -> HostedWorker | HostedRouter:
         if incarnation.pool_name == ROUTER:

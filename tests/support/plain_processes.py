@@ -78,6 +78,12 @@ class Deployment:
             started.append(self._spawn(modules[config.role], config, config.engine.num_threads, cpu, fresh))
         return [self._wait(popen, log) for popen, log in started]
 
+    def start_hosts(self, configs: Sequence[WorkerConfig]) -> list[Process]:
+        """Starts workers whose role and weights can change, and returns once all are ready."""
+        module = "cluster.local.worker"
+        started = [self._spawn(module, config, config.engine.num_threads, None, False) for config in configs]
+        return [self._wait(popen, log) for popen, log in started]
+
     def start_router(self, config: RouterConfig, cpu: int | None = None, *, fresh: bool = False) -> Process:
         """Starts a router and returns once it is ready. `cpu`, if given, is its only core."""
         return self._wait(*self._spawn("router", config, None, cpu, fresh))

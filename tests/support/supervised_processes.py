@@ -12,7 +12,7 @@ import json
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc.aio
@@ -25,6 +25,7 @@ from cluster.health.canary_check import CanaryCheck
 from cluster.health.canary_policy import CanaryJudge
 from cluster.health.liveness import OnDoubt, follow_router, follow_worker
 from cluster.pools.pool import ROUTER, Incarnation
+from cluster.pools.weight_change import ApplyWeights, DiscardWeights, PrepareWeights, WeightChange
 from penstock.client.async_client import AsyncClient
 from penstock.client.retry import RetryPolicy
 from penstock.config import RouterConfig, ServeConfig, WorkerConfig
@@ -134,6 +135,7 @@ class PlainProcess:
         self._stdout: asyncio.ReadTransport | None = None
         self._host = ""  # host:port of the service that changes its role
         self._started: Started | None = None
+        self._prepared = 0  # version of the weights that it has read
 
     async def place(self, on_unplaced: OnUnplaced) -> None:
         """Returns at once: this machine is its place."""
@@ -163,7 +165,8 @@ class PlainProcess:
                 peer_address=ready["peer"],
             )
         else:
-            self._started = Started(Epoch(ready["epoch"]), ready["address"], ready["pid"])
+            version = self._config.engine.weights_version
+            self._started = Started(Epoch(ready["epoch"]), ready["address"], ready["pid"], weights_version=version)
         return self._started
 
     async def _first_line(self, process: ModuleProcess) -> bytes:
@@ -204,7 +207,32 @@ class PlainProcess:
                 answer = await worker_pb2_grpc.WorkerHostStub(channel).Flip(request, timeout=_FLIP_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
-        self._started = Started(Epoch(answer.epoch), answer.address, self._started.pid)
+        self._started = replace(self._started, epoch=Epoch(answer.epoch), address=answer.address)
+        return self._started
+
+    async def change_weights(self, change: WeightChange) -> Started:
+        assert self._started is not None
+        try:
+            async with self._dial(self._host) as channel:
+                host = worker_pb2_grpc.WorkerHostStub(channel)
+                match change:
+                    case PrepareWeights(weights):
+                        message = worker_pb2.LoadedWeights(**weights.model_dump())
+                        await host.PrepareWeights(message, timeout=_FLIP_TIMEOUT_S)
+                        self._prepared = weights.version
+                    case ApplyWeights(mode, timeout_s):
+                        applying = worker_pb2.ApplyWeightsRequest(mode=mode.value, timeout_s=timeout_s)
+                        answer = await host.ApplyWeights(applying, timeout=_FLIP_TIMEOUT_S)
+                        self._started = replace(
+                            self._started,
+                            epoch=Epoch(answer.epoch),
+                            address=answer.address,
+                            weights_version=self._prepared,
+                        )
+                    case DiscardWeights():
+                        await host.DiscardWeights(worker_pb2.DiscardWeightsRequest(), timeout=_FLIP_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
         return self._started
 
     async def stop(self, grace_s: float = 0.0) -> None:

@@ -60,6 +60,7 @@ PAGES = (
     "router-lost",
     "ray-head-lost",
     "tenant-abuse",
+    "replace-weights",
     "upgrade-a-model",
     "rotate-keys",
 )

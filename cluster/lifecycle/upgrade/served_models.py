@@ -12,13 +12,19 @@ from typing import Any
 from cluster.lifecycle.upgrade.gate_policy import UpgradeGate
 from cluster.lifecycle.upgrade.rolling_upgrade import ENDED, RollingUpgrade, UpgradePlan, UpgradeStage
 from cluster.pools.pool import Incarnation
-from penstock.config import ServeConfig
+from penstock.config import LoadedWeightsConfig, ServeConfig
 from penstock.types import NEW_COHORT, OLD_COHORT, Role, WorkerId
 
 
 def with_model(config: ServeConfig, model: str) -> ServeConfig:
     """Returns a copy with another model folder, served under the same name."""
-    return config.model_copy(update={"model": model, "served_model": config.model_name})
+    engine = config.engine if model == config.model else {**config.engine, "weights": None}
+    return config.model_copy(update={"model": model, "served_model": config.model_name, "engine": engine})
+
+
+def with_weights(config: ServeConfig, weights: Mapping[str, Any]) -> ServeConfig:
+    """Returns a copy whose workers load these weights in place of the model's own."""
+    return config.model_copy(update={"engine": {**config.engine, "weights": dict(weights)}})
 
 
 class ServedModels:
@@ -29,6 +35,14 @@ class ServedModels:
         self.shares: Mapping[str, float] = {}  # of new requests, by cohort, while two models serve
 
     @property
+    def weights(self) -> LoadedWeightsConfig | None:
+        """The weights in force; None: the checkpoint's own."""
+        return self.config.engine_config().weights
+
+    def set_weights(self, weights: LoadedWeightsConfig) -> None:
+        self.config = with_weights(self.config, weights.model_dump())
+
+    @property
     def upgrade(self) -> RollingUpgrade | None:
         """The upgrade in flight."""
         upgrade = self.last_upgrade
@@ -37,6 +51,10 @@ class ServedModels:
     def config_of(self, incarnation: Incarnation) -> ServeConfig:
         """Returns the configuration of a process."""
         return self.next_config if self._is_new(incarnation.worker_id) else self.config
+
+    def weights_of(self, incarnation: Incarnation) -> LoadedWeightsConfig | None:
+        """Returns the weights that a worker must have; None: the checkpoint's own."""
+        return self.config_of(incarnation).engine_config().weights
 
     def num_ranks_of(self, incarnation: Incarnation) -> int:
         """Returns how many ranks share the worker's model; 1 for a router."""
@@ -51,6 +69,10 @@ class ServedModels:
     def _is_new(self, worker_id: WorkerId) -> bool:
         upgrade = self.upgrade
         return upgrade is not None and worker_id in upgrade.new
+
+    def weights_record(self) -> Mapping[str, Any]:
+        """Returns the weights in force as plain data for a successor; empty for the checkpoint's own."""
+        return {} if self.weights is None else self.weights.model_dump()
 
     def upgrade_record(self) -> Mapping[str, Any]:
         """Returns the upgrade in flight as plain data for a successor; empty if there is none."""

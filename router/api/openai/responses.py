@@ -29,6 +29,7 @@ class _Choice:
         self.message = AssistantMessage()
         self.logprobs: list[common_pb2.TokenLogprob] = []
         self.token_ids: list[int] = []
+        self.weight_versions: list[int] = []  # of each token
         self.finish_reason: str | None = None
         self.extension: Json = {}  # what the OpenAI API has no field for
         self.num_characters = 0  # of its tokens' texts so far
@@ -68,6 +69,7 @@ class OpenAiResponse(CallResponse):
         collected.prompt_logprobs = collected.prompt_logprobs or output.prompt_logprobs
         if self._wants_token_ids:
             collected.token_ids.extend(output.token_ids)
+            collected.weight_versions.extend([output.weight_version] * len(output.token_ids))
         if output.finish_reason is not None:
             collected.finish_reason = _finish_reason(delta)
             collected.extension = _extension(output)
@@ -80,7 +82,7 @@ class OpenAiResponse(CallResponse):
                 "logprobs": self._logprobs(choice, choice.logprobs),
                 "finish_reason": choice.finish_reason,
                 **choice.extension,
-                **self._ids_json(choice.token_ids),
+                **self._ids_json(choice.token_ids, choice.weight_versions),
                 **self._choice_prompt(index),
             }
             for index, choice in sorted(self._choices.items())
@@ -131,9 +133,10 @@ class OpenAiResponse(CallResponse):
     def _logprobs(self, choice: _Choice, logprobs: Sequence[common_pb2.TokenLogprob]) -> Json | None:
         """Returns None unless the call asks for log-probabilities."""
 
-    def _ids_json(self, token_ids: Sequence[int]) -> Json:
-        """Returns the tokens of a choice, or new ones of it, if the call asks for them."""
-        return {"token_ids": list(token_ids)} if self._wants_token_ids else {}
+    def _ids_json(self, token_ids: Sequence[int], weight_versions: Sequence[int]) -> Json:
+        """Returns the tokens of a choice, or new ones of it, each with the version of its weights, if the call asks for
+        them."""
+        return {"token_ids": [*token_ids], "weight_versions": [*weight_versions]} if self._wants_token_ids else {}
 
     def _prompt_logprobs(self, choice: _Choice) -> Json:
         """Returns those of the choice's prompt in vLLM's form, if the call asks for them."""
@@ -162,7 +165,8 @@ class OpenAiResponse(CallResponse):
         entry = {"index": delta.choice, **content, "logprobs": logprobs, "finish_reason": reason}
         if ends:
             entry |= _extension(delta.output)
-        entry |= self._ids_json(delta.output.token_ids if is_last else ())
+        token_ids = delta.output.token_ids if is_last else ()
+        entry |= self._ids_json(token_ids, [delta.output.weight_version] * len(token_ids))
         return {**self._head, "object": self._chunk_object, "choices": [entry]}
 
     def _is_worth_sending(self, output: Output) -> bool:
@@ -293,10 +297,12 @@ def _finish_reason(delta: ChoiceDelta) -> str | None:
 
 
 def _extension(output: Output) -> Json:
-    """Returns the choice's extra field: the `max_tokens` that overload has granted, where that is less than asked, and
-    what became of KV hints.
+    """Returns the choice's extra field: the `max_tokens` that overload has granted, where that is less than asked, the
+    version of updated weights that its last token comes from, and what became of KV hints.
     """
     extension: Json = {} if output.granted_tokens is None else {"granted_max_tokens": output.granted_tokens}
+    if output.weight_version:
+        extension["weight_version"] = output.weight_version
     if answers := answers_json(output):
         extension["kv_hints"] = answers
     return {"penstock": extension} if extension else {}

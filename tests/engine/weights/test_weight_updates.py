@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,21 @@ def test_weights_that_do_not_fit_change_nothing(tmp_path: Path, change: str) -> 
         serving.prepare_weights(weights)
     assert tokens(serving) == before
     assert serving.weights_version == 0
+    serving.close()
+
+
+def test_weights_of_a_model_that_computes_otherwise_are_refused_by_the_setting(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path / "model")
+    weights = perturb_weights(folder, tmp_path / "v1", 1)
+    settings = json.loads((folder / "config.json").read_text())
+    (tmp_path / "v1" / "config.json").write_text(json.dumps(settings | {"dtype": "bfloat16"}))
+    serving = engine(folder)
+    serving.prepare_weights(weights)
+    (tmp_path / "v1" / "config.json").write_text(json.dumps(settings | {"rms_norm_eps": 0.5}))
+    with pytest.raises(
+        CheckpointError, match=r"rms_norm_eps is 0.5, and .* in the served model; give weights of the same"
+    ):
+        serving.prepare_weights(weights)
     serving.close()
 
 

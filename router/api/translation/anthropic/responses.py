@@ -100,6 +100,8 @@ class MessagesResponse(CallResponse):
             self._stop = self._stop_fields(output, delta.called_tools)
             if output.granted_tokens is not None:
                 self._extension["granted_max_tokens"] = output.granted_tokens
+            if output.weight_version:
+                self._extension["weight_version"] = output.weight_version
             if answers := answers_json(output):
                 self._extension["kv_hints"] = answers
 

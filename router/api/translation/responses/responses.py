@@ -93,6 +93,8 @@ class ResponsesResponse(CallResponse):
             self._is_cut = True
         if output.finish_reason is not None and output.granted_tokens is not None:
             self._extension["granted_max_tokens"] = output.granted_tokens
+        if output.finish_reason is not None and output.weight_version:
+            self._extension["weight_version"] = output.weight_version
         if answers := answers_json(output):
             self._extension["kv_hints"] = answers
 

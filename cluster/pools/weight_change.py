@@ -1,0 +1,31 @@
+"""What a worker's process is asked to do about its weights. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.config import LoadedWeightsConfig
+from penstock.types import PauseMode
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareWeights:
+    """Reads and checks weights, while those in force serve."""
+
+    weights: LoadedWeightsConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyWeights:
+    """Pauses the worker and puts the prepared weights in force."""
+
+    mode: PauseMode
+    timeout_s: float  # for which `wait` lets requests run
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardWeights:
+    """Frees what was prepared."""
+
+
+WeightChange = PrepareWeights | ApplyWeights | DiscardWeights

@@ -1,0 +1,255 @@
+"""Replaces the weights of real workers under real streams: a prefill and a decode worker, and a router, as processes.
+
+After an update the tokens are those of an engine that has loaded the new weights, wherever the prompt was computed;
+before it, those of the old ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+
+from engine.engine import Engine
+from engine.generate import generate
+from penstock import AsyncClient
+from penstock.client.results import Chunk
+from penstock.client.retry import RetryPolicy
+from penstock.config import EngineConfig, LoadedWeightsConfig, RouterConfig, WorkerConfig
+from penstock.errors import CheckpointError, InvalidInput, WeightsReplaced, from_rpc_error
+from penstock.rpc.server import make_channel
+from penstock.types import PauseMode, Role, SamplingParams
+from penstock.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.engine.checkpoints import perturb_weights
+from tests.support.plain_processes import Deployment, Process
+from tests.support.router.envoy import free_port
+from tests.support.serving import worker_config
+from tests.system.test_faults import GREEDY, MODEL, TIMEOUT_S
+
+pytestmark = pytest.mark.processes
+
+ENGINE = {"num_pages": 256, "dtype": "float32"}
+NUM_VERSIONS = 6
+LONG = 1900  # tokens: more than are generated before a test has done what it is here for
+_NUMBERS = itertools.count(20)
+
+
+def prompt() -> list[int]:
+    """Returns a prompt that no other test has sent."""
+    number = next(_NUMBERS)
+    return [(7 * i + 13 * number) % 900 + 20 for i in range(60)]
+
+
+class Fleet:
+    """One prefill and one decode worker, both with the weights `version`."""
+
+    def __init__(self, deployment: Deployment, weights: Sequence[LoadedWeightsConfig]) -> None:
+        self.weights = weights
+        self.version = 0
+        ports = [free_port(), free_port()]
+        configs = [_config(role, port) for role, port in zip(Role, ports, strict=True)]
+        self.prefill, self.decode = deployment.start_hosts(configs)
+        addresses = tuple(f"127.0.0.1:{port}" for port in ports)
+        self.router = deployment.start_router(
+            RouterConfig(model=str(MODEL), grpc_port=0, http_port=0, workers=addresses)
+        )
+
+    @property
+    def next_weights(self) -> LoadedWeightsConfig:
+        return self.weights[self.version]
+
+    async def prepare(self, worker: Process, weights: LoadedWeightsConfig) -> None:
+        message = worker_pb2.LoadedWeights(version=weights.version, path=weights.path, digest=weights.digest)
+        async with _host(worker) as host:
+            await host.PrepareWeights(message, timeout=TIMEOUT_S)
+
+    async def apply(self, worker: Process, mode: PauseMode, timeout_s: float = TIMEOUT_S) -> None:
+        request = worker_pb2.ApplyWeightsRequest(mode=mode.value, timeout_s=timeout_s)
+        async with _host(worker) as host:
+            await host.ApplyWeights(request, timeout=TIMEOUT_S)
+
+    async def prepare_all(self) -> None:
+        """Prepares the next weights at both workers."""
+        await asyncio.gather(*(self.prepare(worker, self.next_weights) for worker in (self.prefill, self.decode)))
+
+    async def apply_all(self, mode: PauseMode, timeout_s: float = TIMEOUT_S) -> None:
+        """Puts them in force at both."""
+        await asyncio.gather(*(self.apply(worker, mode, timeout_s) for worker in (self.prefill, self.decode)))
+        self.version += 1
+
+    async def update(self, mode: PauseMode) -> None:
+        await self.prepare_all()
+        await self.apply_all(mode)
+
+    def client(self, **settings: Any) -> AsyncClient:
+        return AsyncClient(self.router.address, timeout_s=TIMEOUT_S, **settings)
+
+    async def until_remote(self) -> None:
+        """Returns once the router gives prompts to the prefill worker again."""
+        async with asyncio.timeout(TIMEOUT_S), self.client() as client:
+            worker = ""
+            while worker != "prefill-0":
+                worker = (await client.complete(prompt(), max_tokens=2, **GREEDY)).timing.prefill_worker  # type: ignore[arg-type]
+
+
+def _config(role: Role, port: int) -> WorkerConfig:
+    config = worker_config(role, MODEL, f"{role.value}-0", engine=ENGINE)
+    return config.model_copy(update={"port": port})
+
+
+@contextlib.asynccontextmanager
+async def _host(worker: Process) -> AsyncIterator[Any]:
+    """Yields the stub of a worker's host service; its errors are typed."""
+    async with make_channel(str(worker.ready["host"])) as channel:
+        try:
+            yield worker_pb2_grpc.WorkerHostStub(channel)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+
+class Fresh:
+    """Engines that have loaded each version of the weights."""
+
+    def __init__(self, weights: Sequence[LoadedWeightsConfig]) -> None:
+        self._weights = (None, *weights)
+        self._engines: dict[int, Engine] = {}
+
+    def tokens(self, version: int, token_ids: list[int], max_tokens: int) -> list[int]:
+        if version not in self._engines:
+            config = {"model": str(MODEL), "num_threads": 1, **ENGINE, "weights": self._weights[version]}
+            self._engines[version] = Engine.load(EngineConfig.model_validate(config))
+        sampling = SamplingParams(max_tokens=max_tokens, **GREEDY)  # type: ignore[arg-type]
+        return generate(self._engines[version], token_ids, sampling, use_prefix_cache=False)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> list[LoadedWeightsConfig]:
+    folder = tmp_path_factory.mktemp("weights")
+    return [perturb_weights(MODEL, folder / f"v{version}", version) for version in range(1, NUM_VERSIONS + 1)]
+
+
+@pytest.fixture(scope="module")
+def fleet(weights: list[LoadedWeightsConfig]) -> Iterator[Fleet]:
+    with Deployment() as deployment:
+        yield Fleet(deployment, weights)
+
+
+@pytest.fixture(scope="module")
+def fresh(weights: list[LoadedWeightsConfig]) -> Fresh:
+    return Fresh(weights)
+
+
+async def test_after_an_update_tokens_are_those_of_a_fresh_worker_wherever_the_prompt_is_computed(
+    fleet: Fleet, fresh: Fresh
+) -> None:
+    asked = prompt()
+    for version in (fleet.version, fleet.version + 1):
+        if version > fleet.version:
+            await fleet.update(PauseMode.WAIT)
+        await fleet.until_remote()
+        async with fleet.client() as client:
+            answers = [await client.complete(asked, max_tokens=30, **GREEDY) for _ in range(2)]  # type: ignore[arg-type]
+        assert answers[0].timing.prefill_worker == "prefill-0"
+        assert answers[0].timing.cached_tokens == 0, "no page of other weights is found"
+        assert answers[1].timing.cached_tokens > 0
+        for answer in answers:
+            assert list(answer.token_ids) == fresh.tokens(version, asked, 30)
+            assert answer.completions[0].weight_versions == (version,) * 30
+
+
+async def test_http_answers_name_the_version_of_each_token(fleet: Fleet) -> None:
+    await fleet.update(PauseMode.WAIT)
+    body = {"model": "penstock-tiny", "prompt": prompt(), "max_tokens": 5, "ignore_eos": True, "return_token_ids": True}
+    async with httpx.AsyncClient(base_url=f"http://{fleet.router.http}", timeout=TIMEOUT_S) as http:
+        whole = (await http.post("/v1/completions", json=body)).json()["choices"][0]
+        streamed = await http.post("/v1/completions", json=body | {"stream": True})
+    assert len(whole["token_ids"]) == 5
+    assert whole["weight_versions"] == [fleet.version] * 5
+    assert whole["penstock"] == {"weight_version": fleet.version}
+    assert f'"weight_versions":[{fleet.version}' in streamed.text.replace(" ", "")
+
+
+async def _begin(client: AsyncClient, asked: list[int]) -> tuple[AsyncIterator[Chunk], list[Chunk]]:
+    stream = client.generate(asked, max_tokens=LONG, **GREEDY)  # type: ignore[arg-type]
+    return stream, [await anext(stream) for _ in range(3)]
+
+
+async def _read_rest(stream: AsyncIterator[Chunk], chunks: list[Chunk]) -> None:
+    async for chunk in stream:
+        chunks.append(chunk)
+
+
+async def test_kept_requests_continue_with_the_new_weights_and_say_from_where_on(fleet: Fleet, fresh: Fresh) -> None:
+    asked, before = prompt(), fleet.version
+    await fleet.prepare_all()
+    async with fleet.client(retry=RetryPolicy(max_attempts=1)) as client:
+        stream, chunks = await _begin(client, asked)
+        await fleet.apply_all(PauseMode.KEEP)
+        async for chunk in stream:
+            chunks.append(chunk)
+            if sum(len(each.token_ids) for each in chunks if each.weight_version > before) > 40:
+                break
+    tokens = [token for chunk in chunks for token in chunk.token_ids]
+    versions = [chunk.weight_version for chunk in chunks for _ in chunk.token_ids]
+    old = versions.count(before)
+    assert versions == [before] * old + [fleet.version] * (len(versions) - old)
+    assert tokens[:old] == fresh.tokens(before, asked, old)
+    assert tokens[old:] == fresh.tokens(fleet.version, asked + tokens[:old], len(tokens) - old)
+
+
+@pytest.mark.parametrize(("mode", "timeout_s"), [(PauseMode.ABORT, TIMEOUT_S), (PauseMode.WAIT, 0.05)])
+async def test_aborted_and_late_requests_end_with_an_error_that_names_the_cause(
+    fleet: Fleet, fresh: Fresh, mode: PauseMode, timeout_s: float
+) -> None:
+    asked, before = prompt(), fleet.version
+    await fleet.prepare_all()
+    async with fleet.client(retry=RetryPolicy(max_attempts=1)) as client:
+        stream, chunks = await _begin(client, asked)
+        updating = asyncio.create_task(fleet.apply_all(mode, timeout_s))
+        with pytest.raises(WeightsReplaced, match=f"decode-0 replaces its weights by version {before + 1}"):
+            await _read_rest(stream, chunks)
+        await updating
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
+        assert tokens == fresh.tokens(before, asked, len(tokens)), "nothing of the new weights"
+        answer = await client.complete(asked, max_tokens=10, **GREEDY)  # type: ignore[arg-type]
+        assert list(answer.token_ids) == fresh.tokens(fleet.version, asked, 10)
+
+
+async def test_weights_that_do_not_fit_change_nothing(fleet: Fleet, fresh: Fresh) -> None:
+    wanted = fleet.next_weights
+    with pytest.raises(CheckpointError, match="update the weights again"):
+        await fleet.prepare(fleet.decode, wanted.model_copy(update={"digest": "0"}))
+    with pytest.raises(InvalidInput, match="weights: are not prepared"):
+        await fleet.apply(fleet.decode, PauseMode.WAIT)
+    if fleet.version:
+        with pytest.raises(InvalidInput, match="give a higher one"):
+            await fleet.prepare(fleet.decode, fleet.weights[fleet.version - 1])
+    async with fleet.client() as client:
+        asked = prompt()
+        answer = await client.complete(asked, max_tokens=10, **GREEDY)  # type: ignore[arg-type]
+    assert list(answer.token_ids) == fresh.tokens(fleet.version, asked, 10)
+
+
+async def test_a_prefill_worker_with_other_weights_computes_nothing_for_a_decode_worker(
+    fleet: Fleet, fresh: Fresh
+) -> None:
+    """Updates the decode worker alone: it computes its prompts until the other one has the same weights."""
+    weights = fleet.next_weights
+    await fleet.prepare(fleet.decode, weights)
+    await fleet.apply(fleet.decode, PauseMode.WAIT)
+    async with fleet.client() as client:
+        for _ in range(3):
+            asked = prompt()
+            answer = await client.complete(asked, max_tokens=10, **GREEDY)  # type: ignore[arg-type]
+            assert answer.timing.prefill_worker == "decode-0"
+            assert list(answer.token_ids) == fresh.tokens(fleet.version + 1, asked, 10)
+    await fleet.prepare(fleet.prefill, weights)
+    await fleet.apply(fleet.prefill, PauseMode.WAIT)
+    fleet.version += 1
+    await fleet.until_remote()

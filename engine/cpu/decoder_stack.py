@@ -1,4 +1,5 @@
-"""All layers of a dense decoder in one call (`engine/cpu/csrc/decoder.cpp`), over bf16 or quantized pages.
+"""All layers of a dense decoder in one call (`engine/cpu/csrc/decoder.cpp`), in bf16 or float32, over pages of the same
+dtype or quantized ones.
 
 Calling a layer's kernels one by one takes a dozen calls from Python, which for a single token take as long as the
 matrix products. `make_stack` returns None for models that the kernel does not support; the decoder then runs the layers
@@ -22,6 +23,7 @@ from engine.kernels.backends import AttentionBackend
 from engine.kernels.metadata import AttentionMetadata, KvLayer
 
 _HEAD_DIM_MULTIPLE = 32
+_DTYPES = (torch.bfloat16, torch.float32)
 
 
 class _Layer(ctypes.Structure):
@@ -43,7 +45,9 @@ class _Step(ctypes.Structure):
         *((name, POINTER) for name in ("slot_page", "slot_offset", "sampled_rows", "final_norm", "output")),
         ("page_stride", LONG),
         *((name, INT) for name in ("num_tokens", "num_sampled", "num_sequences", "table_width", "page_size")),
-        *((name, INT) for name in ("hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate", "kv_kind")),
+        *((name, INT) for name in ("hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate")),
+        ("kv_kind", INT),
+        ("is_float32", INT),
         ("eps", FLOAT),
         ("scale", FLOAT),
     )
@@ -61,6 +65,11 @@ class DenseLayer:
     gate_up: TileLinear
     down: TileLinear
     window: int | None
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        norms = (self.input_norm_D, self.mlp_norm_D, *(self.qk_norms_H or ()))
+        return {each.dtype for each in (*norms, self.qkv, self.out, self.gate_up, self.down)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +107,7 @@ class DenseStack:
     ) -> torch.Tensor:
         """Returns the normalised hidden states of the sampled rows, [R, D], ready for the output head. Overwrites
         `residual_TD`; calls `on_layer(n)` after each of the first n layers."""
-        assert residual_TD.dtype == torch.bfloat16, "bf16 is needed"
+        assert residual_TD.dtype == self._final_norm_D.dtype, "tokens have the dtype of the weights"
         assert cos_sin_T2H.dtype == torch.float32, "float32 is needed"
         assert residual_TD.is_contiguous(), "tokens are contiguous"
         assert cos_sin_T2H.is_contiguous(), "tokens are contiguous"
@@ -154,6 +163,7 @@ class DenseStack:
             head_dim=shape.head_dim,
             intermediate=self._kept[0].down.num_inputs,
             kv_kind=self._kv_kind,
+            is_float32=residual_TD.dtype == torch.float32,
             eps=shape.eps,
             scale=shape.scale,
         )
@@ -171,7 +181,10 @@ def make_stack(
     """
     if layers is None or not isinstance(attention, NativeAttention) or shape.head_dim % _HEAD_DIM_MULTIPLE:
         return None
-    if layer_pools[0].scales is None and layer_pools[0].pages.dtype != torch.bfloat16:
+    dtype = final_norm_D.dtype
+    if dtype not in _DTYPES or (layer_pools[0].scales is None and layer_pools[0].pages.dtype != dtype):
+        return None
+    if any(found != dtype for layer in layers for found in layer.dtypes):
         return None
     return DenseStack(attention.kernels, shape, layers, layer_pools, final_norm_D)
 

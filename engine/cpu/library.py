@@ -16,7 +16,7 @@ import subprocess
 from typing import Any
 
 from engine.cpu import build
-from engine.cpu.isa import Isa, candidates, require
+from engine.cpu.isa import VARIABLE, Isa, candidates, require
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "penstock_linear": [POINTER] * 3 + [INT, LONG, INT],
     "penstock_add_adapters": [POINTER] * 7 + [LONG] * 2 + [INT] * 6,
     "penstock_mask_rows": [POINTER] * 3 + [LONG] + [INT] * 3,
+    "penstock_sample": [POINTER, INT],
     "penstock_decoder": [POINTER] + [INT] * 2 + [POINTER] + [INT] * 2,
 }
 
@@ -58,7 +59,13 @@ def load_native(isa: str | None = None) -> NativeKernels | None:
 
     Raises ConfigError for an instruction set that this machine lacks.
     """
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    return _load_best(os.environ.get("CXX", "g++"), os.environ.get("PATH"), os.environ.get(VARIABLE), isa)
+
+
+@functools.cache
+def _load_best(cxx: str, path: str | None, forced: str | None, isa: str | None) -> NativeKernels | None:
+    """Remembers the choice, because looking for a compiler takes 30 us. The parameters are what it depends on."""
+    compiler = shutil.which(cxx, path=path)
     for wanted in candidates() if isa is None else (require(isa),):
         kernels = _load(compiler, wanted)
         if kernels is not None:

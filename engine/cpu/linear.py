@@ -1,6 +1,6 @@
-"""Linear layers with weights packed in tiles for the CPU kernels (`engine/cpu/csrc/linear.h`), in bf16.
+"""Linear layers with weights packed in tiles for the CPU kernels (`engine/cpu/csrc/linear.h`), in bf16 or float32.
 
-The layout is the same for every instruction set; only with AMX is a tile multiplied by one instruction.
+The layout is the same for every instruction set; only with AMX, in bf16, is a tile multiplied by one instruction.
 
 A row's result depends only on the row, not on the other rows of the batch or the number of threads, which no library
 guarantees. Reference: torch's linear. Quantized weights stay quantized in memory and are multiplied with exactly the
@@ -27,6 +27,8 @@ _QUAD = 4  # inputs whose products one instruction adds
 _MAX_INT8_INPUTS = 1 << 16  # more products of two bytes may overflow 32 bits
 _KINDS = {("int4", None): 1, ("int8", None): 2, ("fp8", None): 3, ("int8", "int8"): 4, ("int4", "int8"): 5}
 _MIDDLE = {"int4": 8, "int8": 0}  # the code of 0 in a symmetric weight
+_FLOAT32 = 6  # the kernels' number for a weight that is not quantized, in float32; 0 in bf16
+_DTYPES = (torch.bfloat16, torch.float32)
 _TILE_BYTES = {"int4": 256, "int8": 512, "fp8": 512}
 
 
@@ -68,7 +70,11 @@ class TileLinear:
     ) -> None:
         """Packs `weight`. With `codes` the weight is a meta tensor, and the packed tensors are meta tensors in the
         layout that another replica has given its quantized weight."""
-        assert bias_O is None or bias_O.dtype == torch.bfloat16
+        self.dtype = torch.bfloat16  # of the rows
+        if codes is None and not isinstance(weight, QuantizedWeight):
+            self.dtype = weight.dtype
+        assert self.dtype in _DTYPES
+        assert bias_O is None or bias_O.dtype == self.dtype
         self.num_outputs, self.num_inputs = weight.shape
         self.bias_O = None if bias_O is None else bias_O.contiguous()
         self.scales: torch.Tensor | None = None  # float32 [O / 16, G, 16]
@@ -90,12 +96,12 @@ class TileLinear:
             self.scales = torch.empty(shape, dtype=torch.float32, device=weight.device)
             self.zeros = torch.empty_like(self.scales) if codes.has_zeros else None
             return
-        assert weight.dtype == torch.bfloat16
         weight = weight.contiguous()
         self.packed = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
         if not weight.is_meta:  # a meta weight has been packed by another replica
+            words = self.num_inputs * weight.element_size() // 4
             kernels.pack_linear(
-                self.packed.data_ptr(), weight.data_ptr(), self.num_outputs, self.num_inputs, torch.get_num_threads()
+                self.packed.data_ptr(), weight.data_ptr(), self.num_outputs, words, torch.get_num_threads()
             )
 
     @property
@@ -114,17 +120,23 @@ class TileLinear:
                 codes=None if codes is None else self.packed.data_ptr(),
                 scales=_address(self.scales),
                 zeros=_address(self.zeros),
-                kind=0 if codes is None else _KINDS[codes.kind, codes.activations],
+                kind=self._kind,
                 tiles_in_group=1 if codes is None else codes.tiles_in_group,
             )
         return self._described
 
+    @property
+    def _kind(self) -> int:
+        if self.codes is not None:
+            return _KINDS[self.codes.kind, self.codes.activations]
+        return _FLOAT32 if self.dtype == torch.float32 else 0
+
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
-        assert x_TI.dtype == torch.bfloat16
+        assert x_TI.dtype == self.dtype
         assert x_TI.shape[1] == self.num_inputs
         if x_TI.stride(1) != 1:
             x_TI = x_TI.contiguous()
-        out_TO = torch.empty((x_TI.shape[0], self.num_outputs), dtype=torch.bfloat16)
+        out_TO = torch.empty((x_TI.shape[0], self.num_outputs), dtype=self.dtype)
         self._kernels.linear(
             out_TO.data_ptr(), x_TI.data_ptr(), ctypes.byref(self.describe()), x_TI.shape[0], x_TI.stride(0),
             torch.get_num_threads(),
@@ -140,7 +152,7 @@ def pack_for_tiles(
     if isinstance(weight, QuantizedWeight):
         fits = can_pack_codes(weight)
     else:
-        fits = weight.dtype == torch.bfloat16 and not weight.shape[0] % _OUT_MULTIPLE | weight.shape[1] % _IN_MULTIPLE
+        fits = weight.dtype in _DTYPES and not weight.shape[0] % _OUT_MULTIPLE | weight.shape[1] % _IN_MULTIPLE
     kernels = load_native() if fits else None
     return TileLinear(kernels, weight, bias_O, codes) if kernels is not None else None
 

@@ -8,8 +8,8 @@ Order of operations (as in vLLM and transformers): logit bias, penalties, bans a
 (`engine.sampling.logit_edits`), then temperature, then min-p, top-k and top-p, each on what the previous one left
 (`engine.sampling.distribution`). Log-probabilities are those of the unedited distribution.
 
-Rows are grouped by what they ask for. On a CPU a greedy row costs one argmax, even in a batch with rows that ask for
-more. On a GPU with Triton one set of kernels (`engine.kernels.triton.sample`) serves greedy and random rows alike.
+One kernel serves greedy and random rows alike: on a CPU `engine.cpu.sampling`, which reads grammar masks, too; on a GPU
+with Triton `engine.kernels.triton.sample`. Without them rows are grouped by what they ask for.
 
 Shapes: `R` rows of logits, `E` edited ones, `V` vocabulary.
 """
@@ -24,6 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from engine.cpu.library import NativeKernels, load_native
+from engine.cpu.sampling import can_sample, sample_tokens
 from engine.kernels.upload import upload
 from engine.sampling.distribution import pad_scores, sample_scores
 from engine.sampling.grammar.masks import TokenMasks, apply_masks
@@ -57,6 +59,8 @@ def sample_rows(
     The tokens are those that `sample` gives rows without edits. The token of a row that is not finite means nothing,
     but is one of the vocabulary. A greedy row is finite if its largest logit is and it holds no NaN.
     """
+    if (kernels := _cpu_kernels(logits_RV)) is not None:
+        return sample_tokens(kernels, logits_RV, rows.records, rows.positions)
     kernel = _kernel_for(logits_RV)
     if kernel is not None:
         token_ids_R, totals_R = kernel(logits_RV, rows.on(logits_RV.shape[1], logits_RV.device))
@@ -114,6 +118,10 @@ def sample_step(
     edits, rows = sampling.edits, sampling.rows
     if edits is None:
         token_ids_R, valid_R = sample_rows(logits_RV, rows)
+    elif edits.changes_nothing and (kernels := _cpu_kernels(logits_RV)) is not None:
+        words_GW = None if masks is None else masks.words_GW
+        mask_of_row_R = None if masks is None else _masks_of_rows(sampling, masks)
+        token_ids_R, valid_R = sample_tokens(kernels, logits_RV, rows.records, rows.positions, words_GW, mask_of_row_R)
     else:
         edited = edits.index_E
         index_E = upload(edited, logits_RV.device)
@@ -230,6 +238,18 @@ def _grammar_errors(
                 InvalidInput("sampling", "leaves no token that its grammar allows; relax the bans beside the grammar"),
             )
     return failed
+
+
+def _masks_of_rows(sampling: StepSampling, masks: TokenMasks) -> np.ndarray:
+    """Returns the mask of each row, -1 for none."""
+    mask_of_row_R = np.full(len(sampling.rows), -1, np.int64)
+    for row, sequence in sampling.ruled.items():
+        mask_of_row_R[row] = masks.places.get(sequence, -1)
+    return mask_of_row_R
+
+
+def _cpu_kernels(logits_RV: torch.Tensor) -> NativeKernels | None:
+    return load_native() if logits_RV.device.type == "cpu" and can_sample(logits_RV) else None
 
 
 def _kernel_for(logits_RV: torch.Tensor) -> SampleKernel | None:

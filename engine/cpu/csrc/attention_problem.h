@@ -26,7 +26,8 @@ struct Item {
   int sequence, kv_head, first_query, num_queries;
 };
 
-// Splits `problem` into items for bf16 rows.
-std::vector<Item> list_items_of_bf16(const Problem& problem, int num_threads);
+// Splits `problem` into items for rows of T, one of simd.h's dtypes.
+template <class T> std::vector<Item> list_items_of(const Problem& problem, int num_threads);
 
-void attend_in_bf16(const Problem& problem, const std::vector<Item>& items, int num_threads);
+// Attends with queries and output of T.
+template <class T> void attend_in(const Problem& problem, const std::vector<Item>& items, int num_threads);

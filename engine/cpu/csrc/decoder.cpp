@@ -1,4 +1,5 @@
-// All layers of a dense decoder in one call: bf16, packed weights, bf16 or quantized pages. Reference: the same layers operation by operation (engine/models/decoder.py), with the same roundings.
+// All layers of a dense decoder in one call: bf16 or float32, packed weights, pages of the same dtype or quantized.
+// Reference: the same layers operation by operation (engine/models/decoder.py), with the same roundings.
 //
 // One thread runs the operations, and others share the tasks of each (thread_team.h). The input of a matrix product is
 // written as strips of tiles (packed_weight.h) by the operation before it, so that nothing is copied in between.
@@ -15,7 +16,7 @@ using linear::kSide;
 
 // `_Layer` of engine/cpu/decoder_stack.py has the same fields.
 struct Layer {
-  const uint16_t *input_norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null
+  const void *input_norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null
   linear::PackedWeight qkv, out, gate_up, down;
   void* pool;      // this layer of the pool's first page
   int64_t window;  // 0: none
@@ -23,29 +24,30 @@ struct Layer {
 
 // `_Step` of engine/cpu/decoder_stack.py has the same fields.
 struct Step {
-  const uint16_t* residual;  // [T, D], overwritten
+  void* residual;            // [T, D], overwritten
   const float* cos_sin;      // [T, 2, H / 2]
   const int32_t *page_table, *query_start, *context_lens;
   const int64_t *slot_page, *slot_offset;
   const int64_t* sampled_rows;  // ascending
-  const uint16_t* final_norm;   // the norm after the model's last layer
-  uint16_t* output;             // [R, D]: the residual of the sampled rows, normalised by `final_norm`
+  const void* final_norm;       // the norm after the model's last layer
+  void* output;                 // [R, D]: the residual of the sampled rows, normalised by `final_norm`
   int64_t page_stride;          // bytes
   int32_t num_tokens, num_sampled, num_sequences, table_width, page_size;
   int32_t hidden, num_heads, num_kv_heads, head_dim, intermediate;
-  int32_t kv_kind;  // as in attention.h
+  int32_t kv_kind;     // as in attention.h
+  int32_t is_float32;  // the dtype of residual, output, norms, biases and unquantized pages; else bf16
   float eps, scale;
 };
 
 // Results that operations of a step pass on, in memory that all layers share. The memory is kept for the thread's next
 // step, because allocating megabytes again costs a page fault for every 4 KB.
-struct Intermediates {
-  uint16_t *normed, *qkv, *mixed, *inner;
+template <class Stored> struct Intermediates {
+  Stored *normed, *qkv, *mixed, *inner;
   explicit Intermediates(const Step& step) {
     const int64_t rows = linear::padded(step.num_tokens), heads = step.num_heads * step.head_dim;
     const int64_t sizes[] = {rows * step.hidden, rows * (heads + 2 * step.num_kv_heads * step.head_dim), rows * heads,
                              rows * step.intermediate};
-    static thread_local Lines<uint16_t> memory;
+    static thread_local Lines<Stored> memory;
     const size_t all = sizes[0] + sizes[1] + sizes[2] + sizes[3];  // each a multiple of a cache line
     if (memory.size() < all) memory.resize(all);
     normed = memory.data();
@@ -55,10 +57,12 @@ struct Intermediates {
   }
 };
 
-class Decoder {
+// T: one of simd.h's dtypes.
+template <class T> class Decoder {
  public:
+  typedef typename T::Stored Stored;
   Decoder(const Step& step, int num_threads)
-      : step(step), intermediates(step), num_threads(num_threads), residual(const_cast<uint16_t*>(step.residual)),
+      : step(step), intermediates(step), num_threads(num_threads), residual(static_cast<Stored*>(step.residual)),
         num_rows(step.num_tokens) {
     Problem shape{};
     shape.query_start = step.query_start;
@@ -66,17 +70,17 @@ class Decoder {
     shape.num_kv_heads = step.num_kv_heads;
     shape.num_heads = step.num_heads;
     shape.page_size = step.page_size;
-    items = list_items_of_bf16(shape, num_threads);
+    items = list_items_of<T>(shape, num_threads);
   }
 
   void normalise_first(const Layer& layer) { normalise_rows(layer.input_norm); }
 
   // Computes a layer. `next_norm` is null for the last layer of the model, after whose attention only sampled rows go
   // on.
-  void run(const Layer& layer, const uint16_t* next_norm) {
-    uint16_t* const qkv = intermediates.qkv;
+  void run(const Layer& layer, const void* next_norm) {
+    Stored* const qkv = intermediates.qkv;
     multiply(layer.qkv, intermediates.normed, [&](int row, int output, Floats sums) {
-      store_rounded(qkv + int64_t(row) * layer.qkv.outputs + output, sums, layer.qkv, output);
+      store_floats(qkv + int64_t(row) * layer.qkv.outputs + output, with_bias(sums, layer.qkv, output), kLanes);
     });
     rotate_and_store(layer);
     attend(layer);
@@ -90,24 +94,21 @@ class Decoder {
       return;
     }
     for_rows(kSide, [&](int64_t row) {
-      normalise(step.output + row * step.hidden, residual + row * step.hidden, step.final_norm, step.hidden, step.eps);
+      normalise(static_cast<Stored*>(step.output) + row * step.hidden, residual + row * step.hidden,
+                static_cast<const Stored*>(step.final_norm), step.hidden, step.eps);
     });
   }
 
  private:
   const Step& step;
-  const Intermediates intermediates;
+  const Intermediates<Stored> intermediates;
   const int num_threads;
   std::vector<Item> items;
-  uint16_t* const residual;
+  Stored* const residual;
   int num_rows;
 
   static Floats with_bias(Floats sums, const linear::PackedWeight& weight, int output) {
-    return weight.bias ? sums + load_floats(weight.bias + output, kLanes) : sums;
-  }
-
-  static void store_rounded(uint16_t* to, Floats sums, const linear::PackedWeight& weight, int output) {
-    store_floats(to, with_bias(sums, weight, output), kLanes);
+    return weight.bias ? sums + load_floats(static_cast<const Stored*>(weight.bias) + output, kLanes) : sums;
   }
 
   // Calls take(row) for each row; `per_task` rows should take some microseconds.
@@ -120,7 +121,7 @@ class Decoder {
 
   // Calls take(row, output, sums) for each row of the product and every `kLanes` outputs, of which `output` is the first.
   template <class Take>
-  void multiply(const linear::PackedWeight& weight, const uint16_t* strips, const Take& take) const {
+  void multiply(const linear::PackedWeight& weight, const Stored* strips, const Take& take) const {
     linear::for_outputs(num_threads, weight, strips, num_rows, 1,
                         [&](int row, int output, Floats first, bool is_pair, Floats second) {
                           take(row, output, first);
@@ -128,31 +129,32 @@ class Decoder {
                         });
   }
 
-  void add_to_residual(const linear::PackedWeight& weight, const uint16_t* strips) const {
+  void add_to_residual(const linear::PackedWeight& weight, const Stored* strips) const {
     multiply(weight, strips, [&](int row, int output, Floats sums) {
-      uint16_t* total = residual + int64_t(row) * step.hidden + output;
-      const Floats out = widen(narrow(with_bias(sums, weight, output)));
+      Stored* total = residual + int64_t(row) * step.hidden + output;
+      const Floats out = rounded<Stored>(with_bias(sums, weight, output));
       store_floats(total, load_floats(total, kLanes) + out, kLanes);
     });
   }
 
   void activate(const linear::PackedWeight& gate_up) const {
-    uint16_t* const inner = intermediates.inner;
+    Stored* const inner = intermediates.inner;
     const int width = step.intermediate;
-    linear::for_outputs(num_threads, gate_up, intermediates.normed, num_rows, width / kSide,
+    linear::for_outputs(num_threads, gate_up, static_cast<const Stored*>(intermediates.normed), num_rows, width / kSide,
                         [&](int row, int output, Floats gate, bool, Floats up) {
-                          gate = widen(narrow(with_bias(gate, gate_up, output)));
-                          up = widen(narrow(with_bias(up, gate_up, output + width)));
+                          gate = rounded<Stored>(with_bias(gate, gate_up, output));
+                          up = rounded<Stored>(with_bias(up, gate_up, output + width));
                           store_floats(inner + linear::place(row, output, width), silu(gate) * up, kLanes);
                         });
   }
 
   // Writes the normalised rows of the residual as strips of tiles.
-  void normalise_rows(const uint16_t* weight) const {
+  void normalise_rows(const void* norm) const {
     const int width = step.hidden;
-    uint16_t* const normed = intermediates.normed;
+    const Stored* const weight = static_cast<const Stored*>(norm);
+    Stored* const normed = intermediates.normed;
     for_rows(kSide, [&](int64_t row) {
-      const uint16_t* from = residual + row * width;
+      const Stored* from = residual + row * width;
       const float factor = root_mean_square_factor(from, width, step.eps);
       for (int i = 0; i < width; i += kLanes)
         store_floats(normed + linear::place(row, i, width),
@@ -164,12 +166,13 @@ class Decoder {
   void rotate_and_store(const Layer& layer) const {
     constexpr int kTokens = 4;
     const int head_dim = step.head_dim, num_heads = step.num_heads, num_kv_heads = step.num_kv_heads;
+    const auto *q_norm = static_cast<const Stored*>(layer.q_norm), *k_norm = static_cast<const Stored*>(layer.k_norm);
     for_rows(kTokens, [&](int64_t t) {
-      uint16_t* const token = intermediates.qkv + t * layer.qkv.outputs;
+      Stored* const token = intermediates.qkv + t * layer.qkv.outputs;
       const float* cosine = step.cos_sin + t * head_dim;
       for (int head = 0; head < num_heads + num_kv_heads; ++head) {
-        uint16_t* at = token + head * head_dim;
-        if (layer.q_norm) normalise(at, at, head < num_heads ? layer.q_norm : layer.k_norm, head_dim, step.eps);
+        Stored* at = token + head * head_dim;
+        if (q_norm) normalise(at, at, head < num_heads ? q_norm : k_norm, head_dim, step.eps);
         rotate(at, at, cosine, head_dim / 2);
       }
       for (int head = 0; head < num_kv_heads; ++head)
@@ -180,8 +183,8 @@ class Decoder {
   }
 
   // Writes K and V of a token's head to a row of a page.
-  void write_kv_head(uint8_t* page, const uint16_t* k, const uint16_t* v, int64_t row) const {
-    const int64_t num_rows = int64_t(step.num_kv_heads) * step.page_size, row_bytes = step.head_dim * 2;
+  void write_kv_head(uint8_t* page, const Stored* k, const Stored* v, int64_t row) const {
+    const int64_t num_rows = int64_t(step.num_kv_heads) * step.page_size, row_bytes = step.head_dim * sizeof(Stored);
     switch (step.kv_kind) {
       case kFp8Kv: return encode_token<Fp8Kv>(page, k, v, row, num_rows, step.head_dim);
       case kInt8Kv: return encode_token<Int8Kv>(page, k, v, row, num_rows, step.head_dim);
@@ -196,24 +199,34 @@ class Decoder {
                           step.query_start,  step.context_lens, layer.qkv.outputs,   step.page_stride,
                           step.num_sequences, step.table_width, step.num_heads,      step.num_kv_heads,
                           step.page_size,    step.head_dim,     int32_t(layer.window), step.scale, true, step.kv_kind};
-    attend_in_bf16(problem, items, num_threads);
+    attend_in<T>(problem, items, num_threads);
   }
 
   // Moves the sampled rows to the front; returns false if there are none.
   bool keep_sampled_rows() {
     num_rows = step.num_sampled;
     const int width = step.num_heads * step.head_dim;
-    uint16_t* const mixed = intermediates.mixed;
+    Stored* const mixed = intermediates.mixed;
     for (int64_t row = 0; row < num_rows; ++row) {
       const int64_t from = step.sampled_rows[row];
       if (from == row) continue;
-      std::memcpy(residual + row * step.hidden, residual + from * step.hidden, step.hidden * 2);
+      std::memcpy(residual + row * step.hidden, residual + from * step.hidden, step.hidden * sizeof(Stored));
       for (int i = 0; i < width; i += kLanes)
-        std::memcpy(mixed + linear::place(row, i, width), mixed + linear::place(from, i, width), kLanes * 2);
+        std::memcpy(mixed + linear::place(row, i, width), mixed + linear::place(from, i, width), kLanes * sizeof(Stored));
     }
     return num_rows > 0;
   }
 };
+
+template <class T>
+void run_layers(const Layer* layers, int first, int last, const Step& step, bool is_model_end, int num_threads) {
+  Decoder<T> decoder(step, num_threads);
+  decoder.normalise_first(layers[first]);
+  for (int layer = first; layer < last; ++layer) {
+    const void* const last_norm = is_model_end ? nullptr : layers[layer].input_norm;
+    decoder.run(layers[layer], layer + 1 < last ? layers[layer + 1].input_norm : last_norm);
+  }
+}
 
 }  // namespace
 
@@ -221,10 +234,6 @@ class Decoder {
 // them is the model's last: only sampled rows go through its feed-forward, and `output` is written.
 extern "C" void penstock_decoder(const Layer* layers, int32_t first, int32_t last, const Step* step,
                                  int32_t is_model_end, int32_t num_threads) {
-  Decoder decoder(*step, num_threads);
-  decoder.normalise_first(layers[first]);
-  for (int layer = first; layer < last; ++layer) {
-    const uint16_t* const last_norm = is_model_end ? nullptr : layers[layer].input_norm;
-    decoder.run(layers[layer], layer + 1 < last ? layers[layer + 1].input_norm : last_norm);
-  }
+  const auto run = step->is_float32 ? run_layers<Float32> : run_layers<BFloat16>;
+  run(layers, first, last, *step, is_model_end, num_threads);
 }

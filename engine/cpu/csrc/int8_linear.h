@@ -46,7 +46,7 @@ inline void multiply_codes(uint32_t* sums, bool adds, const uint32_t* rows, cons
         total[r][c][v] = adds ? load<Words>(sums + r * kBlock + c * kSide + v * kLanes) : Words{};
   for (int tile = 0; tile < tiles; ++tile, rows += kInt8TileStride)
     for (int pair = 0; pair < kPairs; ++pair, first += kPairBytes, second += kPairBytes) {
-      ahead.prefetch_word();
+      ahead.prefetch_step();
       CodeQuad even[C][V], odd[C][V];
       for (int c = 0; c < C; ++c)
         for (int v = 0; v < V; ++v) Values::load_pair(c ? second : first, v, even[c][v], odd[c][v]);

@@ -1,7 +1,7 @@
-// Matrix products with packed weights, on AMX tiles where the library is built for them. An output is one running sum
-// over the inputs in order, whatever the number of rows and threads, so a row's result depends only on the row, bit for
-// bit. quantized_linear.h has the products with quantized weights on tiles, vector_linear.h all products without tiles,
-// int8_linear.h those in integers.
+// Matrix products with packed weights, in bf16 on AMX tiles where the library is built for them. An output is one
+// running sum over the inputs in order, whatever the number of rows and threads, so a row's result depends only on the
+// row, bit for bit. quantized_linear.h has the products with quantized weights on tiles, vector_linear.h those in
+// float32 and all without tiles, int8_linear.h those in integers.
 #pragma once
 
 #include "int8_linear.h"
@@ -94,7 +94,7 @@ template <class Finish> class Blocks {
     const int last = weight.outputs / kSide - 1, blocks = (stop - start + kBlock - 1) / kBlock;
     for (int p = from; p < to; p += stride) {
       const bool is_pair = pair_distance > 1 || p + 1 < to;
-      const uint16_t* first = weight.values + p * panel;
+      const uint16_t* first = static_cast<const uint16_t*>(weight.values) + p * panel;
       const uint16_t* second = is_pair ? first + pair_distance * panel : first;
       PrefetchPanels ahead;
       if (p + pair_distance + stride <= last)
@@ -140,22 +140,28 @@ template <class Finish> class Blocks {
 #endif
 
 // Returns how many rows of `inputs` are computed together: as many as stay in L2 while panels are read.
-inline int rows_in_cache(int inputs) { return std::clamp(kMaxInputsInCache / inputs / kBlock * kBlock, 256, 512); }
+template <class Stored> int rows_in_cache(int inputs) {
+  constexpr int kMaxInputs = kMaxInputsInCache * int(sizeof(uint16_t)) / int(sizeof(Stored));
+  return std::clamp(kMaxInputs / inputs / kBlock * kBlock, 256, 512);
+}
 
 // Splits a product into tasks for the thread team; `finish` is called as by `Blocks`. With a pair distance above 1
 // there are as many pairs. A task is one pair of panels with as many of `count` rows as are computed together; for
 // quantized weights, which are decoded ahead, it is several pairs.
-template <class Finish>
-inline void for_outputs(int num_threads, const PackedWeight& weight, const uint16_t* strips, int count,
+template <class Stored, class Finish>
+inline void for_outputs(int num_threads, const PackedWeight& weight, const Stored* strips, int count,
                         int pair_distance, const Finish& finish) {
+  constexpr bool is_float32 = sizeof(Stored) == sizeof(float);
   constexpr int kTasksPerThread = 6;
   const int panels = pair_distance == 1 ? weight.outputs / kSide : pair_distance, stride = pair_distance == 1 ? 2 : 1;
   const int quantized_run = std::max(1, panels / stride / (kTasksPerThread * num_threads));
   const bool has_int8_rows = weight.kind == kInt8ByInt8 || weight.kind == kInt4ByInt8;
-  const int run = stride * (weight.kind == kPlain || has_int8_rows ? 1 : quantized_run), runs = (panels + run - 1) / run;
-  const int rows = rows_in_cache(weight.inputs);
+  const bool decodes_ahead = weight.kind != kPlain && weight.kind != kFloat32 && !has_int8_rows;
+  const int run = stride * (decodes_ahead ? quantized_run : 1), runs = (panels + run - 1) / run;
+  const int rows = rows_in_cache<Stored>(weight.inputs);
   Int8Rows int8_rows{};
-  if (has_int8_rows) int8_rows = RowQuantizer(weight, count).run(strips, count, num_threads);
+  if constexpr (!is_float32)
+    if (has_int8_rows) int8_rows = RowQuantizer(weight, count).run(strips, count, num_threads);
   thread_team::parallel_for(num_threads, (count + rows - 1) / rows * runs, [&](thread_team::Tasks& tasks) {
     const auto take_all = [&](auto&& blocks) {
       for (int task; tasks.take(task);) {
@@ -163,20 +169,24 @@ inline void for_outputs(int num_threads, const PackedWeight& weight, const uint1
         blocks.run(start, std::min(count, start + rows), from, std::min(panels, from + run));
       }
     };
-    if (weight.kind == kInt8ByInt8)
-      return take_all(Int8Blocks<Int8Codes, Finish>(weight, int8_rows, pair_distance, finish));
-    if (weight.kind == kInt4ByInt8)
-      return take_all(Int8Blocks<HalfByteCodes, Finish>(weight, int8_rows, pair_distance, finish));
+    if constexpr (is_float32) {
+      take_all(VectorBlocks<Float32, Finish>(weight, strips, pair_distance, finish));
+    } else {
+      if (weight.kind == kInt8ByInt8)
+        return take_all(Int8Blocks<Int8Codes, Finish>(weight, int8_rows, pair_distance, finish));
+      if (weight.kind == kInt4ByInt8)
+        return take_all(Int8Blocks<HalfByteCodes, Finish>(weight, int8_rows, pair_distance, finish));
 #if defined(PENSTOCK_TILES)
-    tiles::configure(kSide);
-    if (weight.kind == kPlain) take_all(Blocks<Finish>(weight, strips, pair_distance, finish));
-    else if (weight.kind == kInt4)
-      take_all(QuantizedBlocks<Int4Values, Finish>(weight, strips, count, pair_distance, finish));
-    else take_all(QuantizedBlocks<ByteValues, Finish>(weight, strips, count, pair_distance, finish));
-    tiles::release();
+      tiles::configure(kSide);
+      if (weight.kind == kPlain) take_all(Blocks<Finish>(weight, strips, pair_distance, finish));
+      else if (weight.kind == kInt4)
+        take_all(QuantizedBlocks<Int4Values, Finish>(weight, strips, count, pair_distance, finish));
+      else take_all(QuantizedBlocks<ByteValues, Finish>(weight, strips, count, pair_distance, finish));
+      tiles::release();
 #else
-    take_all(VectorBlocks<Finish>(weight, strips, pair_distance, finish));
+      take_all(VectorBlocks<BFloat16, Finish>(weight, strips, pair_distance, finish));
 #endif
+    }
   });
 }
 

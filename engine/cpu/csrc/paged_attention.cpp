@@ -1,7 +1,7 @@
 // The entry points of attention; attention.h and attention_tiles.h do the work. Reference: engine/kernels/reference.py.
 #include "attention_tiles.h"
 
-std::vector<Item> list_items_of_bf16(const Problem& problem, int num_threads) {
+template <> std::vector<Item> list_items_of<BFloat16>(const Problem& problem, int num_threads) {
   const int group = problem.num_heads / problem.num_kv_heads;
   if (!TileAttention::fits(problem)) return list_items(problem, queries_of_item(group));
   std::vector<Item> items;
@@ -12,13 +12,21 @@ std::vector<Item> list_items_of_bf16(const Problem& problem, int num_threads) {
   return items;
 }
 
-void attend_in_bf16(const Problem& problem, const std::vector<Item>& items, int num_threads) {
+template <> void attend_in<BFloat16>(const Problem& problem, const std::vector<Item>& items, int num_threads) {
   if (!TileAttention::fits(problem)) return attend_by_vectors<BFloat16>(problem, items, num_threads);
   const int count = items.size();
   thread_team::parallel_for(num_threads, count, [&](thread_team::Tasks& tasks) {
     TileAttention attention(problem);
     for (int i; tasks.take(i);) attention.run(items[i], i + 1 < count ? &items[i + 1] : nullptr);  // likely next
   });
+}
+
+template <> std::vector<Item> list_items_of<Float32>(const Problem& problem, int) {
+  return list_items(problem, queries_of_item(problem.num_heads / problem.num_kv_heads));
+}
+
+template <> void attend_in<Float32>(const Problem& problem, const std::vector<Item>& items, int num_threads) {
+  attend_by_vectors<Float32>(problem, items, num_threads);
 }
 
 // Head dim is a multiple of 16 for float32 and of 32 for bf16. `is_bf16` is the dtype of q, out and an unquantized
@@ -32,7 +40,7 @@ extern "C" void penstock_paged_attention(
                         page_stride, num_sequences, table_width, num_heads, num_kv_heads, page_size,  head_dim,
                         window,      scale,       false,     kv_kind};
   if (is_bf16)
-    attend_in_bf16(problem, list_items_of_bf16(problem, num_threads), num_threads);
+    attend_in<BFloat16>(problem, list_items_of<BFloat16>(problem, num_threads), num_threads);
   else
-    attend_by_vectors<Float32>(problem, list_items(problem, queries_of_item(num_heads / num_kv_heads)), num_threads);
+    attend_in<Float32>(problem, list_items_of<Float32>(problem, num_threads), num_threads);
 }

@@ -100,6 +100,12 @@ inline void store_floats(uint16_t* to, Floats value, int count) {
   std::memcpy(to, &bits, std::min(count, kLanes) * sizeof(uint16_t));
 }
 
+// Rounds to the dtype of `Stored`.
+template <class Stored> inline Floats rounded(Floats value) {
+  if constexpr (sizeof(Stored) == sizeof(float)) return value;
+  else return widen(narrow(value));
+}
+
 inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 inline float largest(Floats value) {
 #if defined(__AVX512F__)

@@ -1,8 +1,8 @@
-// Matrix products with packed weights in vector registers, for processors without AMX tiles. The contract is that of
+// Matrix products with packed weights in vector registers: in float32, and for processors without AMX tiles in bf16. The contract is that of
 // linear.h's `Blocks`: an output is one running sum over the inputs in order (one for each group of a quantized weight),
 // whatever the number of rows and threads, so a row's result depends only on the row, bit for bit.
 //
-// A weight's word is a pair of bf16 of neighbouring inputs. Where an instruction multiplies such pairs (simd.h), rows are
+// In bf16 a weight's word is a pair of neighbouring inputs. Where an instruction multiplies such pairs (simd.h), rows are
 // read as they are; elsewhere pairs of the weight are split into floats in registers, and rows are widened beforehand.
 // Sums of up to kRowsAtOnce rows and kPanelsAtOnce panels stay in registers. Where rows are more, inputs are taken in
 // chunks, so that the chunk of the panels stays in L1 while the rows pass; quantized panels are decoded there.
@@ -19,51 +19,77 @@ namespace linear {
 constexpr int kVectorsPerPanel = kSide / kLanes;
 constexpr int kRowsAtOnce = kLanes == 16 ? 8 : 4;    // divides a strip's rows
 constexpr int kPanelsAtOnce = kLanes == 16 ? 2 : 1;  // else registers do not suffice
-constexpr int kChunkTiles = 8;                       // of both panels of a pair: 16 KB
 
+// How the inputs of a dtype T are multiplied: `Weight` holds `kLanes` outputs' weights of one step, `Row` a row's inputs
+// of one step, for all of these outputs.
+template <class T> struct Products;
+
+template <> struct Products<Float32> {
+  typedef float RowValue;
+  static constexpr bool kReadsStrips = true;  // rows are read as they are
+  static constexpr int kStepInputs = 1, kRowStep = 1, kRowStride = kDepth, kRowTileStride = kTile;
+  static constexpr int kChunkTiles = 4;  // of both panels of a pair: 16 KB
+  struct Weight {
+    Floats value;
+    Weight() = default;
+    explicit Weight(const float* from) : value(load<Floats>(from)) {}
+  };
+  struct Row {
+    Floats value;
+    explicit Row(const float* row) : value(splat(*row)) {}
+  };
+  static Floats add(Floats total, const Row& row, const Weight& weight) { return total + weight.value * row.value; }
+};
+
+template <> struct Products<BFloat16> {
+  static constexpr int kStepInputs = 2, kChunkTiles = 8;  // 16 KB too
 #if defined(PENSTOCK_DOTS)
-typedef uint32_t RowValue;  // a pair of bf16
-constexpr int kRowStride = kDepth / 2, kRowTileStride = kTile / 2;
-struct WeightPair {
-  Words pair;
-  WeightPair() = default;
-  explicit WeightPair(Words pair) : pair(pair) {}
-};
-struct RowPair {
-  Words pair;
-  explicit RowPair(const RowValue* row) : pair(Words{} + *row) {}
-};
-inline Floats add_product(Floats total, const RowPair& row, const WeightPair& weight) {
-  return multiply_add<BFloat16>(total, row.pair, weight.pair);
-}
-constexpr int kValuesPerPair = 1;
+  typedef uint32_t RowValue;  // a pair of bf16
+  static constexpr bool kReadsStrips = true;
+  static constexpr int kRowStep = 1, kRowStride = kDepth / 2, kRowTileStride = kTile / 2;
+  struct Weight {
+    Words pair;
+    Weight() = default;
+    explicit Weight(const uint16_t* from) : pair(load<Words>(from)) {}
+  };
+  struct Row {
+    Words pair;
+    explicit Row(const RowValue* row) : pair(Words{} + *row) {}
+  };
+  static Floats add(Floats total, const Row& row, const Weight& weight) {
+    return multiply_add<BFloat16>(total, row.pair, weight.pair);
+  }
 #else
-typedef float RowValue;
-constexpr int kRowStride = kDepth, kRowTileStride = kRowsAtOnce * kDepth;
-struct WeightPair {
-  Floats even, odd;
-  WeightPair() = default;
-  explicit WeightPair(Words pair) : even((Floats)(pair << 16)), odd((Floats)(pair & 0xffff0000u)) {}
-};
-struct RowPair {
-  Floats even, odd;
-  explicit RowPair(const RowValue* row) : even(splat(row[0])), odd(splat(row[1])) {}
-};
-inline Floats add_product(Floats total, const RowPair& row, const WeightPair& weight) {
-  total += weight.even * row.even;
-  return total + weight.odd * row.odd;
-}
-constexpr int kValuesPerPair = 2;
+  typedef float RowValue;
+  static constexpr bool kReadsStrips = false;
+  static constexpr int kRowStep = 2, kRowStride = kDepth, kRowTileStride = kRowsAtOnce * kDepth;
+  struct Weight {
+    Floats even, odd;
+    Weight() = default;
+    explicit Weight(const uint16_t* from) {
+      const Words pair = load<Words>(from);
+      even = (Floats)(pair << 16), odd = (Floats)(pair & 0xffff0000u);
+    }
+  };
+  struct Row {
+    Floats even, odd;
+    explicit Row(const RowValue* row) : even(splat(row[0])), odd(splat(row[1])) {}
+  };
+  static Floats add(Floats total, const Row& row, const Weight& weight) {
+    total += weight.even * row.even;
+    return total + weight.odd * row.odd;
+  }
 #endif
+};
 
 // What memory should bring while a chunk is multiplied: the chunk that follows, a few lines of both its panels at every
-// word of a tile.
+// step of a tile.
 struct LinesAhead {
   const char *first = nullptr, *second = nullptr;
-  int per_word = 0;  // of each panel
+  int per_step = 0;  // of each panel
 
-  void prefetch_word() {
-    for (int line = 0; line < per_word; ++line, first += 64, second += 64) {
+  void prefetch_step() {
+    for (int line = 0; line < per_step; ++line, first += 64, second += 64) {
       __builtin_prefetch(first, 0, 2);
       __builtin_prefetch(second, 0, 2);
     }
@@ -71,9 +97,11 @@ struct LinesAhead {
 };
 
 // Computes sums[r][16 c : 16 c + 16] (+)= rows @ panels over `tiles` tiles, with rows of kBlock floats.
-template <int R, int C>
-inline void multiply_tiles(float* sums, bool adds, const RowValue* rows, const uint16_t* first, const uint16_t* second,
-                           int tiles, LinesAhead& lines) {
+template <class T, int R, int C>
+inline void multiply_tiles(float* sums, bool adds, const typename Products<T>::RowValue* rows,
+                           const typename T::Stored* first, const typename T::Stored* second, int tiles,
+                           LinesAhead& lines) {
+  typedef Products<T> P;
   constexpr int V = kVectorsPerPanel;
   LinesAhead ahead = lines;
   Floats total[R][C][V];
@@ -81,17 +109,18 @@ inline void multiply_tiles(float* sums, bool adds, const RowValue* rows, const u
     for (int c = 0; c < C; ++c)
       for (int v = 0; v < V; ++v)
         total[r][c][v] = adds ? load<Floats>(sums + r * kBlock + c * kSide + v * kLanes) : Floats{};
-  for (int tile = 0; tile < tiles; ++tile, rows += kRowTileStride, first += kTile, second += kTile)
-    for (int word = 0; word < kDepth / 2; ++word) {
-      ahead.prefetch_word();
-      const uint16_t* const from[2] = {first + word * kDepth, second + word * kDepth};
-      WeightPair weights[C][V];
+  for (int tile = 0; tile < tiles; ++tile, rows += P::kRowTileStride, first += kTile, second += kTile)
+    for (int step = 0; step < kDepth / P::kStepInputs; ++step) {
+      ahead.prefetch_step();
+      const typename T::Stored* const from[2] = {first + step * kSide * P::kStepInputs,
+                                                 second + step * kSide * P::kStepInputs};
+      typename P::Weight weights[C][V];
       for (int c = 0; c < C; ++c)
-        for (int v = 0; v < V; ++v) weights[c][v] = WeightPair(load<Words>(from[c] + v * kLanes * 2));
+        for (int v = 0; v < V; ++v) weights[c][v] = typename P::Weight(from[c] + v * kLanes * P::kStepInputs);
       for (int r = 0; r < R; ++r) {
-        const RowPair row(rows + r * kRowStride + word * kValuesPerPair);
+        const typename P::Row row(rows + r * P::kRowStride + step * P::kRowStep);
         for (int c = 0; c < C; ++c)
-          for (int v = 0; v < V; ++v) total[r][c][v] = add_product(total[r][c][v], row, weights[c][v]);
+          for (int v = 0; v < V; ++v) total[r][c][v] = P::add(total[r][c][v], row, weights[c][v]);
       }
     }
   for (int r = 0; r < R; ++r)
@@ -100,20 +129,22 @@ inline void multiply_tiles(float* sums, bool adds, const RowValue* rows, const u
   lines = ahead;
 }
 
-typedef void (*MultiplyTiles)(float*, bool, const RowValue*, const uint16_t*, const uint16_t*, int, LinesAhead&);
+template <class T>
+using MultiplyTiles = void (*)(float*, bool, const typename Products<T>::RowValue*, const typename T::Stored*,
+                               const typename T::Stored*, int, LinesAhead&);
 
-template <int C> inline MultiplyTiles multiply_rows(int rows) {
+template <class T, int C> inline MultiplyTiles<T> multiply_rows(int rows) {
   static_assert(kRowsAtOnce == 8 || kRowsAtOnce == 4);
   switch (rows) {
-    case 1: return multiply_tiles<1, C>;
-    case 2: return multiply_tiles<2, C>;
-    case 3: return multiply_tiles<3, C>;
-    case 4: return multiply_tiles<4, C>;
+    case 1: return multiply_tiles<T, 1, C>;
+    case 2: return multiply_tiles<T, 2, C>;
+    case 3: return multiply_tiles<T, 3, C>;
+    case 4: return multiply_tiles<T, 4, C>;
 #if defined(__AVX512F__)
-    case 5: return multiply_tiles<5, C>;
-    case 6: return multiply_tiles<6, C>;
-    case 7: return multiply_tiles<7, C>;
-    default: return multiply_tiles<8, C>;
+    case 5: return multiply_tiles<T, 5, C>;
+    case 6: return multiply_tiles<T, 6, C>;
+    case 7: return multiply_tiles<T, 7, C>;
+    default: return multiply_tiles<T, 8, C>;
 #else
     default: __builtin_unreachable();
 #endif
@@ -122,22 +153,28 @@ template <int C> inline MultiplyTiles multiply_rows(int rows) {
 
 // Calls finish(row, output, sums of kLanes outputs from there, is_pair, sums of the same outputs of the second panel) for
 // every row, as linear.h's `Blocks` does.
-template <class Finish> class VectorBlocks {
+template <class T, class Finish> class VectorBlocks {
  public:
-  VectorBlocks(const PackedWeight& weight, const uint16_t* strips, int pair_distance, const Finish& finish)
+  typedef typename T::Stored Stored;
+  VectorBlocks(const PackedWeight& weight, const Stored* strips, int pair_distance, const Finish& finish)
       : weight(weight), strips(strips), finish(finish), pair_distance(pair_distance), steps(weight.inputs / kDepth),
         stride(pair_distance == 1 ? 2 : 1) {}
 
   // Multiplies rows [start, stop) with panels [from, to). `start` is a multiple of a strip's rows.
   void run(int start, int stop, int from, int to) {
-    if (weight.kind == kPlain) return run_plain(start, stop, from, to);
-    if (weight.kind == kInt4) return run_codes(Int4Values(weight.kind), start, stop, from, to);
-    run_codes(ByteValues(weight.kind), start, stop, from, to);
+    if constexpr (sizeof(Stored) == sizeof(uint16_t)) {
+      if (weight.kind == kInt4) return run_codes(Int4Values(weight.kind), start, stop, from, to);
+      if (weight.kind != kPlain) return run_codes(ByteValues(weight.kind), start, stop, from, to);
+    }
+    run_plain(start, stop, from, to);
   }
 
  private:
+  typedef typename Products<T>::RowValue RowValue;
+  static constexpr int kChunkTiles = Products<T>::kChunkTiles;
+
   const PackedWeight& weight;
-  const uint16_t* const strips;
+  const Stored* const strips;
   const Finish& finish;
   const int pair_distance, steps, stride;
 
@@ -145,7 +182,7 @@ template <class Finish> class VectorBlocks {
     Lines<float> sums, totals;  // [rows][kBlock]
     Lines<float> rows;          // the rows at hand, widened
     Lines<float> input_sums;    // [rows][groups]
-    alignas(64) uint16_t panels[2][kChunkTiles * kTile];
+    alignas(64) Stored panels[2][kChunkTiles * kTile];
   };
   static Buffers& buffers(size_t rows) {
     static thread_local Buffers* const kept = new Buffers;  // threads of the team never end
@@ -160,12 +197,12 @@ template <class Finish> class VectorBlocks {
     const int64_t panel = int64_t(steps) * kTile;
     const int chunk = stop - start <= kRowsAtOnce ? steps : kChunkTiles, last = weight.outputs / kSide;
     for (int p = from; p < to; p += stride) {
-      const uint16_t* first = weight.values + p * panel;
-      const uint16_t* second = is_pair(p, to) ? first + pair_distance * panel : nullptr;
+      const Stored* first = static_cast<const Stored*>(weight.values) + p * panel;
+      const Stored* second = is_pair(p, to) ? first + pair_distance * panel : nullptr;
       for (int step = 0; step < steps; step += chunk) {
         // What follows is the next chunk of this pair, or the first one of the next pair, which may be another task's.
         const bool ends = step + chunk >= steps, has_next = p + stride + pair_distance < last;
-        const uint16_t* const next = ends ? first + stride * panel : first + (step + chunk) * kTile;
+        const Stored* const next = ends ? first + stride * panel : first + (step + chunk) * kTile;
         multiply(memory, start, stop, step, std::min(chunk, steps - step), first + step * kTile,
                  second ? second + step * kTile : nullptr, step > 0, ends && !has_next ? nullptr : next,
                  pair_distance * panel);
@@ -176,8 +213,8 @@ template <class Finish> class VectorBlocks {
 
   // Adds the products of rows [start, stop) with a chunk of a pair of panels to the sums. `next` is the chunk that
   // follows in the first panel, or null; that of the second is `to_second` values further on.
-  void multiply(Buffers& memory, int start, int stop, int step, int tiles, const uint16_t* first,
-                const uint16_t* second, bool adds, const uint16_t* next = nullptr, int64_t to_second = 0) const {
+  void multiply(Buffers& memory, int start, int stop, int step, int tiles, const Stored* first,
+                const Stored* second, bool adds, const Stored* next = nullptr, int64_t to_second = 0) const {
     float* sums = memory.sums.data();
     const int blocks = (stop - start + kRowsAtOnce - 1) / kRowsAtOnce;
     LinesAhead ahead, none;
@@ -188,27 +225,28 @@ template <class Finish> class VectorBlocks {
       const RowValue* const rows = values_of(memory, row, count, step, tiles);
       LinesAhead& lines = row == start ? ahead : none;
       if (kPanelsAtOnce == 2 && second) {
-        multiply_rows<kPanelsAtOnce>(count)(sums, adds, rows, first, second, tiles, lines);
+        multiply_rows<T, kPanelsAtOnce>(count)(sums, adds, rows, first, second, tiles, lines);
         continue;
       }
-      multiply_rows<1>(count)(sums, adds, rows, first, first, tiles, lines);
-      if (second) multiply_rows<1>(count)(sums + kSide, adds, rows, second, second, tiles, none);
+      multiply_rows<T, 1>(count)(sums, adds, rows, first, first, tiles, lines);
+      if (second) multiply_rows<T, 1>(count)(sums + kSide, adds, rows, second, second, tiles, none);
     }
   }
 
   const RowValue* values_of([[maybe_unused]] Buffers& memory, int row, [[maybe_unused]] int count, int step,
                             [[maybe_unused]] int tiles) const {
-    const uint16_t* const from = strips + place(row, step * kDepth, weight.inputs);
-#if defined(PENSTOCK_DOTS)
-    return reinterpret_cast<const RowValue*>(from);
-#else
-    if (memory.rows.size() < size_t(tiles) * kRowTileStride) memory.rows.resize(size_t(tiles) * kRowTileStride);
-    float* const to = memory.rows.data();
-    for (int tile = 0; tile < tiles; ++tile)
-      for (int i = 0; i < count * kDepth; i += kLanes)
-        store(to + tile * kRowTileStride + i, load_floats(from + tile * kTile + i, kLanes));
-    return to;
-#endif
+    const Stored* const from = strips + place(row, step * kDepth, weight.inputs);
+    if constexpr (Products<T>::kReadsStrips) {
+      return reinterpret_cast<const RowValue*>(from);
+    } else {
+      constexpr int kStride = Products<T>::kRowTileStride;
+      if (memory.rows.size() < size_t(tiles) * kStride) memory.rows.resize(size_t(tiles) * kStride);
+      float* const to = memory.rows.data();
+      for (int tile = 0; tile < tiles; ++tile)
+        for (int i = 0; i < count * kDepth; i += kLanes)
+          store(to + tile * kStride + i, load_floats(from + tile * kTile + i, kLanes));
+      return to;
+    }
   }
 
   void finish_row(const float* sums, int row, int start, int p, bool has_second) const {

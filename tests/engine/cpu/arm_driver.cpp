@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-extern "C" void penstock_pack_linear(uint16_t*, const uint16_t*, int32_t, int32_t, int32_t);
-extern "C" void penstock_linear(uint16_t*, const uint16_t*, const linear::PackedWeight*, int32_t, int64_t, int32_t);
+extern "C" void penstock_pack_linear(void*, const void*, int32_t, int32_t, int32_t);
+extern "C" void penstock_linear(void*, const void*, const linear::PackedWeight*, int32_t, int64_t, int32_t);
 extern "C" void penstock_paged_attention(void*, const void*, const void*, const int32_t*, const int32_t*,
                                          const int32_t*, int64_t, int64_t, int32_t, int32_t, int32_t, int32_t, int32_t,
                                          int32_t, int32_t, float, int32_t, int32_t, int32_t);
@@ -28,15 +28,17 @@ struct Folder {
   }
 };
 
-void multiply(const Folder& folder, int num_threads) {
+// Multiplies rows with a weight of their dtype; the names of its arrays end with `suffix`.
+template <class Stored>
+void multiply(const Folder& folder, const std::string& suffix, linear::Kind kind, int num_threads) {
   const auto shape = folder.read<int32_t>("linear_shape");  // rows, outputs, inputs
   const int rows = shape[0], outputs = shape[1], inputs = shape[2];
-  const auto weight = folder.read<uint16_t>("weight"), x = folder.read<uint16_t>("rows");
-  std::vector<uint16_t> packed(weight.size()), out(size_t(rows) * outputs);
-  penstock_pack_linear(packed.data(), weight.data(), outputs, inputs, num_threads);
-  const linear::PackedWeight product{packed.data(), nullptr, inputs, outputs, nullptr, nullptr, nullptr, 0, 0};
+  const auto weight = folder.read<Stored>(("weight" + suffix).c_str()), x = folder.read<Stored>(("rows" + suffix).c_str());
+  std::vector<Stored> packed(weight.size()), out(size_t(rows) * outputs);
+  penstock_pack_linear(packed.data(), weight.data(), outputs, inputs * sizeof(Stored) / 4, num_threads);
+  const linear::PackedWeight product{packed.data(), nullptr, inputs, outputs, nullptr, nullptr, nullptr, kind, 0};
   penstock_linear(out.data(), x.data(), &product, rows, inputs, num_threads);
-  folder.write("product", out);
+  folder.write(("product" + suffix).c_str(), out);
 }
 
 // Multiplies the rows, quantized to int8, with a weight of codes of this kind.
@@ -69,7 +71,8 @@ void attend(const Folder& folder, int num_threads) {
 
 int main(int, char** arguments) {
   const Folder folder{arguments[1]};
-  multiply(folder, 2);
+  multiply<uint16_t>(folder, "", linear::kPlain, 2);
+  multiply<float>(folder, "_float32", linear::kFloat32, 2);
   multiply_integers(folder, "int8", linear::kInt8ByInt8, 2);
   multiply_integers(folder, "int4", linear::kInt4ByInt8, 2);
   attend(folder, 2);

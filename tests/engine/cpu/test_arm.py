@@ -40,13 +40,18 @@ def test_products_and_attention_equal_torch_on_arm(isa: str, tmp_path: Path) -> 
     integers = {kind: any_weight(kind, 48, 160, 160) for kind in ("int8", "int4")}
     write_arrays(tmp_path, weight_OI, rows_TI, problem)
     write(tmp_path, "any_rows", any_rows_TI)
+    write(tmp_path, "weight_float32", weight_OI.float())
+    write(tmp_path, "rows_float32", rows_TI.float())
     for kind, weight in integers.items():
         write(tmp_path, f"{kind}_codes", pack_quads(weight))
         write(tmp_path, f"{kind}_scales", weight.scales_OG)
     run_on_arm(isa, tmp_path)
 
     # Small whole numbers: every sum is exact in float32, whatever its order, and is rounded once.
-    assert torch.equal(read_bf16(tmp_path / "product").view(19, 48), (rows_TI.float() @ weight_OI.float().T).bfloat16())
+    product_TO = rows_TI.float() @ weight_OI.float().T
+    assert torch.equal(read_bf16(tmp_path / "product").view(19, 48), product_TO.bfloat16())
+    float32 = (tmp_path / "product_float32").read_bytes()
+    assert torch.equal(torch.frombuffer(bytearray(float32), dtype=torch.float32).view(19, 48), product_TO)
     for kind, weight in integers.items():
         wanted = int8_products.multiply(any_rows_TI, weight, None)
         assert torch.equal(read_bf16(tmp_path / f"{kind}_product").view_as(wanted), wanted)

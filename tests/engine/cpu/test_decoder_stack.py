@@ -23,11 +23,12 @@ from tests.support.engine.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.engine.int8_activations import SCHEMES, quantize_checkpoint
 from tests.support.engine.isas import needs_native
 
+BIASES = {"attention_bias": True, "mlp_bias": True, "intermediate_size": 96}
 WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 # Family, its config, the engine's. Pages of 16 tokens are read with tiles, pages of 8 with vectors.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {}, {}),
-    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "intermediate_size": 96}, {}),
+    "llama-biases": ("llama", BIASES, {}),
     "qwen3-window": ("qwen3", WINDOW, {}),
     "phi3-part": ("phi3", {"partial_rotary_factor": 0.75}, {}),
     "llama-tiles": ("llama", {}, {"page_size": 16}),
@@ -35,19 +36,25 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama-int8": ("llama", {}, {"page_size": 16, "kv_dtype": "int8"}),
     "qwen3-window-int8": ("qwen3", WINDOW, {"page_size": 16, "kv_dtype": "int8"}),
     "llama-fp8-small-pages": ("llama", {}, {"kv_dtype": "fp8"}),
+    "llama-float32": ("llama", {}, {"page_size": 16, "dtype": "float32"}),
+    "llama-float32-biases": ("llama", BIASES, {"dtype": "float32"}),
+    "qwen3-window-float32": ("qwen3", WINDOW, {"dtype": "float32"}),
+    "llama-float32-int8": ("llama", {}, {"page_size": 16, "kv_dtype": "int8", "dtype": "float32"}),
 }
+DTYPES = (torch.bfloat16, torch.float32)
 QUANTIZED = ("int8", "int4", "fp8")  # of "llama-biases", while it is loaded
 on_every_isa = pytest.mark.usefixtures("isa")
 
 
-def noise(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(torch.bfloat16)
+def noise(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
 @pytest.fixture(params=[*CASES, *QUANTIZED, *SCHEMES])
 def engine(isa: str, request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
     family, overrides, more = CASES[request.param if request.param in CASES else "llama-biases"]
-    folder = make_checkpoint(family, tmp_path, dtype=torch.bfloat16, head_dim=32, **overrides)
+    dtype = getattr(torch, more.get("dtype", "bfloat16"))
+    folder = make_checkpoint(family, tmp_path, dtype=dtype, head_dim=32, **overrides)
     if request.param in SCHEMES:
         folder, _ = quantize_checkpoint(folder, tmp_path / "int8", request.param)
     quantization = request.param if request.param in QUANTIZED else "none"
@@ -59,7 +66,7 @@ def engine(isa: str, request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
         assert set(layers) == {quantization}
         assert head == "int8"
     for layer in layers_of(engine.kv_pages, engine.layout):
-        values = noise(*layer.pages.shape)
+        values = noise(*layer.pages.shape, dtype=dtype)
         if layer.scales is None:
             layer.pages.copy_(values)
             continue
@@ -85,22 +92,27 @@ def mixed_batch(engine: Engine, is_sampled: bool = True) -> Batch:
 @on_every_isa
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (48, 96), (960, 576)])
-def test_a_packed_product_equals_torch_s(outputs: int, inputs: int, has_bias: bool) -> None:
-    weight, bias = noise(outputs, inputs), noise(outputs) if has_bias else None
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_packed_product_equals_torch_s(dtype: torch.dtype, outputs: int, inputs: int, has_bias: bool) -> None:
+    weight, bias = noise(outputs, inputs, dtype=dtype), noise(outputs, dtype=dtype) if has_bias else None
     linear = pack_for_tiles(weight, bias)
     assert isinstance(linear, TileLinear)
+    tolerance = 8e-3 if dtype == torch.bfloat16 else 1e-4  # 8 bits; sums of 576 products of 24 bits in another order
     for num_rows in (0, 1, 15, 16, 17, 33, 300):
-        x = noise(num_rows, inputs)
+        x = noise(num_rows, inputs, dtype=dtype)
         expected = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
-        torch.testing.assert_close(linear(x).float(), expected, rtol=8e-3, atol=8e-3)  # bf16 keeps 8 bits
+        product = linear(x)
+        assert product.dtype == dtype
+        torch.testing.assert_close(product.float(), expected, rtol=tolerance, atol=tolerance)
 
 
 @needs_native
 @on_every_isa
-def test_a_row_s_product_depends_only_on_the_row() -> None:
-    linear = pack_for_tiles(noise(80, 64), None)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_s_product_depends_only_on_the_row(dtype: torch.dtype) -> None:
+    linear = pack_for_tiles(noise(80, 576, dtype=dtype), None)
     assert linear is not None
-    x = noise(300, 64)
+    x = noise(300, 576, dtype=dtype)
     whole, threads = linear(x), torch.get_num_threads()
     try:
         for num_threads in (1, 2, 3):
@@ -112,14 +124,15 @@ def test_a_row_s_product_depends_only_on_the_row() -> None:
 
 @needs_native
 @on_every_isa
-def test_rows_may_be_strided() -> None:
-    linear, x = pack_for_tiles(noise(32, 32), None), noise(5, 100)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_may_be_strided(dtype: torch.dtype) -> None:
+    linear, x = pack_for_tiles(noise(32, 32, dtype=dtype), None), noise(5, 100, dtype=dtype)
     assert linear is not None
     assert torch.equal(linear(x[:, 3:35]), linear(x[:, 3:35].contiguous()))
     assert torch.equal(linear(x[:, :64:2]), linear(x[:, :64:2].contiguous()))
 
 
-@pytest.mark.parametrize("weight", [noise(24, 32), noise(32, 40), noise(32, 32).float(), noise(32, 32).half()])
+@pytest.mark.parametrize("weight", [noise(24, 32), noise(32, 40), noise(24, 32).float(), noise(32, 32).half()])
 def test_weights_that_do_not_fill_tiles_go_to_torch(weight: torch.Tensor) -> None:
     assert pack_for_tiles(weight, None) is None
     x = torch.ones(2, weight.shape[1], dtype=weight.dtype)
@@ -150,7 +163,7 @@ def test_the_stack_equals_the_layers_one_by_one(engine: Engine, is_sampled: bool
 
 @needs_native
 @on_every_isa
-def test_in_bf16_a_token_is_the_same_in_every_batch_and_chunk(engine: Engine) -> None:
+def test_a_token_is_the_same_in_every_batch_and_chunk(engine: Engine) -> None:
     batch = mixed_batch(engine)
     together, before = engine.runner.forward(batch), engine.kv_pages.clone()
     flipped = replace(batch, logit_rows_R=batch.logit_rows_R.flip(0))  # rows whose prompt is scored follow others

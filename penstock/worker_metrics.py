@@ -41,6 +41,28 @@ KEPT_POOLS = WorkerMetric("kept_pools", "Page pools of dead workers of this host
 KEPT_POOLS_REFUSED = WorkerMetric("kept_pools_refused", "Page pools of dead workers that were not what was expected")
 KEPT_PAGES = WorkerMetric("kept_pages", "Cached pages taken from dead workers instead of being computed")
 KEPT_PAGES_DAMAGED = WorkerMetric("kept_pages_damaged", "Pages of dead workers that did not match their checksum")
+STORE_READ_PAGES = WorkerMetric("store_read_pages", "Pages taken from the shared store instead of being computed")
+STORE_MISSED_PAGES = WorkerMetric(
+    "store_missed_pages", "Full pages of prompts that neither this worker nor the shared store had"
+)
+STORE_READS = WorkerMetric("store_reads", "Objects read from the shared store")
+STORE_READ_BYTES = WorkerMetric("store_read_bytes", "Bytes of pages read from the shared store")
+STORE_READ_SECONDS = WorkerMetric("store_read_seconds", "Seconds that reads of the shared store took")
+STORE_WRITES = WorkerMetric("store_writes", "Objects written into the shared store")
+STORE_WRITTEN_BYTES = WorkerMetric("store_written_bytes", "Bytes written into the shared store")
+STORE_WRITE_SECONDS = WorkerMetric("store_write_seconds", "Seconds that writes into the shared store took")
+STORE_UNWRITTEN = WorkerMetric("store_unwritten", "Texts not written into the shared store because too many waited")
+STORE_FAILURES = WorkerMetric("store_failures", "Calls of the shared store that failed or took too long")
+STORE_REFUSED = WorkerMetric(
+    "store_refused", "Objects of the shared store that were damaged or of a stranger: recomputed, never used"
+)
+STORE_DELETED = WorkerMetric("store_deleted", "Objects that this worker deleted from the shared store to bound it")
+STORE_BYTES = WorkerMetric(
+    "store_bytes", "Bytes in the shared store, as the worker that bounds it has listed them", is_counter=False
+)
+STORE_USABLE = WorkerMetric(
+    "store_usable", "1 while the shared store is used, 0 after several failures in a row", is_counter=False
+)
 HELD_PAGES = WorkerMetric("held_pages", "Cached pages that hints hold against eviction", is_counter=False)
 HELD_BYTES = WorkerMetric("held_bytes", "Bytes of the pages that hints hold against eviction", is_counter=False)
 SESSIONS = WorkerMetric("sessions", "Sessions that this worker remembers", is_counter=False)

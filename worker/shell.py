@@ -29,7 +29,9 @@ from kv_transfer.ranks.rank_main import launch_ranks
 from kv_transfer.session.lease import earliest
 from penstock import wire
 from penstock.config import WorkerConfig
+from penstock.config.kv_store import KvStoreConfig
 from penstock.errors import ConfigError, PenstockError
+from penstock.rpc.secret import STORE_OBJECTS
 from penstock.rpc.server import GrpcServer
 from penstock.rpc.trust import Trust
 from penstock.types import Epoch, Labels, Role, TransferKey, WorkerId, WorkerLoad, new_epoch
@@ -59,6 +61,8 @@ from worker.metrics.step_metrics import SpeculationMetrics, StepMetrics
 from worker.pull.client import PullClient
 from worker.pull.kept.kept_pages import KeptPages
 from worker.pull.prompts import PrefixPulls
+from worker.pull.store.opening import open_store
+from worker.pull.store.shared_pages import SharedPages
 from worker.service import WorkerService
 from worker.start_progress import StartReporter, load_replica
 from worker.ticket_log import TicketLog
@@ -135,6 +139,7 @@ class WorkerShell:
         self._metrics: MetricsPort | None = None
         self.publisher: KvPublisher | None = None
         self._kept: KeptPages | None = None
+        self._shared: SharedPages | None = None
         self._opening_receiver = threading.Lock()
 
     async def load(self, progress: StartReporter) -> Engine:
@@ -166,17 +171,30 @@ class WorkerShell:
         self._pull_client = PullClient(post, self.channels, WorkerId(config.worker_id), self.epoch)
         if config.keeper is not None:
             self._kept = KeptPages(engine, config.keeper, config.worker_id, post)
+        if config.kv_store is not None:
+            self._shared = await asyncio.to_thread(self._open_store, config.kv_store)
         self.pulls = PrefixPulls(
             engine,
             self._pull_client.start,
             lambda: self._core.load().prefill_steps,
             config.transfer,
             recall=lambda sequence: self._kept.recall(sequence) if self._kept is not None else None,
+            store=self._shared,
         )
-        self.hints = HintKeeper(WorkerId(config.worker_id), engine)
+        on_end = self._shared.on_end if self._shared is not None else lambda sequence: None
+        self.hints = HintKeeper(WorkerId(config.worker_id), engine, on_end=on_end)
         self.fences = FenceKeeper(
             self.channels.use, lambda key: post(partial(self._on_quiesced, key)), self.open_receiver
         )
+
+    def _open_store(self, config: KvStoreConfig) -> SharedPages:
+        """Opens the shared store. Blocks. Raises ConfigError."""
+        owner = f"{self.config.worker_id}/{self.epoch}"
+        return SharedPages(self._engine, config, open_store(config), self._store_key, owner, self.loop.post)
+
+    def _store_key(self) -> bytes:
+        """Returns the key of this deployment's objects in a shared store; nothing without a cluster secret."""
+        return self.trust.secrets.current.key(STORE_OBJECTS) if self.trust.secrets is not None else b""
 
     def open_receiver(self) -> KvReceiver:
         """Returns the receiver, which the first call opens. Blocks, so it must not be called on the step loop."""
@@ -251,6 +269,8 @@ class WorkerShell:
             self.publisher.start()
         if self._kept is not None:
             await asyncio.to_thread(self._kept.start)
+        if self._shared is not None:
+            self._shared.start()
         self.loop.start()
         self._engine.when_lost(self._on_fatal)
         port = await self.rpc.start(self.config.host, self.config.port)
@@ -285,17 +305,20 @@ class WorkerShell:
         }
         own |= self.hints.values()
         kept = {} if self._kept is None else self._kept.values()
+        shared = {} if self._shared is None else self._shared.values()
         published = {} if self.publisher is None else self.publisher.metrics
-        return replace(load, metrics={**load.metrics, **own, **self.pulls.metrics.values(), **published, **kept})
+        pulled = self.pulls.metrics.values()
+        return replace(load, metrics={**load.metrics, **own, **pulled, **published, **kept, **shared})
 
     def _sweep(self, now_s: float) -> float | None:
         self._fenced_s = self._engine.pool.oldest_fence_s
         return earliest(
-            self._core.sweep(now_s), self.intake.sweep(now_s), self.hints.sweep(now_s), self._sweep_kept(now_s)
+            self._core.sweep(now_s),
+            self.intake.sweep(now_s),
+            self.hints.sweep(now_s),
+            None if self._kept is None else self._kept.sweep(now_s),
+            None if self._shared is None else self._shared.sweep(now_s),
         )
-
-    def _sweep_kept(self, now_s: float) -> float | None:
-        return None if self._kept is None else self._kept.sweep(now_s)
 
     def _owner_of_outgoing(self, key: TransferKey) -> OutgoingTransfers:
         return self.source if self.source.owns(key) else self._core.outgoing
@@ -346,6 +369,8 @@ class WorkerShell:
         await self.channels.close()
 
     async def stop_loop(self) -> None:
+        if self._shared is not None:
+            await asyncio.to_thread(self._shared.close)
         await asyncio.to_thread(self.loop.stop)
         if self._kept is not None:
             await asyncio.to_thread(self._kept.close)

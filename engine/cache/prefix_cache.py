@@ -355,14 +355,14 @@ class PrefixCache:
                 fresh.setdefault(page_hash, index)
         return list(fresh.values())
 
-    def graft(self, page_hash: PageHash, parent: PageHash | None, page: PageId) -> bool:
-        """Makes a verified page from another worker findable; the caller keeps its reference.
+    def graft(self, page_hash: PageHash, parent: PageHash | None, page: PageId, owner: str = "") -> bool:
+        """Makes a verified page from elsewhere findable, for the tenant `owner`; the caller keeps its reference.
 
         Returns False if its parent has been evicted meanwhile, or the hash is cached already.
         """
         if not self.enabled or page_hash in self._chains.nodes or not self._may_follow(parent):
             return False
-        self._link((page_hash,), (page,), parent)
+        self._link((page_hash,), (page,), parent, owner)
         if self._events is not None:
             self._events.stored([page_hash], parent if parent is not None else ROOT)
         return True

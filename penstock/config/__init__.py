@@ -9,6 +9,7 @@ from penstock.config.admission import AdmissionConfig
 from penstock.config.autoscaler import AutoscalerConfig, BalanceConfig, SloConfig
 from penstock.config.engine import EngineConfig
 from penstock.config.files import load, load_process, parse, read
+from penstock.config.kv_store import KvStoreConfig
 from penstock.config.limits import LimitsConfig
 from penstock.config.retention import RetentionConfig
 from penstock.config.router import (
@@ -49,6 +50,7 @@ __all__ = [
     "KeeperConfig",
     "KvAwareConfig",
     "KvPublisherConfig",
+    "KvStoreConfig",
     "LabelsConfig",
     "LimitsConfig",
     "LoadedWeightsConfig",

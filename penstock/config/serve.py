@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from penstock.config.autoscaler import AutoscalerConfig, BalanceConfig
 from penstock.config.base import FrozenConfig
 from penstock.config.engine import EngineConfig
+from penstock.config.kv_store import KvStoreConfig
 from penstock.config.router import RouterConfig
 from penstock.config.security import SecurityConfig, TlsConfig
 from penstock.config.tenants import TenantConfig, TenantName
@@ -113,6 +114,9 @@ class ServeConfig(FrozenConfig):
     """
     kv_publisher: KvPublisherConfig | None = None
     """Publishes each worker's KV events for routers of other projects; by default only Penstock's routers get them."""
+    kv_store: KvStoreConfig | None = None
+    """Shares cached pages among the workers of all hosts, and with those that are started later; by default a page ends
+    with its worker."""
     address: str = ""
     """Ray cluster to join; empty starts one here."""
     prefill_pool: PoolConfig = PoolConfig()
@@ -183,6 +187,8 @@ class ServeConfig(FrozenConfig):
             )
         for role in Role:
             engine = self.engine_config(role)
+            if self.kv_store is not None and self.pool(role).highest:
+                self.kv_store.check_engine(engine)
             if self.adapters and not engine.max_adapters and self.pool(role).highest:
                 raise ValueError(
                     f"adapters names {len(self.adapters)}, and engine.max_adapters of {role.value} workers is 0; give "
@@ -244,4 +250,5 @@ class ServeConfig(FrozenConfig):
             last_metrics_port=last_port,
             price_per_hour=self.pool(role).price_per_hour,
             kv_publisher=self.kv_publisher,
+            kv_store=self.kv_store,
         )

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from penstock.config.base import FrozenConfig
 from penstock.config.engine import EngineConfig
+from penstock.config.kv_store import KvStoreConfig
 from penstock.config.security import SecurityConfig, TlsConfig, is_loopback
 from penstock.types import Lane, Role
 
@@ -216,6 +217,14 @@ class WorkerConfig(FrozenConfig):
 
     keeper: KeeperConfig | None = None
     """Lets cached pages outlive this process; by default they end with it."""
+    kv_store: KvStoreConfig | None = None
+    """Shares cached pages with other hosts and later processes; by default only with workers that are there."""
+
+    @model_validator(mode="after")
+    def _check_kv_store(self) -> WorkerConfig:
+        if self.kv_store is not None:
+            self.kv_store.check_engine(self.engine)
+        return self
 
     @model_validator(mode="after")
     def _check_keeper(self) -> WorkerConfig:

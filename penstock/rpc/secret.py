@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 SECRET_BYTES = 32
 PEER = "peer token"  # used between routers, workers and the controller
 ADMIN = "admin token"  # used between an operator and the Admin service
+STORE_OBJECTS = "shared kv store"  # used by workers for what they write into a shared store
 
 
 class ClusterSecret:

@@ -42,8 +42,16 @@ _SPARED_DIVISOR = 16  # one such part of the pool is left to running sequences
 class HintKeeper:
     """Owns the prefetches that wait. The prefix cache owns sessions, holds and their quotas."""
 
-    def __init__(self, worker_id: WorkerId, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        worker_id: WorkerId,
+        engine: Engine,
+        clock: Callable[[], float] = time.monotonic,
+        on_end: Callable[[Sequence], None] = lambda sequence: None,
+    ) -> None:
+        """`on_end` is called for every sequence that ends here, while it holds its pages."""
         self._worker_id = worker_id
+        self._on_end = on_end
         self._cache = engine.prefix_cache
         self._pool = engine.pool
         self._page_size = engine.layout.page_size
@@ -55,6 +63,7 @@ class HintKeeper:
     def follow(self, sequence: Sequence) -> list[HintAnswer]:
         """Follows the hints of a sequence that ends here and still holds its pages; returns the answers."""
         hints, now_s = sequence.kv_hints, self._clock()
+        self._on_end(sequence)
         if not hints:
             return []
         num_full = (len(sequence.token_ids) if hints.only else sequence.num_computed_tokens) // self._page_size

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from penstock.errors import TransferError
 from penstock.scheduling.linear_cost import LinearCost
 from penstock.types import Epoch, StepTotals, WorkerId
 from penstock.v1 import worker_pb2
@@ -24,6 +25,10 @@ _STALE_S = 60.0  # costs of a source are forgotten after this long without a pul
 _BACKOFF_S = 5.0  # no pulls from a source for this long after it refused or failed
 _MAX_SOURCES = 1024
 _UNFINISHED = 2.0  # assumed duration of an abandoned pull, as a multiple of its time so far
+
+
+class PartlyPulled(TransferError):
+    """The source has sent all that it still has, which is less than it was believed to have: no reason to avoid it."""
 
 
 @dataclass(frozen=True, slots=True)

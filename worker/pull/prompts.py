@@ -1,7 +1,8 @@
-"""Holds prompts back while a part of their pages is pulled from another worker. Runs on the step loop.
+"""Holds prompts back while a part of their pages is pulled from another worker or read from the shared store.
 
-Meanwhile a prompt is in no queue and holds no pages. Once the pull has ended, successfully or not, the prompt finds the
-received pages in the prefix cache and the rest is computed. Prompts that lack the same pages share one pull.
+Runs on the step loop. Meanwhile a prompt is in no queue and holds no pages. Once the pull has ended, successfully or
+not, the prompt finds the received pages in the prefix cache and the rest is computed. Prompts that lack the same pages
+share one pull.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from engine.engine import Engine
 from engine.step.sequence import Sequence as TokenSequence
@@ -19,11 +21,34 @@ from penstock.types import PageHash, StepTotals
 from penstock.v1 import common_pb2
 from penstock.worker_metrics import PULL_FAILURES, PULL_SECONDS, PULLED_PAGES, PULLS, WorkerMetrics
 from worker.pull.client import PullRequest
-from worker.pull.policy import MissingPages, PrefixSource, PullCosts, PullPlan
+from worker.pull.policy import MissingPages, PartlyPulled, PrefixSource, PullCosts, PullPlan
 
 log = logging.getLogger(__name__)
 
 Then = Callable[[common_pb2.Pull | None], None]
+
+
+class SharedStore(Protocol):
+    """Implemented by `worker.pull.store.shared_pages.SharedPages`."""
+
+    def on_prompt(self, sequence: TokenSequence) -> None:
+        """Hears of a prompt that is about to be computed here."""
+
+    def source(self, hashes: Sequence[PageHash]) -> PrefixSource | None:
+        """Returns the store as a source of leading pages of a prompt, if it has any that this worker lacks."""
+
+    def num_bytes(self, first: int, stop: int) -> int:
+        """Returns how many bytes are read for these pages of a prompt."""
+
+    def read(
+        self,
+        hashes: Sequence[PageHash],
+        first: int,
+        tenant: str,
+        timeout_s: float,
+        on_end: Callable[[PenstockError | None], None],
+    ) -> None:
+        """Caches `hashes[first:]` as they arrive, and calls `on_end` by the deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +56,7 @@ class _Wanted:
     """The pages that a prompt would get from its source."""
 
     source: PrefixSource
+    is_stored: bool  # whether the source is the shared store, not a worker
     hashes: Sequence[PageHash]  # hashes of the leading pages that the source holds
     first: int  # first page to pull: earlier ones are here or behind the model's window
     missing: MissingPages
@@ -54,9 +80,10 @@ class PrefixPulls:
         config: TransferConfig,
         clock: Callable[[], float] = time.monotonic,
         recall: Callable[[TokenSequence], None] = lambda sequence: None,
+        store: SharedStore | None = None,
     ) -> None:
         """`start` is `PullClient.start`; `totals` returns the steps that have computed prompts here; `recall` brings at
-        once what dead workers of this host have left of a prompt.
+        once what dead workers of this host have left of a prompt; `store` is a source besides other workers.
         """
         self._engine = engine
         self._start = start
@@ -64,6 +91,7 @@ class PrefixPulls:
         self._config = config
         self._clock = clock
         self.recall = recall
+        self._store = store
         self._page_size = engine.layout.page_size
         self._open: dict[PageHash, _Pull] = {}  # by their first pages
         self.costs = PullCosts(engine.saturating_tokens)
@@ -75,9 +103,8 @@ class PrefixPulls:
 
     def predict(self, sequence: TokenSequence, source: PrefixSource | None) -> tuple[int, PullPlan] | None:
         """Returns how many of the prompt's tokens a pull would bring, and its plan; None if no pull pays."""
-        wanted = self._wanted(sequence, source)
-        plan = self._plan(wanted) if wanted is not None else None
-        return (wanted.missing.num_tokens, plan) if wanted is not None and plan is not None else None
+        best = self._best(sequence, source)
+        return (best[0].missing.num_tokens, best[1]) if best is not None else None
 
     def bring(self, sequence: TokenSequence, source: PrefixSource | None, then: Then) -> None:
         """Calls `then` once the prompt's pull has ended, or at once if no pull pays.
@@ -85,37 +112,69 @@ class PrefixPulls:
         `then` receives a record of the pull, if there was one, and runs on the step loop. The prompt may have ended by
         then.
         """
-        wanted = self._wanted(sequence, source)
+        if self._store is not None:
+            self._store.on_prompt(sequence)
+        wanted = next((each for each in self._choices(sequence, source) if each.hashes[each.first] in self._open), None)
         if wanted is None:
-            then(None)
-            return
-        first = wanted.hashes[wanted.first]
-        pull = self._open.get(first)
-        if pull is None:
-            plan = self._plan(wanted) if len(self._open) < self._config.max_pulls else None
-            if plan is None:
+            best = self._best(sequence, source) if len(self._open) < self._config.max_pulls else None
+            if best is None:
                 then(None)
                 return
-            pull = self._open[first] = _Pull(wanted, self._clock())
-            request = PullRequest(wanted.source, wanted.hashes[wanted.first :], sequence.lane, plan.patience_s)
-            self._start(request, lambda problem: self._on_end(first, problem))
+            wanted, plan = best
+            self._begin(wanted, plan, sequence)
         began_s = self._clock()
+        pull = self._open[wanted.hashes[wanted.first]]
         pull.waiting.append(lambda problem: then(self._account(wanted, began_s, problem)))
 
-    def _wanted(self, sequence: TokenSequence, source: PrefixSource | None) -> _Wanted | None:
-        cache, size = self._engine.prefix_cache, self._page_size
-        if source is None or not self._config.pull or not cache.enabled or sequence.scores_prompt:
-            return None
+    def _begin(self, wanted: _Wanted, plan: PullPlan, sequence: TokenSequence) -> None:
+        first = wanted.hashes[wanted.first]
+        self._open[first] = _Pull(wanted, self._clock())
+        if wanted.is_stored:
+            assert self._store is not None
+            self._store.read(
+                wanted.hashes, wanted.first, sequence.tenant, plan.patience_s, lambda error: self._on_end(first, error)
+            )
+            return
+        request = PullRequest(wanted.source, wanted.hashes[wanted.first :], sequence.lane, plan.patience_s)
+        self._start(request, lambda problem: self._on_end(first, problem))
+
+    def _best(self, sequence: TokenSequence, source: PrefixSource | None) -> tuple[_Wanted, PullPlan] | None:
+        """Returns the pull that should save most time, and its plan."""
+        plans = [(wanted, self._plan(wanted)) for wanted in self._choices(sequence, source)]
+        paying = [(wanted, plan) for wanted, plan in plans if plan is not None]
+        return max(paying, key=lambda each: each[1].compute_s - each[1].pull_s, default=None)
+
+    def _choices(self, sequence: TokenSequence, source: PrefixSource | None) -> list[_Wanted]:
+        """Returns what could be pulled from the worker that the router names, and from the shared store."""
+        if not self._engine.prefix_cache.enabled or sequence.scores_prompt:
+            return []
+        if source is not None and not self._config.pull:
+            source = None
+        if source is None and self._store is None:
+            return []
         # At least one token is computed, because the first sampled token needs its logits.
-        num_pages = min((len(sequence.token_ids) - 1) // size, source.cached_tokens // size)
-        hashes = sequence.hash_full_pages(size)[:num_pages]
+        hashes = sequence.hash_full_pages(self._page_size)[: (len(sequence.token_ids) - 1) // self._page_size]
+        stored = self._store.source(hashes) if self._store is not None else None
+        found = [
+            self._wanted(hashes, each, is_stored)
+            for each, is_stored in ((source, False), (stored, True))
+            if each is not None
+        ]
+        return [wanted for wanted in found if wanted is not None]
+
+    def _wanted(self, hashes: Sequence[PageHash], source: PrefixSource, is_stored: bool) -> _Wanted | None:
+        cache, size = self._engine.prefix_cache, self._page_size
+        num_pages = min(len(hashes), source.cached_tokens // size)
+        hashes = hashes[:num_pages]
         num_spared = num_pages - cache.peek(hashes)
         if num_spared * size < self._config.min_pull_tokens:
             return None
         first = max(cache.num_on_device(hashes), cache.first_needed(num_pages))
         num_bytes = (num_pages - first) * self._engine.model_layout.page_bytes
+        if is_stored and self._store is not None:
+            num_bytes = self._store.num_bytes(first, num_pages)
         missing = MissingPages(num_spared * size, (num_pages - num_spared) * size, num_bytes)
-        return _Wanted(source, hashes, first, missing)
+        return _Wanted(source, is_stored, hashes, first, missing)
 
     def _plan(self, wanted: _Wanted) -> PullPlan | None:
         self.costs.on_steps(self._totals())
@@ -128,7 +187,8 @@ class PrefixPulls:
         num_pulled = max(0, self._engine.prefix_cache.num_on_device(wanted.hashes) - wanted.first)
         if num_pulled < len(wanted.hashes) - wanted.first:
             self.metrics.add(PULL_FAILURES)
-            self.costs.on_failed(wanted.source, wanted.missing, seconds, now_s)
+            if not isinstance(problem, PartlyPulled):
+                self.costs.on_failed(wanted.source, wanted.missing, seconds, now_s)
             log.info("pulled %d pages from %s: %s", num_pulled, wanted.source.worker_id, problem or "it sent no more")
         else:
             self.costs.on_pulled(wanted.source, wanted.missing, seconds, now_s)

@@ -24,6 +24,11 @@ NO_DATA = {
     ("kv-transfer", "Pulls a second"),
     ("kv-transfer", "Pages that hints hold"),  # no request asks for it
     ("kv-transfer", "Pages kept from dead workers"),  # there is no keeper
+    ("kv-transfer", "Pages of the shared store a second"),  # there is none
+    ("kv-transfer", "Calls of the shared store a second"),
+    ("kv-transfer", "Bytes of the shared store a second"),
+    ("kv-transfer", "Mean time of the shared store's calls"),
+    ("kv-transfer", "Bytes in the shared store, and its use"),
     ("pools", "Device use"),  # no published peak is known of a CPU
     ("service", "Failures a second"),
     ("service", "Gateways' calls a second"),  # there is no picker

@@ -55,6 +55,7 @@ SECTIONS: tuple[tuple[type[BaseModel], str], ...] = (
     (config.LookasideConfig, "`[lookaside]` of a worker"),
     (config.KeeperConfig, "`[keeper]` of a worker"),
     (config.KvPublisherConfig, "`[kv_publisher]`"),
+    (config.KvStoreConfig, "`[kv_store]`"),
     (config.EndpointPickerConfig, "`[endpoint_picker]` of a router"),
     (config.EngineEndpointConfig, "`[engines.NAME]` of a router"),
 )

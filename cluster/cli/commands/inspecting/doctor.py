@@ -84,6 +84,8 @@ def _examine(arguments: Namespace) -> Iterator[Finding]:
         config, finding = local_checks.check_configuration(arguments.config, arguments.model)
         if finding is not None:
             yield finding
+        if config is not None and config.kv_store is not None:
+            yield import_module("cluster.diagnose.store_check").check_store(config.kv_store)
     try:
         status = admin_call(arguments, "Status", admin_pb2.StatusRequest(), _STATUS_TIMEOUT_S)
     except PenstockError as error:

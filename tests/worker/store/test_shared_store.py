@@ -1,0 +1,225 @@
+"""Workers that share a store: later ones use what earlier ones have computed, and nothing that fails is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode_worker.server import DecodeServer
+from penstock.config import KvStoreConfig, SecurityConfig, WorkerConfig
+from penstock.kv.kv_hints import KvHints
+from penstock.types import Role, SamplingParams
+from penstock.worker_metrics import (
+    STORE_FAILURES,
+    STORE_MISSED_PAGES,
+    STORE_READ_PAGES,
+    STORE_REFUSED,
+    STORE_USABLE,
+    STORE_WRITES,
+)
+from prefill_worker.server import PrefillServer
+from tests.support.engine.checkpoints import make_checkpoint
+from tests.support.serving import Answer, caller, until, wait_until_empty, worker_config, workers
+from worker.pull.policy import PullCosts, PullPlan
+from worker.pull.store.folder_store import FolderStore
+
+PAGE = 16
+RUN = 16 * PAGE  # tokens of an object
+PROMPT = [(7 * index) % 90 + 5 for index in range(3 * RUN + 40)]
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+Server = PrefillServer | DecodeServer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=2048)
+
+
+@pytest.fixture(autouse=True)
+def always() -> Iterator[None]:
+    """Predicts that every pull is worth it: these models compute a prompt in no time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PullCosts, "plan", lambda self, source, missing, now_s: PullPlan(0.001, 20.0, 20.0))
+        yield
+
+
+def sharing(folder: Path, model: Path, name: str, role: Role = Role.DECODE, **settings: Any) -> WorkerConfig:
+    placement = {"placement": "local" if settings.pop("local", True) else "remote"}
+    security = settings.pop("security", SecurityConfig())
+    config = worker_config(
+        role, model, name, engine={"num_pages": 160}, decode=placement, transfer={"min_pull_tokens": PAGE}
+    )
+    store = KvStoreConfig.model_validate({"url": f"file://{folder}", "write": "computed", "listing_s": 0.05} | settings)
+    return config.model_copy(update={"kv_store": store, "security": security})
+
+
+@contextlib.asynccontextmanager
+async def running(*configs: WorkerConfig) -> AsyncIterator[list[Any]]:
+    """Starts workers and shows at the end that none of them holds a page."""
+    async with workers(*configs) as servers:
+        yield servers
+        await wait_until_empty(*servers)
+
+
+async def ask(decode: DecodeServer, prompt: list[int] = PROMPT, **parts: Any) -> Answer:
+    async with caller(decode) as to_it:
+        answer = await to_it.answer(to_it.submit(prompt, GREEDY, **parts))
+    assert answer.error is None
+    assert answer.timing is not None
+    return answer
+
+
+def metric(server: Server, name: str) -> float:
+    return server.shell._load().metrics.get(name, 0.0)
+
+
+def objects(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and len(path.name) == 32]
+
+
+async def stored(server: Server, num_runs: int) -> None:
+    await until(lambda: metric(server, STORE_WRITES.name) >= num_runs)
+
+
+async def knows(server: Server, num_runs: int) -> None:
+    """Waits for a listing with so many objects."""
+    await until(lambda: len(server.shell._shared._known._listed) >= num_runs)  # type: ignore[union-attr]
+
+
+async def fill(folder: Path, model: Path, **settings: Any) -> list[int]:
+    """Returns the answer of a worker that has written what it has computed, and has ended."""
+    async with running(sharing(folder, model, "first", **settings)) as [first]:
+        answer = await ask(first)
+        await stored(first, 3)
+    assert len(objects(folder)) == 3
+    return answer.token_ids
+
+
+async def test_a_later_worker_continues_with_what_an_earlier_one_computed(model: Path, tmp_path: Path) -> None:
+    expected = await fill(tmp_path, model)
+    async with running(sharing(tmp_path, model, "second")) as [second]:
+        await knows(second, 3)
+        answer = await ask(second)
+        assert answer.token_ids == expected
+        assert answer.timing is not None
+        assert answer.timing.cached_tokens == 3 * RUN
+        assert (answer.timing.pull.source, answer.timing.pull.pulled_tokens) == ("shared store", 3 * RUN)
+        assert metric(second, STORE_READ_PAGES.name) == 3 * RUN / PAGE
+        assert metric(second, STORE_MISSED_PAGES.name) == 2
+        again = await ask(second)
+        assert again.timing is not None
+        assert not again.timing.pull.source  # it is here now
+
+
+async def test_prefill_workers_share_a_store(model: Path, tmp_path: Path) -> None:
+    expected = await fill(tmp_path, model)
+    prefill = sharing(tmp_path, model, "prefill", Role.PREFILL)
+    async with running(prefill, sharing(tmp_path, model, "second", local=False)) as [server, decode]:
+        await knows(server, 3)
+        answer = await ask(decode, prefill=[server])
+        assert answer.token_ids == expected
+        assert answer.timing is not None
+        assert answer.timing.prefill_cached_tokens == 3 * RUN
+        assert answer.timing.pull.source == "shared store"
+
+
+async def test_two_living_workers_share_what_one_has_computed(model: Path, tmp_path: Path) -> None:
+    async with running(sharing(tmp_path, model, "a"), sharing(tmp_path, model, "b")) as [one, two]:
+        first = await ask(one)
+        await stored(one, 3)
+        await knows(two, 3)
+        second = await ask(two)
+        assert second.token_ids == first.token_ids
+        assert metric(two, STORE_READ_PAGES.name) == 3 * RUN / PAGE
+        assert metric(two, STORE_WRITES.name) == 0  # all of it is stored
+
+
+async def test_only_what_is_begun_with_again_or_pinned_is_written_by_default(model: Path, tmp_path: Path) -> None:
+    async with running(sharing(tmp_path, model, "only", write="reused")) as [only]:
+        await ask(only)
+        await ask(only, [1, *PROMPT], kv_hints=KvHints(pin_s=60.0))
+        await stored(only, 3)  # the pinned one
+        await ask(only, [*PROMPT[: 2 * RUN + 8], 1, 2])
+        await stored(only, 5)  # the part of the first one that was begun with again
+    assert len(objects(tmp_path)) == 5
+
+
+async def test_a_read_only_worker_writes_nothing(model: Path, tmp_path: Path) -> None:
+    expected = await fill(tmp_path, model)
+    async with running(sharing(tmp_path, model, "reader", write="never")) as [reader]:
+        await knows(reader, 3)
+        assert (await ask(reader)).token_ids == expected
+        await ask(reader, [1, *PROMPT])
+        await ask(reader, [1, *PROMPT])
+        assert metric(reader, STORE_WRITES.name) == 0
+    assert len(objects(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "swap"])
+async def test_a_damaged_object_is_refused_computed_and_written_again(model: Path, tmp_path: Path, damage: str) -> None:
+    expected = await fill(tmp_path, model)
+    paths = sorted(objects(tmp_path))
+    contents = {path: path.read_bytes() for path in paths}
+    for path, other in zip(paths, [*paths[1:], paths[0]], strict=True):
+        content = bytearray(contents[path])
+        content[len(content) // 2] ^= 1
+        path.write_bytes(
+            {"flip": bytes(content), "cut": bytes(content[:-1]), "empty": b"", "swap": contents[other]}[damage]
+        )
+    async with running(sharing(tmp_path, model, "second")) as [second]:
+        await knows(second, 3)
+        answer = await ask(second)
+        assert answer.token_ids == expected
+        assert answer.timing is not None
+        assert answer.timing.cached_tokens == 0
+        assert metric(second, STORE_REFUSED.name) >= 1
+        await until(lambda: paths[0].read_bytes() == contents[paths[0]] or metric(second, STORE_WRITES.name) >= 1)
+
+
+async def test_tenants_secrets_and_weights_share_nothing(model: Path, tmp_path: Path) -> None:
+    await fill(tmp_path, model)
+    (tmp_path / "secret").write_text("a" * 64)
+    (tmp_path / "secret").chmod(0o600)
+    keyed = SecurityConfig(secret_file=str(tmp_path / "secret"))
+    other = make_checkpoint("llama", tmp_path / "other", max_position_embeddings=2048, initializer_range=0.2)
+    for config in (
+        sharing(tmp_path, model, "keyed", security=keyed),
+        sharing(tmp_path, other, "other"),
+        sharing(tmp_path, model, "quantized").model_copy(
+            update={"engine": sharing(tmp_path, model, "x").engine.model_copy(update={"kv_dtype": "int8"})}
+        ),
+    ):
+        async with running(config) as [server]:
+            await until(lambda server=server: server.shell._shared._known._folder)
+            assert not server.shell._shared._known._listed
+    async with running(sharing(tmp_path, model, "same")) as [same]:
+        await knows(same, 3)
+
+
+async def test_a_store_that_fails_is_given_up_and_found_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await fill(tmp_path, model)
+    works = asyncio.Event()
+    read = FolderStore.get
+
+    def get(self: FolderStore, name: str, max_bytes: int) -> memoryview | None:
+        if not works.is_set():
+            raise OSError("stale file handle")
+        return read(self, name, max_bytes)
+
+    monkeypatch.setattr("worker.pull.store.circuit_policy._FIRST_PAUSE_S", 0.2)
+    async with running(sharing(tmp_path, model, "second")) as [second]:
+        monkeypatch.setattr(FolderStore, "get", get)
+        await until(lambda: metric(second, STORE_USABLE.name) == 0)
+        assert (await ask(second)).token_ids == expected
+        assert metric(second, STORE_FAILURES.name) >= 3
+        works.set()
+        await until(lambda: metric(second, STORE_USABLE.name) == 1)
+        await knows(second, 3)

@@ -1,0 +1,347 @@
+"""What this worker reads from the shared store and writes into it. Runs on the step loop.
+
+What the store holds is known from listings and this worker's own writes, so a page that is not there costs nothing to
+look for; one that is gone by now costs a failed read, and is computed. Objects that have arrived are copied into the
+pool between steps, a few megabytes at a time. Pages to be written are held only until another thread has copied them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from engine.engine import Engine
+from engine.step.sequence import Sequence as TokenSequence
+from penstock.config.kv_store import KvStoreConfig
+from penstock.errors import DeadlineExceeded, PenstockError, TransferError
+from penstock.types import Epoch, PageHash, PageId, WorkerId
+from penstock.worker_metrics import (
+    STORE_BYTES,
+    STORE_DELETED,
+    STORE_FAILURES,
+    STORE_MISSED_PAGES,
+    STORE_READ_BYTES,
+    STORE_READ_PAGES,
+    STORE_READ_SECONDS,
+    STORE_READS,
+    STORE_REFUSED,
+    STORE_UNWRITTEN,
+    STORE_USABLE,
+    STORE_WRITE_SECONDS,
+    STORE_WRITES,
+    STORE_WRITTEN_BYTES,
+    WorkerMetrics,
+)
+from worker.pull.policy import PartlyPulled, PrefixSource
+from worker.pull.store.housekeeping import Housekeeping, Listing
+from worker.pull.store.known_runs import KnownRuns
+from worker.pull.store.object_format import RunFormat
+from worker.pull.store.object_store import ObjectStore
+from worker.pull.store.pool_bytes import PoolBytes
+from worker.pull.store.read_costs import ReadCosts
+from worker.pull.store.store_threads import NUM_READERS, Reader, RunRead, RunWrite, StoreThreads, Writer
+from worker.pull.store.write_policy import choose_runs, worth_at_end, worth_at_start
+
+log = logging.getLogger(__name__)
+
+SOURCE = WorkerId("shared store")  # its name where a pull's source is named; no worker's, for the space in it
+_BYTES_AT_ONCE = 8 << 20  # copied into the pool between two steps: some milliseconds
+_AHEAD_BYTES = 64 << 20  # of one prompt's objects: being read, or read and not yet copied
+_SPARED_DIVISOR = 16  # one such part of the pool at most is held for writes
+_MAX_CHOSEN = 1024  # runs of one text at a time
+_MAX_DEFERRED = 64  # texts
+_CLOSE_S = 2.0  # for writes that wait when the worker ends
+
+OnEnd = Callable[[PenstockError | None], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """Objects of one prompt, from run `next_run` to before run `stop_run`."""
+
+    form: RunFormat
+    hashes: Sequence[PageHash]
+    first: int  # first page that is wanted
+    tenant: str
+    deadline_s: float
+    on_end: OnEnd
+    next_run: int  # the next to be copied
+    asked_run: int  # the next to be asked for
+    stop_run: int
+    problem: PenstockError | None = None
+    arrived: dict[int, memoryview] = field(default_factory=dict)
+
+    def run_hashes(self, run: int) -> Sequence[PageHash]:
+        return self.hashes[run * self.form.run_pages : (run + 1) * self.form.run_pages]
+
+    def stop_at(self, run: int, problem: PenstockError) -> None:
+        if run < self.stop_run:
+            self.stop_run, self.problem = run, problem
+
+
+class SharedPages:
+    """Owns the threads of the store, what is known of it, and the reads and writes in flight."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: KvStoreConfig,
+        store: ObjectStore,
+        key: Callable[[], bytes],
+        owner: str,
+        post: Callable[[Callable[[], None]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`key` returns the deployment's key for objects, or nothing, and may be called from any thread; `owner` is
+        unique among all processes; `post` runs a call on the step loop."""
+        self._engine = engine
+        self._config = config
+        self._key = key
+        self._post = post
+        self._clock = clock
+        self._pool_bytes = PoolBytes(engine.kv_pages)
+        self._threads = StoreThreads(store, config.timeout_s)
+        self._housekeeping = Housekeeping(
+            self._threads,
+            owner,
+            config.max_bytes,
+            config.listing_s,
+            self._form,
+            lambda listing: post(partial(self._on_listed, listing)),
+        )
+        self._known = KnownRuns()
+        self._costs = ReadCosts()
+        self._readings: list[_Reading] = []
+        self._deferred: deque[tuple[Sequence[PageHash], int]] = deque()  # texts to be written, which hold no pages
+        self._num_held = 0  # pages held until they are copied
+        self._waiting_bytes = 0  # of pages that are copied or to be copied, and not yet written
+        self.metrics = WorkerMetrics()
+
+    def start(self) -> None:
+        self._threads.start()
+        self._housekeeping.start()
+
+    def close(self) -> None:
+        """Ends the threads; what waits is written if that takes no longer than two seconds. Blocks."""
+        self._housekeeping.close()
+        self._threads.close(_CLOSE_S)
+
+    def _form(self) -> RunFormat:
+        layout = self._engine.model_layout  # of the weights in force
+        return RunFormat(layout.digest(), layout.page_bytes, layout.page_size, self._key())
+
+    # Reading.
+
+    def source(self, hashes: Sequence[PageHash]) -> PrefixSource | None:
+        cache, form = self._engine.prefix_cache, self._form()
+        if not self._threads.is_usable:
+            return None
+        num_here = cache.num_on_device(hashes)
+        stop = self._num_leading(form, hashes, num_here)
+        if stop <= num_here:
+            return None
+        num_objects = stop // form.run_pages - num_here // form.run_pages
+        pull_s = self._costs.predict(num_objects, form.run_bytes, self._clock())
+        return PrefixSource(SOURCE, Epoch(0), self._config.url, "", stop * form.page_tokens, pull_s)
+
+    def _num_leading(self, form: RunFormat, hashes: Sequence[PageHash], num_here: int) -> int:
+        cache = self._engine.prefix_cache
+        first_needed = None if cache.window.tokens is None else cache.first_needed
+        return self._known.num_leading(form, hashes, num_here, first_needed)
+
+    def num_bytes(self, first: int, stop: int) -> int:
+        form = self._form()
+        return (-(-stop // form.run_pages) - first // form.run_pages) * form.run_bytes
+
+    def read(self, hashes: Sequence[PageHash], first: int, tenant: str, timeout_s: float, on_end: OnEnd) -> None:
+        form = self._form()
+        run, stop = first // form.run_pages, len(hashes) // form.run_pages
+        reading = _Reading(form, hashes, first, tenant, self._clock() + timeout_s, on_end, run, run, stop)
+        self._readings.append(reading)
+        self._ask(reading)
+
+    def _ask(self, reading: _Reading) -> None:
+        ahead = max(NUM_READERS, min(_AHEAD_BYTES // reading.form.run_bytes, 4 * NUM_READERS))
+        while reading.asked_run < min(reading.stop_run, reading.next_run + ahead):
+            run, reading.asked_run = reading.asked_run, reading.asked_run + 1
+            on_read = partial(self._on_read, reading, run)
+            self._threads.read(
+                Reader(
+                    reading.form,
+                    reading.run_hashes(run),
+                    reading.deadline_s,
+                    lambda read, on_read=on_read: self._post(partial(on_read, read)),  # type: ignore[misc]
+                )
+            )
+
+    def _on_read(self, reading: _Reading, run: int, read: RunRead) -> None:
+        self.metrics.add(STORE_READ_SECONDS, read.seconds)
+        name = reading.run_hashes(run)[-1]
+        if read.pages is not None:
+            self.metrics.add(STORE_READS)
+            self.metrics.add(STORE_READ_BYTES, len(read.pages))
+            self._costs.observe(len(read.pages), read.seconds, self._clock())
+            reading.arrived[run] = read.pages
+        elif read.is_refused:
+            self.metrics.add(STORE_REFUSED)
+            self._known.refuse(name)
+            reading.stop_at(run, PartlyPulled(f"an object {read.problem}"))
+        elif read.problem:
+            reading.stop_at(run, TransferError(f"the shared store failed: {read.problem}"))
+        else:
+            self._known.discard(name)
+            reading.stop_at(run, PartlyPulled("an object is in the shared store no more"))
+
+    def sweep(self, now_s: float) -> float | None:
+        """Copies what has arrived, a little at a time, and ends reads. Returns when to sweep again."""
+        budget = _BYTES_AT_ONCE
+        for reading in list(self._readings):
+            while budget > 0 and reading.next_run < reading.stop_run and reading.next_run in reading.arrived:
+                run = reading.arrived.pop(reading.next_run)
+                self._land(reading, run)
+                budget -= len(run)
+                reading.next_run += 1
+            self._ask(reading)
+            if reading.next_run >= reading.stop_run:
+                self._end(reading, reading.problem)
+            elif now_s >= reading.deadline_s:
+                self._end(reading, DeadlineExceeded("the shared store has not given the pages in time"))
+        if budget <= 0:
+            return now_s
+        return min((reading.deadline_s for reading in self._readings), default=None)
+
+    def _land(self, reading: _Reading, run: memoryview) -> None:
+        """Caches the pages of the next object that are not cached yet."""
+        cache, pool = self._engine.prefix_cache, self._engine.pool
+        begin = reading.next_run * reading.form.run_pages
+        start, stop = max(begin, reading.first), begin + reading.form.run_pages
+        pages = [(reading.hashes[index], reading.hashes[index - 1] if index else None) for index in range(start, stop)]
+        lacking = cache.lacking(pages)
+        if len(lacking) > pool.num_available:
+            reading.stop_at(reading.next_run, PartlyPulled("no page is free for more"))
+            return
+        taken = pool.allocate(len(lacking))
+        if taken:
+            self._pool_bytes.fill(taken, run, [start - begin + index for index in lacking])
+        num_cached = 0
+        for index, page in zip(lacking, taken, strict=True):
+            num_cached += cache.graft(*pages[index], page, reading.tenant)
+        pool.release(taken)
+        self.metrics.add(STORE_READ_PAGES, num_cached)
+        if len(cache.find(reading.hashes[start:stop])) < stop - start:
+            reading.stop_at(reading.next_run, PartlyPulled("pages before these were evicted"))
+
+    def _end(self, reading: _Reading, problem: PenstockError | None) -> None:
+        self._readings.remove(reading)
+        reading.deadline_s = 0.0
+        reading.arrived.clear()
+        reading.stop_run = 0  # what arrives from now on is dropped
+        reading.on_end(problem)
+
+    # Writing.
+
+    def on_prompt(self, sequence: TokenSequence) -> None:
+        """Writes what a prompt that is about to be computed shares with earlier texts, unless it is stored already."""
+        if sequence.scores_prompt:
+            return
+        cache = self._engine.prefix_cache
+        hashes = self._hashes(sequence, len(sequence.token_ids) - 1)
+        num_here = cache.num_on_device(hashes)
+        self._write(hashes, worth_at_start(self._config.write, num_here))
+        num_found = max(cache.peek(hashes), self._num_leading(self._form(), hashes, num_here))
+        self.metrics.add(STORE_MISSED_PAGES, len(hashes) - num_found)
+
+    def on_end(self, sequence: TokenSequence) -> None:
+        """Writes what a text leaves, if that is wanted. Call it while the sequence holds its pages."""
+        hashes = self._hashes(sequence, sequence.num_computed_tokens)
+        is_pinned = bool(sequence.kv_hints and sequence.kv_hints.pin_s)
+        self._write(hashes, worth_at_end(self._config.write, len(hashes), is_pinned))
+
+    def _hashes(self, sequence: TokenSequence, num_tokens: int) -> Sequence[PageHash]:
+        size = self._engine.layout.page_size
+        return sequence.hash_full_pages(size)[: num_tokens // size]
+
+    def _write(self, hashes: Sequence[PageHash], num_pages: int) -> None:
+        """Writes what is not stored yet of the leading pages of a text, now or once there is room for more."""
+        form = self._form()
+        if num_pages < form.run_pages or not self._threads.is_usable:
+            return
+        size, cache = form.run_pages, self._engine.prefix_cache
+        runs = choose_runs(
+            num_pages, size, lambda run: self._known.holds(form, hashes[(run + 1) * size - 1]), _MAX_CHOSEN
+        )
+        for run in runs:
+            if self._room(form) < 1:
+                self._defer(hashes, num_pages)
+                return
+            part = hashes[run * size : (run + 1) * size]
+            found = cache.find(part)
+            if len(found) == size:  # in a model with a window, and after a while, pages may be gone
+                self._write_run(form, part, [each.page for each in found])
+
+    def _defer(self, hashes: Sequence[PageHash], num_pages: int) -> None:
+        if len(self._deferred) >= _MAX_DEFERRED:
+            self._deferred.popleft()
+            self.metrics.add(STORE_UNWRITTEN)
+        self._deferred.append((hashes, num_pages))
+
+    def _write_deferred(self) -> None:
+        form = self._form()
+        while self._deferred and self._room(form) >= 1:
+            self._write(*self._deferred.popleft())
+
+    def _room(self, form: RunFormat) -> int:
+        """Returns how many more runs may be held and wait."""
+        pool = self._engine.pool
+        of_pool = max(form.run_pages, pool.num_pages // _SPARED_DIVISOR) - self._num_held
+        return min(of_pool // form.run_pages, (self._config.queue_bytes - self._waiting_bytes) // form.run_bytes)
+
+    def _write_run(self, form: RunFormat, hashes: Sequence[PageHash], pages: list[PageId]) -> None:
+        self._engine.pool.share(pages)
+        self._num_held += len(pages)
+        self._waiting_bytes += form.run_bytes
+        self._known.add_pending(form, hashes[-1])
+        copy = self._pool_bytes.copier(pages)
+
+        def take() -> memoryview:
+            try:
+                return copy()
+            finally:
+                self._post(lambda: self._let_go(pages))
+
+        on_done = partial(self._on_written, form, hashes[-1])
+        self._threads.write(Writer(form, hashes, take, lambda write: self._post(partial(on_done, write))))
+
+    def _let_go(self, pages: list[PageId]) -> None:
+        self._num_held -= len(pages)
+        self._engine.pool.release(pages)
+        self._write_deferred()
+
+    def _on_written(self, form: RunFormat, name: PageHash, write: RunWrite) -> None:
+        self._waiting_bytes -= form.run_bytes
+        self._known.end_pending(form, name, is_stored=not write.problem, now_s=self._clock())
+        self.metrics.add(STORE_WRITE_SECONDS, write.seconds)
+        if not write.problem:
+            self.metrics.add(STORE_WRITES)
+            self.metrics.add(STORE_WRITTEN_BYTES, write.num_bytes)
+        self._write_deferred()
+
+    # What is known.
+
+    def _on_listed(self, listing: Listing) -> None:
+        self._known.on_listed(listing.folder, listing.known, listing.begun_s)
+        self.metrics.add(STORE_DELETED, listing.num_deleted)
+        if listing.num_bytes is not None:
+            self.metrics.set(STORE_BYTES, float(listing.num_bytes))
+
+    def values(self) -> Mapping[str, float]:
+        """Returns the metric values. May be called from any thread."""
+        own = {
+            STORE_FAILURES.name: float(self._threads.num_failures),
+            STORE_USABLE.name: float(self._threads.is_usable),
+        }
+        return {**self.metrics.values(), **own}

@@ -316,7 +316,7 @@ class RequestPreparer:
     async def _wait_for_group(self, session: str, deadline_s: float) -> WorkerGroup:
         """Returns the group of workers that serves the session. Raises Unavailable if none appears in time."""
         fraction = _fraction_of(session) if session else self._rng.random()
-        limit_s = min(max(0.0, deadline_s - time.monotonic()), _WAIT_FOR_WORKER_S)
+        limit_s = min(max(0.0, deadline_s - time.monotonic()), self._fleet.patience_s(_WAIT_FOR_WORKER_S))
         group = await self._fleet.wait_for(lambda: self._fleet.choose_group(fraction), limit_s)
         if group is None:
             raise Unavailable("no decode worker takes requests now; try again", _RETRY_AFTER_S)

@@ -120,8 +120,9 @@ class Lookaside:
         left_s = request.deadline_s - time.monotonic()
         if left_s <= 0:
             raise DeadlineExceeded(f"request {request.request_id} waited past its deadline")
+        limit_s = min(left_s, self._fleet.patience_s(_WAIT_FOR_WORKER_S))
         group = await self._fleet.wait_for(
-            lambda: self._fleet.group_for(request.model_revision, request.cohort), min(left_s, _WAIT_FOR_WORKER_S)
+            lambda: self._fleet.group_for(request.model_revision, request.cohort), limit_s
         )
         if group is None:
             raise Unavailable("no decode worker takes requests now; try again", _RETRY_AFTER_S)

@@ -36,7 +36,7 @@ from penstock.types import FinishReason
 from penstock.v1 import common_pb2, worker_pb2
 from router.admission.interface import RequestUsage
 from router.dispatch.completion import DispatchedCompletion
-from router.dispatch.completion_core import RETRY_AFTER_S, WAIT_TO_RESUME_S, CompletionCore
+from router.dispatch.completion_core import RETRY_AFTER_S, CompletionCore
 from router.dispatch.context import DispatchContext
 from router.dispatch.placement import PromptPages
 from router.fleet.fleet_worker import FleetWorker
@@ -339,7 +339,7 @@ class TokenStream:
         """Returns workers of the request's revision, and of its cohort until one of them has failed it."""
         revision = self._request.model_revision
         cohort = None if completion.core.num_redispatches else self._request.cohort
-        patience_s = WAIT_TO_RESUME_S if self._fleet.is_paused else completion.core.patience_s()
+        patience_s = self._fleet.patience_s(completion.core.patience_s())
         left_s = self._request.deadline_s - time.monotonic()
         group = await self._fleet.wait_for(
             lambda: self._find_group(completion, revision, cohort), min(patience_s, left_s)

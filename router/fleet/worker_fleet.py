@@ -40,6 +40,7 @@ from router.routing.index.prefix_index import DEFAULT_CONFIG, PrefixIndex
 log = logging.getLogger(__name__)
 
 FoundT = TypeVar("FoundT")
+_PAUSE_PATIENCE_S = 30.0
 
 
 class WorkerFleet:
@@ -143,6 +144,10 @@ class WorkerFleet:
         except TimeoutError:
             return find()
         return found
+
+    def patience_s(self, usual_s: float) -> float:
+        """Returns how long a request waits for a worker: longer while workers pause and are sure to come back."""
+        return max(usual_s, _PAUSE_PATIENCE_S) if self.is_paused else usual_s
 
     async def wait_change(self) -> None:
         """Returns once a worker joins, leaves, or begins or ceases to take work."""

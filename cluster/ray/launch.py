@@ -143,6 +143,10 @@ def launch(config: ServeConfig, on_status: OnStatus = lambda status: None, *, at
     return deployment
 
 
+class RayLost(Unavailable):
+    """The embedded Ray has lost a daemon while the deployment started, so that nothing more can start in it."""
+
+
 class RayDeployment:
     """A running deployment. Leaving its `with` block stops it and every process that belongs to it."""
 
@@ -154,7 +158,9 @@ class RayDeployment:
         self.http_address = f"{callable_host(config.host)}:{config.http_port}"
         self._daemons = daemons  # processes of the Ray that was started for this deployment
         self._controller: Any = None
-        self._watch: DaemonWatch | None = None
+        self._has_answered = False  # the controller
+        # From here on, since a daemon may die while everything else starts.
+        self._watch = None if config.address else DaemonWatch()
         self._token_file = token_file(config.admin_port)
         self._own_secret: Path | None = None  # made for a configuration that names no secret
 
@@ -166,17 +172,16 @@ class RayDeployment:
             security = self.config.security.model_copy(update={"secret_file": str(self._own_secret)})
             self.config = self.config.model_copy(update={"security": security})
         self._controller = found or self._make_controller(shares)
-        address, failure = self._get(self._controller.start.remote(), _CALL_TIMEOUT_S)
+        address, failure = self._get_unless_lost(self._controller.start.remote(), _CALL_TIMEOUT_S)
         if failure:
             raise from_status(status_pb2.Status.FromString(failure))
+        self._has_answered = True
         self._life = self._controller.live.remote()
         assert found is not None or address == self.admin_address
         controller_s = time.monotonic() - began_s
         workers_s = self._follow_until_ready(began_s, on_status)
         ready_s = time.monotonic() - began_s
         self.start_up = StartUp(ray_s, controller_s - ray_s, workers_s - controller_s, ready_s - workers_s)
-        if not self.config.address:
-            self._watch = DaemonWatch()
 
     def _make_controller(self, shares: dict[str, ResourceShare]) -> Any:
         root = str(Path(cluster.__file__).resolve().parent.parent)
@@ -216,7 +221,9 @@ class RayDeployment:
         deadline_s = began_s + self.config.start_timeout_s
         status = admin_pb2.StatusResponse()
         while time.monotonic() < deadline_s:
-            version, status, _ = self.wait(version, max(0.0, min(_POLL_S, deadline_s - time.monotonic())))
+            wait_s = max(0.0, min(_POLL_S, deadline_s - time.monotonic()))
+            answer = self._controller.wait.remote(version, wait_s)
+            version, status, _ = self._read(self._get_unless_lost(answer, wait_s + _CALL_TIMEOUT_S))
             on_status(status)
             if workers_s is None and status.workers and all(worker.state == "ready" for worker in status.workers):
                 workers_s = time.monotonic() - began_s
@@ -235,12 +242,27 @@ class RayDeployment:
 
     def wait(self, version: int, timeout_s: float) -> tuple[int, admin_pb2.StatusResponse, bool]:
         """Returns version, status and whether it was stopped, once there is a newer `version` or after `timeout_s`."""
-        found, status, failure, stopped = self._get(
-            self._controller.wait.remote(version, timeout_s), timeout_s + _CALL_TIMEOUT_S
-        )
+        return self._read(self._get(self._controller.wait.remote(version, timeout_s), timeout_s + _CALL_TIMEOUT_S))
+
+    @staticmethod
+    def _read(answer: tuple[int, bytes, bytes, bool]) -> tuple[int, admin_pb2.StatusResponse, bool]:
+        found, status, failure, stopped = answer
         if failure:
             raise from_status(status_pb2.Status.FromString(failure))
         return found, admin_pb2.StatusResponse.FromString(status), stopped
+
+    def _get_unless_lost(self, ref: Any, timeout_s: float) -> Any:
+        """Returns the controller's answer. Raises RayLost as soon as the embedded Ray can start nothing any more."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            try:
+                return self._get(ref, min(_WATCH_S, left_s))
+            except Unavailable as error:
+                if self._watch is not None and self._watch.lost:
+                    raise RayLost(self._watch.lost) from error
+                if not isinstance(error.__cause__, GetTimeoutError) or not left_s:
+                    raise
 
     def _get(self, ref: Any, timeout_s: float) -> Any:
         try:
@@ -283,7 +305,7 @@ class RayDeployment:
         if self._watch is not None:
             self._watch.disarm()
         try:
-            if self._controller is not None:
+            if self._has_answered:
                 self._get(self._controller.stop.remote(grace_s), grace_s + _STOP_TIMEOUT_S)
         except Unavailable as error:
             logging.getLogger(__name__).warning("stopping: %s", error.message)

@@ -205,7 +205,7 @@ def test_serve_gives_streams_their_time_on_sigterm_and_none_on_ctrl_c(
 
     path = tmp_path / "serve.toml"
     path.write_text("drain_s = 12.0\n")
-    monkeypatch.setattr(serve, "_import_launch", lambda: launch)
+    monkeypatch.setattr(serve, "_import_launch", lambda: (launch, Unavailable))
     before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.getsignal(signal.SIGTERM)
     try:
         assert main.main(["serve", "--model", str(MODEL), "--config", str(path)]) == 0

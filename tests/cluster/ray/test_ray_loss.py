@@ -30,7 +30,7 @@ NO_RETRY = RetryPolicy(max_attempts=1)
 
 
 class Serving:
-    """A running `penstock serve` and what it has printed."""
+    """A running `penstock serve`, whose Ray was lost once while it started, and what it has printed."""
 
     def __init__(self, folder: Path) -> None:
         config = folder / "serve.toml"
@@ -52,6 +52,8 @@ class Serving:
         self._changed = threading.Condition()
         self._is_over = False
         threading.Thread(target=self._read, daemon=True).start()
+        self.until("decode-0 is starting")  # the controller has asked Ray for it
+        self.kill("raylet")
         self.until("Ctrl-C")
         address = re.search(r"gRPC +(\S+)", self.printed)
         assert address, self.printed
@@ -119,6 +121,15 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 @pytest.fixture(scope="module")
 def undisturbed(serving: Serving) -> list[int]:
     return serving.answer()
+
+
+def test_a_node_manager_that_is_lost_while_it_starts_is_started_again(serving: Serving) -> None:
+    reason = "Ray is lost before the deployment was ready: its node manager (raylet) ended"
+    before, found, after = serving.printed.partition(reason)
+    assert found, serving.printed
+    assert "ready: " not in before
+    assert "starting again" in after
+    assert sum(each.name() == "raylet" for each in _descendants(serving)) == 1
 
 
 def begin_of_answer(client: Client) -> list[int]:

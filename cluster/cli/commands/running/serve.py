@@ -8,6 +8,7 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from penstock.rpc.addresses import is_every_interface
 from penstock.v1 import admin_pb2
 
 if TYPE_CHECKING:
-    from cluster.ray.launch import RayDeployment
+    from cluster.ray.launch import RayDeployment, RayLost
 
 _INTERRUPTED = 130
 MAX_LOSSES = 3
@@ -56,12 +57,19 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--transport", help="how KV pages travel: auto, cuda_ipc or shm (one host), nixl or torch")
 
 
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """The end of a deployment whose embedded Ray was lost, and the configuration to start it again with."""
+
+    reason: str
+    config: ServeConfig
+
+
 def run(arguments: Namespace) -> int:
     config = serve_config(arguments)
     if arguments.attach and not config.address:
         raise ConfigError("--attach: a Ray that is started here has no deployment yet; give --address too")
     config = with_local_model(config)
-    launch = _import_launch()
     signals: list[int] = []  # after SIGTERM streams may finish; Ctrl-C and a second SIGTERM end them
 
     def on_sigterm(number: int, frame: object) -> None:
@@ -70,38 +78,48 @@ def run(arguments: Namespace) -> int:
 
     signal.signal(signal.SIGTERM, on_sigterm)
     losses_s: list[float] = []
-    while True:
-        started_s = time.monotonic()
-        try:
-            with StartProgress() as progress:
-                deployment = launch(config, progress.show, attach=arguments.attach)
-        except (KeyboardInterrupt, SystemExit):  # Ray raises SystemExit for a SIGTERM while it starts
-            return _INTERRUPTED
-        grace_s = 0.0
-        try:
-            _print_ready(deployment, time.monotonic() - started_s)
-            if config.address:
-                deployment.leave()
-                print("It runs in the Ray cluster from now on; `penstock stop` ends it.")
-                return 0
-            print("Ctrl-C stops it.", flush=True)
-            states = {worker.member.worker_id: worker.state for worker in deployment.status().workers}
-            lost = deployment.wait_until_stopped(partial(_print_changes, states))
-            if not lost:
-                return 0
-            losses_s.append(time.monotonic())
-            grace_s = config.drain_s
-            print(f"Ray is lost: {lost}. Requests in flight have {grace_s:g} s to finish.", file=sys.stderr, flush=True)
-        except KeyboardInterrupt:
-            print("stopping", file=sys.stderr)
-            return 0
-        finally:
-            deployment.stop(config.drain_s if signals else grace_s)
-        if not may_restart(losses_s, time.monotonic()):
-            raise Unavailable(f"Ray was lost {len(losses_s)} times in a row, the last time: {lost}; see its logs")
-        # Its ports are the ones that callers know. A secret that it made for itself has ended with it.
-        config = deployment.config.model_copy(update={"security": config.security})
+    while isinstance(end := _serve_until_lost(config, arguments.attach, signals), _Loss):
+        losses_s.append(time.monotonic())
+        if not may_restart(losses_s, losses_s[-1]):
+            raise Unavailable(f"Ray was lost {len(losses_s)} times in a row, the last time: {end.reason}; see its logs")
+        config = end.config
         print("starting again, at the same ports", file=sys.stderr, flush=True)
+    return end
+
+
+def _serve_until_lost(config: ServeConfig, attach: bool, signals: list[int]) -> int | _Loss:
+    """Starts a deployment and returns the exit status once it has ended, or the loss of the Ray that it started."""
+    launch, ray_lost = _import_launch()
+    started_s = time.monotonic()
+    try:
+        with StartProgress() as progress:
+            deployment = launch(config, progress.show, attach=attach)
+    except (KeyboardInterrupt, SystemExit):  # Ray raises SystemExit for a SIGTERM while it starts
+        return _INTERRUPTED
+    except ray_lost as error:
+        print(f"Ray is lost before the deployment was ready: {error.message}", file=sys.stderr, flush=True)
+        return _Loss(error.message, config)
+    grace_s = 0.0
+    try:
+        _print_ready(deployment, time.monotonic() - started_s)
+        if config.address:
+            deployment.leave()
+            print("It runs in the Ray cluster from now on; `penstock stop` ends it.")
+            return 0
+        print("Ctrl-C stops it.", flush=True)
+        states = {worker.member.worker_id: worker.state for worker in deployment.status().workers}
+        lost = deployment.wait_until_stopped(partial(_print_changes, states))
+        if not lost:
+            return 0
+        grace_s = config.drain_s
+        print(f"Ray is lost: {lost}. Requests in flight have {grace_s:g} s to finish.", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print("stopping", file=sys.stderr)
+        return 0
+    finally:
+        deployment.stop(config.drain_s if signals else grace_s)
+    # Its ports are the ones that callers know. A secret that it made for itself has ended with it.
+    return _Loss(lost, deployment.config.model_copy(update={"security": config.security}))
 
 
 def serve_config(arguments: Namespace) -> ServeConfig:
@@ -160,11 +178,11 @@ def _set(data: dict[str, object], path: tuple[str, ...], value: object) -> None:
     table[path[-1]] = value
 
 
-def _import_launch() -> Callable[..., RayDeployment]:
+def _import_launch() -> tuple[Callable[..., RayDeployment], type[RayLost]]:
     """Imports Ray and the workers' libraries, which the other commands do without."""
-    from cluster.ray.launch import launch
+    from cluster.ray.launch import RayLost, launch
 
-    return launch
+    return launch, RayLost
 
 
 def _print_ready(deployment: RayDeployment, took_s: float) -> None:

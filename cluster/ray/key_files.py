@@ -56,9 +56,15 @@ def with_absolute_paths(config: ServeConfig) -> ServeConfig:
     router = dict(config.router)
     if token := router.get("metrics_token_file"):
         router["metrics_token_file"] = _absolute(str(token))
-    tenants_file = _absolute(config.tenants_file)
-    update = {"security": security, "tls": _absolute_tls(config.tls), "tenants_file": tenants_file, "router": router}
-    return config.model_copy(update=update)
+    return config.model_copy(
+        update={
+            "security": security,
+            "tls": _absolute_tls(config.tls),
+            "tenants_file": _absolute(config.tenants_file),
+            "adapters_file": _absolute(config.adapters_file),
+            "router": router,
+        }
+    )
 
 
 def _absolute(path: str) -> str:

@@ -115,6 +115,14 @@ class KvAwareConfig(FrozenConfig):
     """Seconds that one more copy of a hot prefix may cost."""
 
 
+class AdaptersFile(FrozenConfig):
+    """A file of LoRA adapters, which routers read again whenever it changes."""
+
+    adapters: dict[str, str]
+    """Folders by the names that requests give instead of the model's. Each is at the same path for routers and workers;
+    a relative one is relative to the file's folder."""
+
+
 class RouterConfig(KvAwareConfig):
     """A router process. Its workers come from the Admin service or from the fixed list `workers`."""
 
@@ -125,6 +133,8 @@ class RouterConfig(KvAwareConfig):
     adapters: dict[str, str] = Field(default_factory=dict)
     """Folders of LoRA adapters, by the names that requests give instead of the model's; each is at the same path for
     routers and workers."""
+    adapters_file: str = ""
+    """File with the table `adapters`, TOML or JSON, instead of the setting; it is read again when it changes."""
     tool_parser: str = "auto"
     """Format of the model's tool calls: a name of docs/parsers.md, "none", or "auto" by the chat template."""
     reasoning_parser: str = "auto"
@@ -210,6 +220,8 @@ class RouterConfig(KvAwareConfig):
         self.security.check_host("peer_host", self.peer_host)
         if self.tenants and self.tenants_file:
             raise ValueError(f"tenants_file = {self.tenants_file!r} and tenants are both set; give one of them")
+        if self.adapters and self.adapters_file:
+            raise ValueError(f"adapters_file = {self.adapters_file!r} and adapters are both set; give one of them")
         return self
 
     @model_validator(mode="after")

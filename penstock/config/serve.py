@@ -126,6 +126,8 @@ class ServeConfig(FrozenConfig):
     adapters: dict[str, str] = Field(default_factory=dict)
     """Folders of LoRA adapters, by the names that requests give instead of the model's; each is at the same path on
     every machine."""
+    adapters_file: str = ""
+    """File with the table `adapters`, TOML or JSON, instead of the setting; it is read again when it changes."""
     engine: dict[str, object] = Field(default_factory=dict)
     """Engine settings of all pools, without `model`."""
     prefill: PrefillConfig = PrefillConfig()
@@ -189,9 +191,10 @@ class ServeConfig(FrozenConfig):
             engine = self.engine_config(role)
             if self.kv_store is not None and self.pool(role).highest:
                 self.kv_store.check_engine(engine)
-            if self.adapters and not engine.max_adapters and self.pool(role).highest:
+            named = "adapters_file is set" if self.adapters_file else f"adapters names {len(self.adapters)}"
+            if (self.adapters or self.adapters_file) and not engine.max_adapters and self.pool(role).highest:
                 raise ValueError(
-                    f"adapters names {len(self.adapters)}, and engine.max_adapters of {role.value} workers is 0; give "
+                    f"{named}, and engine.max_adapters of {role.value} workers is 0; give "
                     "the number that a worker holds at once"
                 )
         self.router_config()
@@ -216,6 +219,7 @@ class ServeConfig(FrozenConfig):
             "model": self.model,
             "served_model": self.model_name,
             "adapters": self.adapters,
+            "adapters_file": self.adapters_file,
             "host": self.host,
             "grpc_port": self.grpc_port,
             "http_port": self.http_port,

@@ -1,42 +1,65 @@
-"""The LoRA adapters that requests may name: from the configuration at the start, then as the Admin service lists them.
+"""The LoRA adapters that requests may name: those of the configuration, or of a file that may change.
 
 A request carries its adapter to its workers, so no worker has to know this list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
-from penstock.errors import ConfigError, InvalidInput
+from penstock.config import RouterConfig, load
+from penstock.config.router import AdaptersFile
+from penstock.errors import CheckpointError, ConfigError, InvalidInput
 from penstock.kv.adapters import AdapterRef, check_adapter_name, read_adapter_ref
+from penstock.rpc.reload import FileWatcher
 
 
 class AdapterRegistry:
-    """Replaced as a whole: a request that has begun keeps the adapter that it was given."""
+    """Finds adapters by name. A request that has begun keeps the adapter that it was given."""
 
     def __init__(self) -> None:
-        self._by_name: Mapping[str, AdapterRef] = {}
+        self._look_up: Callable[[], Mapping[str, AdapterRef]] = dict
 
-    def set(self, adapters: Iterable[AdapterRef]) -> None:
-        self._by_name = {adapter.name: adapter for adapter in adapters}
+    def follow(self, look_up: Callable[[], Mapping[str, AdapterRef]]) -> None:
+        """Asks `look_up` for the adapters by name from now on."""
+        self._look_up = look_up
 
     def find(self, name: str) -> AdapterRef | None:
-        return self._by_name.get(name)
+        return self._look_up().get(name)
 
     @property
     def all(self) -> list[AdapterRef]:
         """The adapters by name."""
-        return [self._by_name[name] for name in sorted(self._by_name)]
+        return [adapter for _, adapter in sorted(self._look_up().items())]
 
 
-def read_adapters(paths: Mapping[str, str], model: str) -> list[AdapterRef]:
-    """Reads the revision of each adapter of a configuration. Blocks.
+def watch_adapters(config: RouterConfig, model: str, watcher: FileWatcher) -> Callable[[], Mapping[str, AdapterRef]]:
+    """Returns a look-up of the adapters that requests may name now; `model` is the name of the served model.
 
-    Raises ConfigError for a name that none may have, and CheckpointError where a file is missing.
+    Blocks while it reads every adapter's files to compute their revisions, as the watcher does when the file changes.
+    Raises ConfigError, or CheckpointError if an adapter of the configuration lacks a file.
     """
+    if not config.adapters_file:
+        fixed = _read_adapters(config.adapters, model)
+        return lambda: fixed
+    path = Path(config.adapters_file)
+
+    def read() -> Mapping[str, AdapterRef]:
+        try:
+            named = load(AdaptersFile, path).adapters
+            return _read_adapters({name: str(path.parent / folder) for name, folder in named.items()}, model)
+        except (ConfigError, CheckpointError) as error:
+            raise ConfigError(f"adapters_file = {path}: {error.message}") from None
+
+    files = watcher.watch("adapters_file", (str(path),), read)
+    return lambda: files.value
+
+
+def _read_adapters(paths: Mapping[str, str], model: str) -> Mapping[str, AdapterRef]:
     for name in paths:
         try:
             check_adapter_name(name, model)
         except InvalidInput as error:
             raise ConfigError(f"adapters: {error.message}") from error
-    return [read_adapter_ref(name, path) for name, path in paths.items()]
+    return {name: read_adapter_ref(name, path) for name, path in paths.items()}

@@ -82,6 +82,10 @@ def test_a_pool_may_have_an_engine_that_differs(tmp_path: Path) -> None:
             'model = "m"\nadapters = {sql = "/a"}',
             "adapters names 1, and engine.max_adapters of prefill workers is 0; give the number that a worker holds",
         ),
+        (
+            'model = "m"\nadapters_file = "a"',
+            "adapters_file is set, and engine.max_adapters of prefill workers is 0; give the number",
+        ),
         ('model = "m"\naddress = "auto"', "security.secret_file is missing: with address, workers on other machines"),
         ("model = ", "give a readable TOML or JSON file"),
     ],

@@ -16,6 +16,7 @@ from router.api.limits import UnreadRequest
 from router.api.openai.responses import error_json
 
 # Calls of OpenAI's API and of other servers, by the beginning of their path: what Penstock does not serve.
+_NO_ADAPTER_CALL = "such call: add or remove a line of the file that adapters_file names, and routers read it again"
 _ELSEWHERE = {
     "/v1/audio": "speech and transcription",
     "/v1/images": "image generation",
@@ -40,8 +41,8 @@ _ELSEWHERE = {
     "/v1/threads": "assistants",
     "/v1/conversations": "stored conversations",
     "/v1/containers": "containers",
-    "/v1/load_lora_adapter": "adapters",
-    "/v1/unload_lora_adapter": "adapters",
+    "/v1/load_lora_adapter": _NO_ADAPTER_CALL,
+    "/v1/unload_lora_adapter": _NO_ADAPTER_CALL,
     "/invocations": "SageMaker's calls",
     "/generate": "call of this name (POST /v1/completions takes text and token ids)",
 }

@@ -19,6 +19,7 @@ import psutil
 from benchmarks.cluster.status_follower import WITHIN_S, StatusFollower, admin_metadata, worker
 from benchmarks.common.report import Row, publish
 from benchmarks.common.shapes import BUNDLED
+from benchmarks.common.timing import Stopwatch
 from cluster.ray.launch import RayDeployment, launch
 from penstock.config import PoolConfig, ServeConfig
 from penstock.v1 import admin_pb2, admin_pb2_grpc
@@ -74,22 +75,21 @@ class MeasuredDeployment:
     def scale_up(self) -> float:
         """Returns the seconds from asking for a third decode worker until it serves, and scales down again."""
         self.settled()
-        began_s = time.monotonic()
-        self.scale(3)
-        self._follower.until(lambda status: sum(map(_serves, status.workers)) == 3)
-        took_s = time.monotonic() - began_s
+        with Stopwatch() as watch:
+            self.scale(3)
+            self._follower.until(lambda status: sum(map(_serves, status.workers)) == 3)
         self.settled(3)
         self.scale(2)
         self.settled()
-        return took_s
+        return watch.seconds
 
     def strike(self, number: signal.Signals) -> float:
         """Sends decode-1 a signal and returns the seconds until its successor is a member."""
         victim = worker(self.settled(), "decode-1")
-        began_s = time.monotonic()
-        os.kill(victim.pid, number)
-        self._follower.until_replaced("decode-1", victim.pid)
-        return time.monotonic() - began_s
+        with Stopwatch() as watch:
+            os.kill(victim.pid, number)
+            self._follower.until_replaced("decode-1", victim.pid)
+        return watch.seconds
 
     def spare_bytes(self) -> float:
         """Returns the memory that one spare shares with no other process."""

@@ -7,14 +7,10 @@ CPU cache as often as they do there.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import torch
 
+from benchmarks.common.timing import best_s
 from engine.models.config import ModelConfig
-
-_REPEATS = 5
 
 
 class FloorStep:
@@ -52,17 +48,6 @@ class FloorStep:
 def step_floor_s(model: ModelConfig, num_tokens: int, num_logits: int, kv_tokens: int, dtype: torch.dtype) -> float:
     """Returns the seconds of the quickest of a few floor steps."""
     return best_s(FloorStep(model, num_tokens, num_logits, kv_tokens, dtype))
-
-
-def best_s(call: Callable[[], object], repeats: int = _REPEATS) -> float:
-    """Returns the seconds of the quickest of `repeats` calls, after one warm-up call."""
-    return min([elapsed_s(call) for _ in range(repeats + 1)][1:])
-
-
-def elapsed_s(call: Callable[[], object]) -> float:
-    started_s = time.perf_counter()
-    call()
-    return time.perf_counter() - started_s
 
 
 def _packed(out: int, wide: int, dtype: torch.dtype) -> torch.Tensor:

@@ -25,10 +25,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common.floor import FloorStep, elapsed_s
+from benchmarks.common.floor import FloorStep
 from benchmarks.common.process_group import PipedProcess
 from benchmarks.common.report import Row, publish
 from benchmarks.common.shapes import random_llama
+from benchmarks.common.timing import elapsed_s
 from benchmarks.common.vllm_process import Vllm, VllmEngine, parse_with_vllm
 from benchmarks.engine.aims import BATCHING, COLD, FLOOR, OURS, VLLM, WARM, aim_rows, rows_of
 from benchmarks.engine.loop import EngineLoop

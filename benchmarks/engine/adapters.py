@@ -12,13 +12,13 @@ import os
 import shutil
 import statistics
 import tempfile
-import time
 from pathlib import Path
 
 import torch
 
 from benchmarks.common.report import Row, publish
 from benchmarks.common.shapes import random_llama
+from benchmarks.common.timing import Stopwatch
 from engine.engine import Engine
 from engine.generate import use_adapter
 from engine.step.sequence import ScheduledSequence, Sequence
@@ -53,14 +53,13 @@ class AdaptedBatch:
     def step(self) -> float:
         """Computes what the sequences lack and samples; returns the seconds."""
         work = [ScheduledSequence(sequence, sequence.num_uncomputed_tokens) for sequence in self.sequences]
-        started_s = time.perf_counter()
-        output = self._engine.step(work)
-        elapsed_s = time.perf_counter() - started_s
+        with Stopwatch() as watch:
+            output = self._engine.step(work)
         for sequence, token in zip(self.sequences, output.tokens, strict=True):
             assert token is not None
             sequence.num_computed_tokens = len(sequence.token_ids)
             sequence.token_ids.append(token.token_id)
-        return elapsed_s
+        return watch.seconds
 
     def release(self) -> None:
         assert self._engine.adapters is not None
@@ -108,9 +107,9 @@ def rows_of(model: Path, folder: Path, rank: int) -> list[Row]:
         rows.append(step_row(engine, f"decode step, 1 adapter of rank {rank} in {BATCH} sequences, {kind}", refs[:1]))
         loads = []
         for number in range(20):
-            started_s = time.perf_counter()
-            engine.adapters.load(refs[number], 1 + number)
-            loads.append(time.perf_counter() - started_s)
+            with Stopwatch() as watch:
+                engine.adapters.load(refs[number], 1 + number)
+            loads.append(watch.seconds)
         megabytes = sum(path.stat().st_size for path in Path(refs[0].path).iterdir()) / 1e6
         rows.append(Row(f"load one of rank {rank}, {kind}, {megabytes:.1f} MB", statistics.median(loads) * 1e3, "ms"))
     engine.close()

@@ -7,7 +7,6 @@ Shapes: `B` sequences, `T` tokens, `D` hidden, `N` query heads, `K` KV heads, `H
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, StaticCache
 
+from benchmarks.common.timing import Stopwatch
 from benchmarks.engine.workload import Ask
 from engine.kernels.layer_ops import apply_rope
 from engine.layers.rope import build_rope_table
@@ -120,11 +120,10 @@ class Transformers:
             max_new_tokens=ask.new_tokens, min_new_tokens=ask.new_tokens, do_sample=False, eos_token_id=-1
         )
         prompts = ask.prompts()
-        begun_s = time.perf_counter()
-        outputs: dict[str, Any] = self._model.generate_batch(
-            inputs=prompts, generation_config=config, progress_bar=False, warmup=False
-        )
-        took_s = time.perf_counter() - begun_s
+        with Stopwatch() as watch:
+            outputs: dict[str, Any] = self._model.generate_batch(
+                inputs=prompts, generation_config=config, progress_bar=False, warmup=False
+            )
         num_tokens = sum(len(output.generated_tokens) for output in outputs.values())
         assert num_tokens == ask.new_tokens * ask.batch, f"{num_tokens} tokens came"
-        return took_s
+        return watch.seconds

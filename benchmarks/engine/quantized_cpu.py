@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.common.report import Row, publish
+from benchmarks.common.timing import Stopwatch
 from engine.cpu.linear import TileLinear, pack_for_tiles
 from engine.weights.quantized_weight import Kind, quantize_weight
 
@@ -45,20 +46,20 @@ def now_s() -> float:
 
 def product_s(layers: Sequence[TileLinear], x: torch.Tensor) -> float:
     """Returns the seconds of one product, averaged over the stack."""
-    began_s = now_s()
-    for layer in layers:
-        layer(x)
-    return (now_s() - began_s) / len(layers)
+    with Stopwatch(now_s) as watch:
+        for layer in layers:
+            layer(x)
+    return watch.seconds / len(layers)
 
 
 def read_rate(layers: Sequence[TileLinear]) -> float:
     """Returns bytes per second, the best of a few reads by all threads."""
     took_s = []
     for _ in range(5):
-        began_s = now_s()
-        for layer in layers:
-            layer.packed.view(torch.int64).sum()
-        took_s.append(now_s() - began_s)
+        with Stopwatch(now_s) as watch:
+            for layer in layers:
+                layer.packed.view(torch.int64).sum()
+        took_s.append(watch.seconds)
     return sum(layer.num_bytes for layer in layers) / min(took_s)
 
 

@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 import statistics
-import time
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 
 from benchmarks.common.report import Row, publish
 from benchmarks.common.shapes import LLAMA_135M, random_llama
+from benchmarks.common.timing import Stopwatch
 from engine.engine import Engine
 from engine.sampling.grammar.fast_forward import forced_tokens
 from engine.sampling.grammar.matcher import GrammarMatcher
@@ -77,14 +77,13 @@ class Streams:
             num_pages = -(-len(sequence.token_ids) // size) - len(sequence.pages)
             sequence.pages += self._engine.pool.allocate(max(0, num_pages))
         work = [ScheduledSequence(sequence, sequence.num_uncomputed_tokens) for sequence in chosen]
-        started_s = time.perf_counter()
-        output = self._engine.step(work)
-        elapsed_s = time.perf_counter() - started_s
+        with Stopwatch() as watch:
+            output = self._engine.step(work)
         for sequence, token in zip(chosen, output.tokens, strict=True):
             assert token is not None
             sequence.num_computed_tokens = len(sequence.token_ids)
             sequence.token_ids.append(token.token_id)
-        return elapsed_s
+        return watch.seconds
 
     def release(self) -> None:
         for sequence in self.sequences:

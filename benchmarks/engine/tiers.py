@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.common.floor import best_s
 from benchmarks.common.report import Row, publish
 from benchmarks.common.shapes import random_llama
+from benchmarks.common.timing import best_s
 from engine.cache.disk_tier import DiskFile, DiskTier
 from engine.cache.host_tier import HostTier
 from engine.engine import Engine

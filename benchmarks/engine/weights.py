@@ -13,14 +13,13 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
 
-from benchmarks.common.floor import elapsed_s
 from benchmarks.common.report import Row, publish
 from benchmarks.common.shapes import random_llama
+from benchmarks.common.timing import Stopwatch, elapsed_s
 
 _STRIPE_BYTES = 16 * 1024 * 1024
 
@@ -34,12 +33,11 @@ def load(folder: Path, *, share: bool) -> None:
     config, cpu = ModelConfig.from_folder(str(folder)), torch.device("cpu")
     select_backend("auto", cpu)  # loads the kernels, which is not measured
     read, own = _read_bytes(), _own_bytes()
-    began_s = time.perf_counter()
-    model = load_model(
-        folder, config, dtype=torch.bfloat16, device=cpu, max_context=2048, on_progress=lambda _: None, share=share
-    )
-    took_s = time.perf_counter() - began_s
-    print(json.dumps({"s": took_s, "read": _read_bytes() - read, "own": _own_bytes() - own}), flush=True)
+    with Stopwatch() as watch:
+        model = load_model(
+            folder, config, dtype=torch.bfloat16, device=cpu, max_context=2048, on_progress=lambda _: None, share=share
+        )
+    print(json.dumps({"s": watch.seconds, "read": _read_bytes() - read, "own": _own_bytes() - own}), flush=True)
     sys.stdin.read()
     del model
 
@@ -74,11 +72,11 @@ def forget(file: Path) -> None:
 def disk_floor(file: Path) -> float:
     """Returns the seconds of one sequential read without the page cache."""
     forget(file)
-    buffer, began_s = bytearray(_STRIPE_BYTES), time.perf_counter()
-    with file.open("rb", buffering=0) as stream:
+    buffer = bytearray(_STRIPE_BYTES)
+    with Stopwatch() as watch, file.open("rb", buffering=0) as stream:
         while stream.readinto(buffer):
             pass
-    return time.perf_counter() - began_s
+    return watch.seconds
 
 
 def memory_floor(num_bytes: int) -> float:

@@ -14,7 +14,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ import psutil
 from benchmarks.common.process_group import ROOT
 from benchmarks.common.report import Row, publish, show
 from benchmarks.common.shapes import BUNDLED
+from benchmarks.common.timing import print_duration
 from benchmarks.router.load import LoadOutcome, RouterLoad
 from benchmarks.router.sglang import start_sglang_router
 from benchmarks.router.tokenizing import tokenizing_rows
@@ -204,13 +204,12 @@ def main() -> None:
     parser.add_argument("--sglang-python", help="python of an environment that has sglang-router")
     given = parser.parse_args()
     quick = given.quick
-    started_s = time.perf_counter()
-    with Deployment() as deployment, tempfile.TemporaryDirectory() as secrets:
-        rows = measure(deployment, quick, given.sglang_python, secrets)
-    rows += asyncio.run(tokenizing_rows(BUNDLED))
-    workload = "one router process on core 0; null worker and clients on core 1; prompts without a common prefix"
-    show("router", workload, rows) if quick else publish("router", workload, rows)
-    print(f"took {time.perf_counter() - started_s:.0f} s")
+    with print_duration():
+        with Deployment() as deployment, tempfile.TemporaryDirectory() as secrets:
+            rows = measure(deployment, quick, given.sglang_python, secrets)
+        rows += asyncio.run(tokenizing_rows(BUNDLED))
+        workload = "one router process on core 0; null worker and clients on core 1; prompts without a common prefix"
+        show("router", workload, rows) if quick else publish("router", workload, rows)
 
 
 if __name__ == "__main__":

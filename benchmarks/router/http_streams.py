@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import json
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
@@ -22,6 +21,7 @@ import tokenizers
 
 from benchmarks.common.report import Row, publish, show
 from benchmarks.common.shapes import BUNDLED
+from benchmarks.common.timing import print_duration
 from benchmarks.router.observing import started, started_router
 from penstock import AsyncClient, Chat
 from penstock.config import TracingConfig
@@ -135,15 +135,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two rounds, and write no result")
     given = parser.parse_args()
     os.sched_setaffinity(0, {_OTHER_CORE})
-    started_s, num_rounds = time.perf_counter(), 2 if given.quick else given.rounds
-    rows = [
-        asyncio.run(measure_kind(kind, given.streams, given.tokens, given.step_ms / 1e3, num_rounds)) for kind in KINDS
-    ]
-    workload = (
-        f"{given.streams} streams of {given.tokens} tokens, a step every {given.step_ms:g} ms, {num_rounds} rounds"
-    )
-    show("http_streams", workload, rows) if given.quick else publish("http_streams", workload, rows)
-    print(f"took {time.perf_counter() - started_s:.0f} s")
+    num_rounds = 2 if given.quick else given.rounds
+    with print_duration():
+        rows = [
+            asyncio.run(measure_kind(kind, given.streams, given.tokens, given.step_ms / 1e3, num_rounds))
+            for kind in KINDS
+        ]
+        workload = (
+            f"{given.streams} streams of {given.tokens} tokens, a step every {given.step_ms:g} ms, {num_rounds} rounds"
+        )
+        show("http_streams", workload, rows) if given.quick else publish("http_streams", workload, rows)
 
 
 if __name__ == "__main__":

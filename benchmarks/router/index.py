@@ -17,6 +17,7 @@ from dataclasses import replace
 import msgpack
 
 from benchmarks.common.report import Row, publish
+from benchmarks.common.timing import Stopwatch, elapsed_s
 from penstock.config import IndexConfig
 from penstock.kv.events import KvEventBatch, KvEventKind, KvEventLog, decode_events, encode_events, split_snapshot
 from penstock.kv.page_hash import hash_pages, make_salt
@@ -133,22 +134,22 @@ def events(rng: random.Random, index: PrefixIndex, plain: PlainIndex) -> Iterabl
 
         def apply(batches: list[KvEventBatch] = batches, spent: list[float] = spent) -> None:
             encoded = [(batch, encode_events(batch.events)) for batch in batches]
-            started_s = time.thread_time()
-            for batch, payload in encoded:
-                read = decode_events(payload)
-                received = KvEventBatch(
-                    batch.first_seq, read, batch.snapshot, batch.num_merged, num_strays=batch.num_strays
-                )
-                assert index.apply(_NEWCOMER, received)
-            spent.append(time.thread_time() - started_s)
+            with Stopwatch(time.thread_time) as watch:
+                for batch, payload in encoded:
+                    read = decode_events(payload)
+                    received = KvEventBatch(
+                        batch.first_seq, read, batch.snapshot, batch.num_merged, num_strays=batch.num_strays
+                    )
+                    assert index.apply(_NEWCOMER, received)
+            spent.append(watch.seconds)
             assert index.pages_of(_NEWCOMER) == 0
             index.drop(_NEWCOMER)
 
         def apply_plain(payloads: list[bytes] = payloads, spent: list[float] = spent) -> None:
-            started_s = time.thread_time()
-            for payload in payloads:
-                plain.apply(_NEWCOMER, payload)
-            spent.append(time.thread_time() - started_s)
+            with Stopwatch(time.thread_time) as watch:
+                for payload in payloads:
+                    plain.apply(_NEWCOMER, payload)
+            spent.append(watch.seconds)
 
         num_operations = 2 * len(prompts) * PROMPT_PAGES / 1e6
         own_s, plain_s = in_turns(apply, apply_plain, spent)
@@ -206,10 +207,10 @@ def lookup(name: str, index: PrefixIndex, plain: PlainIndex, prompts: list[list[
 
     def timed(match: Callable[[list[PageHash]], object]) -> Callable[[], None]:
         def run() -> None:
-            started_s = time.thread_time()
-            for number in range(num_calls):
-                match(prompts[number % len(prompts)])
-            spent.append((time.thread_time() - started_s) / num_calls)
+            with Stopwatch(time.thread_time) as watch:
+                for number in range(num_calls):
+                    match(prompts[number % len(prompts)])
+            spent.append(watch.seconds / num_calls)
 
         return run
 
@@ -267,9 +268,7 @@ def in_turns(own: Callable[[], None], other: Callable[[], None], spent: list[flo
 
 
 def elapsed(call: Callable[[], object]) -> float:
-    started_s = time.thread_time()
-    call()
-    return time.thread_time() - started_s
+    return elapsed_s(call, time.thread_time)
 
 
 def resident_bytes() -> int:

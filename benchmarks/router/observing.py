@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ import grpc.aio
 from benchmarks.common.process_group import ROOT
 from benchmarks.common.report import Row, publish, show
 from benchmarks.common.shapes import BUNDLED
+from benchmarks.common.timing import print_duration
 from benchmarks.router.load import RouterLoad, run_load
 from benchmarks.router.switched import MODES
 from penstock.config import RouterConfig, TracingConfig
@@ -172,11 +172,10 @@ def main() -> None:
         "1 token": short,
         "128 tokens": replace(short, num_requests=2 * _NUM_CLIENTS, max_tokens=128),
     }
-    started_s = time.perf_counter()
-    rows = asyncio.run(measure(loads, 4 if given.quick else given.rounds))
-    workload = f"prompts of 512 tokens of text, {_NUM_CLIENTS} clients, {given.rounds} rounds"
-    show("observing", workload, rows) if given.quick else publish("observing", workload, rows)
-    print(f"took {time.perf_counter() - started_s:.0f} s")
+    with print_duration():
+        rows = asyncio.run(measure(loads, 4 if given.quick else given.rounds))
+        workload = f"prompts of 512 tokens of text, {_NUM_CLIENTS} clients, {given.rounds} rounds"
+        show("observing", workload, rows) if given.quick else publish("observing", workload, rows)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 import tokenizers
 
 from benchmarks.common.report import Row, percentile
+from benchmarks.common.timing import Stopwatch
 from benchmarks.router.load import make_text
 from router.text.chat_template import ChatTemplate
 from router.text.template_sandbox import compile_template
@@ -77,13 +78,13 @@ async def _conversation_row(tokenizer: Tokenizer) -> Row:
     ]
     first, again = [], []
     for number in range(20):
-        started_s = time.perf_counter()
-        await tokenizer.encode_chat(chat, str(number))
-        first.append(time.perf_counter() - started_s)
+        with Stopwatch() as watch:
+            await tokenizer.encode_chat(chat, str(number))
+        first.append(watch.seconds)
         grown = [*chat, {"role": "user", "content": "And then?"}]
-        started_s = time.perf_counter()
-        await tokenizer.encode_chat(grown, str(number))
-        again.append(time.perf_counter() - started_s)
+        with Stopwatch() as watch:
+            await tokenizer.encode_chat(grown, str(number))
+        again.append(watch.seconds)
     median = statistics.median
     return Row("next turn of a 16k-token conversation", median(again) * 1e3, "ms", "first time", median(first) * 1e3)
 
@@ -95,12 +96,12 @@ def _template_row(source: str) -> Row:
     template.render(chat)
     apart_s, here_s = [], []
     for _ in range(500):
-        started_s = time.perf_counter()
-        template.render(chat)
-        apart_s.append(time.perf_counter() - started_s)
-        started_s = time.perf_counter()
-        here.render(messages=chat, add_generation_prompt=True, bos_token="<|bos|>")
-        here_s.append(time.perf_counter() - started_s)
+        with Stopwatch() as watch:
+            template.render(chat)
+        apart_s.append(watch.seconds)
+        with Stopwatch() as watch:
+            here.render(messages=chat, add_generation_prompt=True, bos_token="<|bos|>")
+        here_s.append(watch.seconds)
     template.close()
     apart_us, here_us = statistics.median(apart_s) * 1e6, statistics.median(here_s) * 1e6
     return Row("chat template in its own process", apart_us, "us", "in this process", here_us)

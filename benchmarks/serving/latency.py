@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import torch
 from benchmarks.common.floor import step_floor_s
 from benchmarks.common.report import Curves, Row, distribution, publish
 from benchmarks.common.shapes import BUNDLED, random_llama
+from benchmarks.common.timing import print_duration
 from benchmarks.serving.deployments import serving_router
 from benchmarks.serving.rounds import latency, measure_at, uniform_source
 from engine.models.config import ModelConfig
@@ -96,16 +96,15 @@ def rows_of(case: LatencyCase) -> tuple[list[Row], list[Curves]]:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    started_s = time.perf_counter()
-    cases = [
-        LatencyCase("bundled", BUNDLED, prompt_tokens=128, output_tokens=64),
-        LatencyCase("135M", random_llama(), prompt_tokens=256, output_tokens=32),
-    ]
-    found = [rows_of(case) for case in cases]
-    rows, curves = [row for rows, _ in found for row in rows], [each for _, curves in found for each in curves]
-    workload = "; ".join(f"{case.name}: {case.prompt_tokens} tokens in, {case.output_tokens} out" for case in cases)
-    publish("latency", f"{workload}; 1 prefill + 1 decode worker, a core each", rows, curves=curves)
-    print(f"took {time.perf_counter() - started_s:.0f} s")
+    with print_duration():
+        cases = [
+            LatencyCase("bundled", BUNDLED, prompt_tokens=128, output_tokens=64),
+            LatencyCase("135M", random_llama(), prompt_tokens=256, output_tokens=32),
+        ]
+        found = [rows_of(case) for case in cases]
+        rows, curves = [row for rows, _ in found for row in rows], [each for _, curves in found for each in curves]
+        workload = "; ".join(f"{case.name}: {case.prompt_tokens} tokens in, {case.output_tokens} out" for case in cases)
+        publish("latency", f"{workload}; 1 prefill + 1 decode worker, a core each", rows, curves=curves)
 
 
 if __name__ == "__main__":

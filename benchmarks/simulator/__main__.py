@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common.report import RESULTS, Row, publish
+from benchmarks.common.timing import elapsed_s
 from penstock.errors import InvalidInput
 from simulator.fleet import FleetSpec, SimulatedFleet
 from simulator.replay import GENERATED, fit, read_requests
@@ -55,9 +56,7 @@ def measure(spec: FleetSpec, requests: Sequence[TraceRequest], sends_reports: bo
         fleet.network.cut("nobody", "nobody else")  # a fault that changes nothing else
     for request in requests:
         fleet.submit(request)
-    began_s = time.process_time()
-    fleet.run()
-    seconds = time.process_time() - began_s
+    seconds = elapsed_s(fleet.run, time.process_time)
     digest = hashlib.sha256()
     for one in fleet.outcomes:
         served = (one.first_token_s, one.end_s, one.num_tokens, one.cached_tokens, one.computed_by, one.decoded_by)

@@ -60,6 +60,17 @@ class _Supervision:
     supervisor: Supervisor
 
 
+@dataclass(frozen=True, slots=True)
+class _Changes:
+    """The parts that change a running deployment."""
+
+    draining: DrainService
+    upgrading: UpgradeService
+    pool_service: PoolService
+    weights: WeightsService
+    relocation: RelocationService
+
+
 def make_controller(
     config: ServeConfig,
     spawn: Spawn,
@@ -81,44 +92,30 @@ def make_controller(
     config = with_weights(config, record.weights) if record.weights else config
     state = _make_state(config, send_first_request, record, save, canary_check)
     supervision = _make_supervision(state, spawn, dial, canary_check, nodes)
-    pools, reports, membership, supervisor = state.pools, state.reports, state.membership, supervision.supervisor
-    draining = DrainService(config, pools, reports, supervisor, dial, membership.publish)
-    capacity = CapacityCheck(pools, machines)
-    upgrading = UpgradeService(state.served, pools, reports, supervisor, draining, membership, capacity)
-    can_flip = config.engine_config(Role.PREFILL) == config.engine_config(Role.DECODE)
-    pool_service = PoolService(
-        pools, reports, supervisor, draining, upgrading, membership, state.events, capacity, can_flip=can_flip
-    )
-    weights = WeightsService(
-        state.served, pools, supervisor, supervision.spares, membership, state.events, config.start_timeout_s
-    )
-    leaving = state.leaving_nodes
-    relocation = RelocationService(
-        nodes, leaving, pools, reports, supervisor, draining, membership, state.events, config.start_timeout_s
-    )
+    changes = _make_changes(state, supervision, dial, nodes, machines)
 
     def is_migrating() -> bool:
         """Returns whether a drain or an upgrade migrates sequences, which balancing must not disturb."""
-        return draining.is_active or state.served.upgrade is not None
+        return changes.draining.is_active or state.served.upgrade is not None
 
     return Controller(
-        pools=pools,
+        pools=state.pools,
         events=state.events,
-        reports=reports,
-        membership=membership,
+        reports=state.reports,
+        membership=state.membership,
         readiness=state.readiness,
         keeper=state.keeper,
         spares=supervision.spares,
         status_reporter=supervision.status,
-        supervisor=supervisor,
-        draining=draining,
-        upgrading=upgrading,
-        pool_service=pool_service,
-        weights=weights,
-        relocation=relocation,
+        supervisor=supervision.supervisor,
+        draining=changes.draining,
+        upgrading=changes.upgrading,
+        pool_service=changes.pool_service,
+        weights=changes.weights,
+        relocation=changes.relocation,
         gone=supervision.gone,
-        scaling=AutoscalerRunner(config, pool_service),
-        balancing=RebalanceRunner(config, reports, is_migrating, state.events.note, dial),
+        scaling=AutoscalerRunner(config, changes.pool_service),
+        balancing=RebalanceRunner(config, state.reports, is_migrating, state.events.note, dial),
         machines=machines,
         dial=dial,
     )
@@ -191,3 +188,25 @@ def _make_supervision(
         served.weights_of,
     )
     return _Supervision(spares, status, gone, supervisor)
+
+
+def _make_changes(
+    state: _State, supervision: _Supervision, dial: Dial, nodes: NodeWatch | None, machines: Machines | None
+) -> _Changes:
+    config, pools, reports = state.config, state.pools, state.reports
+    membership, events, supervisor = state.membership, state.events, supervision.supervisor
+    draining = DrainService(config, pools, reports, supervisor, dial, membership.publish)
+    capacity = CapacityCheck(pools, machines)
+    upgrading = UpgradeService(state.served, pools, reports, supervisor, draining, membership, capacity)
+    can_flip = config.engine_config(Role.PREFILL) == config.engine_config(Role.DECODE)
+    pool_service = PoolService(
+        pools, reports, supervisor, draining, upgrading, membership, events, capacity, can_flip=can_flip
+    )
+    weights = WeightsService(
+        state.served, pools, supervisor, supervision.spares, membership, events, config.start_timeout_s
+    )
+    leaving = state.leaving_nodes
+    relocation = RelocationService(
+        nodes, leaving, pools, reports, supervisor, draining, membership, events, config.start_timeout_s
+    )
+    return _Changes(draining, upgrading, pool_service, weights, relocation)

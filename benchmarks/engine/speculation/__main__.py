@@ -20,7 +20,6 @@ import argparse
 import itertools
 import json
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -29,6 +28,7 @@ import torch
 
 from benchmarks.common.report import RESULTS, Row, percentile, publish, show
 from benchmarks.common.shapes import BUNDLED, random_llama
+from benchmarks.common.timing import Stopwatch, print_duration
 from benchmarks.engine.loop import EngineLoop
 from benchmarks.engine.speculation.replay import ReplayEngine
 from benchmarks.engine.speculation.step_costs import step_rows
@@ -150,9 +150,9 @@ def rebuild_rows(draft: DraftModel) -> list[Row]:
         sampling = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
         text = [20 + (7 * place + number) % 900 for place in range(REBUILT_TOKENS)]
         sequence = EngineSequence(RequestId(str(number)), text, REBUILT_TOKENS - 1, sampling, b"bench")
-        started_s = time.perf_counter()
-        draft.propose({sequence: 1})
-        seconds.append(time.perf_counter() - started_s)
+        with Stopwatch() as watch:
+            draft.propose({sequence: 1})
+        seconds.append(watch.seconds)
         draft.forget(sequence)
     name = f"bundled draft model, KV of {REBUILT_TOKENS} tokens rebuilt"
     return [Row(name, statistics.median(seconds) * 1e3, "ms")]
@@ -205,18 +205,18 @@ def main() -> None:
     parser.add_argument(
         "--only", default="", help="workloads whose name contains this; the last results of others are kept"
     )
-    only, began_s = parser.parse_args().only, time.perf_counter()
-    workloads: list[Iterator[list[Row]]] = []
-    if not only.startswith("135M"):
-        workloads.append(bundled_rows(only))
-    if not only.startswith("bundled"):
-        workloads.append(replayed_rows(only))
-    workload, rows = f"bf16, {torch.get_num_threads()} threads, greedy; prompts cached", kept_rows([])
-    for found in itertools.chain(*workloads):  # written one by one: all of them take long
-        rows = kept_rows(found)
-        publish("speculation", workload, rows, quiet=True)
-    show("speculation", workload, rows)
-    print(f"took {time.perf_counter() - began_s:.0f} s")
+    only = parser.parse_args().only
+    with print_duration():
+        workloads: list[Iterator[list[Row]]] = []
+        if not only.startswith("135M"):
+            workloads.append(bundled_rows(only))
+        if not only.startswith("bundled"):
+            workloads.append(replayed_rows(only))
+        workload, rows = f"bf16, {torch.get_num_threads()} threads, greedy; prompts cached", kept_rows([])
+        for found in itertools.chain(*workloads):  # written one by one: all of them take long
+            rows = kept_rows(found)
+            publish("speculation", workload, rows, quiet=True)
+        show("speculation", workload, rows)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ Steps of all sizes take turns, so that a busy machine slows all of them alike.
 from __future__ import annotations
 
 import statistics
-import time
 
 from benchmarks.common.report import Row
+from benchmarks.common.timing import Stopwatch
 from engine.engine import Engine
 from engine.step.sequence import ScheduledSequence, Sequence
 from penstock.types import RequestId, SamplingParams
@@ -32,11 +32,10 @@ def step_rows(engine: Engine, model: str, context: int) -> list[Row]:
     for turn in range(_ROUNDS):
         for key, items in work.items():
             for _ in range(2):  # the first brings back what others have evicted from the CPU cache
-                started_s = time.perf_counter()
-                engine.compute(engine.prepare(items)).wait()
-                elapsed_s = time.perf_counter() - started_s
+                with Stopwatch() as watch:
+                    engine.compute(engine.prepare(items)).wait()
             if turn:
-                seconds[key].append(elapsed_s)
+                seconds[key].append(watch.seconds)
     for one in sequences:
         engine.pool.release(one.pages)
     medians = {key: statistics.median(found) * 1e3 for key, found in seconds.items()}

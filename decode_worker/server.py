@@ -23,9 +23,11 @@ from decode_worker.schedule.step_driver import StepDriver
 from decode_worker.service import DecodeService, add_to_server
 from decode_worker.worker import DecodeWorker
 from engine.adapters.queue import AdapterQueue
+from engine.engine import Engine
 from engine.parallel.leader import Launch
 from engine.replica import Replica
 from engine.sampling.grammar.queue import GrammarQueue
+from kv_transfer.endpoints import KvReceiver
 from kv_transfer.session.lease import earliest
 from penstock.config import WorkerConfig
 from penstock.errors import PenstockError, WorkerPaused
@@ -69,30 +71,48 @@ class DecodeServer:
 
     async def start(self, progress: StartReporter | None = None) -> None:
         """Loads the model and starts to serve. Raises CheckpointError or ConfigError."""
-        shell, progress = self.shell, progress or StartReporter()
-        config, loop = shell.config, shell.loop
+        shell, config = self.shell, self.shell.config
         if config.lookaside is not None:
             check_lookaside(config)  # raises before weights are loaded for nothing
-        engine = await shell.load(progress)
-        await asyncio.to_thread(engine.capture_graphs, progress.on_graphs, config.decode.max_batch_sequences)
-        if config.decode.draft_model is not None:
-            self._draft = await asyncio.to_thread(
-                DraftModel.load, config.decode.draft_model, config.engine, engine.pool.num_pages
-            )
+        engine = await self._load(progress or StartReporter())
         await shell.open_transfers()
         receiver = await asyncio.to_thread(shell.open_receiver)
         shell.description.transports.extend(receiver.transports)
         describe_limits(shell.description, config.decode)
 
-        self._prefill_calls = PrefillClient(loop, receiver.offer, shell.channels, shell.fences)
-        transfers = TransferTable(engine, receiver, self._prefill_calls, self.epoch, config.transfer, loop.post)
-        self._grammars = GrammarQueue(engine.grammars, engine.model.eos_token_ids, loop.post)
-        self._adapters = AdapterQueue(engine.adapters, loop.post)
-        worker = self.worker = DecodeWorker(
+        self._prefill_calls = PrefillClient(shell.loop, receiver.offer, shell.channels, shell.fences)
+        transfers = TransferTable(engine, receiver, self._prefill_calls, self.epoch, config.transfer, shell.loop.post)
+        self.worker = self._make_worker(engine, transfers)
+        self._driver = StepDriver(self.worker, engine, config.worker_id, shell.loop.post)
+        migrations = self._make_migrations(engine, transfers, receiver)
+
+        intake = RequestIntake(self.worker, self.incoming, shell.loop)
+        self._service = DecodeService(intake, migrations)
+        shell.attach(self._core(), "DecodeWorker", [partial(add_to_server, self._service)])
+        if config.lookaside is not None:
+            shell.description.lookaside_address = await self._open_lookaside(intake)
+        await shell.serve()
+
+    async def _load(self, progress: StartReporter) -> Engine:
+        """Loads the model, its graphs, and the draft model if one is configured."""
+        config = self.shell.config
+        engine = await self.shell.load(progress)
+        await asyncio.to_thread(engine.capture_graphs, progress.on_graphs, config.decode.max_batch_sequences)
+        if config.decode.draft_model is not None:
+            self._draft = await asyncio.to_thread(
+                DraftModel.load, config.decode.draft_model, config.engine, engine.pool.num_pages
+            )
+        return engine
+
+    def _make_worker(self, engine: Engine, transfers: TransferTable) -> DecodeWorker:
+        shell = self.shell
+        self._grammars = GrammarQueue(engine.grammars, engine.model.eos_token_ids, shell.loop.post)
+        self._adapters = AdapterQueue(engine.adapters, shell.loop.post)
+        return DecodeWorker(
             self._worker_id,
             engine,
             transfers,
-            config.decode,
+            shell.config.decode,
             shell.description.context_length,
             self._grammars,
             shell.pulls,
@@ -101,21 +121,16 @@ class DecodeServer:
             self._events(),
             shell.hints,
         )
-        self._driver = StepDriver(worker, engine, config.worker_id, loop.post)
 
-        calls = self._migration_calls = MigrationClient(loop, shell.channels, self._worker_id, engine.num_ranks)
-        self.outgoing = OutgoingMigrations(engine, worker, shell.sender, calls, self.epoch, config.transfer)
-        self.incoming = IncomingMigrations(worker, transfers, LEASE_S)
-        migrations = MigrationService(
-            self.outgoing, self.incoming, receiver, loop, shell.fences, self.epoch, lambda: self.address
+    def _make_migrations(self, engine: Engine, transfers: TransferTable, receiver: KvReceiver) -> MigrationService:
+        """Makes both sides of migrations, and their service."""
+        shell = self.shell
+        calls = self._migration_calls = MigrationClient(shell.loop, shell.channels, self._worker_id, engine.num_ranks)
+        self.outgoing = OutgoingMigrations(engine, self.worker, shell.sender, calls, self.epoch, shell.config.transfer)
+        self.incoming = IncomingMigrations(self.worker, transfers, LEASE_S)
+        return MigrationService(
+            self.outgoing, self.incoming, receiver, shell.loop, shell.fences, self.epoch, lambda: self.address
         )
-
-        intake = RequestIntake(worker, self.incoming, loop)
-        self._service = DecodeService(intake, migrations)
-        shell.attach(self._core(), "DecodeWorker", [partial(add_to_server, self._service)])
-        if config.lookaside is not None:
-            shell.description.lookaside_address = await self._open_lookaside(intake)
-        await shell.serve()
 
     def _events(self) -> DecodeEvents:
         """Connects the worker to its migrations, which are built over it, and to the metrics."""

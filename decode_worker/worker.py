@@ -78,10 +78,7 @@ class DecodeWorker:
         self._config = config
         self._context_length = context_length
         rows = RowTable(engine.layout.page_size, EndConditions(engine.model.eos_token_ids, context_length))
-        speculator = None
-        if config.speculation != "off":
-            always = config.speculation == "always"
-            speculator = Speculator(config.speculation_tokens, time.monotonic, always, draft=draft)
+        speculator = _make_speculator(config, draft)
         self.scheduler = DecodeScheduler(
             engine.pool, engine.prefix_cache, engine.layout.page_size, config, rows, speculator
         )
@@ -93,15 +90,7 @@ class DecodeWorker:
         self._delivery = TokenDelivery()
         self._pace = Pace()
         self._prefills = PrefillAttempts(
-            worker_id,
-            engine.layout,
-            self.scheduler,
-            transfers,
-            config,
-            self._pace,
-            events=self,
-            report=self._report,
-            pulls=pulls,
+            worker_id, engine.layout, self.scheduler, transfers, config, self._pace, self, self._report, pulls
         )
         self._measurements = StepMeasurements(self._pace, self._prefills, speculator, self._events)
         self._landed: set[Sequence] = set()  # wait for their first step here
@@ -498,3 +487,9 @@ class DecodeWorker:
             adapter_load_s=self._readiness.adapter_load_s,
             metrics={**self.scheduler.metrics.values(), HANDOFF_MISMATCHES.name: float(self._transfers.num_mismatches)},
         )
+
+
+def _make_speculator(config: DecodeConfig, draft: DraftModel | None) -> Speculator | None:
+    if config.speculation == "off":
+        return None
+    return Speculator(config.speculation_tokens, time.monotonic, config.speculation == "always", draft=draft)

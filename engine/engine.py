@@ -139,23 +139,7 @@ class Engine:
             retention=config.retention,
         )
         engine = cls(part, kv_pages, cache, ranks)
-        log.info(
-            "loaded %s: %d pages, %s, KV in %s, %s attention on %s%s",
-            config.model,
-            num_pages,
-            part.layout.dtype,
-            part.layout.kv_dtype if part.layout.is_quantized else part.layout.dtype,
-            part.attention.name,
-            part.device,
-            f", {ranks.num_ranks} ranks" if ranks is not None else "",
-        )
-        if part.model.num_prediction_layers:
-            log.warning(
-                "%s has %d layers that predict further tokens (MTP), which are not loaded: tokens are proposed by "
-                "prompt lookup or by decode.draft_model",
-                config.model,
-                part.model.num_prediction_layers,
-            )
+        _log_loaded(engine, part)
         return engine
 
     @property
@@ -382,6 +366,27 @@ def _make_eraser(kv_pages: torch.Tensor, ranks: RankLeader | None) -> Callable[[
     if ranks is None:
         return partial(zero_pages, kv_pages)
     return partial(zero_on_all_ranks, kv_pages, ranks)
+
+
+def _log_loaded(engine: Engine, part: ModelPart) -> None:
+    layout = engine.layout
+    log.info(
+        "loaded %s: %d pages, %s, KV in %s, %s attention on %s%s",
+        part.config.model,
+        engine.pool.num_pages,
+        layout.dtype,
+        layout.kv_dtype if layout.is_quantized else layout.dtype,
+        part.attention.name,
+        part.device,
+        f", {engine.num_ranks} ranks" if engine.ranks is not None else "",
+    )
+    if part.model.num_prediction_layers:
+        log.warning(
+            "%s has %d layers that predict further tokens (MTP), which are not loaded: tokens are proposed by "
+            "prompt lookup or by decode.draft_model",
+            part.config.model,
+            part.model.num_prediction_layers,
+        )
 
 
 def _make_tiers(

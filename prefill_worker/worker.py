@@ -26,7 +26,7 @@ from engine.step.sequence import SampledToken, ScheduledSequence, Sequence
 from kv_transfer.endpoints import KvSender
 from kv_transfer.session.lease import Lease, Sweeper, heartbeat_s
 from kv_transfer.transports.transport import ALL_LAYERS, LayerGroup
-from penstock.config import WorkerConfig
+from penstock.config import PrefillConfig, WorkerConfig
 from penstock.errors import Cancelled, InvalidInput, PenstockError, TransferError
 from penstock.kv.page_hash import hash_pages
 from penstock.types import PageHash, PageId, StepTotals, TransferKey, WorkerLoad
@@ -89,16 +89,7 @@ class PrefillWorker:
         self._clock = clock
         self._sweeper = Sweeper(heartbeat_s(self._lease_s))
         self._page_size = engine.layout.page_size
-        max_batch_tokens = config.prefill.max_batch_tokens or engine.saturating_tokens
-        self.scheduler = PrefillScheduler(
-            engine.pool,
-            engine.prefix_cache,
-            self._page_size,
-            max_batch_tokens,
-            config.prefill.max_batch_sequences,
-            config.prefill.reserved,
-            max_steps_ahead=int(engine.runs_ahead),
-        )
+        self.scheduler = _make_scheduler(engine, config.prefill)
         self._jobs: dict[TransferKey, PrefillJob] = {}
         self._by_sequence: dict[Sequence, PrefillJob] = {}
         self._in_flight: _StepInFlight | None = None  # only used if the engine runs ahead
@@ -413,3 +404,15 @@ class PrefillWorker:
             adapters=self._adapters.ready,
             adapter_load_s=self._adapters.load_s,
         )
+
+
+def _make_scheduler(engine: Engine, config: PrefillConfig) -> PrefillScheduler:
+    return PrefillScheduler(
+        engine.pool,
+        engine.prefix_cache,
+        engine.layout.page_size,
+        config.max_batch_tokens or engine.saturating_tokens,
+        config.max_batch_sequences,
+        config.reserved,
+        max_steps_ahead=int(engine.runs_ahead),
+    )

@@ -16,7 +16,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Protocol
 
 import grpc
@@ -115,7 +115,9 @@ class FenceKeeper:
                     pause_s = self._first_pause_s
             if num_silent >= _NUM_SILENT and await self._has_no_way(self._ways_in().cut_off, key.sender_epoch):
                 return "its sender is silent, and has no connection to this pool"
-            await _wait(news, pause_s)
+            with suppress(TimeoutError):  # then it is time to ask again
+                async with asyncio.timeout(pause_s):
+                    await news.wait()
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _has_no_way(self, end_ways: Callable[[Epoch], bool], epoch: Epoch) -> bool:
@@ -131,11 +133,3 @@ class FenceKeeper:
         async with self._use_channel(address) as channel:
             state = await worker_pb2_grpc.WorkerStub(channel).TransferState(request, timeout=_CALL_TIMEOUT_S)
         return state.epoch == key.sender_epoch and state.open
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        return  # it is time to ask again

@@ -6,6 +6,7 @@ It translates what the step loop publishes, and neither computes nor decides.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
@@ -133,7 +134,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 if closed:
                     return
                 await asyncio.sleep(_MIN_INTERVAL_S)
-                await _wait(changed, _HEARTBEAT_S)
+                with contextlib.suppress(TimeoutError):  # then the heartbeat is due
+                    async with asyncio.timeout(_HEARTBEAT_S):
+                        await changed.wait()
                 changed.clear()
         finally:
             self._watchers.discard(changed)
@@ -155,11 +158,3 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
 def _is_idle(load: WorkerLoad) -> bool:
     return load.num_open == 0 and load.free_pages == load.total_pages
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        return  # the heartbeat is due

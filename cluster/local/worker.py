@@ -6,24 +6,22 @@ Works like `python -m prefill_worker` and `python -m decode_worker`, with one mo
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import os
 import sys
 
 import grpc.aio
 import uvloop
 
 from cluster.local.role_host import RoleHost
-from penstock.config import LoadedWeightsConfig, WorkerConfig, load_process
-from penstock.errors import InvalidInput, PenstockError
-from penstock.process import Shutdown, set_up_logging
+from penstock.config import LoadedWeightsConfig, WorkerConfig
+from penstock.errors import InvalidInput
+from penstock.process import Shutdown
 from penstock.rpc.server import GrpcServer, typed_errors
 from penstock.rpc.trust import Trust
 from penstock.types import PauseMode, Role, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
-from worker.main import drain_server, ready_line, wait_done, wait_first
+from worker.main import make_parser, ready_line, run_worker, serve_until_drained
 from worker.start_progress import StartReporter, progress_bar
 
 PAUSE_WAIT_S = 60.0  # for which `wait` lets requests run, unless the caller says how long
@@ -80,21 +78,12 @@ def _positive(version: int) -> int:
 
 
 def main() -> int:
-    """Runs the worker and returns the exit status, as `worker.main.main` does."""
-    parser = argparse.ArgumentParser(prog="python -m cluster.local.worker", description=__doc__)
-    parser.add_argument("--config", required=True, help="a WorkerConfig, TOML or JSON")
+    """Runs the worker and returns the exit status, as `worker.main.run_worker` does."""
+    parser = make_parser(prog="python -m cluster.local.worker", description=__doc__)
     parser.add_argument(
         "--spare", action="store_true", help="serve only once WorkerHost has given it a name and a role"
     )
-    parser.add_argument("--secret-file", help="security.secret_file, where the configuration does not say")
-    try:
-        arguments = parser.parse_args()
-        config = load_process(WorkerConfig, arguments.config, arguments.secret_file)
-        set_up_logging(config.worker_id)
-        return uvloop.run(_serve(config, is_spare=arguments.spare))
-    except PenstockError as error:
-        print(error.message, file=sys.stderr)
-        return 2
+    return run_worker(parser, lambda config, arguments: _serve(config, is_spare=arguments.spare), uvloop.run)
 
 
 async def _serve(config: WorkerConfig, *, is_spare: bool) -> int:
@@ -106,11 +95,7 @@ async def _serve(config: WorkerConfig, *, is_spare: bool) -> int:
     control = await _start_host_service(config, host, trust)
     ready = {**ready_line(host.worker_id, host), "host": f"{config.host}:{control.port}"}
     print(json.dumps(ready), flush=True)
-    await wait_first(shutdown.requested.wait(), wait_done(host.failed))
-    if not host.failed.done():
-        await wait_first(drain_server(host, config.drain_s), shutdown.immediate.wait(), wait_done(host.failed))
-    if host.failed.done():
-        os._exit(1)  # as in `worker.main`
+    await serve_until_drained(host, shutdown, config.drain_s)
     watching.cancel()
     await control.stop()
     await host.stop()

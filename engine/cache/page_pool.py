@@ -98,6 +98,13 @@ class PagePool:
         """Pages that `allocate` can hand out now."""
         return len(self._free) + len(self._evictable)
 
+    @property
+    def num_reserve(self) -> int:
+        """Pages that work without a waiting request, such as a hand-over or a prefetch, leaves available: 1/16 of the
+        pool.
+        """
+        return self.num_pages // 16
+
     def state(self, page: PageId) -> PageState:
         if page in self._fences:
             return PageState.FENCED

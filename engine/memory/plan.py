@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.adapters.products import adapter_bytes
 from engine.cache.kv_layout import KVLayout
@@ -81,20 +82,13 @@ def plan_memory(
         device = replace(device, total_bytes=device.total_bytes // shard.num_ranks)
     layout = shard_layout(estimates.make_layout(config, model), shard)
     _check_e4m3(config, device)
-    weights = _loaded_bytes(config, model, device, layout, shard)
-    graphs = estimates.graph_bytes(config, model, device.type, shard)
-    adapters = adapter_bytes(config, model, layout.dtype, shard)
-    free = device.total_bytes - _reserved_bytes(config, model, device) - weights - graphs - adapters
-    num_tokens = step_tokens or estimates.saturating_tokens(device.type)
-    step = estimates.step_bytes(
-        shard_model(model, shard), layout.dtype, num_tokens, max_sequences + estimates.SCORED_TOKENS
-    )
-    _check_weights(config, model, device, layout, weights, free - step)
+    needs = _estimate_needs(config, model, device, layout, shard, step_tokens, max_sequences)
+    free = device.total_bytes - needs.reserved - needs.weights - needs.graphs - needs.adapters
+    _check_weights(config, model, device, layout, needs.weights, free - needs.step)
     num_pages = estimates.count_pages(config, layout, device.type, free)
-    kv_bytes = num_pages * layout.page_bytes
     host_tier = config.host_memory_bytes // layout.page_bytes * layout.page_bytes
-    left = free - step - (host_tier if device.type == "cpu" else 0)
-    _check_pool(config, device, layout, kv_bytes, left)
+    left = free - needs.step - (host_tier if device.type == "cpu" else 0)
+    _check_pool(config, device, layout, num_pages * layout.page_bytes, left)
     if context is not None:
         _check_context(config, context, num_pages, _held_pages(model, layout, context), layout, device, left)
     contexts = sorted({*(size for size in _CONTEXTS if size < max_context), max_context, context or max_context})
@@ -102,17 +96,47 @@ def plan_memory(
         device,
         model,
         layout,
-        weight_bytes=weights,
-        kv_bytes=kv_bytes,
+        weight_bytes=needs.weights,
+        kv_bytes=num_pages * layout.page_bytes,
         host_tier_bytes=host_tier,
-        step_bytes=step,
-        graph_bytes=graphs,
-        adapter_bytes=adapters,
+        step_bytes=needs.step,
+        graph_bytes=needs.graphs,
+        adapter_bytes=needs.adapters,
         num_pages=num_pages,
         max_context=max_context,
         largest_batch={tokens: num_pages // _held_pages(model, layout, tokens) for tokens in contexts},
         num_ranks=shard.num_ranks,
         has_weights=has_weights,
+    )
+
+
+class _Needs(NamedTuple):
+    """The bytes that one rank takes besides its pages."""
+
+    reserved: int  # by the device's runtime and the libraries
+    weights: int
+    graphs: int
+    adapters: int
+    step: int
+
+
+def _estimate_needs(
+    config: EngineConfig,
+    model: ModelConfig,
+    device: DeviceMemory,
+    layout: KVLayout,
+    shard: Shard,
+    step_tokens: int | None,
+    max_sequences: int,
+) -> _Needs:
+    num_tokens = step_tokens or estimates.saturating_tokens(device.type)
+    num_sampled = max_sequences + estimates.SCORED_TOKENS
+    return _Needs(
+        reserved=_reserved_bytes(config, model, device),
+        weights=_loaded_bytes(config, model, device, layout, shard),
+        graphs=estimates.graph_bytes(config, model, device.type, shard),
+        adapters=adapter_bytes(config, model, layout.dtype, shard),
+        step=estimates.step_bytes(shard_model(model, shard), layout.dtype, num_tokens, num_sampled),
     )
 
 

@@ -7,9 +7,9 @@ settings that would change results and are unknown here, because a model that an
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.cache.kv_layout import DTYPE_BYTES
 from engine.models.config_fields import positive_int, read_json
@@ -79,56 +79,80 @@ class ModelConfig:
             raise CheckpointError(
                 f"{folder} is a GGUF file; run `penstock import-gguf {folder} FOLDER` and give that folder"
             )
-        file = folder / CONFIG_FILE
+        generation_file = folder / "generation_config.json"
+        generation = read_json(generation_file) if generation_file.exists() else {}
+        parsed = cls._parse(folder / CONFIG_FILE)
+        return replace(
+            parsed,
+            eos_token_ids=parsed.eos_token_ids | _read_token_ids(generation, generation_file),
+            revision=checkpoint_revision(folder) if has_weights else "",
+            generation_defaults=_read_generation_defaults(generation),
+        )
+
+    @classmethod
+    def _parse(cls, file: Path) -> ModelConfig:
+        """Parses `config.json` alone, which names no revision."""
         data = read_json(file)
         family = find_family(data, file)
         refuse_unknown(data, family, file)
-        generation_file = folder / "generation_config.json"
-        generation = read_json(generation_file) if generation_file.exists() else {}
-        heads, kv_heads, head_dim = _read_heads(data, family, file)
-        latent = parse_latent(data, heads, file) if family.latent else None
-        if latent is not None:
-            kv_heads, head_dim = 1, latent.page_head_dim
-        rope_dim = head_dim if latent is None else latent.rope_dim
+        attention = _read_attention(data, family, file)
         num_layers = positive_int(data, "num_hidden_layers", file)
-        rope, local_rope = parse_ropes(
-            data, file, rope_dim, family.rope_theta, family.local_rope_theta, family.partial_rotary
-        )
         attention_bias = bool(data.get("attention_bias", family.attention_bias))
-        if family.needs_rope and not (data.get("rope_parameters") or data.get("rope_scaling")):
-            raise CheckpointError(f"{file}: rope_scaling is missing; give the config.json of the published checkpoint")
         experts = parse_experts(data, family.experts, num_layers, file) if family.experts else None
         return cls(
             family=family,
             num_layers=num_layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
             hidden_size=positive_int(data, "hidden_size", file),
             intermediate_size=positive_int(data, "intermediate_size", file),
             vocab_size=positive_int(data, "vocab_size", file),
             context_length=positive_int(data, "max_position_embeddings", file),
             rms_norm_eps=float(data.get("rms_norm_eps", family.rms_norm_eps)),
-            rope=rope,
-            local_rope=local_rope,
+            rope=attention.rope,
+            local_rope=attention.local_rope,
             windows=read_windows(data, family, num_layers, file),
             tie_embeddings=bool(data.get("tie_word_embeddings", family.tie_embeddings)),
             qkv_bias=family.qkv_bias or attention_bias,
             o_bias=attention_bias and family.has_o_bias,
             qk_norm=family.qk_norm == "always" or bool(data.get("use_qk_norm", False)),
-            attention_scale=_read_scale(data, family, head_dim, file),
+            attention_scale=_read_scale(data, family, attention.head_dim, file),
             attention_softcap=_read_softcap(data, "attn_logit_softcapping", family.attention_softcap, file),
             final_softcap=_read_softcap(data, "final_logit_softcapping", family.final_softcap, file),
             mlp_bias=bool(data.get("mlp_bias", False)),
             experts=experts,
-            latent=latent,
+            latent=attention.latent,
             dtype=_read_dtype(data, file),
-            eos_token_ids=_read_token_ids(data, file) | _read_token_ids(generation, generation_file),
-            revision=checkpoint_revision(folder) if has_weights else "",
-            generation_defaults=_read_generation_defaults(generation),
+            eos_token_ids=_read_token_ids(data, file),
+            revision="",
             num_prediction_layers=max((int(data.get(key) or 0) for key in PREDICTION_KEYS & family.keys), default=0),
             scheme=None if experts is not None and experts.mxfp4 else parse_scheme(data, file),
         )
+
+
+class _AttentionShape(NamedTuple):
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    latent: LatentConfig | None
+    rope: RopeConfig
+    local_rope: RopeConfig | None
+
+
+def _read_attention(data: Mapping[str, Any], family: Family, file: Path) -> _AttentionShape:
+    """Returns the heads as pages hold them, with their rotary embeddings."""
+    heads, kv_heads, head_dim = _read_heads(data, family, file)
+    latent = parse_latent(data, heads, file) if family.latent else None
+    if latent is not None:
+        kv_heads, head_dim = 1, latent.page_head_dim
+    rope_dim = head_dim if latent is None else latent.rope_dim
+    rope, local_rope = parse_ropes(
+        data, file, rope_dim, family.rope_theta, family.local_rope_theta, family.partial_rotary
+    )
+    if family.needs_rope and not (data.get("rope_parameters") or data.get("rope_scaling")):
+        raise CheckpointError(f"{file}: rope_scaling is missing; give the config.json of the published checkpoint")
+    return _AttentionShape(heads, kv_heads, head_dim, latent, rope, local_rope)
 
 
 def _read_heads(data: Mapping[str, Any], family: Family, file: Path) -> tuple[int, int, int]:

@@ -129,46 +129,62 @@ def _rows_batch(rows: DecodeRows) -> HostBatch:
     )
 
 
-def _items_batch(items: Sequence[ScheduledSequence], page_size: int) -> HostBatch:
-    order = sorted(range(len(items)), key=lambda index: items[index].num_tokens > 1)
-    counts: list[int] = []
-    token_ids: list[int] = []
-    positions: list[np.ndarray] = []
-    tables: list[list[PageId]] = []
-    num_rows: list[int] = []  # of the batch, for each item: one, and one for each proposed token
-    sampled: list[tuple[int, int]] = []  # place in `items`, batch row of the last token
-    scored: list[tuple[int, int]] = []  # place in `items`, batch row of the first token
-    for index in order:
-        item = items[index]
+class _ItemColumns:
+    """Collects sequences one by one, in batch order, as columns from which arrays are made."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self.counts: list[int] = []  # tokens of each batch row
+        self.token_ids: list[int] = []
+        self.positions: list[np.ndarray] = []
+        self.tables: list[list[PageId]] = []
+        self.num_rows: list[int] = []  # of the batch, for each item: one, and one for each proposed token
+        self.sampled: list[tuple[int, int]] = []  # place in the caller's list, batch row of the last token
+        self.scored: list[tuple[int, int]] = []  # place in the caller's list, batch row of the first token
+
+    def add(self, place: int, item: ScheduledSequence) -> None:
+        """Adds the sequence at this place of the caller's list. Raises InternalError if it lacks a page."""
         num_proposed = len(item.proposed)
         start, stop = item.start, item.start + item.num_positions
-        if len(item.sequence.pages) * page_size < stop:
+        if len(item.sequence.pages) * self._page_size < stop:
             raise InternalError(
                 f"{item.sequence.request_id} has no page for its next tokens: {len(item.sequence.pages)} for {stop}"
             )
-        counts += [item.num_tokens, *[1] * num_proposed]
-        token_ids += item.sequence.token_ids[start : start + item.num_tokens]
-        token_ids += item.proposed
-        positions.append(np.arange(start, stop))
-        tables.append(item.sequence.pages[: -(-stop // page_size)])
-        num_rows.append(1 + num_proposed)
+        self.counts += [item.num_tokens, *[1] * num_proposed]
+        self.token_ids += item.sequence.token_ids[start : start + item.num_tokens]
+        self.token_ids += item.proposed
+        self.positions.append(np.arange(start, stop))
+        self.tables.append(item.sequence.pages[: -(-stop // self._page_size)])
+        self.num_rows.append(1 + num_proposed)
+        end = len(self.token_ids)
         if item.is_sampled:
-            sampled += [(index, row) for row in range(len(token_ids) - 1 - num_proposed, len(token_ids))]
+            self.sampled += [(place, row) for row in range(end - 1 - num_proposed, end)]
         if item.sequence.scores_prompt and start + 1 < item.sequence.num_prompt_tokens:
-            scored.append((index, len(token_ids) - item.num_positions))
-    page_table_BW = np.zeros((len(tables), max(map(len, tables))), np.int32)
-    for row, pages in zip(page_table_BW, tables, strict=True):
-        row[: len(pages)] = pages
-    page_table_BW = np.repeat(page_table_BW, num_rows, axis=0)
-    positions_T, ends = np.concatenate(positions), np.cumsum([0, *counts])
+            self.scored.append((place, end - item.num_positions))
+
+    def page_table(self) -> np.ndarray:
+        """Returns the pages of each batch row, [B, W]."""
+        page_table_IW = np.zeros((len(self.tables), max(map(len, self.tables))), np.int32)
+        for row, pages in zip(page_table_IW, self.tables, strict=True):
+            row[: len(pages)] = pages
+        return np.repeat(page_table_IW, self.num_rows, axis=0)
+
+
+def _items_batch(items: Sequence[ScheduledSequence], page_size: int) -> HostBatch:
+    order = sorted(range(len(items)), key=lambda index: items[index].num_tokens > 1)
+    columns = _ItemColumns(page_size)
+    for place in order:
+        columns.add(place, items[place])
+    counts, page_table_BW = columns.counts, columns.page_table()
+    positions_T, ends = np.concatenate(columns.positions), np.cumsum([0, *counts])
     page_T, offset_T = np.divmod(positions_T, page_size)
-    places, logit_rows_R = np.array(sampled, np.int64).reshape(-1, 2).T.copy()
+    places, logit_rows_R = np.array(columns.sampled, np.int64).reshape(-1, 2).T.copy()
     scored_tokens = None
-    if scored:
-        scored_tokens, scored_rows_S = _scored_tokens(items, scored)
+    if columns.scored:
+        scored_tokens, scored_rows_S = _scored_tokens(items, columns.scored)
         logit_rows_R = np.concatenate((logit_rows_R, scored_rows_S))
     return HostBatch(
-        token_ids_T=np.array(token_ids, np.int64),
+        token_ids_T=np.array(columns.token_ids, np.int64),
         positions_T=positions_T,
         query_start_B1=ends,
         context_B=positions_T[ends[1:] - 1] + 1,

@@ -32,7 +32,6 @@ from penstock.types import Epoch, PageHash, PageId, TransferKey, WorkerId
 
 log = logging.getLogger(__name__)
 
-_SPARED_DIVISOR = 16  # one such part of the pool stays available to this worker's own requests
 _RETRY_AFTER_S = 1.0
 
 
@@ -148,7 +147,7 @@ class PageIntake:
         if key in self._batches:
             raise InvalidInput("transfer", f"{key.transfer_id} is in use; give each batch its own id")
         wanted = self._engine.prefix_cache.lacking(pages)
-        num_spare = pool.num_available - pool.num_pages // _SPARED_DIVISOR
+        num_spare = pool.num_available - pool.num_reserve
         if wanted and num_spare <= 0:
             raise Overloaded("no page can be spared for another worker's cache now", _RETRY_AFTER_S)
         wanted = wanted[:num_spare]

@@ -36,7 +36,6 @@ _COUNTERS = {
 }
 _MAX_TENANTS = 64  # whose pages are counted by name
 _PAGES_AT_ONCE = 256  # copied between two steps
-_SPARED_DIVISOR = 16  # one such part of the pool is left to running sequences
 
 
 class HintKeeper:
@@ -98,7 +97,7 @@ class HintKeeper:
     def _bring(self, prefetch: Prefetch, now_s: float) -> None:
         """Copies the next pages of a prompt that only lower tiers hold; the rest follows after the next step."""
         num_held = len(self._pool.retention.holds)  # a prefetch evicts none of them
-        num_spare = self._pool.num_available - num_held - self._pool.num_pages // _SPARED_DIVISOR
+        num_spare = self._pool.num_available - num_held - self._pool.num_reserve
         num_brought, is_complete = self._cache.bring(
             prefetch.hashes, min(_PAGES_AT_ONCE, num_spare), owner=prefetch.tenant
         )

@@ -43,45 +43,10 @@ class WorkerCollector(Collector):
         return []  # registration must not read the worker
 
     def collect(self) -> Iterator[Metric]:
-        load, described = self._load(), self._description
-        tokens = {"prefill": load.prefill_steps, "decode": load.decode_steps}
-        steps = {kind: float(totals.steps) for kind, totals in tokens.items()}
-        computed = {kind: float(totals.tokens) for kind, totals in tokens.items()}
-        seconds = {kind: totals.seconds for kind, totals in tokens.items()}
-        cache, requests = load.cache, load.requests
-        used = 1 - load.free_pages / load.total_pages if load.total_pages else 0.0
-        hits = {"device": cache.device_hits, "host": cache.host_hits, "disk": cache.disk_hits}
-        held = {"host": cache.host_pages, "disk": cache.disk_pages}
-
-        yield self._gauge("vllm:num_requests_running", "Sequences in the batch", load.num_running)
-        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait for the batch", load.num_waiting)
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the pages in use, 0 to 1", used)
-        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up", cache.queries * described.page_size)
-        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found", cache.num_hits * described.page_size)
-        yield self._info(
-            "vllm:cache_config",
-            "Pages of this worker, by vLLM's words",
-            {
-                "block_size": str(described.page_size),
-                "num_gpu_blocks": str(described.num_pages),
-                "cache_dtype": "auto",
-            },
-        )
-        yield self._counters("penstock:worker_steps", "Steps, by what they computed", "kind", steps)
-        yield self._counters("penstock:worker_step_tokens", "Tokens computed in steps", "kind", computed)
-        yield self._counters("penstock:worker_step_seconds", "Seconds in steps", "kind", seconds)
-        yield self._counters("penstock:worker_cache_hits", "Pages found in the prefix cache", "tier", hits)
-        yield self._gauges("penstock:worker_tier_pages", "Pages held below the device", "tier", held)
-        yield self._counter("penstock:worker_evictions", "Cached pages evicted from the device", cache.evictions)
-        yield self._counter("penstock:worker_spoiled_pages", "Pages that had changed on disk", cache.spoiled_pages)
-        yield self._gauge("penstock:worker_open_requests", "Requests held, in any state", load.num_open)
-        yield self._gauge(
-            "penstock:worker_queued_prefill_tokens",
-            "Prompt tokens not computed yet",
-            load.queued_prefill_tokens,
-        )
-        yield self._counter("penstock:worker_requests_ended", "Requests that ended here", requests.ended)
-        yield self._counter("penstock:worker_requests_failed", "Requests that failed by this worker", requests.failed)
+        load = self._load()
+        yield from self._requests(load)
+        yield from self._cache(load)
+        yield from self._steps(load)
         if self._held is not None:
             yield self._gauges(
                 "penstock:worker_tenant_held_pages", "Pages that hints hold against eviction", "tenant", self._held()
@@ -96,6 +61,52 @@ class WorkerCollector(Collector):
         yield self._gauge(
             "penstock:worker_price_per_hour", "Cost of this worker an hour, 0: unknown", self._price_per_hour
         )
+        yield from self._declared(load)
+
+    def _requests(self, load: WorkerLoad) -> Iterator[Metric]:
+        yield self._gauge("vllm:num_requests_running", "Sequences in the batch", load.num_running)
+        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait for the batch", load.num_waiting)
+        yield self._gauge("penstock:worker_open_requests", "Requests held, in any state", load.num_open)
+        yield self._gauge(
+            "penstock:worker_queued_prefill_tokens",
+            "Prompt tokens not computed yet",
+            load.queued_prefill_tokens,
+        )
+        requests = load.requests
+        yield self._counter("penstock:worker_requests_ended", "Requests that ended here", requests.ended)
+        yield self._counter("penstock:worker_requests_failed", "Requests that failed by this worker", requests.failed)
+
+    def _cache(self, load: WorkerLoad) -> Iterator[Metric]:
+        """Yields how full the pool and the tiers are, and what was found in them."""
+        cache, page_size = load.cache, self._description.page_size
+        used = 1 - load.free_pages / load.total_pages if load.total_pages else 0.0
+        hits = {"device": cache.device_hits, "host": cache.host_hits, "disk": cache.disk_hits}
+        held = {"host": cache.host_pages, "disk": cache.disk_pages}
+        layout = {
+            "block_size": str(page_size),
+            "num_gpu_blocks": str(self._description.num_pages),
+            "cache_dtype": "auto",
+        }
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the pages in use, 0 to 1", used)
+        yield self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up", cache.queries * page_size)
+        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found", cache.num_hits * page_size)
+        yield self._info("vllm:cache_config", "Pages of this worker, in vLLM's terms", layout)
+        yield self._counters("penstock:worker_cache_hits", "Pages found in the prefix cache", "tier", hits)
+        yield self._gauges("penstock:worker_tier_pages", "Pages held below the device", "tier", held)
+        yield self._counter("penstock:worker_evictions", "Cached pages evicted from the device", cache.evictions)
+        yield self._counter("penstock:worker_spoiled_pages", "Pages that had changed on disk", cache.spoiled_pages)
+
+    def _steps(self, load: WorkerLoad) -> Iterator[Metric]:
+        totals = {"prefill": load.prefill_steps, "decode": load.decode_steps}
+        steps = {kind: float(each.steps) for kind, each in totals.items()}
+        computed = {kind: float(each.tokens) for kind, each in totals.items()}
+        seconds = {kind: each.seconds for kind, each in totals.items()}
+        yield self._counters("penstock:worker_steps", "Steps, by what they computed", "kind", steps)
+        yield self._counters("penstock:worker_step_tokens", "Tokens computed in steps", "kind", computed)
+        yield self._counters("penstock:worker_step_seconds", "Seconds in steps", "kind", seconds)
+
+    def _declared(self, load: WorkerLoad) -> Iterator[Metric]:
+        """Yields the metrics of `penstock.worker_metrics` that the worker has observed."""
         for metric in METRICS.values():
             if metric.name in load.metrics:
                 make = self._counter if metric.is_counter else self._gauge

@@ -12,7 +12,7 @@ from engine.kernels.adapter_weights import AdapterRows, AdapterWeights
 from engine.kernels.layer_ops import ExpertWeights, LayerOps, TorchOps
 from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
 from engine.kernels.triton.adapter_sum import add_adapters
-from engine.kernels.triton.attention.decode_plan import plan_decodes
+from engine.kernels.triton.attention.decode_plan import DecodePlan, plan_decodes
 from engine.kernels.triton.attention.paged_decode import paged_decode
 from engine.kernels.triton.attention.paged_latent import paged_latent
 from engine.kernels.triton.attention.paged_prefill import paged_prefill
@@ -73,8 +73,6 @@ class TritonAttention:
         o_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         decodes = slice(0, meta.num_decodes)  # rows and sequences alike: each has one query token
         if meta.num_decodes:
-            if window not in meta.plans:
-                meta.plans[window] = plan_decodes(meta.context_lens_B[decodes], window)
             paged_decode(
                 q_TNH[decodes],
                 pool_layer,
@@ -87,15 +85,16 @@ class TritonAttention:
                 softcap=softcap,
                 scales=scales,
                 sinks_N=sinks_N,
-                plan=meta.plans[window],
+                plan=_plan_of(meta, window),
             )
         if meta.num_decodes < meta.num_sequences:
+            chunks = slice(meta.num_decodes, None)
             paged_prefill(
                 q_TNH,
                 pool_layer,
-                meta.page_table_BP[meta.num_decodes :],
-                meta.query_start_B1[meta.num_decodes :],
-                meta.context_lens_B[meta.num_decodes :],
+                meta.page_table_BP[chunks],
+                meta.query_start_B1[chunks],
+                meta.context_lens_B[chunks],
                 o_TNH,
                 scale=scale,
                 window=window,
@@ -139,6 +138,13 @@ class TritonAttention:
                 scales=scales,
             )
         return o_TNC
+
+
+def _plan_of(meta: AttentionMetadata, window: int | None) -> DecodePlan:
+    """Returns the plan of the batch's decodes, which the first layer with this window makes for all others."""
+    if window not in meta.plans:
+        meta.plans[window] = plan_decodes(meta.context_lens_B[: meta.num_decodes], window)
+    return meta.plans[window]
 
 
 class TritonOps(TorchOps):

@@ -75,23 +75,10 @@ def make_config(header: GgufHeader, frequencies: Sequence[float] | None, dtype: 
     """
     family = find_gguf_family(header)
     read = _Metadata(header)
-    for key in _REFUSED:
-        if read.value(key):
-            raise CheckpointError(
-                f"{header.file}: {read.name(key)} = {read.value(key)!r} is not imported; give the Hugging Face folder "
-                "of the model"
-            )
+    _refuse_unsupported(read)
     heads, hidden_size = read.integer("attention.head_count"), read.integer("embedding_length")
-    head_dim = read.integer("attention.key_length", hidden_size // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if read.integer(key, head_dim) != head_dim:
-            raise CheckpointError(f"{header.file}: {read.name(key)} must be {head_dim}, the width of a head")
-    num_layers = read.integer("block_count")
-    if num_layers > len(header.tensors):  # each has several; what follows takes time and memory by the layer
-        raise CheckpointError(
-            f"{header.file}: {read.name('block_count')} = {num_layers}, and the file has {len(header.tensors)} tensors "
-            "in all; fetch the file again"
-        )
+    head_dim = _read_head_dim(read, hidden_size // heads)
+    num_layers = _count_layers(read)
     theta = read.number("rope.freq_base", 10000.0)
     config: dict[str, Any] = {
         "architectures": [family.architecture],
@@ -119,6 +106,34 @@ def make_config(header: GgufHeader, frequencies: Sequence[float] | None, dtype: 
     return config | ({"rope_scaling": scaling} if scaling else {})
 
 
+def _refuse_unsupported(read: _Metadata) -> None:
+    for key in _REFUSED:
+        if read.value(key):
+            raise CheckpointError(
+                f"{read.file}: {read.name(key)} = {read.value(key)!r} is not imported; give the Hugging Face folder "
+                "of the model"
+            )
+
+
+def _read_head_dim(read: _Metadata, default: int) -> int:
+    head_dim = read.integer("attention.key_length", default)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if read.integer(key, head_dim) != head_dim:
+            raise CheckpointError(f"{read.file}: {read.name(key)} must be {head_dim}, the width of a head")
+    return head_dim
+
+
+def _count_layers(read: _Metadata) -> int:
+    """Returns the number of layers. Bounds it by the file's tensors, since importing takes time and memory by layer."""
+    num_layers = read.integer("block_count")
+    if num_layers > read.num_tensors:  # each layer has several
+        raise CheckpointError(
+            f"{read.file}: {read.name('block_count')} = {num_layers}, and the file has {read.num_tensors} tensors "
+            "in all; fetch the file again"
+        )
+    return num_layers
+
+
 def translate_name(name: str) -> str | None:
     """Returns a tensor's name in a Hugging Face checkpoint; None where it has none."""
     found = _LAYER.fullmatch(name)
@@ -133,6 +148,8 @@ class _Metadata:
 
     def __init__(self, header: GgufHeader) -> None:
         self._header = header
+        self.file = header.file
+        self.num_tensors = len(header.tensors)
 
     def name(self, key: str) -> str:
         return f"{self._header.metadata['general.architecture']}.{key}"

@@ -25,7 +25,6 @@ from worker.pull.kept.restore_policy import choose_restored
 log = logging.getLogger(__name__)
 
 _BYTES_AT_ONCE = 8 << 20  # copied between two steps: some milliseconds
-_SPARED_DIVISOR = 16  # one such part of the pool stays free while pages are restored
 
 
 @dataclass(slots=True)
@@ -125,7 +124,7 @@ class KeptPages:
     def _restore(self, attached: _Attached) -> bool:
         """Copies the next pages; returns False if none is left or no page is free for more."""
         cache, pool = self._engine.prefix_cache, self._engine.pool
-        room = pool.num_free - pool.num_pages // _SPARED_DIVISOR
+        room = pool.num_free - pool.num_reserve
         if not attached.is_planned:
             attached.is_planned = True
             attached.left = choose_restored(

@@ -1,6 +1,6 @@
 """Keeps one channel to each other worker, shared by all calls to it. Runs on the server's event loop.
 
-Addresses come and go with their workers, so only the most recently used channels are kept without calls.
+Workers come and go, so of the channels without a call only the most recently used are kept.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import grpc.aio
 
 from penstock.rpc.server import Dial
 
-MAX_IDLE = 64  # more workers than are usually called; reconnecting takes a round trip or two
+MAX_IDLE = 64  # more than the workers usually called; reconnecting takes a round trip or two
 
 
 class Channels:
     def __init__(self, dial: Dial, max_idle: int = MAX_IDLE) -> None:
         self._dial = dial
         self._max_idle = max_idle
-        self._channels: dict[str, grpc.aio.Channel] = {}  # unused channels are in the order of their last use
+        self._channels: dict[str, grpc.aio.Channel] = {}  # idle channels are in the order of their last use
         self._num_calls: dict[str, int] = {}  # calls of each channel in use
 
     def __len__(self) -> int:
@@ -27,8 +27,8 @@ class Channels:
 
     @asynccontextmanager
     async def use(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
-        """Yields the channel to an address, which stays open until the block ends. Then closes the longest unused
-        channels beyond `max_idle`.
+        """Yields the channel to an address, which stays open until the block ends. Afterwards closes the least recently
+        used idle channels beyond `max_idle`.
         """
         if address not in self._channels:
             self._channels[address] = self._dial(address)

@@ -22,7 +22,7 @@ _SHM = Path("/dev/shm")
 
 
 def check_up(engine: Engine, config: EngineConfig) -> worker_pb2.CheckupResponse:
-    """Returns the report. Blocks for some milliseconds; may be called from any thread."""
+    """Returns the report. Blocks for a few milliseconds; may be called from any thread."""
     device = engine.kv_pages.device
     answer = worker_pb2.CheckupResponse(
         unix_time_s=time.time(),

@@ -4,10 +4,11 @@ Elapsed time proves nothing: a frozen sender writes when it wakes. Proof is one 
 
 * the sender says that the transfer is closed, another incarnation answers at its address, or that address refuses
   connections;
-* the sender is silent and cannot write into this pool by itself any more: it never connected over a one-sided
-  transport or, on this host, its kernel has closed the connection. Other transports copy pages here, and only into
-  open transfers. From then on it gets no new way in;
-* over RDMA, the controller says that the sender's machine is dead, and the pool's memory has been withdrawn from it.
+* the sender does not answer and can no longer write into this pool itself: it never connected over a one-sided
+  transport or, on this host, the kernel has closed its connection. (Over other transports this worker copies the pages,
+  and only into open transfers.) From then on the sender is refused one-sided connections;
+* over RDMA, the controller reports that the sender's machine is dead, and this worker has revoked its access to the
+  pool's memory.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ UseChannel = Callable[[str], AbstractAsyncContextManager[grpc.aio.Channel]]
 
 
 class WaysIn(Protocol):
-    """The ways by which other workers write into this worker's pool; `KvReceiver`. Calls may block."""
+    """Ends other workers' ways to write into this worker's pool; `KvReceiver` implements it. Calls may block."""
 
     def cut_off(self, epoch: Epoch) -> bool: ...
 
@@ -92,11 +93,11 @@ class FenceKeeper:
 
     async def _watch(self, key: TransferKey, address: str) -> None:
         proof = await self._find_proof(key, address)
-        log.info("transfer %s writes no more, since %s; its fence is lifted", key.transfer_id, proof)
+        log.info("lifted the fence of transfer %s, which can no longer write: %s", key.transfer_id, proof)
         self._on_quiesced(key)
 
     async def _find_proof(self, key: TransferKey, address: str) -> str:
-        """Returns the proof that nothing of the transfer can be written any more, once there is one."""
+        """Waits for proof that the transfer can no longer write, and returns it."""
         pause_s, num_refusals, num_silent = self._first_pause_s, 0, 0
         while True:
             news = self._news
@@ -121,7 +122,7 @@ class FenceKeeper:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _has_no_way(self, end_ways: Callable[[Epoch], bool], epoch: Epoch) -> bool:
-        """Calls `end_ways` on another thread. Its failure counts as no proof."""
+        """Returns whether `end_ways`, called on another thread, leaves the epoch no way in; False if it fails."""
         try:
             return await asyncio.to_thread(end_ways, epoch)
         except PenstockError as error:

@@ -11,13 +11,13 @@ from penstock.kv.kv_hints import NO_KV_HINTS
 from penstock.types import RequestId
 from penstock.v1 import worker_pb2
 
-_MAX_TENANT = 256  # characters of its name
+_MAX_TENANT = 256  # most characters of a tenant's name
 
 
 def sequence_from_wire(
     message: worker_pb2.DecodeSubmit | worker_pb2.PrefillStart | worker_pb2.SequenceState,
 ) -> Sequence:
-    """Returns a sequence without pages. Raises InvalidInput for hints out of bounds."""
+    """Returns a sequence without pages. Raises InvalidInput if a hint is out of bounds."""
     return Sequence(
         request_id=RequestId(message.request_id),
         token_ids=list(message.token_ids),

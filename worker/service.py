@@ -1,6 +1,6 @@
 """The gRPC service of workers of either role: description, KV events, load and open transfers.
 
-It translates what the step loop publishes, and neither computes nor decides.
+It translates what the step loop publishes; it computes and decides nothing.
 """
 
 from __future__ import annotations

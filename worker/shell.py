@@ -94,7 +94,7 @@ class RoleCore:
     sweep: Callable[[float], float | None]  # runs on the step loop; checks leases, returns the next time
     load: Callable[[], WorkerLoad]  # may be called from any thread
     sequences: Callable[[], Collection[Sequence]]  # of open requests; may be called from any thread
-    is_transfer_open: Callable[[TransferKey], bool]  # for those unknown to the sender; called from any thread
+    is_transfer_open: Callable[[TransferKey], bool]  # for transfers unknown to the sender; called from any thread
     outgoing: OutgoingTransfers
     incoming: IncomingTransfers | None  # None: only handed-over pages are written into this pool
 
@@ -119,7 +119,7 @@ class WorkerShell:
     def __init__(
         self, config: WorkerConfig, role: Role, replica: Replica | None = None, launch: Launch | None = None
     ) -> None:
-        """`replica` is loaded already and unused; `launch` starts the processes of other ranks, by default as plain
+        """`replica` is already loaded and not in use; `launch` starts the processes of other ranks, by default as plain
         processes. Raises ConfigError if the configuration is for the other role.
         """
         if config.role is not role:
@@ -282,7 +282,7 @@ class WorkerShell:
         assert self.replica is not None
         return self.replica.engine
 
-    # The step loop. A transfer belongs to the page hand-over if that knows its key, otherwise to the role's core.
+    # The step loop. A transfer belongs to the page hand-over if its key is known there, otherwise to the role's core.
 
     def _step(self) -> bool:
         worked = self._core.step()

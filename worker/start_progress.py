@@ -1,7 +1,7 @@
 """Tracks the start of a worker up to its first request: weights read, kernels built, decode steps captured.
 
-A worker's server reports to a `StartReporter`, which turns the reports into lines. On Ray these go to the controller
-for `penstock status` and `top`; a plain process shows them itself.
+A worker's server reports to a `StartReporter`, which turns the reports into lines of text. On Ray they go to the
+controller for `penstock status` and `top`; a plain process shows them itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MIN_SHARE = 0.05  # share of the weights between two lines
+_MIN_SHARE = 0.05  # a line for every such share of the weights
 Report = Callable[[str], None]
 
 
@@ -47,7 +47,7 @@ class StartReporter:
 
 
 def report_build(progress: StartReporter) -> None:
-    """Reports a pending or running build of CPU kernels. Blocks while libraries are imported."""
+    """Reports a pending or running build of CPU kernels. Blocks while it imports libraries."""
     import torch
 
     from engine.cpu.library import needs_build

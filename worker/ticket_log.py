@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from penstock.v1 import worker_pb2
 
-_KEEP_S = 30.0  # how long ended tickets are kept; routers that are away longer give them up
-MAX_ENDED = 8192  # the oldest are dropped; an absent router then holds their admission until their deadline
+_KEEP_S = 30.0  # how long ended tickets are kept; a router that is away for longer gives its tickets up
+MAX_ENDED = 8192  # older ones are dropped; an absent router then counts them as admitted until their deadline
 
 
 @dataclass(slots=True)

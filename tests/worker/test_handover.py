@@ -342,7 +342,7 @@ async def test_a_batch_that_cannot_be_verified_is_refused_and_leaves_nothing(
             other = lambda key, count, hashes, sums: record(key, count, [PageHash(bytes(16)), *hashes[1:]], sums)  # noqa: E731
             lying.setattr(intake, "on_manifest", other)
             report = await hand_over(leaving, staying)
-        assert "manifest: is refused: its hashes are not those that were announced" in report.problems[0]
+        assert "manifest: is refused: its hashes differ from the announced ones" in report.problems[0]
         assert (report.num_pages, intake.num_received) == (0, 0)
         await wait_until_empty(leaving, staying)
         await until(lambda: intake.num_open == 0)

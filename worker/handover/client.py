@@ -1,7 +1,7 @@
 """Hands cached pages over to other workers: one call per batch, hottest pages first, targets in parallel.
 
 Runs on the server's event loop; `PageSource` owns the pages on the step loop. However a batch ends, its pages stay
-referenced until nothing of it is written any more.
+referenced until its last write is over.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Batch:
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     is_pushed: bool = False  # set on the step loop, like `is_over`
-    is_over: bool = False  # it must not be pushed any more
+    is_over: bool = False  # it must no longer be pushed
 
     def close(self, error: PenstockError | None = None) -> None:
         closed = worker_pb2.ReceivePagesClosed(error=to_status(error) if error else None)
@@ -103,12 +103,14 @@ class HandoverClient:
     async def send(
         self, target: HandoverTarget, hashes: Sequence[PageHash], timeout_s: float, own_address: str, lane: Lane
     ) -> tuple[int, HandoverReport]:
-        """Sends as many leading ones of these consecutive pages as are cached here. Returns their number."""
+        """Sends these consecutive pages up to the first one that is not cached here. Returns how many that are, and the
+        outcome.
+        """
         deadline_s = time.monotonic() + timeout_s
         taking = asyncio.ensure_future(self._on_loop(lambda: self._source.take(hashes)))
         try:
             pages = await asyncio.shield(taking)
-        except asyncio.CancelledError:  # the caller has gone, but the pages are taken all the same
+        except asyncio.CancelledError:  # the caller is gone, but the step loop takes the pages anyway
             taking.add_done_callback(lambda taken: self._post(lambda: self._source.release(taken.result())))
             raise
         return len(pages), await self._send_share(target, pages, deadline_s, own_address, lane)
@@ -126,7 +128,7 @@ class HandoverClient:
             while num_begun < len(pages):
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
-                    raise DeadlineExceeded(f"{len(pages) - num_begun} pages were not begun within the deadline")
+                    raise DeadlineExceeded(f"{len(pages) - num_begun} pages were not started before the deadline")
                 batch = pages[num_begun : num_begun + self._batch_pages]
                 num_begun += len(batch)
                 await self._send_batch(target, batch, left_s, own_address, report, lane)
@@ -209,9 +211,9 @@ class HandoverClient:
         batch.is_pushed = True
 
     def _end(self, batch: _Batch, call: Call) -> None:
-        """Sends `closed` once nothing is written any more. A target that misses it asks for the transfer's state.
+        """Sends `closed` once the last write is over. A target that misses it asks for the transfer's state.
 
-        The step loop decides when, since a push that was requested earlier may still be on its way there.
+        The step loop decides when, because a push that was requested earlier may not have reached it yet.
         """
         event_loop = batch.sent.get_loop()
 
@@ -262,8 +264,8 @@ async def _next(call: Call, kind: str) -> worker_pb2.ReceivePagesEvent:
 
 
 def wanted_pages(pages: Sequence[CachedPage], destination: worker_pb2.ReceivePagesDestination) -> list[CachedPage]:
-    """Returns the pages that the target asks for. Raises TransferError unless it names each only once, with one of its
-    own pages for each.
+    """Returns the pages that the target asks for. Raises TransferError unless it names each at most once and gives a
+    page of its own for each.
     """
     indexes, num_pages = list(destination.wanted), len(destination.pages)
     if len(set(indexes)) != len(indexes) or num_pages != len(indexes) or max(indexes, default=0) >= len(pages):

@@ -2,8 +2,8 @@
 
 Pages are reserved and fenced for a batch, which arrives like a prompt's KV and is cached once it is verified: its
 manifest must match the announced hashes and the checksums of what arrived. No request waits for a batch, so it only
-takes pages that this worker can spare, and is dropped on any problem. As everywhere, a fence is lifted only once the
-sender can no longer write.
+takes pages that this worker can spare, and is dropped on any problem. A fence is lifted only once the sender can no
+longer write.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class PageIntake:
         return self._engine.model_layout.digest()
 
     def owns(self, key: TransferKey) -> bool:
-        """Returns whether the transfer brings a batch that is open here."""
+        """Returns whether the transfer belongs to a batch that is open here."""
         return key in self._batches
 
     def offer(self, peer: WorkerId, epoch: Epoch, num_ranks: int) -> bytes:
@@ -129,7 +129,7 @@ class PageIntake:
         self._engine.pool.fence(fresh, key)
         try:
             self._opened.open(key, fresh, timeout_s=math.inf)  # the session's lease bounds it
-        except PenstockError as error:  # the source has been forgotten since
+        except PenstockError as error:  # the source was forgotten in the meantime
             self._engine.pool.lift(key)
             self._engine.pool.release(fresh)
             replies.refused(error)
@@ -163,7 +163,7 @@ class PageIntake:
             self._apply(batch, batch.session.on_manifest(manifest))
 
     def on_closed(self, key: TransferKey, error: PenstockError | None) -> None:
-        """Records that the source writes no more; its last writes may still be in flight."""
+        """Records that the source has stopped writing; its last writes may still be in flight."""
         batch = self._batches.get(key)
         if batch is not None:
             effects = batch.session.on_closed()
@@ -181,7 +181,7 @@ class PageIntake:
             self._drop(batch, error)
 
     def on_quiesced(self, key: TransferKey) -> None:
-        """Ends a batch whose source is gone or has confirmed that it writes no more."""
+        """Ends a batch whose source is gone or has confirmed that it has stopped writing."""
         batch = self._batches.get(key)
         if batch is not None:
             self._drop(batch, None, batch.session.on_sender_dead())
@@ -194,9 +194,9 @@ class PageIntake:
     def _verify(self, batch: _Batch) -> None:
         manifest, pages = batch.session.manifest, batch.session.pages
         if manifest is None:
-            raise InternalError(f"batch {batch.session.key.transfer_id} is to be verified without a manifest")
+            raise InternalError(f"batch {batch.session.key.transfer_id} cannot be verified without a manifest")
         if list(manifest.page_hashes) != [page_hash for page_hash, _ in batch.announced] or not manifest.checksums:
-            self._on_verified(batch, "its hashes are not those that were announced")
+            self._on_verified(batch, "its hashes differ from the announced ones")
             return
         receiver, expected = self._opened, list(manifest.checksums)
 
@@ -211,7 +211,7 @@ class PageIntake:
     def _on_verified(self, batch: _Batch, problem: str) -> None:
         session = batch.session
         if not batch.holds_pages:
-            return  # it has been dropped since
+            return  # it was dropped in the meantime
         effects = [*session.on_verified(not problem), *session.on_admitted()]
         if problem:
             log.error("dropped a batch of cached pages: %s", problem)

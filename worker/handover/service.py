@@ -59,7 +59,7 @@ class ReceivePagesCall(CallEvents[worker_pb2.ReceivePagesEvent]):
         self._send(worker_pb2.ReceivePagesEvent(refused=refused))
 
     def compute(self, work: Callable[[], list[int]], then: Callable[[list[int] | None], None]) -> None:
-        """Runs `work` on another thread and posts `then` to the step loop; a failed `work` yields None."""
+        """Runs `work` on another thread and posts `then` to the step loop, with None if `work` failed."""
         loop = self._event_loop
 
         def done(future: asyncio.Future[list[int]]) -> None:
@@ -99,7 +99,7 @@ class HandoverService(worker_pb2_grpc.PageHandoverServicer):
         async with typed_errors(context):
             own = require_source_address(request.source_address or self._address())
             if any(target.epoch == self._epoch for target in request.targets):
-                raise InvalidInput("targets", f"hold {self._epoch}, this very worker's epoch; name other workers")
+                raise InvalidInput("targets", f"hold {self._epoch}, this worker's own epoch; name other workers")
             targets = [
                 HandoverTarget(WorkerId(target.worker_id), Epoch(target.epoch), target.address, target.max_pages)
                 for target in request.targets
@@ -138,7 +138,7 @@ class HandoverService(worker_pb2_grpc.PageHandoverServicer):
         if request.source_epoch != self._epoch:
             raise TransferError(f"source_epoch is {request.source_epoch}; this is {self._epoch}")
         if request.target.epoch == self._epoch:
-            raise InvalidInput("target", f"has {self._epoch}, this very worker's epoch; name another worker")
+            raise InvalidInput("target", f"has {self._epoch}, this worker's own epoch; name another worker")
         if len(request.page_hashes) > _MAX_NAMED_PAGES:
             raise InvalidInput("page_hashes", f"has {len(request.page_hashes)} pages; name at most {_MAX_NAMED_PAGES}")
         if not self._max_pulls:

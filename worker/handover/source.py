@@ -1,7 +1,7 @@
 """Pushes cached pages into other workers' caches and references the pages meanwhile. Runs on the step loop.
 
-A handed-over page is full and cached, so nothing writes it any more. Its reference is held until the sender is done
-with it, even if the hand-over has been cancelled.
+A handed-over page is full and cached, so it never changes. Its reference is held until the sender is done with it, even
+if the hand-over is cancelled.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PageSource:
         return picked
 
     def take(self, hashes: Sequence[PageHash]) -> list[CachedPage]:
-        """Returns as many leading ones of these consecutive pages as are cached; the caller must `release` them."""
+        """Returns these consecutive pages up to the first one that is not cached; the caller must `release` them."""
         found = self._engine.prefix_cache.find(hashes)
         self._engine.pool.share([page.page for page in found])
         return found
@@ -76,7 +76,7 @@ class PageSource:
         on_sent: OnSent,
         lane: Lane = Lane.BULK,
     ) -> None:
-        """Starts to write the pages; calls `on_sent` once with the outcome when nothing is written any more.
+        """Starts to write the pages; calls `on_sent` once, with the outcome, when the last write is over.
 
         Raises TransferError or TransferRefused before anything is written.
         """

@@ -1,8 +1,8 @@
 """Follows the hints of sequences at this worker, and answers them. Runs on the step loop.
 
-The prefix cache decides what a hint does to pages; this module calls it at the right times and counts. A prefetch takes
-pages that are free or evictable, never those of running sequences, and copies a bounded number of them between two
-steps.
+The prefix cache decides what a hint does to pages; this module calls it at the right times and counts the outcomes. A
+prefetch takes pages that are free or evictable, never those of running sequences, and copies a bounded number of them
+between two steps.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _COUNTERS = {
     HintOutcome.CLIPPED: HINTS_CLIPPED,
     HintOutcome.REFUSED: HINTS_REFUSED,
 }
-_MAX_TENANTS = 64  # whose pages are counted by name
-_PAGES_AT_ONCE = 256  # copied between two steps
+_MAX_TENANTS = 64  # tenants whose held pages are reported by name
+_PAGES_AT_ONCE = 256  # most pages copied between two steps
 
 
 class HintKeeper:
@@ -96,7 +96,7 @@ class HintKeeper:
 
     def _bring(self, prefetch: Prefetch, now_s: float) -> None:
         """Copies the next pages of a prompt that only lower tiers hold; the rest follows after the next step."""
-        num_held = len(self._pool.retention.holds)  # a prefetch evicts none of them
+        num_held = len(self._pool.retention.holds)  # a prefetch must not evict them
         num_spare = self._pool.num_available - num_held - self._pool.num_reserve
         num_brought, is_complete = self._cache.bring(
             prefetch.hashes, min(_PAGES_AT_ONCE, num_spare), owner=prefetch.tenant
@@ -120,7 +120,7 @@ class HintKeeper:
         }
 
     def held_by_tenant(self) -> Mapping[str, int]:
-        """Returns the held pages of the tenants that hold most, and of all others together as `other`.
+        """Returns how many pages each of the tenants that hold most has, and all others together as `other`.
 
         May be called from any thread.
         """

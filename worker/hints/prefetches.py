@@ -1,6 +1,7 @@
 """Decides which prefetches wait for their time, and which are due. Pure.
 
-Bounded in all, and for each tenant by half of that, so that one tenant cannot take all places.
+The number of waiting prefetches is bounded, and each tenant gets at most half of it, so that no tenant can take every
+place.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Prefetch:
 
 
 class PrefetchQueue:
-    """Prefetches by the time at which they are due (monotonic)."""
+    """Keeps prefetches until they are due. Times are monotonic."""
 
     def __init__(self, max_waiting: int) -> None:
         self._max = max_waiting
@@ -38,7 +39,7 @@ class PrefetchQueue:
         return self._waiting[0][0] if self._waiting else None
 
     def add(self, prefetch: Prefetch, due_s: float) -> bool:
-        """Returns False if too many wait already."""
+        """Queues a prefetch. Returns False if too many wait already."""
         if len(self._waiting) >= self._max or self._by_tenant[prefetch.tenant] >= self._max_per_tenant:
             return False
         heapq.heappush(self._waiting, (due_s, next(self._numbers), prefetch))

@@ -14,7 +14,7 @@ from penstock.kv.events import KvEventBatch, KvEventKind
 from penstock.kv.page_texts import PageText
 from penstock.types import PageHash
 
-MAX_BLOCKS = 1024  # in one event, which a subscriber handles at once
+MAX_BLOCKS = 1024  # most blocks in one event, so that a subscriber handles it quickly
 
 _MEDIA = {KvEventKind.STORED: GPU, KvEventKind.ON_HOST: CPU, KvEventKind.ON_DISK: STORAGE}
 _Texts = Mapping[PageHash, PageText]
@@ -29,7 +29,7 @@ class PublishedPages:
     """The medium of each published page."""
 
     def __init__(self, page_size: int, extra_key: Callable[[PageText], str | None]) -> None:
-        """`extra_key` names what, besides tokens and adapter, a text's pages depend on; None: nothing."""
+        """`extra_key` names what else, besides tokens and adapter, a text's pages depend on, or returns None."""
         self._page_size = page_size
         self._extra_key = extra_key
         self._media: dict[PageHash, str] = {}
@@ -41,7 +41,7 @@ class PublishedPages:
     def translate(self, batch: KvEventBatch, texts: _Texts) -> list[BlockEvent]:
         """Returns the events for subscribers. `texts` holds the texts of the pages that `batch` names.
 
-        A snapshot begins with the event that empties their picture of this worker.
+        A snapshot begins with the event that clears their view of this worker.
         """
         events: list[BlockEvent] = []
         if batch.snapshot:
@@ -74,7 +74,7 @@ class PublishedPages:
                 moved.setdefault(before, []).append(block_hash(page))
             self._media[page] = medium
             new.append(page)
-        # First the new place, so that a page which moves is held at every moment.
+        # The new medium comes first, so that subscribers never see a moving page as lost.
         return [*(self._run_event(run, medium, texts) for run in _runs(new, texts)), *_removals(moved)]
 
     def _run_event(self, run: Sequence[PageHash], medium: str, texts: _Texts) -> BlocksStored:

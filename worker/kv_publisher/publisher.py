@@ -1,8 +1,8 @@
 """The thread and sockets that publish a worker's block events: a PUB socket, and a ROUTER socket for replays.
 
 The thread reads the event log from where it stopped. If it falls behind the log's window it reads a snapshot instead,
-which subscribers get after an event that clears their picture: the step loop is never held up, and memory is bounded by
-the log, the replay window and the sockets' queues.
+which subscribers get after an event that clears their view. So the step loop never waits for it, and memory is bounded
+by the log, the replay window and the sockets' queues.
 """
 
 from __future__ import annotations
@@ -44,15 +44,16 @@ class KvPublisher:
         page_size: int,
         extra_key: Callable[[PageText], str | None] = lambda text: None,
     ) -> None:
-        """Begins to keep the tokens of cached pages. `extra_key` names what else than tokens and adapter a text's pages
-        depend on."""
+        """Starts keeping the tokens of cached pages. `extra_key` names what else, besides tokens and adapter, a text's
+        pages depend on.
+        """
         events.keep_texts(page_size)
         self._events = events
         self._config = config
         self._pages = PublishedPages(page_size, extra_key)
         self._window = ReplayWindow(config.replay_batches, config.replay_bytes)
         self._topic = config.topic.encode()
-        self._next_seq = 0  # of the log, which holds no number 0: the first read is a snapshot
+        self._next_seq = 0  # in the log, whose numbers start at 1: the first read is a snapshot
         self._num_resyncs = 0
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_woken = False
@@ -119,7 +120,7 @@ class KvPublisher:
             os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Publishes what is left, then ends the thread and closes the ports. Blocks for a moment."""
+        """Publishes what is left, then ends the thread and closes the ports. Blocks briefly."""
         if not self._thread.is_alive():
             return
         self._is_stopping = True
@@ -145,7 +146,7 @@ class KvPublisher:
                     if not is_last:
                         self._await_change(poller)
                 except Exception:
-                    # Without this, subscribers would trust a picture that never changes again.
+                    # Otherwise subscribers would trust a view that never changes again.
                     log.exception("publishing KV events failed; subscribers get the whole cache again")
                     self._next_seq, self._num_resyncs = 0, self._num_resyncs + 1
                     time.sleep(_RETRY_S)
@@ -187,7 +188,7 @@ class KvPublisher:
         self._publications.send_multipart([self._topic, seq.to_bytes(SEQ_BYTES, "big"), payload])
 
     def _replay(self) -> None:
-        """Answers one request for the batches from a number on; ignores whatever else arrives."""
+        """Answers one request for the batches from a number on; ignores anything else."""
         frames = self._replays.recv_multipart()
         if len(frames) != 3 or frames[1] or len(frames[2]) != SEQ_BYTES:
             log.debug("a replay request has %d frames", len(frames))

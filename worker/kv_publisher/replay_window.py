@@ -1,4 +1,4 @@
-"""The last batches that were published, for subscribers that missed some. Pure."""
+"""Keeps the most recently published batches for subscribers that missed some. Pure."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class SharedScope:
         self._secrets = secrets
 
     def extra_key(self, text: PageText) -> str | None:
-        """Returns None for a text that every request may share, else a name of its scope.
+        """Returns the name of a text's scope, or None if every request may share the text.
 
         Published like a cache salt of vLLM, it keeps other routers from counting on another tenant's pages. It is a
         MAC where the deployment has a secret, so it does not name the tenant.

@@ -1,7 +1,7 @@
 """Estimates the FLOPs and bytes of steps from the model's sizes, to show how busy the device is. Pure.
 
-Estimates follow the roofline model: every step reads its weights once, and a decode step also the KV of every context.
-Activations, and KV that prompts read from on-chip caches, are left out.
+Estimates follow the roofline model: every step reads the weights once, and a decode step also reads the KV of every
+context. They leave out activations, and KV that prompts read from on-chip caches.
 """
 
 from __future__ import annotations

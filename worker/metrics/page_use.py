@@ -22,7 +22,7 @@ def measure_pages(pool: PagePool, sequences: Collection[Sequence], page_size: in
     """Counts the pages of these sequences and of their pool.
 
     All pages have one size, so the only waste is the unfilled part of the pages that a sequence holds. The step loop
-    runs meanwhile, so that a figure may be off by one step's tokens.
+    runs meanwhile, so a figure may be off by one step's tokens.
     """
     by_state = {
         "free": pool.num_free,

@@ -17,7 +17,7 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-_IDLE_S = 5.0  # a connection is closed after this long without a byte
+_IDLE_S = 5.0  # idle connections are closed after this long
 
 
 class MetricsPort:
@@ -26,7 +26,9 @@ class MetricsPort:
     """
 
     def __init__(self, host: str, port: int, *collectors: Collector, last_port: int | None = None) -> None:
-        """Takes the first free port from `port` to `last_port`; 0 means any. Raises ConfigError if none is free."""
+        """Listens on the first free port from `port` to `last_port`, on any if `port` is 0. Raises ConfigError if none
+        is free.
+        """
         registry = CollectorRegistry()
         for collector in collectors:
             registry.register(collector)

@@ -13,7 +13,7 @@ _SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class StepMetrics:
-    """Distributions over steps. Only the step loop's thread observes; scrapes read concurrently."""
+    """Observes the distributions of steps. Only the step loop's thread observes; scrapes read concurrently."""
 
     def __init__(self, described: worker_pb2.WorkerDescription) -> None:
         self.registry = CollectorRegistry()

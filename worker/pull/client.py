@@ -1,7 +1,7 @@
 """Asks other workers for pages: one call per pull, which ends by its deadline. Runs on the server's event loop.
 
 The pages themselves arrive through `PageHandover.ReceivePages`, like those of a draining worker, and are cached batch
-by batch once they are verified. The call only says when no more will come.
+by batch once they are verified. The call only reports when no more pages will come.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class PullClient:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, pull: PullRequest, on_end: Callable[[PenstockError | None], None]) -> None:
-        """Starts a pull; may be called from any thread. Calls `on_end` once on the step loop, by the deadline, with the
-        problem if the source has not sent everything.
+        """Starts a pull; may be called from any thread. Calls `on_end` once on the step loop, at the latest at the
+        deadline, with an error unless the source has sent everything.
         """
         self._running.call_soon_threadsafe(self._start, pull, on_end)
 

@@ -1,6 +1,6 @@
 """Decides whether to pull pages that another worker holds or to compute them here. Pure: time is passed in.
 
-Both ways are priced in seconds: pulling by what earlier pulls from that worker took, computing by what this worker's
+Both are priced in seconds: pulling by how long earlier pulls from that worker took, computing by how long this worker's
 own steps took, and each by the router's prediction until something is learned. A prompt never waits longer for a pull
 than the predicted time to compute the same pages, so a failed pull at most doubles that time.
 """
@@ -33,7 +33,7 @@ class PartlyPulled(TransferError):
 
 @dataclass(frozen=True, slots=True)
 class PrefixSource:
-    """A worker that, to the router's knowledge, holds leading pages of a prompt, with the router's predictions."""
+    """A worker that holds leading pages of a prompt as far as the router knows, with the router's predictions."""
 
     worker_id: WorkerId
     epoch: Epoch
@@ -45,7 +45,7 @@ class PrefixSource:
 
 
 def source_from_wire(message: worker_pb2.PrefixSource) -> PrefixSource:
-    """Reads a source that is present in its message."""
+    """Reads a source from a message that has one."""
     return PrefixSource(
         WorkerId(message.worker_id),
         Epoch(message.epoch),
@@ -115,7 +115,7 @@ class PullCosts:
         self._learn(source, missing, seconds, now_s)
 
     def on_failed(self, source: PrefixSource, missing: MissingPages, seconds: float, now_s: float) -> None:
-        """Learns from a pull that failed or was given up after `seconds`; avoids its source for a while."""
+        """Learns from a pull that failed or was abandoned after `seconds`; avoids its source for a while."""
         known = self._known(source.worker_id, now_s)
         expected_s = (known.cost if known else _link_prior(source, missing)).predict((1, missing.num_bytes))
         known = self._learn(source, missing, _UNFINISHED * seconds if seconds > expected_s else expected_s, now_s)

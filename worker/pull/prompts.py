@@ -1,4 +1,4 @@
-"""Holds prompts back while a part of their pages is pulled from another worker or read from the shared store.
+"""Holds prompts back while some of their pages are pulled from another worker or read from the shared store.
 
 Runs on the step loop. Meanwhile a prompt is in no queue and holds no pages. Once the pull has ended, successfully or
 not, the prompt finds the received pages in the prefix cache and the rest is computed. Prompts that lack the same pages
@@ -82,8 +82,8 @@ class PrefixPulls:
         recall: Callable[[TokenSequence], None] = lambda sequence: None,
         store: SharedStore | None = None,
     ) -> None:
-        """`start` is `PullClient.start`; `totals` returns the steps that have computed prompts here; `recall` brings at
-        once what dead workers of this host have left of a prompt; `store` is a source besides other workers.
+        """`start` is `PullClient.start`; `totals` returns the steps that have computed prompts here; `recall` copies
+        the pages of a prompt that dead workers of this host have left; `store` is a source besides other workers.
         """
         self._engine = engine
         self._start = start

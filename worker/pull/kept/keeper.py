@@ -1,14 +1,14 @@
 """The keeper: a process that holds the memory of workers' page pools, so that it outlives a worker that dies.
 
-It is run as a script, imports only the standard library and maps nothing: all that it has of a pool is the file
-descriptors of its memory and of its journal, which the worker passes over a Unix socket. While a worker lives, its
-connection stays open; when the connection ends without a farewell, the worker is dead and its pool is kept for
-`lease_s`. Every worker of the same key is handed the pools of the dead ones: those that there are when it connects,
-and others when they come. The files have no names, so nothing is left behind however keeper and workers end.
+It runs as a script, imports only the standard library and maps nothing: of a pool it holds only the file descriptors of
+its memory and of its journal, which the worker passes over a Unix socket. A worker's connection stays open while the
+worker lives; if it ends without a `withdraw`, the worker is dead and its pool is kept for `lease_s`. Every worker with
+the same key receives the pools of dead workers, existing ones when it connects and later ones as they appear. The files
+have no names, so nothing is left behind however keeper and workers end.
 
-The socket's name is abstract, so it needs no folder, belongs to whoever binds it first, and ends with the process.
-Both ends check that the other one is of the same user. A message is one JSON object in one packet. The keeper ends when
-it has had neither a connection nor a pool for IDLE_S.
+The socket's name is abstract, so it needs no folder, belongs to whoever binds it first, and disappears with the
+process. Both ends check that the other runs as the same user. A message is one JSON object in one packet. The keeper
+ends after IDLE_S without a connection or a pool.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ IDLE_S = 10.0
 EXIT_TAKEN = 3  # another process has the socket's name
 _MAX_CONNECTIONS = 512
 _MAX_KEPT = 64  # pools of dead workers
-_MAX_KEPT_OF_WORKER = 2  # a worker that crashes again and again leaves no more than these
+_MAX_KEPT_OF_WORKER = 2  # a worker that keeps crashing leaves at most this many
 _MAX_LEASE_S = 3600.0
-_CHECK_S = 1.0  # between two looks at the host's memory while pools are kept
-_LEAST_FREE_SHARE = 0.05  # kept pools are released, oldest first, while less of the memory is available
+_CHECK_S = 1.0  # interval of checks of the host's memory while pools are kept
+_LEAST_FREE_SHARE = 0.05  # kept pools are released, oldest first, while a smaller share of memory is available
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
@@ -46,7 +46,7 @@ def is_of_this_user(connection: socket.socket) -> bool:
 
 
 class KeptMemory:
-    """A pool: that of a connected worker, or of a dead one until `until_s`."""
+    """The pool of a connected worker, or that of a dead one until `until_s`."""
 
     def __init__(self, description: dict[str, object], files: list[int], lease_s: float) -> None:
         self.description = description
@@ -64,11 +64,11 @@ class KeptMemory:
 
 
 def choose_released(kept: list[KeptMemory], now_s: float, free_share: float) -> list[KeptMemory]:
-    """Returns the pools of dead workers, given oldest first, that are to be released now. Pure."""
+    """Returns which of the pools of dead workers, given oldest first, to release now. Pure."""
     released = [pool for pool in kept if pool.until_s <= now_s]
     rest = [pool for pool in kept if pool.until_s > now_s]
     if free_share < _LEAST_FREE_SHARE and rest:
-        released.append(rest.pop(0))  # one at a time: the next look shows what that has freed
+        released.append(rest.pop(0))  # one at a time: the next check shows how much that has freed
     of_worker: dict[tuple[str, str], int] = {}
     for index, pool in reversed(list(enumerate(rest))):
         identity = (pool.key, pool.worker_id)
@@ -79,21 +79,23 @@ def choose_released(kept: list[KeptMemory], now_s: float, free_share: float) -> 
 
 
 def measure_free_share() -> float:
-    """Returns the least share of memory that is available, of the host's and of this process's control group's."""
+    """Returns the share of memory that is available to the host or to this process's control group, whichever is
+    smaller.
+    """
     shares = [1.0]
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             fields = {line.split(":")[0]: float(line.split()[1]) for line in lines}
         shares.append(fields["MemAvailable"] / fields["MemTotal"])
         with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit:
-            most = float(limit.read())  # "max", without a limit, is no number
+            most = float(limit.read())  # "max" (no limit) is not a number
         with open("/sys/fs/cgroup/memory.current", encoding="ascii") as current:
             used = float(current.read())
         with open("/sys/fs/cgroup/memory.stat", encoding="ascii") as lines:
             cached = sum(float(line.split()[1]) for line in lines if line.startswith("inactive_file "))
         shares.append((most - used + cached) / most)
     except (OSError, ValueError, KeyError):
-        pass  # what this system does not tell counts as enough
+        pass  # memory that this system does not report counts as available
     return min(shares)
 
 
@@ -143,18 +145,18 @@ class Keeper:
             if not packet:
                 raise ConnectionError("its process has ended")
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-                raise ValueError("a packet with more than a message")
+                raise ValueError("a packet is longer than a message")
             files = self._answer(connection, json.loads(packet), files)
         except ConnectionError:
             self._drop(connection, is_dead=True)
         except (ValueError, KeyError, TypeError, RecursionError):
-            self._drop(connection, is_dead=False)  # another version's worker: what it has said cannot be relied on
+            self._drop(connection, is_dead=False)  # a worker of another version: nothing that it sent can be relied on
         finally:
             for fd in files:
                 os.close(fd)
 
     def _answer(self, connection: socket.socket, message: dict[str, object], files: list[int]) -> list[int]:
-        """Does what a message asks for; returns the files that it leaves to the caller."""
+        """Carries out a message. Returns the files that it has not kept, which the caller closes."""
         kind = message["op"]
         if kind == "deposit" and len(files) == NUM_FILES and self._owned.get(connection) is None:
             lease_s = min(max(float(str(message["lease_s"])), 0.0), _MAX_LEASE_S)
@@ -165,7 +167,7 @@ class Keeper:
                     self._hand_out(connection, pool)
             self._send(connection, {"op": "ready"})
             return []
-        elif kind == "restored":  # the successor has copied all that it wants
+        elif kind == "restored":  # the successor needs nothing more
             mine_now = self._owned.get(connection)
             for pool in list(self._kept):
                 same = mine_now is not None and (pool.key, pool.worker_id) == (mine_now.key, mine_now.worker_id)
@@ -178,7 +180,7 @@ class Keeper:
         return files
 
     def _drop(self, connection: socket.socket, *, is_dead: bool) -> None:
-        """Ends a connection. The pool of a dead worker is kept and handed to the others of its key."""
+        """Ends a connection. Keeps the pool of a dead worker and hands it to the other workers with its key."""
         if connection not in self._owned:
             return
         pool = self._owned.pop(connection)
@@ -201,8 +203,8 @@ class Keeper:
         )
 
     def _send(self, connection: socket.socket, message: dict[str, object], files: list[int] | None = None) -> None:
-        """A worker that does not read its messages misses them: the keeper waits for nobody."""
-        with contextlib.suppress(OSError):  # it is dead, which its connection will show, or its buffer is full
+        """Sends without waiting: a worker that does not read its messages misses them."""
+        with contextlib.suppress(OSError):  # the worker is dead, as its connection will show, or its buffer is full
             socket.send_fds(connection, [json.dumps(message).encode()], files or [])
 
     def _release(self) -> None:
@@ -219,7 +221,9 @@ class Keeper:
 
 
 def main() -> int:
-    """Binds the name, and returns once the name is served by a process in the background, or with EXIT_TAKEN."""
+    """Binds the name and serves it from a process in the background. Returns EXIT_TAKEN if the name is taken, or else
+    0.
+    """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.bind(socket_name(sys.argv[1]))
@@ -229,7 +233,7 @@ def main() -> int:
     listener.setblocking(False)
     if os.fork():
         return 0
-    os.setsid()  # out of the worker's session and process group, which may be killed as a whole
+    os.setsid()  # leaves the worker's session and process group, which may be killed as a whole
     os.chdir("/")
     Keeper(listener).run()
     os._exit(0)

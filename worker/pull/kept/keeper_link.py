@@ -1,7 +1,7 @@
 """A worker's connection to the keeper of its host.
 
-The connection is the proof that the worker lives: the kernel closes it after the process's last thread, whatever ends
-the process. A keeper that is not there is started; one that is lost is started again, and the pool is deposited there.
+The connection proves that the worker lives: the kernel closes it after the process's last thread, however the process
+ends. The link starts a keeper if there is none, restarts a lost one, and then deposits the pool again.
 """
 
 from __future__ import annotations
@@ -64,31 +64,32 @@ class KeeperLink:
         on_kept: Callable[[KeptFiles], None],
         on_released: Callable[[bytes], None],
     ) -> None:
-        """`on_kept` gets files that are closed when it returns."""
+        """The files that `on_kept` gets are closed when it returns."""
         self._name = name
         self._deposit = deposit
         self._on_kept = on_kept
         self._on_released = on_released
         self._socket: socket.socket | None = None
         self._closing = threading.Event()
-        self._lock = threading.Lock()  # of the socket's owner: the thread replaces it, `close` ends it
+        self._lock = threading.Lock()  # guards the socket, which the thread replaces and `close` ends
         self._thread = threading.Thread(target=self._run, name="keeper link", daemon=True)
 
     def start(self) -> None:
-        """Returns once the pools that the keeper has of dead workers were passed on. Blocks. A keeper that cannot be
-        reached is tried again later."""
+        """Connects, and passes on the pools of dead workers that the keeper has. Blocks. Tries again later if the
+        keeper cannot be reached.
+        """
         try:
             self._connect()
         except (OSError, PenstockError) as error:
-            log.warning("KV would not outlive this process, since the keeper is out of reach: %s", error)
+            log.warning("KV will not outlive this process, because the keeper cannot be reached: %s", error)
         self._thread.start()
 
     def on_restored(self, pool_id: bytes) -> None:
-        """Lets the keeper release a pool of which this worker, its owner's successor, has taken all that it wants."""
+        """Lets the keeper release the pool of this worker's predecessor, from which it needs nothing more."""
         self._send({"op": "restored", "pool_id": pool_id.hex()})
 
     def close(self) -> None:
-        """Takes the pool back from the keeper: this process ends in order."""
+        """Withdraws the pool from the keeper, because this process shuts down in order."""
         self._closing.set()
         self._send({"op": "withdraw"})
         with self._lock:
@@ -102,7 +103,7 @@ class KeeperLink:
                 try:
                     self._socket.send(json.dumps(message).encode())
                 except OSError as error:
-                    log.info("the keeper has not heard %s: %s", message["op"], error)
+                    log.info("could not send %s to the keeper: %s", message["op"], error)
 
     def _connect(self) -> None:
         """Connects, deposits the pool, and passes on what the keeper has. Raises OSError or Unavailable."""
@@ -120,7 +121,7 @@ class KeeperLink:
             }
             socket.send_fds(connection, [json.dumps(message).encode()], [deposit.pool_fd, deposit.journal_fd])
             while self._receive(connection) != "ready":
-                pass  # each message was handled; the keeper bounds how many come before this one
+                pass  # `_receive` has handled the message; the keeper bounds how many come before `ready`
             connection.settimeout(None)
         except BaseException:
             connection.close()
@@ -148,17 +149,17 @@ class KeeperLink:
             try:
                 self._connect()
             except (OSError, PenstockError) as error:
-                log.warning("the keeper is out of reach, next attempt in %.3g s: %s", pause_s, error)
+                log.warning("the keeper cannot be reached, next attempt in %.3g s: %s", pause_s, error)
 
     def _receive(self, connection: socket.socket) -> str:
         """Handles the next message and returns its kind. Raises OSError, or Unavailable at the connection's end."""
         packet, files, flags, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, NUM_FILES)
         try:
             if not packet or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-                raise Unavailable("the keeper has closed the connection" if not packet else "an endless message")
+                raise Unavailable("the keeper has closed the connection" if not packet else "its message is too long")
             return self._handle(json.loads(packet), files)
         except (ValueError, KeyError, TypeError) as error:
-            raise Unavailable(f"the keeper speaks otherwise: {error!r}") from error
+            raise Unavailable(f"the keeper's message is not understood: {error!r}") from error
         finally:
             for fd in files:
                 os.close(fd)
@@ -183,8 +184,9 @@ class KeeperLink:
 
 
 def connect(name: str) -> socket.socket:
-    """Returns a connection to the keeper of this user called `name`, which is started if there is none. Raises
-    Unavailable, or OSError."""
+    """Returns a connection to this user's keeper called `name`, and starts one if there is none. Raises Unavailable or
+    OSError.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         deadline_s = time.monotonic() + _TIMEOUT_S
@@ -197,7 +199,7 @@ def connect(name: str) -> socket.socket:
                     raise
                 _start_keeper(name)
         if not is_of_this_user(connection):
-            raise Unavailable(f"another user's process has the name of the keeper {name!r}; set another keeper.name")
+            raise Unavailable(f"another user's process has the keeper's name {name!r}; set another keeper.name")
     except BaseException:
         connection.close()
         raise
@@ -205,7 +207,7 @@ def connect(name: str) -> socket.socket:
 
 
 def _start_keeper(name: str) -> None:
-    """Returns once a keeper listens, this one or another. Raises Unavailable."""
+    """Starts a keeper. Returns once it, or another with the name, listens. Raises Unavailable."""
     command = [sys.executable, "-I", "-S", str(Path(keeper.__file__)), name]
     try:
         done = subprocess.run(

@@ -1,7 +1,8 @@
 """Takes pages of dead workers of this host into this worker's cache instead of computing them. Runs on the step loop.
 
-A prompt finds what any kept pool holds of it at once, by a copy. The successor of a dead worker, which has its name,
-also copies the rest in small parts between steps, into pages that nobody uses, and then lets the pool be released.
+When a prompt arrives, its pages in any kept pool are copied at once. The successor of a dead worker, the one with its
+name, also copies the rest, a little between every two steps and only into unused pages, and then lets the keeper
+release the pool.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from worker.pull.kept.restore_policy import choose_restored
 
 log = logging.getLogger(__name__)
 
-_BYTES_AT_ONCE = 8 << 20  # copied between two steps: some milliseconds
+_BYTES_AT_ONCE = 8 << 20  # most bytes copied between two steps, which takes a few milliseconds
 
 
 @dataclass(slots=True)
@@ -53,7 +54,7 @@ class KeptPages:
         self._worker_id = worker_id
         self._post = post
         self._clock = clock
-        self._attached: list[_Attached] = []  # the latest last
+        self._attached: list[_Attached] = []  # most recent last
         self.metrics = WorkerMetrics()
         self._journal = PoolJournal(engine.kv_pages)
         deposit = Deposit(
@@ -68,13 +69,14 @@ class KeptPages:
         self._link = KeeperLink(config.name, deposit, self._on_kept, self._on_released)
 
     def start(self) -> None:
-        """Begins the journal, deposits the pool, and takes what the keeper has. Call it before the step loop runs.
-        Blocks."""
+        """Starts the journal, deposits the pool, and attaches the pools that the keeper has. Call it before the step
+        loop runs. Blocks.
+        """
         self._engine.prefix_cache.keep_journal(self._journal)
         self._link.start()
 
     def close(self) -> None:
-        """Lets nothing outlive this process, which ends in order. Blocks."""
+        """Withdraws the pool, so that nothing outlives this process. Blocks."""
         self._link.close()
 
     def _on_kept(self, files: KeptFiles) -> None:
@@ -82,14 +84,14 @@ class KeptPages:
         try:
             pool = KeptPool(files.pool_fd, files.journal_fd, files.pool_id, files.num_pages, self._engine.kv_pages)
         except (InvalidInput, OSError) as error:
-            log.error("the pool that %s left is not used: %s", files.worker_id, error)
+            log.error("cannot use the pool of dead worker %s: %s", files.worker_id, error)
             self._post(lambda: self.metrics.add(KEPT_POOLS_REFUSED))
             return
         attached = _Attached(pool, files.worker_id, files.pool_id, self._clock() + files.left_s)
         self._post(lambda: self._attach(attached))
 
     def _attach(self, attached: _Attached) -> None:
-        log.info("%s has left %d cached pages, which can be taken", attached.worker_id, len(attached.pool.pages))
+        log.info("dead worker %s left %d cached pages to restore", attached.worker_id, len(attached.pool.pages))
         self.metrics.add(KEPT_POOLS)
         self._attached.append(attached)
 
@@ -100,7 +102,7 @@ class KeptPages:
         self._attached = [each for each in self._attached if each.pool_id != pool_id]
 
     def recall(self, sequence: Sequence) -> None:
-        """Copies what dead workers have left of a prompt into this worker's cache. Blocks while it is copied."""
+        """Copies the pages of a prompt that dead workers have left into this worker's cache. Blocks for the copy."""
         if not self._attached or sequence.scores_prompt:
             return
         size = self._engine.layout.page_size
@@ -111,7 +113,7 @@ class KeptPages:
             self._count(num_pages, attached.pool.num_damaged - damaged)
 
     def sweep(self, now_s: float) -> float | None:
-        """Gives up pools whose time is over, and restores the next pages. Returns when to sweep again."""
+        """Detaches pools whose lease is over, and restores the next pages. Returns when to sweep again."""
         self._attached = [each for each in self._attached if each.until_s > now_s]
         for attached in self._attached:
             if attached.worker_id == self._worker_id:

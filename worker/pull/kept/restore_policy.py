@@ -15,9 +15,9 @@ def choose_restored(
     *,
     needs_parents: bool,
 ) -> list[SealedPage]:
-    """Returns at most `max_pages` pages, parents before children, those of the latest texts first chosen.
+    """Chooses at most `max_pages` pages, those of the latest texts first. Returns them with parents before children.
 
-    With `needs_parents` a page is of use only with all pages before it, and others are left out.
+    With `needs_parents`, a page is useful only together with all pages before it; others are left out.
     """
     chosen: dict[PageHash, SealedPage] = {}
     for newest in sorted(sealed.values(), key=lambda page: page.number, reverse=True):

@@ -1,4 +1,4 @@
-"""Defines the two ends of every transfer, through which workers send and receive KV, and opens a worker's own.
+"""Defines the two ends of every transfer, through which workers send and receive KV, and opens a worker's own ends.
 
 `TransferSender` (send/sender.py) and `TransferReceiver` (receive/receiver.py) do the work: one of each serves a worker
 of one rank. The ranks of tensor-parallel workers are composed behind the same methods (ranks/).

@@ -1,4 +1,4 @@
-"""Runs callbacks and events such that an error in one of them cannot end the thread that serves all transfers."""
+"""Runs callbacks and events so that an error in one of them cannot end the thread that serves all transfers."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def page_checksums(pool: torch.Tensor, pages: Sequence[PageId]) -> list[int]:
 
 
 def row_checksums(pool: torch.Tensor, pages: Sequence[PageId], rows: PageRows) -> list[int]:
-    """Returns the same as `page_checksums` over only some rows of each page, as if these rows were a page."""
+    """Returns what `page_checksums` would if some rows of each page were the whole page."""
     if rows == WHOLE_PAGE:
         return page_checksums(pool, pages)
     whole = PageBuffer(pool).in_rows(rows.num_in_page)
@@ -40,7 +40,7 @@ def row_checksums(pool: torch.Tensor, pages: Sequence[PageId], rows: PageRows) -
 
 
 def join_checksums(by_part: Sequence[Sequence[int]]) -> list[int]:
-    """Combines the checksums of the parts of pages into one for each page. Every part lists as many pages."""
+    """Combines the checksums of the parts of pages into one for each page. Every part lists the same pages."""
     if len(by_part) == 1:
         return list(by_part[0])
     return [

@@ -1,6 +1,6 @@
 """Views a pool or a staging buffer as plain rows of bytes, one row per page.
 
-This module is between the transports and the pool tensor, which the engine owns: it only views the tensor and copies
+This module sits between the transports and the pool's tensor, which the engine owns: it views the tensor and copies
 rows in and out. It ignores the dtype and geometry of pages, which the handshake has compared.
 
 Shape suffixes: P pages, W 8-byte words of a page (bytes where a page is not a multiple of 8).
@@ -71,8 +71,8 @@ class PageBuffer:
         torch.index_select(self.rows_PW, 0, index_P, out=out.rows_PW[: len(pages)])
 
     def copy_from(self, source: PageBuffer, src_pages: Sequence[PageId], dst_pages: Sequence[PageId]) -> None:
-        """Copies source's src_pages[i] into dst_pages[i] of this buffer; both are on one kind of device. On a GPU the
-        copy is queued on the current stream without waiting.
+        """Copies src_pages[i] of `source` into dst_pages[i] of this buffer; both are on the same kind of device. On a
+        GPU, queues the copy on the current stream and does not wait for it.
         """
         self._copy(self.rows_PW, source.rows_PW, dst_pages, src_pages)
 
@@ -102,5 +102,5 @@ class PageBuffer:
 
 
 def rows_of_pages(pages: Sequence[PageId], num_rows: int, places: Sequence[int]) -> list[PageId]:
-    """Returns the rows at `places` of each page in order, given that a page has `num_rows` rows."""
+    """Returns the rows at `places` of each page, in order, where a page has `num_rows` rows."""
     return [PageId(page * num_rows + place) for page in pages for place in places]

@@ -43,7 +43,7 @@ class PageRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
-    """How KV of one layout becomes KV of another. Made by `plan_reshard`."""
+    """Says how KV of one layout becomes KV of another. Made by `plan_reshard`."""
 
     source: KVLayout
     target: KVLayout  # what is moved: the receiver's page, or those of its heads that this sender holds
@@ -89,7 +89,7 @@ class ReshardPlan:
 
 
 def plan_reshard(source: KVLayout, page: KVLayout, heads: range | None = None) -> ReshardPlan:
-    """Plans the move of all heads of the receiver's page, or only of `heads`. Raises TransferRefused that names every
+    """Plans how to move all heads of the receiver's page, or only `heads`. Raises TransferRefused, which names every
     incompatible difference and both digests.
     """
     target = page if heads in (None, page.heads) else layout_of_heads(page, heads)
@@ -104,11 +104,13 @@ def plan_reshard(source: KVLayout, page: KVLayout, heads: range | None = None) -
     ):
         if not (found.start <= wanted.start and wanted.stop <= found.stop):
             problems.append(
-                f"{field} {wanted.start} to {wanted.stop} are the receiver's, "
-                f"the sender has {found.start} to {found.stop} only"
+                f"the receiver wants {field} {wanted.start} to {wanted.stop}, "
+                f"the sender has only {found.start} to {found.stop}"
             )
     if target.kv_dtype not in ("auto", *QUANTIZED_KV):
-        problems.append(f"kv_dtype is {target.kv_dtype!r} at the receiver, the sender knows {', '.join(QUANTIZED_KV)}")
+        problems.append(
+            f"kv_dtype is {target.kv_dtype!r} at the receiver, the sender supports {', '.join(QUANTIZED_KV)}"
+        )
     if problems:
         raise TransferRefused(
             f"KV layouts do not fit together: {'; '.join(problems)} (layout digests: the receiver's "
@@ -128,7 +130,7 @@ def layout_of_heads(page: KVLayout, heads: range) -> KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class PageRows:
-    """A part of a page, in rows of bytes. Page and part consist of rows of one size; row i of the part is row
+    """Locates a part of a page, in rows of bytes. Page and part consist of rows of one size; row i of the part is row
     `places[i]` of the page.
     """
 

@@ -1,7 +1,7 @@
 """Repacks pages of the pool into a receiver's layout, in a bounded buffer of staging rows.
 
-It serves pages that cannot move unchanged, and converts values that the receiver keeps in another dtype. A transport
-takes rows of this buffer like pages of the pool, and knows no layout. Rows are taken when a push starts and released
+It serves pages that cannot move unchanged, and converts values that the receiver stores in another dtype. Transports,
+which know no layouts, take rows of this buffer like pages of the pool. Rows are taken when a push starts and released
 when it has ended; a push that finds too few rows waits. Only the sender's thread uses it.
 
 Shape suffixes: P pages of the pool, R rows (pages of the receiver's size), L layers, K KV heads, S tokens, H head dim.
@@ -145,8 +145,8 @@ class Staging:
 
     def stage(self, pages: Sequence[PageSlices], num_held: int) -> list[PageId] | None:
         """Returns rows that hold these pages, whose slices must be complete in memory, or None if too few are free. A
-        receiver, which holds `num_held` rows already, gets at most about half of all rows, so that a stuck one leaves
-        room for others.
+        receiver that already holds `num_held` rows gets at most about half of all rows, so that a stuck one leaves room
+        for others.
         """
         too_greedy = num_held > 0 and num_held + len(pages) > len(self._free)
         if too_greedy or len(pages) > len(self._free):
@@ -168,9 +168,9 @@ class Staging:
 
 
 def sent_checksums(plan: ReshardPlan, pool: torch.Tensor, tokens: range, src_pages: Sequence[PageId]) -> list[int]:
-    """Returns a checksum of each of the receiver's pages that hold `tokens`, as they will be there, computed from the
-    pool. `tokens` starts at one of their boundaries; `src_pages` are the sequence's pages, from its first token on.
-    Blocks."""
+    """Returns the checksums that the receiver's pages of `tokens` will have, computed from this pool. `tokens` starts
+    at one of their boundaries; `src_pages` are the sequence's pages, from its first token on. Blocks.
+    """
     if plan.whole_pages:
         size = plan.target.page_size
         return page_checksums(pool, src_pages[tokens.start // size : -(-tokens.stop // size)])

@@ -1,8 +1,8 @@
 """Plans which rank of a sender writes which KV heads to which rank of a receiver. Pure.
 
 Either end of a transfer may be a group of tensor-parallel ranks that each hold a share of the KV heads. Such a transfer
-consists of routes. A route is what one sending rank writes into the pages of one receiving rank. Both ends derive the
-same routes from the two numbers of ranks. Between two single ranks there is one route, the transfer itself.
+consists of routes. A route is the part that one sending rank writes into the pages of one receiving rank. Both ends
+derive the same routes from the two numbers of ranks. Between two single ranks there is one route, the transfer itself.
 
 Ranks have their own epochs and names, so that transports can distinguish them: a rank's epoch is its worker's plus its
 number.
@@ -72,7 +72,7 @@ def check_ranks(num_kv_heads: int, num_ranks: int, end: str) -> None:
 
 
 def join_offers(num_senders: int, num_receivers: int, offers: list[bytes]) -> bytes:
-    """Joins the offers of all routes in the order of their plan. Between single ranks it is the one offer."""
+    """Joins the offers of all routes in the order of their plan. Between single ranks the result is the only offer."""
     if num_senders == num_receivers == 1:
         return offers[0]
     return msgpack.packb({"ranks": [num_senders, num_receivers], "offers": offers})

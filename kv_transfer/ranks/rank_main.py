@@ -1,6 +1,6 @@
 """Runs the process of any rank except the first: `python -m kv_transfer.ranks.rank_main PATH PARENT`.
 
-Rank 0's process starts it. PATH is the socket on which rank 0 listens, PARENT is rank 0's process id.
+Rank 0 starts this process. PATH is the socket on which rank 0 listens, PARENT is rank 0's process id.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class RankTransfers:
         self._ends[number], self._calls[number] = end, calls
 
     def _call(self, message: list[Any]) -> Any:
-        """Calls an end. Returns None for a closed one, since rank 0 may still be in the middle of a push."""
+        """Calls an end. Returns None if the end is closed, since rank 0 may still be in the middle of a push."""
         number, call, body = message
         calls = self._calls.get(number)
         return calls[call](body) if calls is not None else None

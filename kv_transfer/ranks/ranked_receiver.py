@@ -94,7 +94,7 @@ class RankedReceiver:
             if self._peer_ranks.setdefault(peer_epoch, num_ranks) != num_ranks:
                 known = self._peer_ranks[peer_epoch]
                 raise TransferError(
-                    f"{peer_worker_id}: epoch {peer_epoch} has {known} ranks, it cannot have {num_ranks}"
+                    f"{peer_worker_id}: epoch {peer_epoch} has {known} ranks; it cannot have {num_ranks}"
                 )
             surplus = self._peers.admit(Peer(peer_worker_id, peer_epoch))
         if surplus is not None:
@@ -177,14 +177,14 @@ class RankedReceiver:
             receiver.forget(rank)
 
     def cut_off(self, epoch: Epoch) -> bool:
-        """Cuts an incarnation off like `TransferReceiver.cut_off` on every rank. Returns whether it has no way into
-        any.
+        """Cuts an incarnation off like `TransferReceiver.cut_off` on every rank. Returns whether it has no way left
+        into any rank's pool.
         """
         answers = [receiver.cut_off(rank) for receiver, rank in self._ends_of(epoch)]
         return all(answers)
 
     def tear_down(self, epoch: Epoch) -> bool:
-        """Removes every way of an incarnation like `TransferReceiver.tear_down` on every rank."""
+        """Tears an incarnation down like `TransferReceiver.tear_down` on every rank."""
         ends = self._ends_of(epoch)
         self.forget(epoch)
         answers = [receiver.tear_down(rank) for receiver, rank in ends]
@@ -225,7 +225,7 @@ class RankedReceiver:
             key = self._transfer_of.get(route_key)
             transfer = self._ranked.get(key) if key is not None else None
             indexes = transfer.complete(first_index, num_pages, route_key) if transfer is not None else []
-        if key is None and self._num_ranks == 1:  # a transfer between single ranks; others without a key are closed
+        if key is None and self._num_ranks == 1:  # a transfer between single ranks; any other without a key is closed
             self._on_arrival(route_key, first_index, num_pages)
         if key is None:
             return

@@ -78,14 +78,14 @@ class RankedSender:
 
     @property
     def stats(self) -> SenderStats:
-        """What rank 0 has sent since the start, which is only its own part of each page if several ranks share the
+        """Returns what rank 0 has sent since the start: only its own part of each page if several ranks share the
         model.
         """
         return self._local.stats
 
     def open(self, key: TransferKey, offer: bytes, lane: Lane = Lane.STANDARD) -> ReshardPlan:
-        """Opens a transfer like `TransferSender.open` on every rank that has a route. Returns the plan of one route, as
-        all routes have the same page sizes.
+        """Opens a transfer like `TransferSender.open` on every rank that has a route. Returns the plan of one route,
+        since all routes have the same page sizes.
         """
         num_senders, num_receivers, offers = split_offer(offer)
         if num_senders != len(self._senders):
@@ -121,7 +121,7 @@ class RankedSender:
             raise
 
     def _open_own_routes(self, key: TransferKey, routes: Sequence[_OpenRoute], lane: Lane) -> None:
-        """Opens the routes that this rank sends, which may be refused; then nothing stays open."""
+        """Opens the routes that this rank sends. If one is refused, none stays open."""
         opened: list[TransferKey] = []
         try:
             for route in routes:

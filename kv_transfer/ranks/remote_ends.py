@@ -1,8 +1,8 @@
 """Rank 0's stubs for the senders and receivers on the other ranks of its worker.
 
 Each stub has the methods of a `TransferSender` or `TransferReceiver` and sends the calls over the channel of ranks;
-rank_service.py answers. Calls that must follow a step (pushes) are queued behind it. Calls that a peer may need at any
-moment (offers, opening and closing at a receiver) are answered even during a step.
+rank_service.py answers. Calls that must follow a step (pushes) are queued behind it. Calls that a peer may be waiting
+for (offers, opening and closing at a receiver) are answered even during a step.
 """
 
 from __future__ import annotations

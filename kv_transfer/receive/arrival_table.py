@@ -34,11 +34,11 @@ class TransferArrivals:
 
     @property
     def due_s(self) -> float:
-        """The time from which the transfer counts as stalled unless a page comes before."""
+        """The time at which the transfer counts as stalled unless another page lands first."""
         return self.last_progress_s + self.timeout_s
 
     def fresh(self, arrival: Arrival) -> list[int]:
-        """Returns those indexes of an arrival that have not landed before."""
+        """Returns the indexes of an arrival that have not landed before."""
         return [index for index in _indexes(arrival) if index in self.missing]
 
     def land(self, indexes: Iterable[int], now_s: float) -> None:
@@ -101,7 +101,7 @@ class ArrivalTable:
         return min((arrivals.due_s for arrivals in self._waiting()), default=math.inf)
 
     def last_progress_s(self) -> float | None:
-        """Returns when a page last came to a waiting transfer; None if none waits."""
+        """Returns when a page last landed for a waiting transfer; None if no transfer waits."""
         return max((arrivals.last_progress_s for arrivals in self._waiting()), default=None)
 
     def _waiting(self) -> list[TransferArrivals]:

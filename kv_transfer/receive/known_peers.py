@@ -1,8 +1,9 @@
-"""Keeps the incarnations that a receiver's pool was offered to, their shares of the heads, and which may still connect.
+"""Keeps the incarnations to which a receiver's pool was offered, their shares of the heads, and which may still
+connect.
 
 Pure: no I/O, no thread, no clock except the `now_s` passed in. The receiver (receiver.py) owns the tables and guards
-them with its lock. Incarnations are named only by their epochs, which have no order: the later of two incarnations of a
-worker is the one that gets further offers.
+them with its lock. Incarnations are known only by their epochs, which have no order: of two incarnations of a worker,
+the later one is the one that receives further offers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MAX_CUT_OFF = 4096  # most epochs remembered as cut off
 
 
 class Incarnations:
-    """The known incarnations of each worker, which were offered to most recently."""
+    """Keeps the incarnations of each worker that received the most recent offers."""
 
     def __init__(self) -> None:
         self._by_worker: dict[WorkerId, OrderedDict[Epoch, None]] = {}
@@ -85,7 +86,7 @@ class KnownPeers:
             raise TransferError(f"epoch {epoch} is not known here, or was forgotten") from None
 
     def cut_off(self, epoch: Epoch) -> None:
-        """Records that the peer gets no further way to write into the pool by itself."""
+        """Records that the peer may not connect over one-sided transports again."""
         self._cut_off[epoch] = None
         if len(self._cut_off) > MAX_CUT_OFF:
             self._cut_off.popitem(last=False)

@@ -1,9 +1,9 @@
 """The receiving end of KV transfers: decides which pages may be written, and reports what has landed and which peers
 are lost.
 
-It is between a worker's loop, which opens and closes transfers, and the transports, and owns the table of open
+It sits between a worker's loop, which opens and closes transfers, and the transports, and it owns the table of open
 transfers. It never touches the page pool's bookkeeping and so fences nothing: the caller fences pages before `open`,
-and lifts the fence when `close` has returned *and* the sender has said that it is over, or is known to be dead
+and lifts the fence when `close` has returned *and* the sender has reported that it is done, or is known to be dead
 (session/transfer_session.py).
 
 It has one thread, which sleeps while nothing is open. The thread polls transports that need it only while transfers are
@@ -98,8 +98,8 @@ class TransferReceiver:
         return [transport.name for transport in self._transports]
 
     def offer(self, peer_worker_id: WorkerId, peer_epoch: Epoch, heads: range | None = None) -> bytes:
-        """Returns what an incarnation needs to push here; it sends only `heads` of each page, if given. Only the most
-        recently offered incarnations of a worker stay known. Raises TransferError.
+        """Returns what an incarnation needs to push here. If `heads` is given, it may send only those of each page. Of
+        each worker, only the incarnations with the most recent offers stay known. Raises TransferError.
         """
         peer = Peer(peer_worker_id, peer_epoch)
         share = heads if heads != self._layout.heads else None
@@ -119,7 +119,7 @@ class TransferReceiver:
             self.forget(surplus.epoch)
         if not details:
             raise TransferError(
-                f"{peer_worker_id} (epoch {peer_epoch}) was silent and is cut off; only transport torch may reach this "
+                f"{peer_worker_id} (epoch {peer_epoch}) was silent and is cut off; only transport torch can reach this "
                 f"worker again, and transfer.transport is {self._config.transport!r}; restart {peer_worker_id}"
             )
         wanted = (share.start, share.stop) if share is not None else None
@@ -141,8 +141,9 @@ class TransferReceiver:
             self._lock.notify()
 
     def close(self, key: TransferKey) -> None:
-        """Starts no further callback of the transfer, and lets no staging transport write its pages. A peer that writes
-        by itself may go on until it says that it is over. Blocks while a copy into the pages runs. Idempotent.
+        """Ends the transfer's callbacks, and keeps staging transports from writing its pages. A peer that writes into
+        the pool itself may continue until it reports that it is done. Blocks while a copy into the pages runs.
+        Idempotent.
         """
         with self._lock:
             transfer = self._open.close(key)
@@ -151,7 +152,7 @@ class TransferReceiver:
                 transfer.closed = True
 
     def after_stray_writes(self, then: Callable[[], None]) -> None:
-        """Calls `then`, on any thread, once no write of senders that are already over can reach the pool any more.
+        """Calls `then`, on any thread, once no write of a sender that has finished can still reach the pool.
 
         That is at once except over RDMA, where packets may still be in the fabric, and where this end's polling copies
         what has arrived if the NIC cannot reach device memory. In that case `then` is called after polling for the
@@ -169,7 +170,9 @@ class TransferReceiver:
         return row_checksums(self._pages.tensor, pages, page_rows(self._layout, heads))
 
     def forget(self, epoch: Epoch) -> None:
-        """Fails an incarnation's open transfers and ends its connections. It may continue to write; see `cut_off`."""
+        """Fails an incarnation's open transfers and ends its connections. The incarnation may still write; see
+        `cut_off`.
+        """
         with self._lock:
             peer = self._peers.find(epoch)
             if peer is None:
@@ -180,8 +183,8 @@ class TransferReceiver:
         self._fail_all(peer, TransferError(f"{peer.worker_id} (epoch {peer.epoch}) is gone"))
 
     def cut_off(self, epoch: Epoch) -> bool:
-        """Gives the incarnation no new way to write into the pool by itself. Returns whether it has none left: then
-        nothing of its transfers is written once they are closed here. It may still connect over two-sided transports.
+        """Refuses the incarnation further one-sided connections. Returns whether it has none left: then its transfers
+        write nothing once they are closed here. It may still connect over two-sided transports.
         """
         with self._lock:
             self._peers.cut_off(epoch)
@@ -189,8 +192,8 @@ class TransferReceiver:
         return all(answers)
 
     def tear_down(self, epoch: Epoch) -> bool:
-        """Forgets an incarnation whose machine is known to be dead, and removes the ways that `cut_off` leaves open;
-        over RDMA every peer must then reconnect. Returns the result of `cut_off` after that. Blocks. Raises
+        """Forgets an incarnation whose machine is known to be dead, and ends the connections that `cut_off` leaves
+        open; over RDMA every peer must then reconnect. Returns what `cut_off` returns after that. Blocks. Raises
         TransferError if the memory cannot be withdrawn.
         """
         self.forget(epoch)
@@ -296,8 +299,8 @@ class TransferReceiver:
     def _must_poll(self, now_s: float) -> bool:
         if not self._polled:
             return False
-        # A transfer counts until the caller closes it, as a sender cannot finish its last push unless this end polls.
-        # Transfers whose pages are reported without polling do not count.
+        # A transfer counts until the caller closes it, since a sender cannot finish its last push unless this end
+        # polls. Transfers whose pages are reported without polling do not count.
         is_open = any(not self._peers.announces(epoch) for epoch in self._open.senders())
         return self._peers.any_expected(now_s) or is_open or bool(self._settling)
 
@@ -348,8 +351,8 @@ class TransferReceiver:
             self._post(lambda transfer=transfer: self._fail(transfer, error))  # type: ignore[misc]
 
     def _fail(self, transfer: TransferArrivals, error: TransferError) -> None:
-        """Reports a failure once per transfer. The transfer stays open until the caller closes it; nothing more is
-        written.
+        """Reports a failure once per transfer. The transfer stays open until the caller closes it, but no more pages
+        are written.
         """
         with self._lock:
             if not self._open.fail(transfer):

@@ -1,6 +1,6 @@
 """Connects to one receiver incarnation, over its preferred transport first and over the next one if that fails.
 
-Connecting blocks, so the sender runs it in a separate thread for each new receiver, and a frozen receiver delays no
+Connecting blocks, so the sender connects to each new receiver in a separate thread, and a frozen receiver delays no
 other.
 """
 
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 
 class RowLink:
-    """A `TransportLink` that takes pages, on top of one that takes rows, for a sending rank that holds a part of each
-    of the receiver's pages. Its announcements count pages.
+    """Takes pages like any `TransportLink` and pushes them as rows over another one, for a sending rank that holds a
+    part of each of the receiver's pages. Its announcements count pages.
     """
 
     takes_layer_groups = gains_from_layer_groups = False

@@ -1,8 +1,8 @@
 """The transports that reach receivers of one page layout: over the pool itself, or over a staging buffer.
 
-It is between the sender and the transports. A transport serves one buffer of pages and knows no layout. So receivers
-whose pages equal ours share the transports over the pool; every other layout gets its own path, with a staging buffer
-and transports over it, opened for its first receiver.
+It sits between the sender and the transports. A transport serves one buffer of pages and knows no layout. So receivers
+with pages like ours share the transports over the pool; every other layout gets a path of its own: a staging buffer and
+transports over it, opened for its first receiver.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class LayoutPaths:
                 )
             )
         self._staged[plan] = path
-        return path, self._staged.pop(unused).close(TransferError("another page layout has taken this one's place"))
+        return path, self._staged.pop(unused).close(TransferError("this page layout had to make room for another one"))
 
     def close(self) -> list[SendingTransport]:
         """Returns the transports of all paths, which the caller must close."""

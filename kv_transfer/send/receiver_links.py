@@ -1,8 +1,9 @@
-"""A sender's links, one for each receiver incarnation: connects them, moves pages over them, reports what is over.
+"""Keeps a sender's links, one for each receiver incarnation: connects them, moves pages over them, reports which
+transfers are over.
 
-It is between the sender (sender.py) and the transports. It owns the receivers with their queues, and the paths to them.
-Only the sender's thread calls it, so it needs no lock. A separate thread connects each receiver: it reads only the
-offer and the path, which do not change, and posts the result to the sender's thread.
+It sits between the sender (sender.py) and the transports. It owns the receivers with their queues, and the paths to
+them. Only the sender's thread calls it, so it needs no lock. A separate thread connects each receiver: it reads only
+the offer and the path, which do not change, and posts the result to the sender's thread.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class ReceiverLinks:
         on_over: Callable[[TransferKey], None],
     ) -> None:
         """`post` makes the sender's thread run a function, or returns False if the thread is ending. `on_layer_groups`
-        reports into how many groups of layers pushes to a receiver should be cut: 1 once its link is gone. `on_over` is
-        called once for each transfer, after its `on_failure` if there is one (sender.py).
+        receives the number of groups of layers into which pushes to a receiver should be cut: 1 once its link is gone.
+        `on_over` is called once for each transfer, after its `on_failure` if there is one (sender.py).
         """
         self._paths = paths
         self._transports = paths.own.transports()
@@ -203,7 +204,7 @@ class ReceiverLinks:
         try:
             queue.reap(now_s)
             while queue.post(now_s):
-                queue.reap(now_s)  # a write has often ended by the time the call that posts it returns
+                queue.reap(now_s)  # a write is often complete by the time the call that posts it returns
             if queue.stalled(now_s, self._config.timeout_s):
                 raise TransferError(
                     f"receiver epoch {receiver.offer.receiver_epoch}: no push ended for {self._config.timeout_s} s"

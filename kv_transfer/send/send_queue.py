@@ -22,7 +22,7 @@ from penstock.errors import TransferError
 from penstock.scheduling.lane_order import LaneOrder
 from penstock.types import Lane, PageId, TransferKey
 
-MAX_INFLIGHT_BYTES = 64 << 20  # in flight on a typical link; the rest waits here, only as page numbers
+MAX_INFLIGHT_BYTES = 64 << 20  # most bytes in flight on a typical link; the rest waits here, as page numbers only
 MAX_BULK_BYTES = 16 << 20  # most in flight when a bulk push starts: enough to keep a link busy
 # Bytes of later arrivals that may overtake a push of this lane: for bulk, about a second of a typical link.
 HANDICAP_BYTES = {Lane.INTERACTIVE: 0, Lane.STANDARD: 128 << 20, Lane.BULK: 1 << 30}
@@ -164,7 +164,7 @@ class SendQueue:
         return None
 
     def _stage(self, queued: QueuedPush) -> Sequence[PageId] | None:
-        """Returns the pages to push; None if they must be staged but there is no room now."""
+        """Returns the pages to push; None if they must be staged and there is no room yet."""
         if self.staging is None:
             return cast(Sequence[PageId], queued.src_pages)
         num_held = self._bytes_in_flight // self.page_bytes

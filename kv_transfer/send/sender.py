@@ -1,14 +1,14 @@
 """The sending end of KV transfers: pushes pages as chunks complete, and reports when a transfer is over.
 
-It is between a worker's loop, which opens transfers and hands in pages, and the links to receivers (receiver_links.py).
-It owns the set of open transfers and the commands for its thread. It never touches the page pool's bookkeeping: the
-caller keeps source pages until `on_done`. Transfers are described in tokens, so the receiver's pages may have another
-size or hold a share of the heads; such pages are staged in the receiver's layout before they are sent
+It sits between a worker's loop, which opens transfers and hands in pages, and the links to receivers
+(receiver_links.py). It owns the set of open transfers and the commands for its thread. It never touches the page pool's
+bookkeeping: the caller keeps source pages until `on_done`. Transfers are described in tokens, so the receiver's pages
+may have another size or hold a share of the heads; such pages are staged in the receiver's layout before they are sent
 (layout/staging.py).
 
 Every open transfer ends with exactly one `on_done(key)`, after at most one `on_failure(key, error)`. `on_done` means
-that nothing of the transfer is read or written any more: only then may source pages be released and the receiver be
-notified that the transfer is closed. It follows a failure at once, or after the pushes that were in flight.
+that the transfer's last read and write are over: only then may source pages be released and the receiver be notified
+that the transfer is closed. After a failure it follows at once, or once the pushes in flight are over.
 
 Only one thread, which sleeps while nothing is in flight, uses the links; each connection is made in a separate thread.
 One lock guards what callers share with the thread: the commands, the open transfers, the numbers of layer groups, and
@@ -127,7 +127,7 @@ class TransferSender:
         dst_pages: Sequence[PageId],
         layer_group: LayerGroup = ALL_LAYERS,
     ) -> None:
-        """Moves the KV of `tokens` into `dst_pages` of the receiver, whatever the size of its pages. `tokens` starts at
+        """Moves the KV of `tokens` into `dst_pages` of the receiver, whose pages may have any size. `tokens` starts at
         one of its page boundaries; only the last page may be partly filled. `src_pages` are the sequence's pages here,
         from its first token on. If `num_layer_groups` allows it, the layers of these pages may be pushed group by
         group, the last group last. Otherwise it works like `push`.
@@ -140,8 +140,8 @@ class TransferSender:
         self._submit_push(key, first_index, tokens, src_pages, dst_pages, layer_group)
 
     def num_layer_groups(self, key: TransferKey) -> int:
-        """Returns into how many groups of layers pushes should be cut, each pushed once it is written; 1 means whole
-        pages.
+        """Returns the number of groups of layers into which pushes should be cut, each pushed once it is written; 1
+        means whole pages.
         """
         with self._lock:
             return self._num_layer_groups.get(key.receiver_epoch, 1)
@@ -177,19 +177,18 @@ class TransferSender:
             self._submit(partial(self._links.finish, key))
 
     def abort(self, key: TransferKey) -> None:
-        """Starts no further push; on_done(key) follows once nothing of the transfer can be written any more."""
+        """Starts no further push; on_done(key) follows once the transfer can no longer write."""
         with self._lock:
             self._submit(partial(self._links.abort, key))
 
     def is_open(self, key: TransferKey) -> bool:
-        """Returns whether the transfer may still write, as it may until its on_done."""
+        """Returns whether the transfer may still write, which is possible until its on_done."""
         with self._lock:
             return key in self._open
 
     def sent_checksums(self, key: TransferKey, tokens: range, src_pages: Sequence[PageId]) -> list[int]:
-        """Returns a checksum of each of the receiver's pages that hold `tokens`, as they will be there, computed from
-        this pool. `tokens` and `src_pages` are the same as for `push_tokens`. Returns an empty list if the transfer is
-        over. Blocks.
+        """Returns the checksums that the receiver's pages of `tokens` will have, computed from this pool. `tokens` and
+        `src_pages` are the same as for `push_tokens`. Returns an empty list if the transfer is over. Blocks.
         """
         with self._lock:
             plan = self._open.get(key)

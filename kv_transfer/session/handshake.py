@@ -1,7 +1,7 @@
 """The offer that a receiver makes to a sender before any page moves: its incarnation, page layout and transports.
 
-The offer is part of gRPC messages such as PrefillStart and comes over a network, so parsing trusts nothing: it is
-limited in size and every field is checked. Pure: no I/O.
+The offer is part of gRPC messages such as PrefillStart and comes over a network, so parsing trusts nothing: it limits
+the size and checks every field. Pure: no I/O.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Lease:
 class Sweeper:
     """Schedules an owner's sweeps over its leases: at the next deadline, and often enough to send heartbeats.
 
-    A lease only ever gets longer, and a new one lasts longer than `every_s`, so nothing expires between two sweeps.
+    A lease is only ever extended, and a new one lasts longer than `every_s`, so nothing expires between two sweeps.
     """
 
     def __init__(self, every_s: float) -> None:

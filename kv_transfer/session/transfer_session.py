@@ -1,11 +1,11 @@
 """The life of one transfer at its receiver, as a pure state machine: no I/O, no clock except the `now_s` passed in.
 
-Two things are kept apart. The *interest* in the pages goes through offered, reserved, streaming, landed, verified and
-admitted, and may end early as aborted or, when the sender is silent for its lease, as expired. The *sender's right to
-write* ends only when the sender says that it has closed the transfer, or when its incarnation is known to be dead;
-never by time alone. Pages are fenced while they are reserved and that right lasts, unless every page has landed: a
-sender writes each page once, and none beyond its manifest. (More pages may be reserved for a sequence that grows while
-it migrates than it needs.)
+It keeps two things apart. The *interest* in the pages goes through offered, reserved, streaming, landed, verified and
+admitted, and may end early as aborted or, if the sender lets its lease expire, as expired. The *sender's right to
+write* ends only when the sender reports that it has closed the transfer, or when its incarnation is known to be dead,
+and never by time alone. Pages are fenced while they are reserved and that right lasts, unless every page has landed: a
+sender writes each page once, and none beyond its manifest. (A sequence that grows while it migrates may have more pages
+reserved than it needs.)
 
 Every event returns the effects that the owner must carry out, in order. Each effect occurs at most once in a transfer's
 life, even if events are repeated, reordered or late.

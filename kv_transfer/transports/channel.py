@@ -1,8 +1,7 @@
-"""A small framed TCP channel, over which transports authenticate peers, announce pages and acknowledge them.
+"""Implements a small framed TCP channel, over which transports authenticate peers, announce pages and acknowledge them.
 
-Each frame is a length and a msgpack array. A reader blocks in its own thread; `close` wakes it at once, and so does the
-death of the peer's process. A frozen peer merely falls silent; callers bound that with deadlines. Pages never travel
-over a channel.
+Each frame is a length and a msgpack array. A reader blocks in its own thread; `close` and the death of the peer's
+process wake it at once. A frozen peer merely falls silent, so callers set deadlines. Pages never travel over a channel.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class ChannelClosed(TransferError):
-    """The other end is gone, or this end closed the channel."""
+    """Says that the other end is gone, or that this end closed the channel."""
 
 
 class Channel:
@@ -44,7 +43,7 @@ class Channel:
             raise ChannelClosed(f"connection to the peer is gone ({error})") from error
 
     def has_room(self) -> bool:
-        """Returns whether a frame of common size can be sent without waiting for the peer to read."""
+        """Returns whether a frame of ordinary size can be sent without waiting for the peer to read."""
         poll = select.poll()
         poll.register(self._socket, select.POLLOUT)
         return bool(poll.poll(0))
@@ -81,8 +80,8 @@ class Channel:
             self._socket.shutdown(socket.SHUT_WR)
 
     def wait_for_end(self) -> bool:
-        """Reads and discards everything until the connection ends. Returns True if the other end closed it, or its
-        kernel did when the process ended, and False if this end did or the network failed. Blocks without a time limit.
+        """Reads and discards everything until the connection ends. Returns True if the other end closed it (or its
+        kernel, when the process ended), and False if this end did or the network failed. Blocks without a time limit.
         """
         try:
             self._socket.settimeout(None)

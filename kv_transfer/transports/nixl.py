@@ -1,15 +1,16 @@
-"""The NIXL transport: one-sided writes over UCX (RDMA between hosts; CMA, CUDA IPC or RDMA within one).
+"""Implements the NIXL transport: one-sided writes over UCX (RDMA between hosts; CMA, CUDA IPC or RDMA within one).
 
-The sender writes straight into the receiver's pool, one descriptor a page from lists prepared once, and each write
-carries a notification that names what landed. NIXL's progress thread stays off, because it keeps a core busy while
-idle: the receiver's thread polls while transfers are open, the sender's while pushes are in flight. A push is done
-when NIXL says so; nothing of it is written after that. A closed transfer can still be written until the sender has
-stopped, which is what the fence is for. Peers connect only where the sender moves the bytes itself (nixl_agent.py).
+The sender writes straight into the receiver's pool, with one descriptor per page from lists that are prepared once, and
+each write carries a notification that names the pages. NIXL's progress thread stays off, because it keeps a core busy
+while idle: the receiver's thread polls while transfers are open, the sender's while pushes are in flight. A push is
+done when NIXL says so; it writes nothing after that. A sender may write into a closed transfer until it has stopped;
+the fence protects against that. Peers connect only where the sender moves the bytes itself (nixl_agent.py).
 
-Owns the agents, the registration of the pool, and every handle. The metadata that lets a sender write is sent over a
-`Channel` to a sender that has presented the token of its offer, so it is known which incarnations may write. The sender
-closes its channel after its last write. On one host, where the sender's process writes itself (CMA), the channel's end
-proves the end of its writes. Over RDMA it does not; there only the end of the receiver's agent does (`tear_down`).
+Owns the agents, the registration of the pool, and every handle. The metadata that lets a sender write goes over a
+`Channel`, and only to a sender that has presented the token of its offer, so the receiver knows which incarnations can
+write. The sender closes its channel after its last write. On one host, where the sender's process itself writes (CMA),
+the end of the channel proves that its writes have ended. Over RDMA only the end of the receiver's agent does
+(`tear_down`).
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class NixlReceiver:
         self._probe.tensor.copy_(torch.frombuffer(bytearray(self._pattern), dtype=torch.uint8))
         self._agent = self._open_agent()
         self._metadata: bytes = self._agent.api.get_agent_metadata()
-        self._granting = threading.Lock()  # while the metadata is sent, or replaced
+        self._granting = threading.Lock()  # held while the metadata is sent or replaced
         self.stray_s = PACKET_LIFETIME_S if self._agent.uses_rdma else 0.0
         self._heard: set[Epoch] = set()
         writes_end = WritesEnd.WITH_MEMORY if self._agent.uses_rdma else WritesEnd.WITH_CHANNEL
@@ -107,7 +108,7 @@ class NixlReceiver:
         }
 
     def _serve(self, peer: Peer, channel: Channel) -> None:
-        """Lets the peer write until it disconnects. That alone does not make the peer lost: its notifications may still
+        """Lets the peer write until it disconnects. A disconnected peer is not lost yet: its notifications may still
         wait to be polled.
         """
         with self._granting:
@@ -155,8 +156,9 @@ class NixlReceiver:
         return self._channels.cut_off(epoch)
 
     def tear_down(self) -> None:
-        """Over RDMA, replaces the agent: the queue pairs and memory keys of the old one are gone, so whatever a peer
-        still sends by them is dropped by this host's adapter. Live peers fail once and connect again."""
+        """Over RDMA, replaces the agent. The old one's queue pairs and memory keys are gone, so this host's adapter
+        drops whatever a peer still sends with them. Live peers fail once and reconnect.
+        """
         if not self._agent.uses_rdma:
             return  # a peer on this host is gone once its channel has ended
         with self._granting:
@@ -292,8 +294,9 @@ class NixlLink:
             raise TransferError(self._error.message)
 
     def close(self) -> None:
-        """Cancels pushes in flight, then disconnects: UCX flushes or discards what it has not sent. The channel's end
-        comes last, since it says that nothing more is written."""
+        """Cancels pushes in flight, then disconnects: UCX flushes or discards what it has not sent. The channel is
+        closed last, because its end says that all writes have ended.
+        """
         if self._error is None:
             self._error = TransferError(f"{NAME} link is closed")
         with self._agent.lock:
@@ -346,7 +349,7 @@ class NixlLink:
 
 
 class NixlSender:
-    """Connects to receivers, with one agent for all of them."""
+    """Connects to receivers, and uses one agent for all of them."""
 
     name = NAME
 
@@ -409,12 +412,13 @@ class NixlSender:
         return link
 
     def _compare_probe(self, link: NixlLink, remote_name: str, details: Details, deadline_s: float) -> None:
-        """Reads bytes that both ends know, because a transfer of memory that UCX takes for another kind can succeed
-        without moving any. Blocks until `deadline_s`. Raises TransferError."""
+        """Reads bytes that both ends know, because UCX may report success without moving any if it mistakes the kind of
+        memory. Blocks until `deadline_s`. Raises TransferError.
+        """
         agent, address = self._agent, take(details, "probe_address", int)
         if not 0 <= address < 1 << 63:
             raise TransferError(f"offer.probe_address: {address:#x} is out of range")
-        slot = next(self._next_pattern) % NUM_PATTERNS  # several connect at once
+        slot = next(self._next_pattern) % NUM_PATTERNS  # several links may connect at once
         found = self._patterns_buffer.tensor[slot]
         found.zero_()
         found.cpu()  # waits until it is zero

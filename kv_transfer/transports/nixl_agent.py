@@ -2,11 +2,12 @@
 
 Only nixl.py uses it, apart from `is_installed` and `NixlAgent.warm_up`. Every NIXL call is made under `NixlAgent.lock`.
 
-A fence may be lifted once the sender is over only if no byte of its pages can arrive later. UCX guarantees that where
-the sender itself moves the bytes: over RDMA, or with CMA (`process_vm_writev`) and CUDA IPC on one host. Over TCP it
-does not: the receiver's polling copies the pages out of a socket, which kernels fill for minutes after the sender has
-gone. So pages never travel over TCP. A process with RDMA forbids it to UCX. A process without RDMA confines UCX to the
-loopback device, where TCP carries notifications only (measured with a frozen receiver, docs/lab-notes/).
+Once a sender has finished, a fence may be lifted only if no byte of its pages can still arrive. UCX guarantees that
+where the sender itself moves the bytes: over RDMA, or with CMA (`process_vm_writev`) and CUDA IPC on one host. Over TCP
+it does not: the receiver's polling copies the pages out of a socket, into which kernels may deliver bytes for minutes
+after the sender is gone. So pages never travel over TCP. A process with RDMA forbids UCX to use it. A process without
+RDMA confines UCX to the loopback device, where TCP carries notifications only (measured with a frozen receiver,
+docs/lab-notes/).
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def is_installed() -> bool:
 
 def module_name() -> str:
     """Returns the build of NIXL that fits torch's CUDA; any build fits a torch without CUDA. A process may import only
-    one. Raises TransferError that names the package to install."""
+    one build. Raises TransferError, which names the package to install.
+    """
     builds = _installed_builds()
     if torch.version.cuda is None and builds:
         return builds[0]
@@ -89,7 +91,7 @@ class NixlAgent:
 
     @property
     def advice(self) -> str:
-        """Returns what to do where NIXL does not reach this memory, to be appended to an error."""
+        """Returns what to do if NIXL cannot reach this memory, as the end of an error message."""
         if self.memory == "DRAM":
             return ""
         return (
@@ -99,8 +101,8 @@ class NixlAgent:
 
     @classmethod
     def warm_up(cls, config: TransferConfig) -> None:
-        """Makes UCX inspect the machine while other parts of a worker start, which takes 0.4 s of a core once per
-        process. Blocks, and leaves nothing open. Hides errors, which the real agent reports.
+        """Makes UCX inspect the machine, which takes 0.4 s of a core once per process, while other parts of a worker
+        start. Blocks, and leaves nothing open. Ignores errors, which the real agent reports.
         """
         if config.transport in ("auto", "nixl") and is_installed():
             with contextlib.suppress(TransferError):
@@ -128,7 +130,10 @@ class NixlAgent:
                 for memory in registered:
                     api.deregister_memory(memory)
             finally:
-                del api, registered  # the last references; UCX unmaps what its cache still holds with its context
+                del (
+                    api,
+                    registered,
+                )  # the last references; UCX unmaps what its cache still holds with its context
 
 
 def has_rdma() -> bool:
@@ -155,7 +160,7 @@ def _configure_ucx(uses_rdma: bool) -> None:
     would let pages travel over TCP.
     """
     os.environ.setdefault("UCX_LOG_LEVEL", "error")  # only the log says why memory could not be registered
-    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # above that, its Python part logs to stdout
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")  # at higher levels its Python part logs to stdout
     if uses_rdma:
         transports = os.environ.setdefault("UCX_TLS", "^tcp")
         if _allows(transports, "tcp"):

@@ -1,10 +1,10 @@
-"""The channels between a receiver and its peers: admits peers and runs a thread for each connected one.
+"""Keeps the channels between a receiver and its peers: admits peers and runs a thread for each connected one.
 
-Used by every transport. It mints the token that an incarnation's offer carries, matches connections to it, keeps one
-connection a peer, and reports a lost one to the receiver. The transport defines the frames.
+Every transport uses it. It mints the token in an incarnation's offer, matches connections to tokens, keeps one
+connection per peer, and reports lost peers to the receiver. The transport defines the frames.
 
-A peer can write into the pool only after it has presented its token, so this is also where it is known which
-incarnations may write on their own, and what proves that one no longer does (`WritesEnd`).
+A peer can write into the pool only after it has presented its token. So this module also knows which incarnations can
+write on their own, and what proves that one no longer can (`WritesEnd`).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ log = logging.getLogger(__name__)
 
 
 class WritesEnd(StrEnum):
-    """The event that ends the writes of a peer that has presented its token."""
+    """Names the event that ends the writes of a peer that has presented its token."""
 
     HERE = "here"  # this end copies the pages, so it decides when writes end
-    WITH_CHANNEL = "with channel"  # on one host: the sender closes its channel after its last write, as its kernel does
-    WITH_MEMORY = "with memory"  # between hosts: a channel may break while the peer writes on
+    WITH_CHANNEL = "with channel"  # on one host: the sender, or its kernel, closes the channel after the last write
+    WITH_MEMORY = "with memory"  # between hosts: the peer may go on writing after its channel breaks
 
 
 def listen(host: str) -> socket.socket:
@@ -47,8 +47,9 @@ def listen(host: str) -> socket.socket:
 
 
 class PeerChannels:
-    """Runs `serve(peer, channel)` in a thread of its own for each connected peer. If it raises TransferError or
-    RuntimeError, the peer is lost; if it returns, the peer has decided against this transport."""
+    """Runs `serve(peer, channel)` in a separate thread for each connected peer. If it raises TransferError or
+    RuntimeError, the peer is lost; if it returns, the peer has chosen another transport.
+    """
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class PeerChannels:
         writes_end: WritesEnd,
         settle_s: float = 0.0,
     ) -> None:
-        """`settle_s` may pass from the end of a peer's channel to that of its writes."""
+        """A peer's writes may go on for `settle_s` after the end of its channel."""
         self._transport = transport
         self._landing = landing
         self._serve = serve
@@ -71,7 +72,7 @@ class PeerChannels:
         self._settle_s = settle_s
         self._num_ways: Counter[Epoch] = Counter()  # connections over which a peer may still write by itself
         self._closing = threading.Event()
-        self._held: set[Channel] = set()  # those whose threads have not ended, replaced and forgotten ones included
+        self._held: set[Channel] = set()  # channels with a running thread, including replaced and forgotten ones
         self._threads: list[threading.Thread] = []
         self._unknown = threading.BoundedSemaphore(MAX_UNKNOWN)
         self.host = config.host
@@ -86,7 +87,7 @@ class PeerChannels:
         return {"host": self.host, "port": self._port, "token": token}
 
     def forget(self, peer: Peer) -> None:
-        """Ends the peer's connection and no longer admits it."""
+        """Ends the peer's connection and stops admitting the peer."""
         with self._lock:
             self._tokens.pop(peer, None)
             channel = self._channels.pop(peer, None)
@@ -94,8 +95,9 @@ class PeerChannels:
             self._hang_up(channel)
 
     def cut_off(self, epoch: Epoch) -> bool:
-        """No longer admits the incarnation, unless it gets another offer. Returns whether it cannot write into the pool
-        on its own."""
+        """Stops admitting the incarnation, unless it gets another offer. Returns whether it cannot write into the pool
+        on its own.
+        """
         with self._lock:
             if self._writes_end is WritesEnd.HERE:
                 return True
@@ -104,7 +106,7 @@ class PeerChannels:
             return not self._num_ways[epoch]
 
     def on_memory_withdrawn(self) -> None:
-        """Records that no peer can write by itself any more, and ends all connections."""
+        """Records that no peer can write on its own any longer, and ends all connections."""
         with self._lock:
             channels, self._channels = list(self._channels.values()), {}
             self._num_ways.clear()
@@ -112,7 +114,9 @@ class PeerChannels:
             self._hang_up(channel)
 
     def _hang_up(self, channel: Channel) -> None:
-        """Ends a connection. Where its end must prove that the peer writes no more, the peer is the one to close it."""
+        """Ends a connection. If its end must prove that the peer has stopped writing, waits for the peer to close
+        it.
+        """
         if self._writes_end is WritesEnd.WITH_CHANNEL:
             channel.end_sending()
         else:
@@ -182,7 +186,7 @@ class PeerChannels:
     def _serve_peer(self, peer: Peer, channel: Channel) -> None:
         with self._lock:
             if peer not in self._tokens:
-                return  # it has been forgotten since
+                return  # it was forgotten in the meantime
             earlier = self._channels.get(peer)
             self._channels[peer] = channel
             self._held.add(channel)
@@ -202,7 +206,9 @@ class PeerChannels:
             self._see_off(peer, channel)
 
     def _see_off(self, peer: Peer, channel: Channel) -> None:
-        """Waits until the peer closes a connection that lets it write, and then records that it no longer does."""
+        """Waits until the peer closes a connection that lets it write, and then records that it can no longer write
+        over it.
+        """
         if self._writes_end is WritesEnd.WITH_CHANNEL:
             channel.end_sending()
             ended = channel.wait_for_end() and not self._closing.wait(self._settle_s)
@@ -224,7 +230,9 @@ class PeerChannels:
 
 
 class LinkThreads:
-    """The threads of a sender's links. Each link's owner closes it; the sender waits for the threads at its end."""
+    """Keeps the threads of a sender's links. Each link's owner closes it; the sender waits for the threads when it
+    shuts down.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,6 @@
-"""The transports that this process can use, in order of preference. The only module that knows all of them by name."""
+"""Opens the transports that this process can use, in order of preference. Only this module knows all of them by
+name.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""The torch.distributed transport: gloo between CPU pools, NCCL between CUDA pools, one two-rank group a pair.
+"""Implements the torch.distributed transport: gloo between CPU pools, NCCL between CUDA pools, one two-rank group per
+pair.
 
 Headers and acknowledgements go over a `Channel`, page bytes over the group. So an idle pair holds no pending receive
 (NCCL would spin on the GPU, and gloo cannot cancel one), and a dead peer shows at once. The sender packs a push into
-one staging tensor; the receiver takes it into another, and copies it into its pool only while the transfer is open
-there, so a closed transfer can never write. A push is done when the receiver has acknowledged it. Between GPUs both
-ends have two staging tensors: one push is packed or copied in while another one travels.
+one staging tensor; the receiver receives it in another, and copies it into its pool only while the transfer is open
+there, so a closed transfer can never write. A push is done when the receiver has acknowledged it. Between GPUs each end
+has two staging tensors, so that one push is packed or copied while another one travels.
 
 There is no default group. Each pair's group has a store of its own, which the receiver opens on TransferConfig.host
 for an authenticated peer only. The thread that uses a group (torch_group.py) also tears it down, so that no other
@@ -98,7 +99,7 @@ class TorchReceiver:
         return self._channels.cut_off(epoch)
 
     def tear_down(self) -> None:
-        """Has no effect: no peer writes on its own."""
+        """Does nothing: no peer writes on its own."""
 
     def close(self) -> None:
         self._channels.close()
@@ -230,7 +231,9 @@ class TorchLink:
         group.abort()
 
     def _next_push(self, in_flight: deque[Flight]) -> _TorchPush | None:
-        """Blocks until there is a push to send, or None at the end, and ends flights meanwhile. Raises RuntimeError."""
+        """Returns the next push to send, or None at the end. Blocks until there is one, and ends flights meanwhile.
+        Raises RuntimeError.
+        """
         while in_flight:
             try:
                 return self._unsent.get_nowait()
@@ -252,7 +255,7 @@ class TorchLink:
 
 
 class TorchSender:
-    """Dials receivers. Links belong to the caller; this keeps only their threads, to wait for them."""
+    """Dials receivers. The caller owns the links; this class only keeps their threads, to wait for them."""
 
     name = NAME
 

@@ -1,8 +1,8 @@
-"""A process group of two ranks: gloo between CPU pools, NCCL between CUDA pools.
+"""Wraps a process group of two ranks: gloo between CPU pools, NCCL between CUDA pools.
 
-Used by torch_dist.py. Calls are bounded in time: gloo does that itself. NCCL's calls return before anything has moved,
-so our own watchdog aborts the group; NCCL's would end the process. NCCL moves bytes on a separate stream, so that one
-push is packed while another is sent.
+Used by torch_dist.py. Every call has a time limit. Gloo enforces it itself. NCCL's calls return before anything has
+moved, so our own watchdog aborts the group; NCCL's watchdog would end the process. NCCL moves bytes on a separate
+stream, so that one push is packed while another is sent.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Flight:
     __slots__ = ("_event", "_pair")
 
     def __init__(self, pair: TorchPair, event: torch.cuda.Event | None) -> None:
-        """`event` occurs when it is complete; None if it is already."""
+        """`event` occurs when the flight is complete; None if it already is."""
         self._pair = pair
         self._event = event
 
@@ -102,7 +102,7 @@ class TorchPair:
         if pages.is_cuda:
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # otherwise a lost peer ends this process
             self._stream = torch.cuda.Stream(pages.device, priority=_HIGH_PRIORITY)
-            self._wire = torch.cuda.Stream(pages.device)  # runs nothing: its events say what NCCL's stream has done
+            self._wire = torch.cuda.Stream(pages.device)  # runs nothing: its events show what NCCL's stream has done
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = NEVER  # for NCCL's watchdog; ours is `_watchdog`
             options.is_high_priority_stream = True
@@ -145,7 +145,7 @@ class TorchPair:
             raise RuntimeError("the group was aborted: its peer is gone, or was silent for too long")
 
     def copying(self) -> torch.cuda.StreamContext:
-        """Runs copies inside it on the group's own stream, beside the engine's."""
+        """Returns a context in which copies run on the group's own stream, beside the engine's."""
         return torch.cuda.stream(self._stream)  # type: ignore[arg-type]  # None: no effect
 
     def settle(self) -> None:

@@ -1,9 +1,9 @@
-"""Protocols that a transport between two page pools implements, so that sender and receiver know no transport by name.
+"""Defines what a transport between two page pools implements, so that sender and receiver know no transport by name.
 
 The sender's thread drives one `TransportLink` per receiver incarnation. The receiver learns what landed in one of two
-ways: by `ReceivingTransport.poll`, where the peer writes into the pool on its own and UCX reports it; or through the
-`Landing` that it gives to transports with threads of their own, which announce pages or stage and copy them in. No
-state, no I/O.
+ways: by `PolledTransport.poll`, if the peer writes into the pool on its own and UCX reports it; or through the
+`Landing` that it gives to transports with threads of their own, which announce pages, or stage them and copy them in.
+No state, no I/O.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from kv_transfer.layout.reshard import PageRows
 from penstock.errors import TransferError
 from penstock.types import Epoch, PageId, TransferId, TransferKey, WorkerId
 
-# The most that one push moves, unless a link takes more: bounds staging buffers, and the call that posts a write.
+# The most bytes that one push moves, unless a link takes more. It bounds staging buffers, and the call that posts a
+# write.
 MAX_PUSH_BYTES = 8 << 20
 
 Details = Mapping[str, object]  # one transport's part of an offer; msgpack can encode it
@@ -30,7 +31,7 @@ class Peer(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """States that `num_pages` destination pages of a transfer, from the `first_index`-th on, are in the pool."""
+    """Says that `num_pages` destination pages of a transfer, from index `first_index` on, are in the pool."""
 
     key: TransferKey
     first_index: int
@@ -68,8 +69,8 @@ ALL_LAYERS = LayerGroup(0, 1)
 
 
 class Landing(Protocol):
-    """The part of the receiver that transports with their own threads use: it lands pages and is notified of lost
-    peers. Safe from any thread.
+    """The part of the receiver that transports with their own threads use: it lands pages and learns of lost peers.
+    Safe from any thread.
     """
 
     def land(self, arrival: Arrival, staged: PageBuffer, rows: PageRows) -> bool:
@@ -107,8 +108,8 @@ class ReceivingTransport(Protocol):
         """
 
     def tear_down(self) -> None:
-        """Withdraws the pool's memory, so that no peer can write on its own; live peers connect again. Blocks. Has no
-        effect where `cut_off` suffices. Raises TransferError, and then nothing has changed.
+        """Withdraws the pool's memory, so that no peer can write on its own; live peers reconnect. Blocks. Does nothing
+        where `cut_off` suffices. If it raises TransferError, nothing has changed.
         """
 
     def close(self) -> None: ...
@@ -116,7 +117,7 @@ class ReceivingTransport(Protocol):
 
 @runtime_checkable
 class PolledTransport(ReceivingTransport, Protocol):
-    """A transport whose arrivals show only when it is polled."""
+    """A transport that reports arrivals only when it is polled."""
 
     stray_s: float  # how long bytes of a finished sender may still arrive while `poll` is called
 
@@ -131,7 +132,9 @@ class PushHandle(Protocol):
     """A push in flight."""
 
     def done(self) -> bool:
-        """Returns whether every page is in the peer's pool. Never blocks. Raises TransferError if it never will be."""
+        """Returns whether every page is in the peer's pool. Never blocks. Raises TransferError if that will never
+        happen.
+        """
 
 
 class TransportLink(Protocol):
@@ -151,8 +154,9 @@ class TransportLink(Protocol):
         dst_pages: Sequence[PageId],
         layer_group: LayerGroup = ALL_LAYERS,
     ) -> PushHandle:
-        """Starts to move pages, or a group of their layers, that are complete in memory. Blocks for a small copy at
-        most. Raises TransferError."""
+        """Starts to move pages, or a group of their layers, that are complete in memory. Blocks at most for a small
+        copy. Raises TransferError.
+        """
 
     def check(self) -> None:
         """Raises TransferError once the link is known to be dead. Never blocks."""

@@ -1,9 +1,9 @@
-"""Device memory that processes share, through CUDA's driver library: a handle of an allocation, and a mapping of it.
+"""Shares device memory between processes through CUDA's driver library: exports a handle of an allocation, and maps it.
 
-Used by cuda_ipc.py. It calls the driver and not torch's own sharing of storages, which counts references in files of
-both processes that a killed one leaves behind, and which reads what the peer has serialized. Memory of torch's
-expandable segments has no such handle: `export` then raises, and pages take another transport. CUDA is not touched
-before `load` is called with a pool on a device.
+Used by cuda_ipc.py. It calls the driver rather than torch's own sharing of storages, which counts references in files
+that a killed process leaves behind, and which deserializes data from the peer. Memory of torch's expandable segments
+has no such handle: then `export` raises, and pages take another transport. Nothing touches CUDA before `load` is called
+for a pool on a device.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class CudaDriver:
         with self._context(tensor.device):
             self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
             try:
-                self._call("cuIpcGetMemHandle", ctypes.byref(handle), base.value)  # a part of an allocation has none
+                self._call("cuIpcGetMemHandle", ctypes.byref(handle), base.value)  # whole allocations only
             except TransferError as error:
                 raise TransferError(
                     f"{error}: the pool's memory cannot be shared with other processes; leave expandable_segments out "
@@ -114,7 +114,7 @@ class CudaDriver:
         return found.raw
 
     def close(self, opened: torch.Tensor, device: torch.device) -> None:
-        """Unmaps the whole allocation, wherever in it `opened` begins."""
+        """Unmaps the whole allocation that `opened` lies in."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         with self._context(device):
             self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), opened.data_ptr())

@@ -1,9 +1,10 @@
-"""The transport `cuda_ipc` between GPU pools of one host: exports and opens device memory, and copies on a stream.
+"""Implements the transport `cuda_ipc` between GPU pools of one host: exports and opens device memory, and copies on a
+stream.
 
 A pool is exported as the driver's handle of its allocation and the pool's offset in it: plain bytes and numbers, sent
 to an authenticated peer only (ends.py). Each push is one kernel on a separate stream, and is announced once that stream
-is idle, so whatever the receiver launches afterwards reads the bytes. The memory of a dead exporter stays mapped until
-the link is closed, so a copy into it does no harm.
+is idle, so anything that the receiver launches afterwards sees the bytes. The memory of a dead exporter stays mapped
+until the link is closed, so a copy into it does no harm.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class DeviceMemoryDriver(Protocol):
         """Maps bytes of another process's allocation, as uint8 that kernels on `device` can reach."""
 
     def read(self, opened: torch.Tensor, start: int, num_bytes: int, device: torch.device) -> bytes:
-        """Copies opened bytes to the host; blocks. `device` is the one that they were opened for, since torch reports
-        the device that owns the memory, which this process may not use.
+        """Copies opened bytes to the host; blocks. `device` is the one for which they were opened; torch would report
+        the device that owns the memory, which this process may not be able to use.
         """
 
     def close(self, opened: torch.Tensor, device: torch.device) -> None:
@@ -113,7 +114,7 @@ class _MappedMemory:
         try:
             # Unreachable memory is detected here, where another transport can still be tried.
             if not is_mark(driver.read(self._opened, num_bytes - TRAILER_BYTES, MARK_BYTES, own.device), mark):
-                raise TransferError("the opened memory is another process's")
+                raise TransferError("the opened memory belongs to another process")
             self._pages = PageBuffer(self._opened[:pool_bytes].view(num_pages, -1))
         except BaseException:
             self.close()

@@ -1,15 +1,15 @@
-"""Both ends of the transports on which the sender maps the receiver's pool and copies pages straight into it.
+"""Holds both ends of the transports in which the sender maps the receiver's pool and copies pages straight into it.
 
-Shared by the transports between pools of one host (shared_memory.py, cuda_ipc.py), which differ in how a pool is
-exported, opened and written. One-sided, with no copy except the one that moves the page (link.py). A `Channel` carries
-the rest: it authenticates the sender, gives it the location of the pool's memory, and announces what landed. That both
-ends really share memory is proven, not guessed from host names: the sender reads the receiver's random mark through
-the mapping.
+The transports between pools of one host (shared_memory.py, cuda_ipc.py) share it; they differ in how a pool is
+exported, opened and written. They are one-sided, and the copy that moves a page is the only one (link.py). A `Channel`
+does the rest: it authenticates the sender, tells it where the pool's memory is, and announces what landed. The sender
+reads the receiver's random mark through the mapping, which proves that both ends share memory; host names would not.
 
 A push is done when its bytes are in place and announced; a closed link has stopped writing. As on every one-sided
-transport, a sender that was frozen in the middle of a page writes the rest when it wakes, whatever the receiver has
-decided since: that is what the fence is for. A sender closes its channel after its last write, and the kernel closes
-that of a process after its last thread: so the end of the channel proves the end of its writes.
+transport, a sender that freezes in the middle of a page writes the rest when it wakes, whatever the receiver has
+decided in the meantime; the fence protects against that. A sender closes its channel after its last write, and the
+kernel closes a dead process's channel after its last thread, so the end of the channel proves that its writes have
+ended.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class MappedReceiver:
         landing: Landing,
         settle_s: float = 0.0,
     ) -> None:
-        """`greeting` locates the pool, for peers that have presented their token. `settle_s` may pass from the end of a
-        process to that of its copies."""
+        """`greeting` locates the pool for peers that have presented their token. A process's copies may go on for
+        `settle_s` after its end.
+        """
         self.name = name
         self._pages = pages
         self._greeting = greeting
@@ -90,7 +91,7 @@ class MappedReceiver:
         return self._channels.cut_off(epoch)
 
     def tear_down(self) -> None:
-        """Has no effect: a peer of this host is gone once its channel has ended."""
+        """Does nothing: a peer of this host is gone once its channel has ended."""
 
     def close(self) -> None:
         self._channels.close()
@@ -100,7 +101,7 @@ class MappedReceiver:
         try:
             if channel.receive() != _OPENED:
                 raise TransferError("the peer did not confirm that it has opened the pool")
-        except TransferError as error:  # not a lost peer: it tries another transport for the same transfers
+        except TransferError as error:  # the peer is not lost: it tries another transport for the same transfers
             log.info("%s did not open this pool over %s: %s", peer.worker_id, self.name, error)
             return
         channel.set_timeout(None)
@@ -112,7 +113,7 @@ class MappedReceiver:
 
 
 class MappedSender:
-    """Opens receivers' pools. Links belong to the caller; this keeps only their threads, to wait for them."""
+    """Opens receivers' pools. The caller owns the links; this class only keeps their threads, to wait for them."""
 
     def __init__(
         self, name: str, pages: PageBuffer, open_pool: OpenPool, config: TransferConfig, wake: Callable[[], None]

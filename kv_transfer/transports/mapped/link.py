@@ -1,4 +1,5 @@
-"""A sender's link to a receiver's pool in its own address space: copies pushes in order and announces them.
+"""Links a sender to a receiver's pool that is mapped into its own address space: copies pushes in order and announces
+them.
 
 `MappedSender` (ends.py) makes it; its caller owns it. Three threads meet here. The caller's thread pushes, and copies
 a small push itself if no other waits. The copying thread makes all other copies. The watching thread waits for the end
@@ -23,7 +24,7 @@ from penstock.errors import TransferError
 from penstock.types import PageId
 
 MAX_INLINE_BYTES = 4 << 20  # 0.25 ms of copying; waking the copying thread takes a fifth of that
-MAX_CUDA_PUSH_BYTES = 256 << 20  # a launch costs as much as copying this on one device, or a tenth of it over PCIe
+MAX_CUDA_PUSH_BYTES = 256 << 20  # a launch takes as long as copying this much on one device, or a tenth of it over PCIe
 MAX_SHARED_NOTICE = 4  # pushes per notice, which takes a tenth of the time of copying one push
 
 log = logging.getLogger(__name__)
@@ -130,7 +131,9 @@ class MappedLink:
                 target.close()
 
     def _fail(self, error: TransferError) -> None:
-        """Ends the link. Blocks while a copy runs, as the receiver takes the channel's end as the end of all writes."""
+        """Ends the link. Blocks while a copy runs, because the receiver takes the end of the channel as proof that all
+        writes have ended.
+        """
         if self._error is None:
             self._error = TransferError(f"{self._name} link: {error}")
         self._waiting.put(None)
@@ -173,7 +176,7 @@ class MappedLink:
         return True
 
     def _announce(self, made: Sequence[_MappedPush]) -> bool:
-        """Sends one notice for all of them, as waking the receiver's thread for each would cost this thread its
+        """Sends one notice for all of them, because waking the receiver's thread for each could cost this thread its
         core.
         """
         first = made[0].arrival

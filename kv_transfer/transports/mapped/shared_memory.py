@@ -1,4 +1,4 @@
-"""The transport `shm` between CPU pools of one host: exports and maps the file that a pool lies in.
+"""Implements the transport `shm` between CPU pools of one host: exports and maps the file that holds a pool.
 
 The file has no name, only a descriptor of the receiver's process (ends.py has the rest).
 """
@@ -84,7 +84,7 @@ def _map_pool(pid: int, fd: int, mark: bytes, num_pages: int, page_bytes: int) -
     kind = os.readlink(path)
     if not kind.startswith(
         f"/memfd:{FILE_NAME} "
-    ):  # checked first, because opening another kind of file may block or have effects
+    ):  # checked first, because opening another kind of file may block or have side effects
         raise TransferError(f"{path} is {kind!r}, not a pool")
     own_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:

@@ -236,7 +236,7 @@ def test_layouts_of_other_dtypes_fit_and_unknown_ones_are_refused() -> None:
     assert fp8.kv_digest() == LAYOUT.kv_digest()
     assert fp8.digest() != LAYOUT.digest()
     assert not plan_reshard(LAYOUT, fp8).whole_pages
-    with pytest.raises(TransferRefused, match="kv_dtype is 'fp4' at the receiver, the sender knows fp8, int8"):
+    with pytest.raises(TransferRefused, match="kv_dtype is 'fp4' at the receiver, the sender supports fp8, int8"):
         plan_reshard(LAYOUT, replace(LAYOUT, kv_dtype="fp4"))
     with pytest.raises(TransferRefused, match="quantization is 'int8' at the receiver, 'none' at the sender"):
         plan_reshard(LAYOUT, replace(fp8, quantization="int8"))

@@ -1,11 +1,11 @@
 """Proposes the next tokens of a smaller model with the same vocabulary. Runs on the step loop between two steps.
 
-A draft samples with its sequence's own seed and position, and so takes the same point of its distribution as the target
-takes of its own: the two agree more often than independent samples would. Proposals only affect the speed of tokens
+A draft samples with its sequence's own seed and position, and so picks the same point of its distribution as the target
+does of its own: the two agree more often than independent samples would. Proposals only affect the speed of tokens
 (`engine.step.speculation`).
 
-The draft's KV has its own pages and is known only to this worker. Whether a sequence comes from a prefill worker,
-another decode worker or a preemption, its draft KV is computed here from its tokens, a bounded part in each step.
+The draft's KV has its own pages and never leaves this worker. Whether a sequence comes from a prefill worker, another
+decode worker or a preemption, its draft KV is computed here from its tokens, a bounded part in each step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from penstock.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
-_CATCH_UP_TOKENS = 256  # one call computes the KV of this many before it drafts, to bound the delay
+_CATCH_UP_TOKENS = 256  # one call computes the KV of at most this many tokens before it drafts, to bound the delay
 _MOST_ROWS = 16  # up to this many tokens are rows of a decode step; more are a chunk
 
 
@@ -51,7 +51,7 @@ class _Draft:
         self._num_agreed = 0
 
     def follow(self, token_ids: list[int]) -> None:
-        """Takes over the text, and keeps the KV of drafted tokens that were accepted."""
+        """Replaces the text, and keeps the KV of drafted tokens that were accepted."""
         own, agreed = self.own, self._num_agreed
         drafted = own.token_ids[agreed:]
         held = num_accepted(drafted, token_ids[agreed : agreed + len(drafted)])
@@ -107,7 +107,7 @@ class DraftModel:
             }
         )
         engine = Engine.load(config)
-        engine.warm_up(for_grammars=False)  # a draft samples without
+        engine.warm_up(for_grammars=False)  # drafts are sampled without grammars
         return cls(engine)
 
     def predict_s(self, num_sequences: int) -> float | None:
@@ -131,7 +131,7 @@ class DraftModel:
             for num_drafted in range(1, max((counts[sequence] for sequence in ready), default=0)):
                 self._draft_one([draft for sequence, draft in ready.items() if counts[sequence] > num_drafted])
         except PenstockError as error:
-            log.warning("the draft model has failed, and its %d sequences start again: %s", len(drafts), error)
+            log.warning("the draft model failed, so its %d sequences start over: %s", len(drafts), error)
             for sequence in drafts:
                 self.forget(sequence)
             return {}

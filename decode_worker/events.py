@@ -1,4 +1,4 @@
-"""What a decode worker reports to other parts of its process: ends of steps, of proposals and of requests."""
+"""Defines what a decode worker reports to other parts of its process: the ends of steps, proposals and requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.step.speculation.proposal import ProposalKind
 
 
 def _ignore(*event: object) -> None:
-    """Takes an event that nobody wants."""
+    """Ignores an event."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,11 @@ from engine.sampling.grammar.queue import GrammarQueue
 from engine.step.sequence import Sequence
 from penstock.errors import InvalidInput, PenstockError
 
-OnReady = Callable[[PenstockError | None], None]  # takes the error of what this worker cannot prepare
+OnReady = Callable[[PenstockError | None], None]  # takes the error if this worker cannot prepare one of them
 
 
 class SequenceReadiness:
-    """Prepares both at once, and reports a sequence once both are there. Call it only on the step loop."""
+    """Prepares both in parallel, and reports a sequence once both are ready. Call it only on the step loop."""
 
     def __init__(self, grammars: GrammarQueue | None, adapters: AdapterQueue | None) -> None:
         """Without `grammars` or `adapters`, sequences that need them are refused."""

@@ -1,4 +1,4 @@
-"""Defines a request as its decode worker holds it, and what it sends back: tokens, an end, and the timing."""
+"""Defines a request as its decode worker holds it, and what the worker sends back: tokens, an end, and the timing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TokenDelta:
 
 @dataclass(slots=True, eq=False)
 class PlainTokens:
-    """One token for each of many sequences and nothing else, which is most of a step's output. Never empty."""
+    """One token for each of many sequences, and nothing else: most of a step's output. Never empty."""
 
     stream_ids: np.ndarray  # uint64
     token_ids: np.ndarray  # int64, one for each stream
@@ -129,8 +129,8 @@ class StageTimes:
         return max(0.0, self.landed_s - computed_s) if self.landed_s else 0.0
 
     def on_remote_token(self, queue_s: float, prefill_s: float, now_s: float) -> None:
-        """Records a token that a prefill worker sampled. Only the first one counts, since another attempt after a
-        failure brings a later token.
+        """Records a token that a prefill worker sampled. Only the first one counts, since an attempt after a failure
+        brings a later token.
         """
         if not self.first_token_s:
             self.first_token_s = now_s
@@ -239,7 +239,7 @@ class DecodeRequest:
             decode_ms=(now_s - times.first_token_s) * 1e3,
             prefill_worker=self.prefilled_by,
             decode_worker=decode_worker,
-            # Counts hits where the prompt was computed; a hit at a later worker does not belong here.
+            # Counts hits at the worker that computed the prompt; hits at later workers do not count.
             cached_tokens=self.cached_tokens if self.num_migrations else max(self.cached_tokens, cached_tokens),
             pages_moved=self.pages_moved,
             num_preemptions=self.num_preemptions + num_preemptions,

@@ -33,7 +33,7 @@ class RequestIntake:
     def submit(self, submit: worker_pb2.DecodeSubmit, stream: RouterStream) -> DecodeRequest:
         """Submits a request that answers on `stream`; its deadline runs from now.
 
-        With a ticket, the request continues the sequence that migrated here, if it still waits.
+        With a ticket, the request continues the sequence that migrated here, if that still waits for its router.
         """
         timeout_s = submit.timeout_ms / 1e3
         request = _request(submit, stream, time.monotonic() + timeout_s)
@@ -53,7 +53,7 @@ class RequestIntake:
         self._loop.post(lambda: self._worker.cancel(request, error))
 
     def close(self, stream: RouterStream) -> None:
-        """Cancels all open requests of a stream whose reader has gone; they are released before the next step."""
+        """Cancels all open requests of a stream whose reader is gone; they are released before the next step."""
         for request in stream.open_requests:
             stream.end(request.stream_id)
             self.cancel(request)

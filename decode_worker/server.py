@@ -1,6 +1,6 @@
 """Composes a decode worker for a process: the decode core in a worker shell, with its calls to other workers.
 
-`start` composes these parts and `stop` takes them apart; neither decides anything about a request.
+`start` composes these parts and `stop` closes them; neither decides anything about a request.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The gRPC service of a decode worker: one call per router, which is the lease of every request on it. It only
-translates.
+"""Implements the gRPC service of a decode worker: one call per router, which acts as the lease of all its requests. It
+only translates.
 
 `decode_worker.migrate.service` handles migrations.
 """

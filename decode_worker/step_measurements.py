@@ -1,4 +1,4 @@
-"""Passes what each step took, and how many proposed tokens it accepted, to all that learn from it."""
+"""Reports how long each step took, and how many proposed tokens it accepted, to everything that learns from it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StepMeasurements:
             self._speculator.on_step(len(plan), plan.num_tokens - len(plan), num_further, elapsed_s)
 
     def on_recomputed(self, plan: StepPlan, elapsed_s: float) -> None:
-        """Takes a step that was computed again; its duration is no sample of ordinary steps, but it sets the pace."""
+        """Takes a step that was recomputed. Its duration is not typical of ordinary steps, but counts for the pace."""
         self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, elapsed_s)
 
     def on_verified(self, scheduled: ScheduledSequence, num_accepted: int) -> None:

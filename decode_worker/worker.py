@@ -93,7 +93,7 @@ class DecodeWorker:
             worker_id, engine.layout, self.scheduler, transfers, config, self._pace, self, self._report, pulls
         )
         self._measurements = StepMeasurements(self._pace, self._prefills, speculator, self._events)
-        self._landed: set[Sequence] = set()  # wait for their first step here
+        self._landed: set[Sequence] = set()  # sequences that wait for their first step here
         self._refusal: PenstockError | None = None  # what every new request is refused with, once the worker pauses
         self.load = WorkerLoad(total_pages=engine.pool.num_pages, free_pages=engine.pool.num_available)
 
@@ -175,7 +175,7 @@ class DecodeWorker:
             raise Overloaded(f"this worker holds {len(self._requests)} requests, its limit; try again", _RETRY_AFTER_S)
 
     def cancel(self, request: DecodeRequest, error: PenstockError | None = None) -> None:
-        """Ends a request whose caller has gone or, with `error`, one that cannot continue."""
+        """Ends a request whose caller is gone or, with `error`, one that cannot continue."""
         if request.sequence not in self._requests:
             return
         if error is not None:
@@ -298,7 +298,7 @@ class DecodeWorker:
         if request is None:
             return
         if request.migration is not None:
-            self._refuse(request, error or Cancelled("its source gave the migration up"))
+            self._refuse(request, error or Cancelled("its source gave up the migration"))
             return
         self._prefills.on_failed(request, key, error)
 
@@ -358,12 +358,12 @@ class DecodeWorker:
                 self._deliver_further(scheduled.sequence, further, now_s)
         self._delivery.flush()
         self._after_step()
-        # Delivering counts unless another step was computed meanwhile.
+        # Delivery counts too, unless another step was computed meanwhile.
         finish_s = 0.0 if self.scheduler.num_in_flight else time.monotonic() - began_s
         self._measurements.on_finished(plan, elapsed_s + finish_s, num_further)
 
     def _deliver_further(self, sequence: Sequence, further: list[SampledToken], now_s: float) -> None:
-        """Delivers the tokens after a sequence's first one that accepted proposals have yielded, up to its end."""
+        """Delivers the tokens that accepted proposals add after a sequence's first one, up to its end."""
         for token in further:
             if sequence not in self._requests:
                 return

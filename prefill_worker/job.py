@@ -1,4 +1,4 @@
-"""Defines a request's prefill as its worker holds it, and the messages about it to the receiver of its pages.
+"""Defines a request's prefill as its worker holds it, and the messages that it sends to the receiver of its pages.
 
 These messages count the receiver's pages, whose size may differ from this worker's.
 """
@@ -29,7 +29,7 @@ class FirstToken:
     queue_s: float
     prefill_s: float
     cached_tokens: int
-    pull: common_pb2.Pull | None = None  # what was pulled for the prompt before
+    pull: common_pb2.Pull | None = None  # record of what was pulled before the prompt was computed
     hints: tuple[HintAnswer, ...] = ()
 
 
@@ -50,7 +50,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The last message: after it nothing of the transfer is written."""
+    """The last message: the transfer's last write is over."""
 
     error: PenstockError | None = None
 

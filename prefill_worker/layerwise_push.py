@@ -1,8 +1,8 @@
-"""Layer-wise push: sends the pages that a step completes one group of layers at a time while the step is computing.
+"""Sends the pages that a step completes layer by layer: one group of layers at a time, while the step is computing.
 
-Sits between the prefill worker's step and the sender, on the step loop. It serves only transfers whose transport gains
-from it and whose destination is known before the step. The receiver learns of these pages only when the worker pushes
-the last group, after the step, so a step that fails has announced nothing.
+It sits between the prefill worker's step and the sender, on the step loop. It serves only transfers whose transport
+gains from it and whose destination is known before the step. The receiver learns of these pages only when the worker
+pushes the last group, after the step, so a step that fails has announced nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LayerwiseStep(Generic[OutputT]):
         self._called = False
 
     def __call__(self, work: Sequence[ScheduledSequence]) -> OutputT:
-        if self._called:  # the batch failed and is recomputed one by one: its pages are pushed whole
+        if self._called:  # the batch failed and is recomputed sequence by sequence: its pages are pushed whole
             for push in self._pushes:
                 push.num_pushed = 0
             return self._step(work)

@@ -1,12 +1,12 @@
 """Decides which prompts a prefill step computes and how much of each. Does no I/O and reads no clock.
 
-Interactive prompts go before standard ones before bulk, and within a lane the shortest remaining prompt goes first. A
+Interactive prompts go first, then standard ones, then bulk; within a lane the shortest remaining prompt goes first. A
 prompt's rank is fixed when it arrives, and later arrivals start further back (`penstock.scheduling.lane_order`), so no
 prompt starves: once its lane's handicap and its own length have been computed since it arrived, no new arrival goes
 ahead of it.
 
-A lane may have a share of each step reserved. Its prompts get that share before ranks count, so that prompts of other
-lanes slow it down but never stop it.
+A lane may have a reserved share of each step. Its prompts get that share before ranks count, so other lanes' prompts
+slow it down but never stop it.
 
 A prompt takes all its pages when its first chunk is scheduled, so a started prompt never waits for pages. Queued
 prompts start in rank order: a small prompt does not overtake a large one that waits for pages, which might otherwise
@@ -171,7 +171,9 @@ class PrefillScheduler:
         return chunks
 
     def _begin_ahead(self, entry: _Entry) -> bool:
-        """Starts a prompt before those of lower rank if there are pages for all of them, so that none waits longer."""
+        """Starts a prompt ahead of those before it in the queue if there are pages for all of them, so that none waits
+        longer.
+        """
         ahead = self._queue[: self._queue.index(entry) + 1]
         num_pages = sum(self._max_held(queued) for queued in ahead)
         return num_pages <= self._pool.num_available and self._begin(entry)
@@ -182,7 +184,7 @@ class PrefillScheduler:
         # At least one token is computed, because the first sampled token needs its logits.
         reusable = (len(entry.sequence.token_ids) - 1) // self._page_size
         hashes = entry.sequence.hash_full_pages(self._page_size)[:reusable]
-        # A prompt by itself fits, but perhaps not together with the cached pages of its own prefix.
+        # A prompt fits by itself, but perhaps not together with the cached pages of its own prefix.
         is_alone = self._cache.window.tokens is not None and not self._running
         if not (self._take_pages(entry, hashes) or (is_alone and self._take_pages(entry, []))):
             return False

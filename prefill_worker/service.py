@@ -1,4 +1,4 @@
-"""The gRPC service of a prefill worker: one call for each prefill. It only translates."""
+"""Implements the gRPC service of a prefill worker: one call for each prefill. It only translates."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """The prefill worker's core: turns jobs into pages and a first token. Runs on the step loop and knows no gRPC.
 
-A job is queued, computed chunk by chunk, pushed page by page while the next chunk computes, and closed once nothing of
-it can be written any more. It owns its pages from its first chunk until it is closed; its `Closed` message promises the
-receiver that nothing writes the destination pages any more.
+A job is queued, computed chunk by chunk, pushed page by page while the next chunk computes, and closed once its last
+write is over. It owns its pages from its first chunk until it is closed; its `Closed` message promises the receiver
+that the destination pages are not written again.
 
-No prompt waits for another one's token, so on a GPU the next step starts before the tokens of the previous one are
-known. Its results count as computed as soon as it has started, because everything that reads the pages follows it on
-the device; only freeing pages has to wait for its end.
+No prompt waits for another prompt's token, so on a GPU the next step starts before the tokens of the previous one are
+known. A step's results count as computed as soon as it has started, because everything that reads the pages follows it
+on the device; only freeing pages has to wait for its end.
 """
 
 from __future__ import annotations
@@ -166,14 +166,14 @@ class PrefillWorker:
             return
         self.on_heartbeat(key)
         if not job.started_s:
-            self.cancel(key, InvalidInput("destination", "came before it was asked for; send it after `reserve`"))
+            self.cancel(key, InvalidInput("destination", "came before it was requested; send it after `reserve`"))
             return
         if job.destination is not None or num_pages_held + len(pages) != job.num_pages:
             problem = f"{num_pages_held} + {len(pages)} pages; expected {job.num_pages}"
             self.cancel(key, InvalidInput("destination", problem))
             return
         if num_pages_held * job.page_size < job.sequence.num_dropped * self._page_size:
-            problem = f"begins at page {num_pages_held}, which lies behind the window and has been given back"
+            problem = f"begins at page {num_pages_held}, which is behind the window and was released"
             self.cancel(key, InvalidInput("destination", problem))
             return
         job.destination = pages
@@ -196,7 +196,7 @@ class PrefillWorker:
             job.lease.renew(self._clock())
 
     def is_open(self, key: TransferKey) -> bool:
-        """Returns whether anything of the transfer may still be written."""
+        """Returns whether the transfer may still write."""
         return key in self._jobs
 
     # Events of the sender.
@@ -262,7 +262,7 @@ class PrefillWorker:
         try:
             tokens = LayerwiseStep(self._engine.launch, len(self._engine.layout.layers), list(pushes.values()))(work)
         except PenstockError as error:
-            log.warning("a step failed and is computed again sequence by sequence: %s", error)
+            log.warning("a step failed and is recomputed sequence by sequence: %s", error)
             return False
         complete = self.scheduler.commit(work)
         self._push_batch(work, pushes)

@@ -116,9 +116,7 @@ class FenceKeeper:
                     pause_s = self._first_pause_s
             if num_silent >= _NUM_SILENT and await self._has_no_way(self._ways_in().cut_off, key.sender_epoch):
                 return "its sender is silent, and has no connection to this pool"
-            with suppress(TimeoutError):  # then it is time to ask again
-                async with asyncio.timeout(pause_s):
-                    await news.wait()
+            await _wait(news, pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _has_no_way(self, end_ways: Callable[[Epoch], bool], epoch: Epoch) -> bool:
@@ -134,3 +132,10 @@ class FenceKeeper:
         async with self._use_channel(address) as channel:
             state = await worker_pb2_grpc.WorkerStub(channel).TransferState(request, timeout=_CALL_TIMEOUT_S)
         return state.epoch == key.sender_epoch and state.open
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    """Waits for the event, or until it is time to ask again."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()

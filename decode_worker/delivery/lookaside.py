@@ -1,4 +1,4 @@
-"""The only service of a decode worker that clients may call. It takes a ticket and streams tokens and text.
+"""Implements the only service of a decode worker that clients may call. It takes a ticket and streams tokens and text.
 
 It listens on its own port. Only signed tickets reach the worker from here.
 """
@@ -32,9 +32,9 @@ from worker.ticket_log import TicketLog
 
 _MAX_TICKET_BYTES = 16 * 1024 * 1024  # enough for a prompt of a million tokens
 _MAX_HEADER_BYTES = 16 * 1024
-_MAX_STREAMS = 1024  # streams of a connection; further ones wait
+_MAX_STREAMS = 1024  # most streams of a connection; further ones wait
 _MAX_IDLE_MS = 120_000  # a connection is closed after this long without a call
-_MAX_PING_STRIKES = 16  # pings sent faster than two a second, without data in between
+_MAX_PING_STRIKES = 16  # most pings sent faster than two a second without data in between
 
 
 class LookasideService(inference_pb2_grpc.LookasideServicer):
@@ -126,7 +126,7 @@ def check_lookaside(config: WorkerConfig) -> None:
     """Raises ConfigError if there is no cluster secret, which signs tickets."""
     if not config.security.secret_file:
         raise ConfigError(
-            "lookaside: tickets are signed with the cluster secret, and there is none; set security.secret_file, the "
+            "lookaside: tickets are signed with the cluster secret, which is missing; set security.secret_file, the "
             "same for routers and workers"
         )
 

@@ -1,4 +1,4 @@
-"""Encodes the deltas of one router's requests: those of many sequences leave as one frame per step.
+"""Encodes the deltas of one router's requests. The deltas of many sequences leave as one frame per step.
 
 Runs on the server's event loop. A router that reads slowly gets several steps in one frame instead of a growing queue
 of frames.
@@ -19,7 +19,7 @@ from penstock import wire
 from penstock.errors import to_status
 from penstock.v1 import worker_pb2
 
-_FRAME_SCORES_BYTES = 8 << 20  # far below `penstock.wire.MAX_MESSAGE_BYTES`, as a frame has other deltas too
+_FRAME_SCORES_BYTES = 8 << 20  # far below `penstock.wire.MAX_MESSAGE_BYTES`, because a frame has other deltas too
 
 
 class RouterStream:
@@ -108,8 +108,8 @@ class RouterStream:
 
 
 def _split(deltas: list[Delta]) -> Iterator[list[Delta]]:
-    """Yields the deltas in order, in parts with at most `_FRAME_SCORES_BYTES` of prompt log-probabilities, or of one
-    larger delta.
+    """Yields the deltas in order, in parts that hold at most `_FRAME_SCORES_BYTES` of prompt log-probabilities or a
+    single larger delta.
     """
     part: list[Delta] = []
     num_bytes = 0
@@ -125,10 +125,10 @@ def _split(deltas: list[Delta]) -> Iterator[list[Delta]]:
 
 
 def encode_plain(stream_ids: np.ndarray, token_ids: np.ndarray) -> bytes:
-    """Returns protobuf `StepFrame.deltas` of one token each, several times as fast as by making that many messages.
+    """Returns protobuf `StepFrame.deltas` of one token each, several times faster than by making that many messages.
 
-    Every number takes as many bytes as the largest, with leading zeros, which varint readers accept. So numpy can write
-    all of them at once.
+    Every number is padded with leading zeros, which varint readers accept, to the length of the largest, so that numpy
+    can write all of them at once.
     """
     form = _plain_form(_varint_bytes(int(stream_ids.max())), _varint_bytes(int(token_ids.max())))
     numbers = np.empty((len(form.shifts), len(stream_ids)), form.shifts.dtype)  # one row for each byte
@@ -145,7 +145,9 @@ def _varint_bytes(number: int) -> int:
 
 
 class _PlainForm(NamedTuple):
-    """The form of one `StepDelta` in a frame: which number each byte comes from, and which bits are constant."""
+    """Describes the bytes of one `StepDelta` in a frame: which number each byte comes from, and which bits are
+    constant.
+    """
 
     streams: slice
     tokens: slice

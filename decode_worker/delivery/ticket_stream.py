@@ -1,8 +1,8 @@
 """Serves one used ticket at its decode worker: submits its completions, streams them to the client and informs the
 router.
 
-It does what the router's dispatch does for the router's own streams, but never looks for another worker: if this one
-cannot continue, the client does so with the router's help.
+It does for a ticket what the router's dispatch does for the router's own streams, but never looks for another worker:
+if this one cannot continue, the client continues with the router's help.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class TicketStream:
 
     async def outputs(self) -> AsyncGenerator[Output, None]:
         """Yields outputs until every completion has ended. Closing the generator releases everything that the ticket
-        holds before the next step.
+        holds, before the next step.
 
         Raises DeadlineExceeded, Unavailable if the client can continue elsewhere, or the worker's refusal.
         """

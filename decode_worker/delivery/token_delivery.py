@@ -1,7 +1,7 @@
 """Gathers a decode worker's deltas and sends them as one batch per stream. Runs on the step loop.
 
-Most sequences of a step yield a plain token. Those of one stream are sent together, without touching each request:
-every request has a slot, and its `stream_id` and stream are kept in columns under that slot.
+Most sequences of a step yield a plain token. The plain tokens of one stream are sent together, without touching each
+request: every request has a slot, and columns hold its `stream_id` and stream under that slot.
 
 Shapes: `R` rows of a step.
 """

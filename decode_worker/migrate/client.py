@@ -1,8 +1,8 @@
 """Calls the decode workers that receive migrating sequences: one call per sequence, with its events posted to the step
 loop.
 
-Runs on the server's event loop. While the sequence is paused, an answer is awaited only as long as a pause may last;
-after that the sequence resumes here, whatever the target still answers.
+Runs on the server's event loop. While the sequence is paused, it waits for an answer only as long as a pause may last;
+after that the sequence resumes here, even if the target answers later.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MigrationTarget:
     worker_id: WorkerId
     epoch: Epoch
     address: str
-    source_address: str  # this worker's address as the target reaches it
+    source_address: str  # the address at which the target reaches this worker
 
 
 class TargetEvents(Protocol):

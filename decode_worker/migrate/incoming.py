@@ -1,9 +1,9 @@
 """Receives sequences that migrate here from other decode workers, and keeps them for their routers. Runs on the step
 loop.
 
-Pages are reserved for a sequence, which arrives page by page like a prompt's KV (`TransferTable`) and runs as soon as
-its last page is verified. Its tokens are held back until its router brings the ticket that the source gave it. If the
-source took the sequence back, no router has the ticket, and the lease ends the sequence here.
+A sequence gets reserved pages, arrives page by page like a prompt's KV (`TransferTable`), and runs as soon as its last
+page is verified. Its tokens are held back until its router brings the ticket from the source. If the source has resumed
+the sequence, no router has the ticket, and the lease ends the sequence here.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class IncomingMigration:
     key: TransferKey
     call: SourceCall
     on_running: Callable[[IncomingMigration], None]  # called once every page is verified
-    num_tokens: int = 0  # number of tokens when it began to run here, which its router has
+    num_tokens: int = 0  # number of tokens when it began to run here, all of which its router has
     request: DecodeRequest | None = None
     lease: Lease | None = None  # its router's lease, from the start of the sequence here
     is_refused: bool = False
@@ -88,7 +88,7 @@ class IncomingMigration:
         self.call.destination(num_pages_held, pages)
 
     def cancel(self, key: TransferKey) -> None:
-        self.refuse(Cancelled("the target gave the migration up"))
+        self.refuse(Cancelled("the target gave up the migration"))
 
     def heartbeat(self, key: TransferKey) -> None:
         self.call.heartbeat()
@@ -129,13 +129,13 @@ class IncomingMigrations:
             try:
                 self._reserve(migration, start)
             except PenstockError as error:
-                log.info("%s is refused: %s", start.state.request_id, error)
+                log.info("refused the migration of %s: %s", start.state.request_id, error)
                 migration.refuse(error)
 
     def _reserve(self, migration: IncomingMigration, start: worker_pb2.MigrationStart) -> None:
         worker, key = self._worker, migration.key
         if self._transfers.owns(key) or key.transfer_id in self._kept:
-            raise InvalidInput("transfer", f"{key.transfer_id} is known already; give each attempt its own id")
+            raise InvalidInput("transfer", f"{key.transfer_id} is already known; give each attempt its own id")
         request = sequence_state.from_wire(start.state, migration, time.monotonic())
         num_known = len(request.sequence.token_ids)
         if start.num_tokens < num_known:
@@ -180,7 +180,9 @@ class IncomingMigrations:
         self._transfers.on_heartbeat(key)
 
     def on_closed(self, key: TransferKey, error: PenstockError | None) -> None:
-        """Ends the transfer: the source writes no more, and without an error this worker owns the sequence."""
+        """Ends the transfer, because the source has stopped writing. Without an error this worker now owns the
+        sequence.
+        """
         self._unanswered.pop(key, None)
         self._worker.on_closed(key, error)
         if error is not None:
@@ -233,5 +235,5 @@ class IncomingMigrations:
     def _drop(self, ticket: TransferId, error: PenstockError) -> None:
         migration = self._kept.pop(ticket, None)
         if migration is not None and migration.request is not None:
-            log.info("%s is dropped: %s", migration.request.sequence.request_id, error)
+            log.info("dropped %s: %s", migration.request.sequence.request_id, error)
             self._worker.cancel(migration.request)

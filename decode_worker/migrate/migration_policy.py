@@ -19,7 +19,9 @@ _ROOM_SHARE = 16  # ... and a sixteenth of the tokens: copying a page takes less
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MigrationCandidate:
-    """A running sequence. Compared by identity, as a request may have a second sequence that is about to be dropped."""
+    """A running sequence. Compared by identity, because a request may have a second sequence that is about to be
+    dropped.
+    """
 
     request_id: RequestId
     num_tokens: int
@@ -31,7 +33,7 @@ class CopyProgress:
     """The progress of one sequence's copy, counted in the target's pages from the first."""
 
     num_full: int  # pages complete at the source
-    num_held: int  # those of them cached at the target before the migration
+    num_held: int  # of these, pages that the target had cached before the migration
     num_landed: int  # pages at the target now, including `num_held`
     num_reserved: int  # pages reserved at the target, including `num_held`
 

@@ -3,9 +3,9 @@
 A sequence continues decoding while its complete pages are pushed. Once few are left it pauses, its last pages and its
 state follow, and the target confirms that it holds them all. Only then does the request end here, and its router learns
 where the sequence runs. After any earlier failure the sequence resumes here. `closed`, the last message to the target,
-says which of the two happened, and that nothing is written any more.
+says which of the two happened, and that this worker has stopped writing.
 
-Every page in flight stays referenced until the sender is done with it, whatever happens to its sequence.
+Every page in flight stays referenced until the sender is done with it, regardless of its sequence.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ class OutgoingMigrations:
         self._close_if_over(migration)
 
     def on_failed(self, key: TransferKey, error: PenstockError) -> None:
-        """Gives the attempt up, because the target refuses, the call broke, an answer is overdue or the transport
+        """Gives up the attempt, because the target refused, the call broke, an answer is overdue or the transport
         failed.
         """
         migration = self._migrations.get(key)
@@ -353,7 +353,7 @@ class OutgoingMigrations:
         self._close_if_over(migration)
 
     def _close_if_over(self, migration: OutgoingMigration) -> None:
-        """Notifies the target and forgets the attempt once it is settled and nothing is written any more."""
+        """Notifies the target and forgets the attempt once it is settled and its last write is over."""
         if migration.is_settled and not migration.is_open:
             del self._migrations[migration.key]
             self._calls.close(migration.key, migration.error)

@@ -1,4 +1,4 @@
-"""Writes a running sequence as a message and rebuilds it at another worker. No other module does either.
+"""Encodes a running sequence as a message, and rebuilds it from one at another worker. No other module does either.
 
 Between two steps a sequence is its tokens, its sampling parameters and the KV of all tokens but the last. The KV
 migrates as pages, everything else as a `SequenceState`. Sampling and penalties depend only on (seed, position) and the

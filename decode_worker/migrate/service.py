@@ -22,7 +22,7 @@ from penstock.v1 import worker_pb2
 from worker.call_events import CallEvents
 from worker.fence_keeper import FenceKeeper
 
-_MAX_CONCURRENT = 4  # migrations at a time; more would share the link and take longer each
+_MAX_CONCURRENT = 4  # migrations at a time; more would share the link, and each would take longer
 
 ResultT = TypeVar("ResultT")
 
@@ -108,7 +108,9 @@ class MigrationService:
         return response
 
     async def _migrate(self, request: DecodeRequest, target: MigrationTarget) -> PenstockError | None:
-        """Migrates one request. Returns the error, if any. Every attempt reports, since each stage has a time limit."""
+        """Migrates one request. Returns the error, if any. Every attempt ends with a report, since each stage has a
+        time limit.
+        """
         reported: asyncio.Future[PenstockError | None] = asyncio.get_running_loop().create_future()
         self._loop.post(lambda: self._outgoing.begin(request, target, lambda error: _set_result(reported, error)))
         return await reported
@@ -171,7 +173,7 @@ class MigrationService:
 
 
 def _set_result(future: asyncio.Future[ResultT], result: ResultT) -> None:
-    """Sets the result unless the caller has gone. Called on the step loop."""
+    """Sets the result unless the caller is gone. Called on the step loop."""
 
     def settle() -> None:
         if not future.done():

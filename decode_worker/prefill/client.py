@@ -1,7 +1,7 @@
 """Calls prefill workers: one call per transfer, with its events posted to the step loop.
 
-Runs on the server's event loop. A call ends with the prefill worker's `closed`, which says that nothing of the transfer
-will be written any more. A broken call leaves that open, so `FenceKeeper` asks the worker until it knows.
+Runs on the server's event loop. A call ends with the prefill worker's `closed`, which says that the transfer's last
+write is over. A broken call leaves that open, so `FenceKeeper` asks the worker until it knows.
 """
 
 from __future__ import annotations

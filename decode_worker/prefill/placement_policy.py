@@ -1,8 +1,9 @@
 """Decides where to compute a prompt's missing KV: here, at a prefill worker, or first there and then here. Pure.
 
-Every way is priced in seconds: the predicted time to the first token, and the predicted harm, which is the summed delay
-of all others' tokens. Chunks computed here lengthen the steps of every decoding sequence; at a busy prefill worker the
-prompts behind this one wait longer. Ways that meet the target are preferred, and among them the one with the least sum.
+Every option is priced in seconds: the predicted time to the first token, and the predicted harm, which is the summed
+delay of all other requests' tokens. Chunks computed here lengthen the steps of every decoding sequence; at a busy
+prefill worker the prompts behind this one wait longer. Options that meet the target for first tokens are preferred, and
+of these the one with the smallest sum.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class PromptDemand:
     """A prompt, and the state of this worker."""
 
     num_tokens: int  # tokens that need KV
-    cached_tokens: int  # those of them cached here
+    cached_tokens: int  # of these, tokens cached here
     queued_tokens: int  # tokens of other prompts that wait to be computed here
     num_running: int  # sequences that are decoding here
     step_tokens: int  # most prompt tokens in one step
@@ -56,7 +57,7 @@ class PromptDemand:
 
 @dataclass(frozen=True, slots=True)
 class PricedPlace:
-    """A way to compute a prompt, and its predicted costs in seconds."""
+    """One option for computing a prompt, and its predicted costs in seconds."""
 
     place: PrefillPlace
     first_token_s: float
@@ -71,14 +72,14 @@ class PricedPlace:
 
 @dataclass(frozen=True, slots=True)
 class PrefillDecision:
-    """The chosen way, and the cheapest ones of the other kinds, cheapest first."""
+    """The chosen option, and the cheapest one of each other kind, cheapest first."""
 
     chosen: PricedPlace
     others: tuple[PricedPlace, ...] = ()
 
 
 def describe_limits(description: worker_pb2.WorkerDescription, config: DecodeConfig) -> None:
-    """Announces to routers how `PrefillPlacement` will decide, as far as that is known in advance."""
+    """Announces to routers the limits by which `PrefillPlacement` decides, as far as they are known in advance."""
     description.chunk_tokens = config.max_batch_tokens
     description.max_running = config.max_batch_sequences
     limits = {"auto": config.max_local_tokens, "remote": 0, "split": 0, "local": description.context_length}

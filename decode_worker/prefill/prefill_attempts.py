@@ -1,8 +1,8 @@
 """Gets each request's prefill done, on this worker or on one prefill worker after another. Runs on the step loop.
 
 A request that holds no pages is placed here or with its next candidate. A failed attempt only costs time. With hedging,
-a prefill that has not begun in time is also requested from the next candidate. The first that asks for its destination
-computes it, so that pages are reserved only once and the other attempt only takes a place in a queue.
+a prefill that has not begun in time is also requested from the next candidate. The first to ask for its destination
+computes it, so pages are reserved only once, and the other attempt costs no more than a place in a queue.
 """
 
 from __future__ import annotations
@@ -131,10 +131,10 @@ class PrefillAttempts:
         steps.on_step(StepWork(chunk_tokens, pairs, num_rows, plan.rows.num_contexts), elapsed_s)
 
     def on_computed(self, request: DecodeRequest, first: RemoteFirstToken, now_s: float) -> None:
-        """Learns from a prefill that a prefill worker has computed."""
+        """Learns how long a prefill at a prefill worker took."""
         placed = request.placed
         if placed is None or placed.option is None or placed.option.worker_id != request.prefilled_by:
-            return  # it was a hedge, so its starting time is unknown
+            return  # it was hedged, so its starting time is unknown
         option = placed.option
         share = max(1, placed.num_remote - first.cached_tokens) / max(
             1, len(request.sequence.token_ids) - option.cached_tokens

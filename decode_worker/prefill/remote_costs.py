@@ -3,8 +3,8 @@
 Routers follow the load reports of all prefill workers and send their predictions with each request, so there is an
 estimate even for a worker that was never asked. A decode worker learns by what factor a worker's prefills differ from
 the prediction, and how long the hand-off takes: the calls there and back until the first token is here, and the
-transfer until the last page has landed. What was learned fades unless it is confirmed, so that a worker that was slow
-once is asked again.
+transfer until the last page has landed. What it learned fades unless it is confirmed, so that a worker that was slow
+once gets another chance.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HOP_S = 0.003  # prior: two gRPC messages and a few thread wake-ups
 _LANDING_S, _BYTE_S = 0.003, 1e-9  # prior, from the first token to the last page
 _HALF_LIFE_S = 30.0  # half-life of a factor that no prefill confirms
 _MAX_FACTOR = 16.0
-_MAX_WORKERS = 4096  # workers with their own model
+_MAX_WORKERS = 4096  # most workers with a model of their own
 
 
 @dataclass(frozen=True, slots=True)

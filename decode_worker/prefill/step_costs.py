@@ -1,7 +1,7 @@
-"""Learns the cost of this worker's own steps from every step with a chunk and a few of the others. Pure.
+"""Learns the cost of this worker's own steps from every step with a chunk and from some of the others. Pure.
 
-A step takes a fixed time, plus a fixed time if it computes chunks of prompts, plus a time for each token of these, for
-each pair of such a token and an earlier one, for each decoding row, and for each token of its context.
+A step takes a fixed time, another fixed time if it computes chunks of prompts, and a time for each chunk token, for
+each pair of a chunk token and an earlier token, for each decoding row, and for each token of a row's context.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StepWork:
 class ChunkCosts:
     """The predicted costs of computing a part of a prompt next to the current decoding, in seconds."""
 
-    total_s: float  # time until its last token is computed, including chunks that wait before it
+    total_s: float  # time until its last token is computed, including the chunks queued before it
     added_s: float  # time by which its chunks delay each decoding sequence
 
 
@@ -55,7 +55,7 @@ class StepCosts:
         self._row_contexts = 0.0  # mean context of a row in the newest step
 
     def skips(self, chunk_tokens: int) -> bool:
-        """Counts a step. Returns whether it should be skipped, without a call of `on_step`."""
+        """Counts a step. Returns whether to skip it, that is, not to call `on_step`."""
         if chunk_tokens:
             self.num_chunk_steps += 1
             return False
@@ -63,7 +63,9 @@ class StepCosts:
         return self._num_decode_steps % _DECODE_STRIDE != 1
 
     def learned_of(self, num_steps: int) -> range:
-        """Counts decode steps in a row like as many calls of `skips`. Returns which of them not to skip, from 0."""
+        """Counts consecutive decode steps like as many calls of `skips`. Returns which of them not to skip, counting
+        from 0.
+        """
         first, self._num_decode_steps = -self._num_decode_steps % _DECODE_STRIDE, self._num_decode_steps + num_steps
         return range(first, num_steps, _DECODE_STRIDE)
 

@@ -1,10 +1,10 @@
 """Owns the transfers into this worker's page pool: reservation, arrival, verification, fences. Runs on the step loop.
 
-A transfer brings a prompt's pages from a prefill worker, or a running sequence's pages from another decode worker. The
-former begins when a prefill worker is asked, but holds pages only once that worker begins to compute; the latter holds
-them from its beginning. Either is forgotten once nothing of it can be written any more. Two lifetimes are kept apart:
-the request's interest (it may fall back or be cancelled at any moment, and gives up a sender that is silent for its
-lease) and the sender's right to write, which alone decides when a fence is lifted.
+A transfer brings a prompt's pages from a prefill worker, or a running sequence's pages from another decode worker. A
+prompt's transfer begins when a prefill worker is asked, but holds pages only once that worker begins to compute; a
+sequence's transfer holds them from the start. Either is forgotten once its sender can no longer write. The table keeps
+two lifetimes apart: the request's interest (it may fall back or be cancelled at any moment, and gives up a sender whose
+lease expires) and the sender's right to write, which alone decides when a fence is lifted.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class FailedTransfer:
 
 @dataclass(slots=True, eq=False)
 class TransferAttempt:
-    """A transfer. `request` becomes None once it is served another way, or has ended."""
+    """A transfer. `request` becomes None once the request is served another way or has ended."""
 
     session: TransferSession
     request: DecodeRequest | None
@@ -145,7 +145,8 @@ class TransferTable:
     ) -> TransferKey:
         """Requests a remote prefill of the first `num_tokens`, by default all; reserves nothing yet.
 
-        `on_slow` follows if it has not begun in time. The token sampled after only a part of the tokens is meaningless.
+        `on_slow` follows if it has not begun in time. If `num_tokens` is only a part, the token sampled after it is
+        meaningless.
         """
         sequence = request.sequence
         count = len(sequence.token_ids) if num_tokens is None else num_tokens
@@ -204,13 +205,13 @@ class TransferTable:
         return is_granted
 
     def num_unneeded(self, sequence: Sequence, num_dropped_tokens: int) -> int:
-        """Returns how many leading pages of a migrating sequence nothing will read here, given the tokens whose KV its
-        source has dropped. Raises InvalidInput if they may still be read, and TransferRefused if they end inside a
-        page.
+        """Returns how many leading pages of a migrating sequence will never be read here, given how many tokens' KV its
+        source has dropped. Raises InvalidInput if later tokens read some of these, and TransferRefused if they end
+        inside a page.
         """
         num_pages, rest = divmod(num_dropped_tokens, self._page_size)
         if num_pages > self._engine.prefix_cache.window.num_behind(len(sequence.token_ids) - 1):
-            raise InvalidInput("num_dropped_tokens", f"is {num_dropped_tokens}, and tokens to come read some of them")
+            raise InvalidInput("num_dropped_tokens", f"is {num_dropped_tokens}, but later tokens read some of them")
         if rest:
             raise TransferRefused(
                 f"the source has dropped the first {num_dropped_tokens} tokens, which end inside a page of "
@@ -233,7 +234,9 @@ class TransferTable:
         return self._transfers[key].num_tokens
 
     def is_part(self, key: TransferKey) -> bool:
-        """Returns whether the transfer brings only a part of the sequence's tokens, so that no first token follows."""
+        """Returns whether the transfer brings only a part of the sequence's tokens, so that its first token is not the
+        sequence's.
+        """
         return key in self._transfers and self._transfers[key].is_part
 
     def has_begun(self, key: TransferKey) -> bool:
@@ -254,7 +257,7 @@ class TransferTable:
 
     def grant_reservations(self, scheduler: DecodeScheduler) -> list[FailedTransfer]:
         """Reserves pages for waiting senders in the scheduler's order, as long as there are any. Returns the transfers
-        whose senders have been forgotten since.
+        whose senders were forgotten in the meantime.
         """
         failed: list[FailedTransfer] = []
         waiting = [(transfer, transfer.request) for transfer in self._unreserved if transfer.request is not None]
@@ -315,7 +318,7 @@ class TransferTable:
         assert request is not None
         try:
             problem = transfer.mismatch(self._page_size, self._receiver if self._config.checksums else None)
-        except TransferError as forgotten:  # its sender has been forgotten since
+        except TransferError as forgotten:  # its sender was forgotten in the meantime
             problem = f"its pages cannot be verified: {forgotten}"
         transfer.request = None
         effects = [*session.on_verified(problem is None), *session.on_admitted()]
@@ -362,7 +365,7 @@ class TransferTable:
     # Ends.
 
     def on_closed(self, key: TransferKey, error: PenstockError | None) -> DecodeRequest | None:
-        """Records that the sender writes no more. Returns the request if it must be served another way."""
+        """Records that the sender has stopped writing. Returns the request if it must be served another way."""
         transfer = self._transfers.get(key)
         if transfer is None:
             return None
@@ -382,7 +385,7 @@ class TransferTable:
         return self._give_up(transfer) if transfer else None
 
     def on_quiesced(self, key: TransferKey) -> None:
-        """Ends the transfer, because the sender's incarnation is over or has announced that it writes no more."""
+        """Ends the transfer, because the sender's incarnation is over or has reported that it has stopped writing."""
         transfer = self._transfers.get(key)
         if transfer is not None:
             self._apply(transfer, transfer.session.on_sender_dead())

@@ -1,8 +1,8 @@
 """Keeps a call open in advance to each recently used prefill worker, so that the next prefill starts with one message.
 
-Opening a call takes several round trips between the threads of gRPC and of the event loops at both ends, which is a
-good part of the time of a remote prefill on an idle system. An opened call has no effect at either end until its start
-command is sent, and is cancelled if that does not come soon. Runs on the server's event loop.
+Opening a call takes several handovers between the threads of gRPC and of the event loops at both ends, which is a large
+part of the time of a remote prefill on an idle system. An opened call has no effect at either end until its start
+command is sent, and is cancelled if the command does not come soon. Runs on the server's event loop.
 """
 
 from __future__ import annotations

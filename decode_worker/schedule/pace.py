@@ -23,7 +23,7 @@ class Pace:
         """Returns how many prompt tokens a step may compute next to decoding and still end within `itl_s`; None: no
         limit.
 
-        It returns at least a few, so that prompts progress even on a worker whose decoding already takes that long.
+        The result is at least a few, so that prompts progress even if decoding alone takes that long.
         """
         if itl_s is None or not self.chunk_tokens_per_s:
             return None
@@ -40,7 +40,7 @@ class Pace:
     def on_speculation(self, num_sequences: int, num_sampled: int, elapsed_s: float) -> None:
         """Records a step that has sampled several tokens of some sequences.
 
-        The totals leave it out, as its cost is neither that of one token per sequence nor that of a chunk.
+        The totals leave it out, because it costs neither what one token per sequence costs nor what a chunk does.
         """
         self.step_s = _smooth(self.step_s, elapsed_s * num_sequences / num_sampled)
 

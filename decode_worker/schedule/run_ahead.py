@@ -1,4 +1,4 @@
-"""Predicts the positions of sequences without a row after the in-flight step, whose tokens are not known yet. Pure.
+"""Predicts the positions of sequences without a row after the step in flight, whose tokens are not known yet. Pure.
 
 The decode scheduler calls it to schedule the step after that one. A prompt continues after its chunk. If a prompt ends,
 or a sequence has lost its row, its next token is sampled in the in-flight step and taken from the device.

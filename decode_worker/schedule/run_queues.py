@@ -1,4 +1,5 @@
-"""Keeps a decode worker's running and waiting sequences by rank, and which running ones have a row. Pure.
+"""Keeps a decode worker's running and waiting sequences in order of rank, and knows which running ones have a row.
+Pure.
 
 The decode scheduler owns it and decides which sequences change queues. A sequence keeps its rank for its whole life: by
 arrival, with a head start for interactive over standard over bulk (`penstock.scheduling.lane_order`). Neither queue

@@ -62,7 +62,7 @@ class DecodeScheduler:
         rows: RowTable,
         speculator: Speculator | None = None,
     ) -> None:
-        """`rows` must be empty. Only this scheduler uses `rows` and `speculator`; without the latter nothing is
+        """`rows` must be empty. Only this scheduler uses `rows` and `speculator`; without a speculator nothing is
         proposed.
         """
         self.metrics = WorkerMetrics()
@@ -114,7 +114,7 @@ class DecodeScheduler:
         """Queues a tracked sequence that holds no pages: this worker computes all its tokens."""
         if sequence.pages or sequence.num_computed_tokens:
             held = f"{len(sequence.pages)} pages and {sequence.num_computed_tokens} computed tokens"
-            raise InternalError(f"{sequence.request_id} is to be computed here and holds {held}")
+            raise InternalError(f"{sequence.request_id} to be computed here holds {held}")
         self._queues.wait(self._queues[sequence])
 
     def join(self, sequence: Sequence, num_computed_tokens: int) -> None:
@@ -238,7 +238,7 @@ class DecodeScheduler:
         verified = self._schedule_verified(proposed)
         budget = self._chunk_budget(max_chunk_tokens, sum(item.num_positions for item in verified))
         chunks = [*verified, *self._schedule_chunks(budget, proposed)]
-        # A preemption may have hit a sequence that was scheduled earlier in this same step.
+        # A preemption may have taken the pages of a sequence that was scheduled earlier in this same step.
         chunks = [chunk for chunk in chunks if chunk.sequence.pages]
         if (
             len(self._queues.waiting) <= num_waiting
@@ -247,8 +247,8 @@ class DecodeScheduler:
         return self._steps.launch(chunks)
 
     def schedule_ahead(self, max_chunk_tokens: int | None = None) -> StepPlan | None:
-        """Returns the step after the one in flight, before the latter has sampled its tokens: one more token for every
-        sequence that decodes or gets its first token there, and chunks of prompts as in `schedule`.
+        """Returns the step after the one in flight, before that has sampled its tokens: one more token for every
+        sequence that decodes or gets its first token in it, and chunks of prompts as in `schedule`.
 
         Returns None if it has to wait because there are too few pages or sampling depends on the text. Never preempts.
         """
@@ -322,8 +322,8 @@ class DecodeScheduler:
         return True
 
     def _make_room(self, entry: TrackedSequence, num_tokens: int) -> bool:
-        """Allocates pages for the next `num_tokens`, preempting others if necessary. Returns False if it preempted
-        itself.
+        """Allocates pages for the next `num_tokens`, preempting other sequences if necessary. Returns False if it
+        preempted this one.
         """
         chunk = ScheduledSequence(entry.sequence, num_tokens)
         while True:
@@ -370,8 +370,8 @@ class DecodeScheduler:
         return self._asked[1]
 
     def _decoding(self) -> list[Sequence]:
-        """Returns the sequences that get one token each in the next step; none if proposing to so many cannot pay, or
-        if prompts are computed too, since such a step is long enough.
+        """Returns the sequences that get one token each in the next step. Returns none if proposals for so many cannot
+        pay, or if prompts are computed too, since such a step is long enough already.
         """
         num_running = len(self._queues.running)
         if self._speculator is None or not num_running or self._queues.waiting:
@@ -444,8 +444,8 @@ class DecodeScheduler:
     def _num_together(self, num_steps: int) -> int:
         """Returns how many steps may get their pages before any of them fills one.
 
-        Which pages an eviction takes depends on those that are cached by then, so where pages have to be evicted, steps
-        go only up to the first that fills a page.
+        Which pages an eviction takes depends on which are cached by then. So if pages have to be evicted, the steps end
+        with the first one that fills a page.
         """
         if int(self._table.num_missing_pages(num_steps).sum()) <= self._pool.num_free:
             return num_steps
@@ -467,7 +467,7 @@ class DecodeScheduler:
         return self._steps.record(plan, tokens_R, chunk_tokens)
 
     def record_some(self, work: Seq[ScheduledSequence], token_ids: Seq[int | None]) -> Collection[Sequence]:
-        """Ends the only step in flight like `record`, but with only the part of it that did not fail."""
+        """Ends the only step in flight like `record`, but records only the part of it that did not fail."""
         return self._steps.record_some(work, token_ids)
 
     def commit(self, work: Seq[ScheduledSequence], output: StepOutput) -> list[tuple[Sequence, SampledToken]]:

@@ -22,8 +22,8 @@ class PageGrant:
 
     pages: list[PageId]
     num_filled: int  # leading pages that need not be computed
-    num_dropped: int  # those of them that are entries without a page
-    num_found: int  # of these, pages that the cache stands for; what nothing will read is left out
+    num_dropped: int  # of these, entries without a page
+    num_found: int  # of these, pages that the cache vouches for; pages that nothing will read are left out
 
 
 class SequencePages:
@@ -58,7 +58,7 @@ class SequencePages:
         """Returns referenced pages for `num_tokens`, or for as many of them as a window lets the sequence hold.
 
         With `num_landing`, that many leading tokens get their KV from elsewhere, except in the first `num_unneeded`
-        pages, which nothing will read. Cached pages are searched within those tokens, by default in all. Returns None
+        pages, which nothing will read. Looks for cached pages among those tokens, by default among all. Returns None
         and allocates nothing if fewer than `num_kept_back` pages would be left in the pool.
         """
         hashes = self._reusable_hashes(sequence, num_tokens if num_landing is None else num_landing)
@@ -85,8 +85,9 @@ class SequencePages:
         num_dropped: int,
         num_unneeded: int,
     ) -> PageGrant:
-        """Fills pages from lower tiers, and gives back those that nothing reads behind what is filled then: some of
-        them were never filled."""
+        """Fills pages from lower tiers. Gives back the pages that are then behind the window, some of which were never
+        filled.
+        """
         num_filled = self._cache.promote(hashes, pages, num_cached, num_unneeded, owner=tenant)
         first_needed = self._cache.first_needed(num_filled, num_unneeded)
         self._pool.release(pages[num_dropped:first_needed])

@@ -3,8 +3,8 @@
 While a step computes, the step loop takes calls: requests come and end, first tokens go out, pages are reserved and
 land. On a GPU the next step is scheduled and given to the device in the meantime if possible (`schedule_ahead`). On a
 CPU it is not: scheduling takes a hundredth of a step there, and a request that arrives during a step would miss the
-next. If a grammar constrains a token of that next step, the step is computed up to its logits and sampled as soon as
-the tokens of the previous step, which determine the mask, have been recorded.
+next one. If a grammar constrains a token of that next step, the step is computed up to its logits and sampled as soon
+as the tokens of the previous step, which determine the mask, have been recorded.
 
 If a model is split between ranks, each step is announced to the other ranks when it is given to the device, so that a
 rank continues with the next step without waiting for rank 0. Ranks compute every announced step: a step after a failed
@@ -53,7 +53,7 @@ class StepDriver:
         self._started_s = 0.0  # when the device began to compute the oldest of them
 
     def turn(self) -> None:
-        """Gives the device what it can compute now. Runs after other calls, among them the end of a step."""
+        """Gives the device what it can compute now. Runs after other calls to the loop, such as the end of a step."""
         if self._in_flight:
             self._worker.serve_during_step()
         else:
@@ -103,7 +103,7 @@ class StepDriver:
         self._sample_next()
 
     def _sample_next(self) -> None:
-        """Samples the step that was given to the device before its texts were known, which they are now."""
+        """Samples the step that was given to the device before its texts were known, now that they are."""
         if self._unsampled is None:
             return
         (plan, step, forward), self._unsampled = self._unsampled, None

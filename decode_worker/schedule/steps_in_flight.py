@@ -76,7 +76,7 @@ class StepsInFlight:
             self._dropped[sequence] = self._num_steps
 
     def discarded(self, plan: StepPlan) -> Collection[Sequence]:
-        """Returns the sequences whose tokens of a step in flight will be discarded, as far as known now."""
+        """Returns the sequences of a step in flight whose tokens will be discarded, as far as is known now."""
         return self._discarded(plan)
 
     def give_back(self, sequence: Sequence) -> None:
@@ -103,7 +103,7 @@ class StepsInFlight:
         if not plan:
             return ()
         if self._plans.popleft() is not plan:  # otherwise pages that a later step writes would be returned
-            raise InternalError("steps are recorded in another order than they were scheduled")
+            raise InternalError("steps were recorded in a different order than they were scheduled")
         discarded = self._discarded(plan)
         self._record_each(plan.chunks, chunk_tokens, discarded)
         filled = self._rows.record(plan.rows, tokens_R, chunk_tokens, discarded)

@@ -2,8 +2,9 @@
 
 The transports between pools of one host (shared_memory.py, cuda_ipc.py) share it; they differ in how a pool is
 exported, opened and written. They are one-sided, and the copy that moves a page is the only one (link.py). A `Channel`
-does the rest: it authenticates the sender, tells it where the pool's memory is, and announces what landed. The sender
-reads the receiver's random mark through the mapping, which proves that both ends share memory; host names would not.
+does the rest: it authenticates the sender, gives it the location of the pool's memory, and announces what landed. The
+sender reads the receiver's random mark through the mapping, which proves that both ends share memory; host names would
+not.
 
 A push is done when its bytes are in place and announced; a closed link has stopped writing. As on every one-sided
 transport, a sender that freezes in the middle of a page writes the rest when it wakes, whatever the receiver has

@@ -112,9 +112,9 @@ class LyingSource:
 @pytest.mark.parametrize(
     ("window", "num_tokens", "num_dropped_tokens", "kind", "why"),
     [
-        (None, 40, 4, InvalidInput, "num_dropped_tokens: is 4, and tokens to come read some of them"),
-        (9, 40, 2**32 - 1, InvalidInput, "num_dropped_tokens: is 4294967295, and tokens to come read some of them"),
-        (9, 40, 28, InvalidInput, "num_dropped_tokens: is 28, and tokens to come read some of them"),
+        (None, 40, 4, InvalidInput, "num_dropped_tokens: is 4, but later tokens read some of them"),
+        (9, 40, 2**32 - 1, InvalidInput, "num_dropped_tokens: is 4294967295, but later tokens read some of them"),
+        (9, 40, 28, InvalidInput, "num_dropped_tokens: is 28, but later tokens read some of them"),
         (9, 40, 22, TransferRefused, "dropped the first 22 tokens, which end inside a page of 4 tokens here"),
         (9, 1, 24, InvalidInput, "num_tokens: is 1; give at least the sequence's own 33"),
         (None, 0, 0, InvalidInput, "num_tokens: is 0; give at least the sequence's own 33"),

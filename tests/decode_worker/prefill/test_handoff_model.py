@@ -187,7 +187,7 @@ def test_a_destination_that_nobody_asked_for_is_refused_by_name() -> None:
     worker.on_sent(key)
     [closed] = outcomes
     assert isinstance(closed, Closed)
-    assert "destination: came before it was asked for; send it after `reserve`" in str(closed.error)
+    assert "destination: came before it was requested; send it after `reserve`" in str(closed.error)
     assert not worker.step()
 
 

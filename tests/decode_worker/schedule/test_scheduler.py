@@ -332,7 +332,7 @@ def test_a_sequence_that_holds_pages_is_not_computed_into_them() -> None:
     sequence = make_sequence("a", 5)
     scheduler.track(sequence)
     sequence.pages = pool.allocate(2)
-    with pytest.raises(InternalError, match="a is to be computed here and holds 2 pages and 0 computed tokens"):
+    with pytest.raises(InternalError, match="a to be computed here holds 2 pages and 0 computed tokens"):
         scheduler.compute_here(sequence)
 
 

@@ -1,7 +1,7 @@
 """A model replica behind one object: weights, KV pages, prefix cache, and the step.
 
-A worker's step loop is the only caller. The engine owns the model and the page tensor; which sequence holds which page
-is the caller's decision (through `pool` and `prefix_cache`), and a step changes neither.
+A worker's step loop is the only caller. The engine owns the model and the page tensor. The caller decides which
+sequence holds which page (through `pool` and `prefix_cache`), and a step changes neither.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Engine:
         self._next_weights: NextWeights | None = None
         self._group = part.group
         self.adapters = None if part.adapters is None else EngineAdapters(part.adapters, ranks)
-        # Captures graphs and launches steps, so that what libraries keep by thread lives as long as the graphs.
+        # Captures graphs and launches steps, so that what libraries keep for a thread lives as long as the graphs.
         self.device_thread = JobThread("device", part.device) if kv_pages.is_cuda else None
 
     @classmethod
@@ -156,9 +156,9 @@ class Engine:
         return self._part.config.weights_version
 
     def prepare_weights(self, weights: LoadedWeightsConfig) -> None:
-        """Checks weights on all ranks, in place of any that were prepared before. Blocks; steps may run meanwhile.
+        """Checks weights on all ranks, replacing any that were prepared before. Blocks; steps may run meanwhile.
 
-        Raises CheckpointError where they do not fit the model; those in force stay.
+        Raises CheckpointError if they do not fit the model; the weights in use stay.
         """
         self._next_weights = None
         answers = self.ranks.start_call("prepare_weights", weights.model_dump()) if self.ranks is not None else []
@@ -174,7 +174,7 @@ class Engine:
         self._next_weights = None
 
     def apply_weights(self) -> None:
-        """Puts the prepared weights in force on all ranks, and forgets every cached page. Blocks.
+        """Switches to the prepared weights on all ranks, and forgets every cached page. Blocks.
 
         No step may run meanwhile, and no page be referenced. After an error the engine is useless.
         """
@@ -304,7 +304,9 @@ class Engine:
             return compute(step, forward, self._group, self.kv_pages.device, masks=self._masks)
 
     def compute_discarded(self, step: PreparedStep) -> None:
-        """Computes a step that awaits a failed one and that other ranks compute too; does nothing without them."""
+        """Computes a step that awaits a failed one, because other ranks compute it too; does nothing without other
+        ranks.
+        """
         if self.ranks is not None:
             use_device(self.kv_pages.device)
             with self._explaining_failures():
@@ -358,7 +360,7 @@ class Engine:
     def _prepare_grammars(self) -> None:
         try:
             self.grammars.prepare()
-        except CheckpointError as error:  # of a tokenizer that no grammar can be written for; all else is served
+        except CheckpointError as error:  # the tokenizer supports no grammars; everything else is served
             log.warning("structured output will be refused: %s", error.message)
 
 

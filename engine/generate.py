@@ -1,4 +1,4 @@
-"""The single-process reference: one generation at a time over an engine, with nothing else around it.
+"""Generates in a single process, as a reference: one generation at a time over an engine, with nothing else around it.
 
 Disaggregated serving must produce the same tokens. Tests and tools call it; workers do not.
 """
@@ -27,8 +27,8 @@ def generate(
     use_prefix_cache: bool = True,
     adapter: AdapterRef | None = None,
 ) -> list[int]:
-    """Returns the tokens after the prompt, including the one that ended the generation. Blocks; releases every page it
-    takes, and none between the first step and the end.
+    """Returns the tokens after the prompt, including the one that ended the generation. Blocks. Releases every page
+    that it takes, but none between the first step and the end.
 
     `chunk_tokens` bounds what one step computes; None computes the prompt whole. `salt` must differ for each `adapter`.
     Raises CheckpointError for an adapter that cannot be loaded.

@@ -1,4 +1,4 @@
-"""A loaded engine and the log of its cache's events, which both stay when the worker around them changes its role."""
+"""Holds a loaded engine and the log of its cache's events, which both stay when their worker changes its role."""
 
 from __future__ import annotations
 
@@ -33,5 +33,7 @@ class Replica:
 
     @property
     def num_pinned_pages(self) -> int:
-        """Pages that are referenced or that a transfer may still write; there are none when a server hands over."""
+        """Pages that are referenced or that a transfer may still write. There must be none when one server replaces
+        another.
+        """
         return self.engine.pool.num_pages - self.engine.pool.num_available

@@ -1,7 +1,7 @@
 """Reads the folder of a LoRA adapter as PEFT writes it: `adapter_config.json` and `adapter_model.safetensors`.
 
-Refuses by name every setting that changes the computation and that the engine does not implement. Never reads more than
-the largest adapter that a slot can hold.
+It refuses, by name, every setting that changes the computation and that the engine does not implement. It never reads
+more than the largest adapter that a slot can hold.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def read_adapter(ref: AdapterRef, products: Iterable[AdaptedProduct], max_rank: 
     revision = revision_of(config_bytes, weights_bytes)
     if revision != ref.revision:
         raise CheckpointError(
-            f"{ref}: its files have revision {revision}, and revision {ref.revision} is asked for; restart the "
+            f"{ref}: its files have revision {revision}, but revision {ref.revision} was requested; restart the "
             "routers, which read revisions at their start"
         )
     rank, scale = _read_config(ref, config_bytes, max_rank)

@@ -1,4 +1,4 @@
-"""The adapters of a whole replica: keeps track of its slots, and loads an adapter into the same slot on every rank."""
+"""Manages the adapters of a whole replica: tracks its slots, and loads an adapter into the same slot on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The products of a model that adapters may change: which stored weights each one combines, and its shape on one rank.
+"""Lists the products of a model that adapters may change: the stored weights that each combines, and its shape on one
+rank.
 
 Torch-free. A layer computes several stored weights as one product (queries, keys and values; gate and up); each is a
 part of it, with its own range of the product's outputs and its own adapter.

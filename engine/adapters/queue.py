@@ -1,7 +1,8 @@
 """Gives sequences a slot with their adapter before they are scheduled. A separate thread reads the files.
 
-A sequence keeps its slot until it is released, whatever happens to its pages meanwhile. A sequence waits while every
-slot is in use or its adapter is being read. After `_MAX_WAIT_S` it is refused by name and may be served elsewhere.
+A sequence keeps its slot until it is released, even if it loses its pages meanwhile. It waits while every slot is in
+use or its adapter is being read. After `_MAX_WAIT_S` it is refused with the adapter's name, and may be served
+elsewhere.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class AdapterQueue:
         self._post = post
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter reader")
-        self._held: dict[Sequence, str] = {}  # revisions whose slot a sequence uses, ready or not
+        self._held: dict[Sequence, str] = {}  # the revision whose slot each sequence uses, ready or not
         self._waiters: dict[Sequence, _Waiter] = {}  # without a slot, or with one that is being filled; by arrival
         self.ready: tuple[str, ...] = ()  # revisions that can be used at once
 
@@ -93,7 +94,7 @@ class AdapterQueue:
             self._adapters.load(ref, slot)
         except PenstockError as raised:
             error = AdapterUnavailable(raised.message)
-        except Exception as raised:  # a lost rank, or a fault: the sequences must not wait
+        except Exception as raised:  # a lost rank or a fault must not leave the sequences waiting
             error = AdapterUnavailable(f"{ref}: could not be loaded: {type(raised).__name__}: {raised}")
         self._post(partial(self._on_loaded, ref.revision, error))
 

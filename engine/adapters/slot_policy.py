@@ -30,8 +30,8 @@ class SlotGrant:
     """A slot that the caller holds until it releases it."""
 
     slot: int
-    must_load: bool  # the caller writes the adapter into it, and then says `loaded` or `failed`
-    evicted: str | None = None  # the revision that had to go
+    must_load: bool  # the caller must write the adapter into it, and then call `loaded` or `failed`
+    evicted: str | None = None  # the revision that was evicted for it
 
 
 class AdapterSlots:
@@ -97,7 +97,7 @@ class AdapterSlots:
         self._slots[self._by_revision[revision]].state = SlotState.READY
 
     def failed(self, revision: str) -> None:
-        """Empties a slot whose adapter could not be written; its users hold nothing any more."""
+        """Empties a slot whose adapter could not be written. Its users no longer hold anything."""
         number = self._by_revision.pop(revision)
         self._slots[number] = _Slot()
 
@@ -108,7 +108,7 @@ class AdapterSlots:
         slot.num_users -= 1
 
     def drop(self, revision: str) -> bool:
-        """Empties the adapter's slot if nobody uses it; returns whether it is gone."""
+        """Empties the adapter's slot if nobody uses it. Returns whether the adapter is gone."""
         number = self._by_revision.get(revision)
         if number is None:
             return True

@@ -1,7 +1,8 @@
-"""The slots of one rank: stacked matrices for every product that adapters may change, and one step's view of them.
+"""Holds the slots of one rank: stacked matrices for every product that adapters may change, and one step's view of
+them.
 
-Owns the tensors. Which adapter is in which slot is decided by `engine.adapters.slot_policy`; a slot is written only
-while no sequence uses it.
+It owns the tensors. `engine.adapters.slot_policy` decides which adapter is in which slot; a slot is written only while
+no sequence uses it.
 
 Shapes: `S` slots, `R` rank of a slot, `P` parts, `I` in, `O` out, `T` rows of a step.
 """

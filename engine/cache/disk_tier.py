@@ -1,8 +1,8 @@
-"""Pages evicted from host memory, kept in one file of a configured folder.
+"""Keeps pages that are evicted from host memory in one file of a configured folder.
 
 The file has no name (it is unlinked as soon as it is open) and only its owner can read it: KV reveals the prompts, so
-nothing of it may outlive the process. Its size is reserved at the start. What is read back must match the checksum of
-what was written, which is kept in memory: a corrupt page is a miss, never KV.
+it must not outlive the process. Its size is reserved at the start. A page that is read back must match the checksum of
+what was written, which stays in memory: a corrupt page counts as a miss.
 
 `DiskFile` holds the bytes of one rank's pages, by slot, in a separate file. `DiskTier` decides which page is in which
 slot, for all ranks at once (`engine.cache.tensor_parallel`).
@@ -70,7 +70,7 @@ class DiskFile:
         self._checksums[slot] = xxhash.xxh3_64_intdigest(content)
 
     def read(self, slot: int) -> bool:
-        """Reads a slot into the host's bounce buffer; False if it does not read back as written."""
+        """Reads a slot into the host's bounce buffer. Returns False if the bytes are not those that were written."""
         buffer = self._host.bounce
         try:
             num_read = os.preadv(self.file.fileno(), [buffer], slot * self._page_bytes)
@@ -94,7 +94,7 @@ class DiskTier:
         self._file = file
         self.slots = PageSlots(num_pages)
         self._broken = False
-        self.num_spoiled = 0  # pages that did not read back as written
+        self.num_spoiled = 0  # pages whose bytes had changed when they were read back
 
     def store(self, page_hash: PageHash, host_slot: int) -> list[PageHash]:
         """Stores a new page; returns the pages that this tier no longer holds, including this one if writing failed."""
@@ -111,7 +111,7 @@ class DiskTier:
         return [] if evicted is None else [evicted]
 
     def load(self, page_hash: PageHash) -> bool:
-        """Reads a stored page into the bounce buffer; forgets it and returns False if it does not read back."""
+        """Reads a stored page into the bounce buffer. Forgets it and returns False if its bytes have changed."""
         if self._file.read(self.slots.slot(page_hash)):
             return True
         self.num_spoiled += 1

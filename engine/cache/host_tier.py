@@ -1,7 +1,7 @@
-"""Pages evicted from the pool, kept in host memory.
+"""Keeps pages that are evicted from the pool in host memory.
 
-One tensor, allocated once, of the pool's own page shape; `engine.cache.page_slots` maps pages to its slots. Only
-`engine.cache.tiers` calls this, for many pages at once.
+The memory is one tensor, allocated once, with pages of the pool's shape; `engine.cache.page_slots` maps pages to its
+slots. Only `engine.cache.tiers` calls this module, for many pages at once.
 
 On a CPU a copy is complete when the call returns. On a GPU the memory is pinned (`pinned_memory`), and copies run on
 a separate stream:
@@ -27,7 +27,7 @@ from engine.kernels.page_copy import select_copy
 from engine.kernels.upload import upload_pages
 from penstock.types import PageId
 
-_SCRATCH_BYTES = 64 << 20  # on a GPU: about 3 ms of a PCIe 4 bus
+_SCRATCH_BYTES = 64 << 20  # on a GPU: takes a PCIe 4 bus about 3 ms
 
 
 class HostTier:
@@ -44,7 +44,7 @@ class HostTier:
         self._bytes_PW = self._host_pages.view(num_pages, -1).view(torch.uint8)
         self._kv_bytes_PW = kv_pages.view(kv_pages.shape[0], -1).view(torch.uint8)
         if not kv_pages.is_cuda:
-            select_copy()  # compiles it now rather than with the first page
+            select_copy()  # compiles the kernel now rather than with the first page
         self._stream = torch.cuda.Stream(kv_pages.device) if kv_pages.is_cuda else None
         num_scratch = max(1, _SCRATCH_BYTES // self._bytes_PW.shape[1]) if kv_pages.is_cuda else 0
         self._scratch = torch.empty(num_scratch, *kv_pages.shape[1:], dtype=kv_pages.dtype, device=kv_pages.device)
@@ -75,7 +75,7 @@ class HostTier:
                 self._host_pages[slot].copy_(self._scratch[index], non_blocking=True)
 
     def read(self, slots: Sequence[int], pages: Sequence[PageId]) -> None:
-        """Copies slots to the pool, before anything that the step's stream does next. The caller holds `pages`."""
+        """Copies slots to the pool, ahead of anything that the step's stream does next. The caller holds `pages`."""
         if self._stream is None:
             select_copy()(self._kv_bytes_PW, self._bytes_PW, pages, slots)
             return
@@ -91,7 +91,7 @@ class HostTier:
         self._kv_pages[page].copy_(self._bounce)
 
     def settle(self) -> None:
-        """Blocks until all written pages are in their slots; on a CPU they are already."""
+        """Blocks until all written pages are in their slots. On a CPU they already are."""
         if self._stream is not None:
             self._stream.synchronize()
 

@@ -1,11 +1,11 @@
-"""The layout of a KV page: what two pools must share before the KV in one can move to the other.
+"""Defines the layout of a KV page, which two pools must share before KV can move from one to the other.
 
 Pool tensor: `[P, L, 2, K, S, H]`, contiguous; one page is one contiguous run across all layers. Torch-free.
 
 Quantized pages (`kv_dtype`) are rows of bytes, `[P, L, B]`: each layer's values `[2, K, S, H]`, a byte each, followed
 by a float32 scale for each token of each head, `[2, K, S]`. So a run of layers and a run of heads remain runs of bytes,
 and one descriptor still moves a page with its scales. Each token has its own scale because its stored form must depend
-on nothing but itself: not on its chunk, its page's other tokens, or the page size.
+on the token alone, not on its chunk, the page's other tokens, or the page size.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The prefix cache's map from page hash to page, as chains from the first page of a text on.
+"""Maps page hashes to pages for the prefix cache, as chains that begin with the first page of a text.
 
 Only `engine.cache.prefix_cache` changes it, and keeps the pool consistent with it. This module knows nothing of pools,
-tiers or events. A page is in the map only while its parent is, except in models of which every layer has a window: a
-parent is detached there, and its children become orphans.
+tiers or events. A page is in the map only while its parent is, except in models in which every layer has a window:
+there a parent may be detached, and its children become orphans.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ChainNode:
         self.page_hash = page_hash
         self.page = page
         self.parent = parent
-        self.parent_hash = parent_hash  # None for the first page of a text; all that an orphan knows of its parent
+        self.parent_hash = parent_hash  # None for the first page of a text; an orphan knows only this of its parent
         # A linked list of children: most pages have one or none, some have thousands.
         self.first_child: ChainNode | None = None
         self.next_sibling: ChainNode | None = None

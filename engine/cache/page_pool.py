@@ -1,9 +1,9 @@
-"""The reference counts, free list and fences of one worker's KV pages.
+"""Keeps the reference counts, free list and fences of one worker's KV pages.
 
-Stands between the schedulers, which allocate pages for sequences, and the pool tensor, which this module never touches.
-`engine.cache.retention` orders the eviction of unreferenced cached pages. This module must not know what is in a page:
-hashes and chains belong to `engine.cache.prefix_cache`, which makes its pool and evicts pages when the pool asks for
-room.
+It sits between the schedulers, which allocate pages for sequences, and the pool's tensor, which this module never
+touches. `engine.cache.retention` orders the eviction of unreferenced cached pages. This module must not know what is in
+a page: hashes and chains belong to `engine.cache.prefix_cache`, which makes its pool and evicts pages when the pool
+asks for room.
 
 A page is exactly one of: free, owned (one reference), shared (several), evictable (no reference, but the prefix cache
 holds it), or fenced. Fenced takes precedence: a transfer may still write the page, so only lifting the fence makes it
@@ -32,7 +32,9 @@ class PageState(StrEnum):
 
 
 class OutOfPages(Exception):
-    """More pages were requested than are free or evictable. Nothing was allocated; wait, or preempt a sequence."""
+    """Says that more pages were requested than are free or evictable. Nothing was allocated; wait, or preempt a
+    sequence.
+    """
 
     def __init__(self, num_asked: int, num_available: int) -> None:
         super().__init__(f"{num_asked} pages asked for, {num_available} available")
@@ -41,7 +43,7 @@ class OutOfPages(Exception):
 
 
 class PageMisuse(InternalError):
-    """A call would break the pool's bookkeeping; it has changed nothing."""
+    """Says that a call would break the pool's bookkeeping. The call has changed nothing."""
 
 
 class PagePool:
@@ -158,7 +160,8 @@ class PagePool:
     def release(self, pages: Sequence[PageId]) -> None:
         """Drops a reference from each page. Pass a sequence's pages in order and in one call.
 
-        Pages become evictable last page first, so that within a chain released together the leaf counts as the oldest.
+        Pages become evictable last page first, so that in a chain that is released together the leaf counts as the
+        oldest.
         """
         self._check_pages("release", pages)
         refs, cached, fences = self._refs, self._cached, self._fences
@@ -202,7 +205,7 @@ class PagePool:
         return key in self._fenced_by
 
     def lift(self, key: Hashable) -> None:
-        """Lifts the fence of transfer `key`, which will write nothing more. Pages without a reference become free."""
+        """Lifts the fence of transfer `key`, whose last write is over. Pages without a reference become free."""
         if key not in self._fenced_by:
             raise PageMisuse(f"lift: no fence of {key}")
         freed: list[PageId] = []
@@ -239,7 +242,9 @@ class PagePool:
         self.retention.on_cached(pages, owner)
 
     def forget(self, pages: Sequence[PageId], cause: Lost = Lost.PRESSURE) -> None:
-        """Marks pages as no longer cached: those without a reference become free. `cause` is why holds on them end."""
+        """Marks pages as no longer cached: those without a reference become free. Holds on them end for this
+        `cause`.
+        """
         self._check_pages("forget", pages)
         refs, cached, evictable = self._refs, self._cached, self._evictable
         if not all(map(cached.__getitem__, pages)):

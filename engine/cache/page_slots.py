@@ -1,7 +1,7 @@
-"""Knows which cached page is in which slot of a bounded store, and which one is evicted when no slot is free.
+"""Tracks which cached page is in which slot of a bounded store, and which one is evicted when no slot is free.
 
-The bookkeeping of the host tier and the disk tier; torch-free, and it never touches the content of a slot. A page is
-identified by its hash, so its content may be missing but never stale.
+It does the bookkeeping of the host tier and the disk tier. Torch-free; it never touches the content of a slot. A page
+is identified by its hash, so its content may be missing but never stale.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PageSlots:
         return self._slots[page_hash]
 
     def touch(self, hashes: Iterable[PageHash]) -> None:
-        """Marks the stored ones among these pages as most recently used; the last one counts as the newest of them."""
+        """Marks those of these pages that are stored as most recently used, the last one as the newest."""
         for page_hash in hashes:
             if page_hash in self._slots:
                 self._slots.move_to_end(page_hash)

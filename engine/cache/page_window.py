@@ -23,7 +23,7 @@ class PageWindow:
         return 0 if self.tokens is None else max(0, num_tokens - self.tokens + 1) // self.page_size
 
     def num_unsent(self, num_tokens: int) -> int:
-        """Returns how many leading pages of a prompt of `num_tokens` need not be sent; never all of them."""
+        """Returns how many leading pages of a prompt of `num_tokens` need not be sent, which is never all of them."""
         return min(self.num_behind(num_tokens), (num_tokens - 1) // self.page_size)
 
     def max_pages(self, num_tokens: int, num_new: int) -> int:
@@ -43,7 +43,7 @@ class PageWindow:
         """Returns the length in pages, up to `num_pages`, of the longest prefix whose pages are held as far as later
         tokens read them.
 
-        `holds` is asked for indexes of pages from `num_unneeded` on; the pages before count as held.
+        `holds` is called with indexes of pages from `num_unneeded` on; earlier pages count as held.
         """
         length = index = num_pages
         while index > max(num_unneeded, self.num_behind(length * self.page_size)):

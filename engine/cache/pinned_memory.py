@@ -1,4 +1,4 @@
-"""Pinned host memory of exactly the requested size, which a GPU reads and writes directly.
+"""Allocates pinned host memory of exactly the requested size, which a GPU reads and writes directly.
 
 Torch's own pinned memory is rounded up to a power of two: a host tier of 130 GiB would take 256.
 """
@@ -18,8 +18,8 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the proces
 def allocate_pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Returns zeros in pinned memory, which is released with the last tensor over it.
 
-    Blocks while the kernel provides and pins the pages, for some tenths of a second a GiB. Raises RuntimeError if the
-    memory is missing or CUDA refuses.
+    Blocks while the kernel provides and pins the pages, which takes a few tenths of a second per GiB. Raises
+    RuntimeError if the memory is missing or CUDA refuses.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     try:

@@ -1,9 +1,9 @@
-"""The memory behind a page pool, which peers on this host may map for transfers that copy nothing over a network.
+"""Allocates the memory of a page pool, which peers on this host may map for transfers without a network.
 
-On a CPU it is a memfd: it has no name, so nothing is left behind however the process ends, and no size limit but that
-of memory itself. A peer opens it through this process's entry in /proc, which the kernel allows only to the same user.
-Its size is sealed, so a peer can rely on every page being there. On a GPU it is device memory as torch allocates it,
-which the driver can share.
+On a CPU it is a memfd. It has no name, so nothing is left behind however the process ends, and no size limit except
+that of memory itself. A peer opens it through this process's entry in /proc, which the kernel allows only to the same
+user. Its size is sealed, so a peer can rely on every page being there. On a GPU it is device memory as torch allocates
+it, which the driver can share.
 
 Behind the pages is a trailer that the pool itself never uses: the owner writes a proof of identity there when it shares
 the pool.
@@ -98,8 +98,9 @@ def trailer(pool: torch.Tensor) -> torch.Tensor | None:
 def zero_pages(kv_pages: torch.Tensor, pages: Sequence[PageId]) -> None:
     """Erases pages that nobody holds, for `engine.zero_freed_pages`.
 
-    The page pool calls it before it can hand the pages out again. Blocks until they are zero: a peer, which knows
-    nothing of streams, may be given them next. Cached pages keep their content, and lower tiers overwrite whole slots.
+    The page pool calls it before it can hand the pages out again. Blocks until they are zero, because their next owner
+    may be a peer, which knows nothing of streams. Cached pages keep their content, and lower tiers overwrite whole
+    slots.
     """
     if not kv_pages.is_cuda:
         for page in pages:

@@ -2,15 +2,15 @@
 
 A request uses it twice: before prefill, `match` returns the pages it need not compute, and `promote` fills some of the
 pages allocated for the rest from lower tiers; `insert` after each step makes newly computed full pages findable. This
-module decides what is in the map from hash to page and its chains (`engine.cache.page_chains`); references and the
-order of eviction are the pool's, evicted pages are `engine.cache.tiers`'. It must not see a page that a transfer may
-still write: the caller inserts only computed or verified pages, and the pool refuses fenced ones.
+module decides what is in the map from hash to page and its chains (`engine.cache.page_chains`). The pool owns
+references and the order of eviction, and `engine.cache.tiers` owns evicted pages. A page that a transfer may still
+write must not get in: the caller inserts only computed or verified pages, and the pool refuses fenced ones.
 
 A cached page is of use only while its parent is cached too, so leaves are evicted first: before the least recently used
 page goes, all its descendants go. Referenced pages of that subtree keep their holders and are merely no longer
 findable.
 
-Where every layer of the model has a window, only the pages of its last window are needed to find a prefix
+If every layer of the model has a window, only the pages of a prefix's last window are needed to find it
 (`engine.cache.page_window`). Pages are then evicted one by one, and children stay findable without their parents.
 
 Routers receive an event for each page that moves: to the device, to the best lower tier that has it, or to nowhere.
@@ -36,7 +36,7 @@ from penstock.types import CachedPage, CacheStats, PageHash, PageId
 
 
 class CacheSource(Protocol):
-    """Pages outside the pool, which can be copied into it: lower tiers, or the pool of a dead worker."""
+    """Holds pages outside the pool that can be copied into it: lower tiers, or the pool of a dead worker."""
 
     def holds(self, page_hash: PageHash) -> bool: ...
 
@@ -119,9 +119,9 @@ class PrefixCache:
             node.num_uses += 1
         pages = [node.page for node in found]
         self.pool.share(pages)
-        if first:  # those behind it age with the rest of their text
+        if first:  # pages behind the window age with the rest of their text
             self.pool.touch([nodes[page_hash].page for page_hash in hashes[:first] if page_hash in nodes])
-        if self._tiers is not None:  # allocating the rest evicts pages, but not those about to be promoted
+        if self._tiers is not None:  # allocating the rest evicts pages, but must not evict those about to be promoted
             self._tiers.touch(self._below(hashes[length:]))
         return [*[PageId(0)] * first, *pages]
 
@@ -157,8 +157,8 @@ class PrefixCache:
         """Fills pages after the matched ones from lower tiers, and returns how many leading pages hold their KV.
 
         `pages` are those that `match` returned for these arguments, then fresh ones that only the caller holds. Blocks
-        while they are copied; filled pages are cached. It counts the request, so call it once for each, even without
-        lower tiers.
+        while they are copied; filled pages are cached. It also counts the request, so call it once per request, even
+        without lower tiers.
         """
         if not self.enabled:
             return num_matched
@@ -182,7 +182,7 @@ class PrefixCache:
         return self._tiers is not None
 
     def keep_journal(self, journal: CacheJournal) -> None:
-        """From now on records in `journal` which pages are cached, beginning with those that are."""
+        """From now on records in `journal` which pages are cached, beginning with the present ones."""
         self._journal = journal
         for page_hash, node in self._chains.nodes.items():
             journal.seal((page_hash,), (node.page,), node.parent_hash)
@@ -190,8 +190,8 @@ class PrefixCache:
     def bring(
         self, hashes: Sequence[PageHash], max_pages: int, owner: str = "", source: CacheSource | None = None
     ) -> tuple[int, bool]:
-        """Copies at most `max_pages` pages of this prefix to the device, ahead of a request, from `source` or, by
-        default, from lower tiers.
+        """Copies at most `max_pages` pages of this prefix to the device ahead of a request, from `source` or by default
+        from lower tiers.
 
         Returns how many it has copied, and whether none is left to copy. Blocks while they are copied.
         """
@@ -248,14 +248,16 @@ class PrefixCache:
         return num_leading + (len(self._tiers.leading(hashes[num_leading:])) if self._tiers else 0)
 
     def note_texts(self, source: TextSource, hashes: Sequence[PageHash], first: int = 0) -> None:
-        """Names the tokens of the pages `hashes[first:]`, which are inserted next, to readers of events that want
-        tokens; without such readers it costs nothing."""
+        """Records the tokens of the pages `hashes[first:]`, which are inserted next, for readers of events that want
+        tokens. Without such readers it costs nothing.
+        """
         if self.enabled and self._events is not None:
             self._events.note_texts(source, hashes, first)
 
     def note_found_texts(self, source: TextSource, hashes: Sequence[PageHash]) -> None:
-        """Does the same for pages that `source` has found here: their tokens are not known if another worker sent
-        them."""
+        """Does the same for pages that `source` has found here, whose tokens are unknown if another worker sent
+        them.
+        """
         if self.enabled and self._events is not None:
             self._events.note_held_texts(source, hashes)
 
@@ -264,8 +266,8 @@ class PrefixCache:
 
         Both lists begin at the sequence's first page; `pages` may be longer. A caller that inserts after every step
         passes as `start` the number inserted before, so that a long sequence does not walk its whole chain again. If
-        another page has a hash already, that page stays and the caller's remains uncached. `owner` is the tenant whose
-        pages they are. Raises PageMisuse for a page that is free, fenced, or cached under another hash.
+        another page has a hash already, that page stays and the caller's remains uncached. `owner` is the tenant that
+        the pages count for. Raises PageMisuse for a page that is free, fenced, or cached under another hash.
         """
         if not self.enabled:
             return 0
@@ -295,8 +297,9 @@ class PrefixCache:
         return num_stored
 
     def insert_last(self, chains: Iterable[tuple[Sequence[PageHash], Sequence[PageId], str]]) -> None:
-        """Inserts the last page of each chain of a tenant, whose others are inserted already, and reports them as one
-        event."""
+        """Inserts the last page of each chain (hashes, pages, tenant), whose other pages are already inserted, and
+        reports them as one event.
+        """
         if not self.enabled:
             return
         nodes = self._chains.nodes
@@ -344,7 +347,9 @@ class PrefixCache:
         return [CachedPage(node.page_hash, node.parent_hash, node.page) for node in self._chains.leading(hashes)]
 
     def lacking(self, pages: Sequence[tuple[PageHash, PageHash | None]]) -> list[int]:
-        """Returns the indexes of the (page, parent) pairs that are not cached here but could be; touches the others."""
+        """Returns the indexes of the (page, parent) pairs that are not cached here but could be, and touches the
+        others.
+        """
         if not self.enabled:
             return []
         met = [self._chains.nodes[page_hash].page for page_hash, _ in pages if page_hash in self._chains.nodes]
@@ -368,7 +373,7 @@ class PrefixCache:
         return True
 
     def _may_follow(self, parent: PageHash | None) -> bool:
-        """Returns whether a page with that parent is of use here."""
+        """Returns whether a page with that parent could be found here."""
         return parent is None or parent in self._chains.nodes or self.window.tokens is not None
 
     def clear(self) -> None:

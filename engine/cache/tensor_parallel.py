@@ -1,9 +1,9 @@
-"""Page operations outside the step, which every rank executes alike: erasing pages, and copying them to host memory and
-disk and back.
+"""Runs page operations outside the step on every rank alike: erases pages, and copies them to host memory and disk and
+back.
 
-Rank 0 decides which page goes where and waits for the others: peers that know nothing of ranks may write a page as soon
-as it is handed on. Each rank keeps its part of a page in its own memory and file, in the slots that rank 0 names; a
-page is valid if every part of it is.
+Rank 0 decides which page goes where and waits for the others, because a peer that knows nothing of ranks may write a
+page as soon as it is reused. Each rank keeps its part of a page in its own memory and file, in the slots that rank 0
+names; a page is valid only if every part of it is.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The tiers below the device's prefix cache: pages in host memory, and below those pages on disk.
+"""Manages the tiers below the device's prefix cache: pages in host memory, and below them pages on disk.
 
 Only `engine.cache.prefix_cache` calls it: a page evicted from the pool is offered here before it is reused (`store`),
-and a prompt that continues where the device's cache ends looks here for more (`load`). A loaded page is a copy in a
-page that the sequence was given anyway: a hit costs a copy instead of a computation, and schedulers need to know only
-how many leading pages are filled.
+and a prompt that continues where the device's cache ends looks here for more (`load`). A loaded page is copied into a
+page that the sequence was given anyway, so a hit costs a copy instead of a computation, and schedulers need to know
+only how many leading pages are filled.
 
 Tiers hold copies under hashes, never references to the pool. A loaded page stays in its tier as well: it is likely to
 be evicted again, and then nothing needs copying. Each tier evicts its least recently used page, to the next tier or for
-good; a page whose parent is gone stays until its own turn, since the parent may be recomputed.
+good. A page whose parent is gone stays until its turn comes, since the parent may be recomputed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Compiles the C++ kernels of `engine/cpu/csrc` for an instruction set, once for each machine, or into a wheel.
 
-The shared library has a C interface and needs neither Python nor torch. It lies in a cache folder under a digest of
-everything it depends on: sources, compiler and flags. Processes that start together wait for one build. `setup.py` puts
-the libraries of all instruction sets into a wheel, under a digest of sources and flags, so that a library is used only
-with the sources that it was made from.
+The shared library has a C interface and needs neither Python nor torch. It is kept in a cache folder under a digest of
+everything that it depends on: sources, compiler and flags. Processes that start together wait for one build. `setup.py`
+puts the libraries of all instruction sets into a wheel, under a digest of sources and flags, so that a library is used
+only with the sources that it was made from.
 
-This module imports nothing but the standard library, because `setup.py` loads it where nothing else is installed.
+This module imports only the standard library, because `setup.py` loads it where nothing else is installed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SOURCES = Path(__file__).parent / "csrc"
 PREBUILT = Path(__file__).parent / "prebuilt"
 # -ffp-contract: ISO mode would not fuse products and sums. No -ffast-math: it would break masking and rounding.
 FLAGS = ("-O3", "-std=c++20", "-ffp-contract=fast", "-pthread", "-fPIC", "-w")
-_LINK_FLAGS = ("-s", "-static-libstdc++", "-static-libgcc")  # a library may be loaded where no compiler is installed
+_LINK_FLAGS = ("-s", "-static-libstdc++", "-static-libgcc")  # the library may be loaded where no compiler is installed
 _BUILD_TIMEOUT_S = 120
 _BUILDER_TIMEOUT_S = 2 * _BUILD_TIMEOUT_S  # another process's build
 
@@ -78,8 +78,9 @@ def prebuilt_path(isa: Isa, folder: Path = PREBUILT) -> Path:
 
 
 def prebuild(compiler: str, isas: Iterable[Isa], folder: Path) -> list[Path]:
-    """Builds the libraries of these instruction sets into a folder. Blocks for some ten seconds each, unless this
-    machine has built them before. Returns their paths; one that cannot be built is logged and left out."""
+    """Builds the libraries of these instruction sets into a folder. Blocks for about ten seconds each, unless this
+    machine has built them before. Returns their paths; one that cannot be built is logged and left out.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     for isa in isas:
@@ -130,8 +131,8 @@ def _compile(compiler: str, flags: tuple[str, ...], target: Path) -> None:
 
 @contextmanager
 def _only_builder(path: Path) -> Iterator[None]:
-    """Holds the lock of a build. A builder that dies releases it at once. A builder that hangs is waited for only as
-    long as a build may take, because two concurrent builds do no harm.
+    """Holds the lock of a build. A builder that dies releases it at once. Waits for a builder that hangs only as long
+    as a build may take, because two concurrent builds do no harm.
     """
     with path.open("w") as file:
         waiter = threading.Thread(target=_lock, args=(file,), daemon=True)

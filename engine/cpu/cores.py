@@ -1,6 +1,6 @@
 """Binds a worker to its own cores, so that its step's threads do not compete with another worker's on the same host.
 
-Each worker of a host is given its cores in `engine.cores`; threads and processes that it starts later inherit them.
+`engine.cores` gives each worker of a host its cores; threads and processes that the worker starts later inherit them.
 """
 
 from __future__ import annotations

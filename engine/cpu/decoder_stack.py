@@ -1,5 +1,5 @@
-"""All layers of a dense decoder in one call (`engine/cpu/csrc/decoder.cpp`), in bf16 or float32, over pages of the same
-dtype or quantized ones.
+"""Runs all layers of a dense decoder in one call (`engine/cpu/csrc/decoder.cpp`), in bf16 or float32, over pages of the
+same dtype or quantized ones.
 
 Calling a layer's kernels one by one takes a dozen calls from Python, which for a single token take as long as the
 matrix products. `make_stack` returns None for models that the kernel does not support; the decoder then runs the layers

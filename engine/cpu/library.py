@@ -1,7 +1,7 @@
 """Loads the C++ kernels of `engine/cpu/csrc` and declares their signatures.
 
-The library of an instruction set comes from the wheel, or is built once for this machine (`engine.cpu.build`). Where
-neither works, the reason is logged and the next lower instruction set is used, and finally the plain-torch versions.
+The library of an instruction set comes from the wheel, or is built once for this machine (`engine.cpu.build`). If
+neither works, the reason is logged and the next lower instruction set is tried, and finally the plain-torch versions.
 The kernels trust their arguments; the callers in this room check them.
 """
 
@@ -55,7 +55,7 @@ class NativeKernels:
 
 def load_native(isa: str | None = None) -> NativeKernels | None:
     """Returns the kernels of the named instruction set, else of the best one (`engine.cpu.isa.candidates`), building
-    them first if needed, which blocks for some seconds; None where they cannot be built, which is logged.
+    them first if needed, which blocks for seconds. Returns None if they cannot be built, which is logged.
 
     Raises ConfigError for an instruction set that this machine lacks.
     """

@@ -1,4 +1,5 @@
-"""Linear layers with weights packed in tiles for the CPU kernels (`engine/cpu/csrc/linear.h`), in bf16 or float32.
+"""Computes linear layers with weights packed in tiles for the CPU kernels (`engine/cpu/csrc/linear.h`), in bf16 or
+float32.
 
 The layout is the same for every instruction set; only with AMX, in bf16, is a tile multiplied by one instruction.
 

@@ -1,4 +1,4 @@
-"""Attention and the layer operations on CPU by the C++ kernels (`engine/cpu/csrc`), chosen by
+"""Runs attention and the layer operations on a CPU with the C++ kernels (`engine/cpu/csrc`). Chosen by
 `engine.kernels.backends`.
 
 They take float32 and bf16; other dtypes, and head dims that do not fill a vector, fall back to the plain-torch

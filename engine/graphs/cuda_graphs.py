@@ -1,12 +1,12 @@
-"""Decode steps replayed from CUDA graphs, one per batch size: one launch by the host instead of hundreds.
+"""Replays decode steps from CUDA graphs, one per batch size: the host makes one launch instead of hundreds.
 
-Stands between `Engine.compute` and the model runner, and takes steps in which every sequence has one token. All others,
-and batches above the largest bucket, go to the model runner unchanged. A batch is padded to the next bucket; padding
-computes token 0 at position 0 in a page that the pool does not know (`SPARE_PAGES`), so it reads and writes nothing of
-any sequence. A step's inputs are copied into buffers that the graphs were captured over; everything derived from token,
-position and page table is computed inside the graph, on the device. All graphs share one memory pool and one buffer of
-logits; hence only one runs at a time, and its logits are sampled from before the next one runs. With a buffer of its
-own, each graph would keep a row of the vocabulary for every sequence of its bucket.
+It sits between `Engine.compute` and the model runner, and takes steps in which every sequence has one token. All other
+steps, and batches above the largest bucket, go to the model runner unchanged. A batch is padded to the next bucket;
+padding computes token 0 at position 0 in a page that the pool does not know (`SPARE_PAGES`), so it reads and writes
+nothing of any sequence. A step's inputs are copied into buffers that the graphs were captured over; everything derived
+from token, position and page table is computed inside the graph, on the device. All graphs share one memory pool and
+one buffer of logits, so only one runs at a time, and its logits are sampled before the next one runs. With a separate
+buffer, each graph would keep a row of the vocabulary for every sequence of its bucket.
 
 Decode steps are captured on every rank of a replica or on none, size by size: the ranks add up their results in
 captured steps as in all others, so whether a step is replayed must not differ between them.
@@ -62,7 +62,7 @@ class CudaCapture:
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            run()  # compiles and tunes kernels, which may not happen while a graph is captured
+            run()  # compiles and tunes kernels, which must not happen while a graph is captured
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Calls that other threads make meanwhile, such as NCCL's watchdog, must not invalidate the capture.
@@ -166,7 +166,7 @@ class GraphRunner:
             self._adapter_B[first:stop] = 0
 
     def _run(self, size: int, adapted: bool) -> None:
-        """Computes one captured step; it may depend on nothing but the buffers and the bucket."""
+        """Computes one captured step, which may depend only on the buffers and the bucket."""
         self._logits_BV[:size].copy_(self._compute(size, adapted=adapted))
 
     def _compute(self, size: int, *, adapted: bool) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""Steps that together use every variant of every Triton kernel, so that no request waits for a compiler.
+"""Makes steps that together use every variant of every Triton kernel, so that no request waits for a compiler.
 
 Triton compiles a kernel per tile size and per way to split a context. Which variants a step uses follows from its
 number of tokens and the bound of its contexts, by powers of two; `Engine.warm_up` therefore computes one step of each.
-Their results mean nothing: every token is written into one scratch page and read from there. Compiled kernels are kept
-on disk (TRITON_CACHE_DIR, ~/.triton/cache), where the next start finds them.
+Their results are meaningless: every token is written into one scratch page and read from there. Compiled kernels are
+kept on disk (TRITON_CACHE_DIR, ~/.triton/cache), where the next start finds them.
 """
 
 from __future__ import annotations

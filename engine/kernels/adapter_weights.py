@@ -1,7 +1,8 @@
-"""The weights of all adapter slots for one product, the rows that use them, and the plain-torch reference of the sum.
+"""Holds the weights of all adapter slots for one product, the rows that use them, and the plain-torch reference of the
+sum.
 
 `LayerOps.add_adapters` adds `(x A^T) B^T` to a product's rows, each with the matrices of its own slot (Punica, Chen et
-al. 2023, arXiv:2310.18547). Slot 0 is that of rows without an adapter.
+al. 2023, arXiv:2310.18547). Rows without an adapter use slot 0.
 
 Shapes: `T` rows, `S` slots, `R` rank of a slot, `P` parts of a product, `I` in, `O` out.
 """

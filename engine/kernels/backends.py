@@ -85,8 +85,8 @@ class AttentionBackend(Protocol):
 def select_backend(name: str, device: torch.device) -> AttentionBackend:
     """Returns the backend called `name` for the device.
 
-    `auto` is Triton on CUDA; on CPU it is the C++ kernels, or plain torch where they cannot be built. Whether a library
-    supports a model is checked by `engine.kernels.libraries.capabilities`.
+    `auto` is Triton on CUDA; on CPU it is the C++ kernels, or plain torch where they cannot be built.
+    `engine.kernels.libraries.capabilities` checks whether a library supports a model.
 
     Raises ConfigError where the named backend cannot run.
     """

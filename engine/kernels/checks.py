@@ -1,4 +1,5 @@
-"""Checks that kernel wrappers make on their tensors, so that a wrong call raises a named error and corrupts no memory.
+"""Checks the tensors of kernel wrappers, so that a wrong call raises an error that names the tensor and corrupts no
+memory.
 
 Shapes: `T` tokens, `N` query heads, `K` KV heads, `H` head dim, `P` pages, `S` page size, `B` sequences.
 """

@@ -1,4 +1,4 @@
-"""Products whose inputs are quantized to int8, each token with its own scale (W8A8, W4A8), in plain torch.
+"""Computes products whose inputs are quantized to int8, each token with its own scale (W8A8, W4A8), in plain torch.
 
 It is the reference of `engine/cpu/csrc/int8_linear.h`, and serves where those kernels do not: without a compiler, for
 float32, and for weights that do not fill whole tiles. Sums of codes are exact integers in both.

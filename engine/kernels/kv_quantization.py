@@ -1,6 +1,6 @@
-"""Quantized KV pages: one byte per value, and a scale for each token of each head.
+"""Quantizes KV pages: one byte per value, and a scale for each token of each head.
 
-A layer's scales lie right behind its values (`engine.cache.kv_layout`). This module, the C++ kernels and the Triton
+A layer's scales come right after its values (`engine.cache.kv_layout`). This module, the C++ kernels and the Triton
 kernels quantize with the same arithmetic, bit for bit.
 
 Shapes: `P` pages, `L` layers, `K` KV heads, `S` page size, `H` head dim, `T` tokens.

@@ -1,4 +1,4 @@
-"""The small operations between a decoder's matrix products: their interface, and their plain-torch reference.
+"""Defines the small operations between a decoder's matrix products: their interface, and their plain-torch reference.
 
 `TorchOps` is what the tests compare `engine.cpu.native` and `engine.kernels.triton` with, and it runs where neither
 can. No operation changes its arguments, except that `add_rms_norm` may reuse their memory for its results.

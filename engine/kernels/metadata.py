@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 # Bounds on splitting a context among the programs of a GPU.
-MIN_SPLIT_TOKENS = 256  # below, joining costs more than another program gains
+MIN_SPLIT_TOKENS = 256  # below this, joining costs more than another program gains
 MAX_SPLITS = 64
 SPLIT_TOKENS = 512  # of a work item of decode attention: 128 KiB of K and of V at head dim 128 in bf16
 

@@ -1,8 +1,9 @@
-"""Paged attention in plain torch: the reference for every other kernel, and the path of a CPU without C++ kernels.
+"""Computes paged attention in plain torch: the reference for every other kernel, and what a CPU without C++ kernels
+runs.
 
-Attention computes a whole batch at once: pages are gathered, and one scaled dot-product call serves all decodes,
-another all chunks. KV heads are in the call's batch dimension and the query heads that share one are in its row
-dimension, so K and V are copied once and never repeated per query head.
+A whole batch is computed at once: pages are gathered, and one scaled dot-product call serves all decodes, another one
+all chunks. KV heads are in the call's batch dimension and the query heads that share one are in its row dimension, so K
+and V are copied once and never repeated per query head.
 
 Shapes: `T` tokens, `B` sequences, `Q` queries of the longest, `C` gathered context, `N` query heads, `K` KV heads,
 `G` = N / K, `H` head dim, `P` pages, `S` page size.

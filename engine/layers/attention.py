@@ -1,4 +1,4 @@
-"""The two kinds of attention layer: heads that store their K and V, and heads that share one latent vector.
+"""Implements the two kinds of attention layer: heads that store their K and V, and heads that share one latent vector.
 
 Shapes: `T` tokens, `D` hidden, `N` query heads, `K` KV heads, `H` head dim, `A` all heads concatenated; for latents `C`
 rank, `P` the part of a head that is not rotated, `R` the part that is, `V` value dim.

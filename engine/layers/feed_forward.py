@@ -1,4 +1,4 @@
-"""The two kinds of feed-forward block: dense, or a mixture of experts of which each token takes a few.
+"""Implements the two kinds of feed-forward block: dense, and a mixture of experts of which each token takes a few.
 
 Experts (Shazeer et al. 2017, arXiv:1701.06538; Mixtral, arXiv:2401.04088): a router gives each token the `C` experts of
 highest probability, and their outputs are summed with those weights. Experts have no capacity, so no token is dropped.

@@ -1,4 +1,4 @@
-"""Linear layers whose weights are laid out for the machine they run on, single or one for each expert.
+"""Implements linear layers whose weights are laid out for the machine they run on, single or one for each expert.
 
 On a CPU a bf16 weight is packed for the kernels of `engine.cpu.linear`; what they do not take is packed once for oneDNN
 (a third faster than a plain product at batch 1-64 on AVX-512, measured 2026-11). Everywhere else the layer is an
@@ -76,7 +76,7 @@ class Linear:
         return {"kind": kind} | ({} if codes is None else {"codes": asdict(codes)})
 
     def apply_layout(self, layout: Mapping[str, Any]) -> None:
-        """Lays out a layer made from a meta tensor as another replica's layer, whose tensors it will get."""
+        """Lays out a layer that was made from a meta tensor like another replica's layer, whose tensors it will get."""
         weight_OI = self._weight_OI
         assert weight_OI is not None
         assert weight_OI.is_meta
@@ -128,11 +128,12 @@ def _blank_integers(weight_OI: torch.Tensor, layout: Mapping[str, Any]) -> Quant
 
 
 def can_multiply(weight: QuantizedWeight, dtype: torch.dtype, is_expert: bool = False) -> bool:
-    """Returns whether the machine has a kernel for this weight as it is; otherwise it must be dequantized first, or
-    marked as having none if its inputs are quantized.
+    """Returns whether the machine has a kernel for this weight as it is. Otherwise it must be dequantized first or, if
+    its inputs are quantized, marked as having no kernel.
 
     CPUs need the kernels of `engine.cpu`: torch's own for quantized weights are 1.3 to 1.9 times faster than bf16 at
-    one row, but 5 to 15 times slower from 16 rows on (2026-11, torch 2.13)."""
+    one row, but 5 to 15 times slower from 16 rows on (2026-11, torch 2.13).
+    """
     if weight.device.type == "cpu":
         return dtype == torch.bfloat16 and can_pack_codes(weight)
     if dtype == torch.float32 or (is_expert and not _can_group(weight)):
@@ -147,7 +148,7 @@ def can_multiply(weight: QuantizedWeight, dtype: torch.dtype, is_expert: bool = 
 
 
 def _can_group(weight: QuantizedWeight) -> bool:
-    """Returns whether the one launch of a layer's experts takes it: fp8 in groups of equal length."""
+    """Returns whether the single launch of a layer's experts takes the weight: fp8 in groups of equal length."""
     num_groups = weight.scales_OG.shape[1]
     is_even = num_groups == 1 or num_groups * weight.group_size == weight.shape[1]
     return weight.kind == "fp8" and weight.zeros_OG is None and is_even

@@ -1,4 +1,4 @@
-"""The weights of norms, and norms of queries and keys that span all heads of a token, over all ranks.
+"""Reads the weights of norms, and computes norms of queries and keys that span all heads of a token, over all ranks.
 
 Shapes: `T` tokens, `D` hidden or head dim, `W` values of the queries or keys that a rank holds, `X` values of a
 projection.

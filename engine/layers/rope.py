@@ -1,4 +1,4 @@
-"""The tables of rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864), made once at load.
+"""Builds the tables of rotary position embeddings (Su et al. 2021, https://arxiv.org/abs/2104.09864), once at load.
 
 `LayerOps.rope` of `engine.kernels.layer_ops` rotates with them.
 

@@ -1,4 +1,4 @@
-"""Experts that a checkpoint stores as one tensor a layer, gate and up interleaved (gpt-oss), plain or in MXFP4.
+"""Reads experts that a checkpoint stores as one tensor per layer, gate and up interleaved (gpt-oss), plain or in MXFP4.
 
 MXFP4 (OCP Microscaling Formats v1.0) stores 32 inputs as 16 bytes of two e2m1 codes, the lower half first, and a byte
 with the exponent of the scale they share. e4m3 represents every e2m1 value, so the weights become fp8 codes with a
@@ -20,8 +20,9 @@ _FLOAT32_FRACTION_BITS = 23
 
 
 class StackedExperts:
-    """Returns the weights of one expert after another. Holds the layer's stored tensors, so keep it no longer than the
-    layer is being built."""
+    """Returns the weights of one expert at a time. It holds the layer's stored tensors, so keep it only while the layer
+    is being built.
+    """
 
     def __init__(self, config: ExpertConfig, read: LayerTensors, dtype: torch.dtype) -> None:
         names = config.names

@@ -1,4 +1,4 @@
-"""Knows how much memory a device has by its name, so that plans can be made on other machines. Imports torch only for
+"""Finds how much memory a device has by its name, so that plans can be made on other machines. Imports torch only for
 `cuda`.
 """
 

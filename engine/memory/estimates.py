@@ -1,8 +1,9 @@
-"""Estimates of the memory that a model, its KV pages and its steps take, and the choices that follow. Torch-free.
+"""Estimates the memory that a model, its KV pages and its steps take, and makes the choices that follow. Torch-free.
 
-The engine sizes its pool with these functions and what it measures (`engine.parallel.model_part`); `engine.memory.plan`
-calls them with nothing but the headers of files. So `penstock plan-memory` and a worker cannot disagree in arithmetic,
-only where a measurement differs from an assumption. There are two assumptions: `CUDA_CONTEXT_BYTES`, and `step_bytes`.
+The engine sizes its pool with these functions and its own measurements (`engine.parallel.model_part`);
+`engine.memory.plan` calls them with the headers of files alone. So `penstock plan-memory` and a worker cannot disagree
+in arithmetic, but only if a measurement differs from an assumption. There are two assumptions: `CUDA_CONTEXT_BYTES`,
+and `step_bytes`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Plans the memory of a replica without loading it: weights, KV pages, steps, and what fits. Torch-free.
 
-Called by `penstock plan-memory`. It reads `config.json` and the headers of weight files, and takes all sizes from
-`engine.memory.estimates`, as the engine does. Where there are no weight files, `config.json` alone must suffice.
+`penstock plan-memory` calls it. It reads `config.json` and the headers of weight files, and takes all sizes from
+`engine.memory.estimates`, as the engine does. Without weight files, `config.json` alone must suffice.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plans a replica from the headers of its files, without loading it.
 
-    Raises CheckpointError if the files do not fit together, and ConfigError, with the fix, if the device cannot serve
-    the model so or, with `context`, not even one request of that many tokens.
+    Raises CheckpointError if the files do not fit together. Raises ConfigError, with the fix, if the device cannot
+    serve the model with this configuration or, given `context`, not even one request of that many tokens.
     """
     has_weights = has_weight_files(Path(config.model))
     model = ModelConfig.from_folder(config.model, has_weights=has_weights)
@@ -149,7 +149,7 @@ def _select_context(config: EngineConfig, model: ModelConfig, asked: int | None)
 
 
 def _reserved_bytes(config: EngineConfig, model: ModelConfig, device: DeviceMemory) -> int:
-    """Returns what the device's runtime and the libraries take, whatever is served."""
+    """Returns what the device's runtime and the libraries take, regardless of the model."""
     reserved = estimates.CUDA_CONTEXT_BYTES if device.type == "cuda" else 0
     reserved += estimates.workspace_bytes(config, model, device.type)
     return reserved + (_LIBRARY_BYTES if config.attention == "flashinfer" else 0)
@@ -227,8 +227,9 @@ def _check_pool(config: EngineConfig, device: DeviceMemory, layout: KVLayout, kv
 
 
 def _held_pages(model: ModelConfig, layout: KVLayout, num_tokens: int) -> int:
-    """Returns the most pages that a running sequence of that many tokens holds at once; chunks of its prompt take some
-    more for a moment."""
+    """Returns the most pages that a running sequence of that many tokens holds at once. Chunks of its prompt briefly
+    take more.
+    """
     return PageWindow(model.page_window, layout.page_size).max_pages(num_tokens, layout.page_size)
 
 

@@ -59,7 +59,9 @@ class ModelConfig:
 
     @property
     def page_window(self) -> int | None:
-        """The tokens that a token reads, itself included, in the layer that reads most; None: all before it."""
+        """The number of tokens that a token reads, including itself, in the layer that reads most; None if it reads all
+        before it.
+        """
         widths = [window for window in self.windows if window is not None]
         return max(widths) if len(widths) == self.num_layers else None
 
@@ -72,7 +74,7 @@ class ModelConfig:
     def from_folder(cls, path: str | Path, *, has_weights: bool = True) -> ModelConfig:
         """Parses a Hugging Face checkpoint folder. Raises CheckpointError, which names the file, the value and the fix.
 
-        Without weights there is nothing to name the revision by; it is empty.
+        Without weights the revision is empty, because nothing identifies it.
         """
         folder = Path(path)
         if folder.suffix == ".gguf":

@@ -1,4 +1,5 @@
-"""The decoder of every family, dense or with experts, with KV heads or latents, parametrised by `ModelConfig`.
+"""Implements the decoder of every family, dense or with experts, with KV heads or latents, parametrised by
+`ModelConfig`.
 
 `engine.step.model_runner` passes token ids and metadata in each step and takes logits. The decoder owns the weights;
 the engine owns the KV pages, and only the attention backend writes them.
@@ -68,8 +69,9 @@ class Decoder:
             self._embedding_scale = float(torch.tensor(config.hidden_size**0.5, dtype=self._embedding_VD.dtype))
 
     def reload(self, reader: WeightReader) -> None:
-        """Replaces all weights by those of `reader`, a layer at a time: no tensor moves, and at most a layer is in
-        memory twice. After an error the model is useless."""
+        """Replaces all weights with those of `reader`, a layer at a time: no tensor moves, and at most one layer is in
+        memory twice. After an error the model is unusable.
+        """
         config = self._config
         embedding_VD = reader.read(EMBEDDING)
         head = Linear(reader.head(HEAD, embedding_VD if config.tie_embeddings else None))

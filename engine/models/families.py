@@ -1,4 +1,4 @@
-"""The decoder families that can be served: how each differs from Llama, and which keys of `config.json` each reads.
+"""Lists the decoder families that can be served: how each differs from Llama, and which keys of `config.json` it reads.
 
 `engine.models.config` uses it once while a model loads. Torch-free. Unknown keys are refused, because a model that
 answers slightly wrong is worse than none.
@@ -29,8 +29,9 @@ from penstock.errors import CheckpointError
 
 
 class NormNames(NamedTuple):
-    """The names of a layer's norms below `model.layers.N.`: of what attention and feed-forward block read, and of what
-    they add to the residual. None: not normalised."""
+    """The names of a layer's norms below `model.layers.N.`: norms of what the attention and the feed-forward block
+    read, and of what they add to the residual. None: not normalised.
+    """
 
     attention_input: str | None
     mlp_input: str | None

@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 def check_share(folder: Path, config: ModelConfig, shard: Shard, dtype: str, quantization: Kind | None) -> None:
     """Checks that a rank's share of the checkpoint can be loaded, from the headers of its files.
 
-    Every rank does so before it joins the others: one that fails later breaks their connections, and they would report
-    a lost rank. Raises CheckpointError or ConfigError.
+    Every rank does so before it joins the others, because one that fails later breaks their connections, and they would
+    report a lost rank. Raises CheckpointError or ConfigError.
     """
     shapes = tensor_shapes(config)
     _, stored = check_tensors(folder, shapes, optional_tensors(config), config.scheme)
@@ -63,7 +63,7 @@ def open_weights(
     quantization: Kind | None,
     on_progress: Callable[[float], None] = lambda _: None,
 ) -> WeightReader:
-    """Returns a reader of this rank's share of the folder's tensors. Raises CheckpointError where they do not fit."""
+    """Returns a reader of this rank's share of the folder's tensors. Raises CheckpointError if they do not fit."""
     return WeightReader(
         folder,
         tensor_shapes(config),
@@ -91,10 +91,10 @@ def load_model(
     share: bool = False,
     quantization: Kind | None = None,
 ) -> Decoder:
-    """Builds the model and reads its weights, those of an update from the folder that it names; blocks. With `share`,
-    all replicas on CPUs of this host use one copy.
+    """Builds the model and reads its weights, or those of an update from the update's folder. Blocks. With `share`, all
+    replicas on CPUs of this host use one copy.
 
-    Raises CheckpointError where the weights do not fit the configuration, or are not those of the update.
+    Raises CheckpointError if the weights do not fit the configuration, or are not those of the update.
     """
     source = folder if weights is None else Path(weights.path)
     if weights is not None:

@@ -180,8 +180,8 @@ def _parse_longrope(fields: _Fields, theta: float, original: int, context: int, 
     """Chooses the long factors for a model whose context exceeds the one it was trained with (Ding et al. 2024,
     arXiv:2402.13753).
 
-    `transformers` decides by the length of each text and then rotates all its tokens alike. The keys in a page must not
-    depend on how long its text becomes, so the model's context decides here.
+    `transformers` decides by the length of each text and then rotates all its tokens alike. Here the model's context
+    decides, because the keys in a page must not depend on how long its text becomes.
     """
     factor = fields.positive("factor", default=context / original)
     magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0

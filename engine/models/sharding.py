@@ -1,8 +1,8 @@
 """Splits a model's stored tensors among the ranks of a tensor-parallel worker. Torch-free.
 
-Weights that widen (queries, keys, values, gate, up, embedding, head) are split by rows, weights that narrow again
-(output, down) by columns: the outputs of the first are the inputs of the second, so a block needs a single sum over the
-ranks, at its end. Only rank 0 reads a bias that is added to such a sum.
+Weights that widen (queries, keys, values, gate, up, embedding, head) are split by rows, and weights that narrow again
+(output, down) by columns. The outputs of the former are the inputs of the latter, so a block needs a single sum over
+the ranks, at its end. Only rank 0 reads a bias that is added to such a sum.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The connection between rank 0 of a replica and each other rank: a Unix socket in a private folder, framed msgpack.
+"""Connects rank 0 of a replica to each other rank: a Unix socket in a private folder, with framed msgpack.
 
 All ranks of a replica are on one machine. Only its owner can access the folder, and each end learns the other's
 identity from the kernel. Only plain data is sent: a batch's arrays as dtype, shape and bytes. Nothing is unpickled.
@@ -32,7 +32,7 @@ class RankMessage(NamedTuple):
 
 
 class RankLost(Exception):
-    """The other end is gone, or has sent something that is not a message."""
+    """Says that the other end is gone, or has sent something that is not a message."""
 
 
 class RankChannel:

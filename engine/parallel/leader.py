@@ -2,7 +2,7 @@
 
 Rank 0 owns the step loop and all state. The others handle its messages in order (`engine.parallel.worker_rank`): load,
 then one step after the other. A replica is whole or gone: when one of its ranks dies, falls silent or does not finish a
-step, the others are killed and the replica's owner receives the reason within seconds, whatever thread is stuck in a
+step, the others are killed and the replica's owner receives the reason within seconds, even if a thread is stuck in a
 collective.
 """
 
@@ -39,7 +39,7 @@ AT_ONCE = frozenset({"end_at_once"})  # handled while steps run, so not counted 
 CONTROL_FILE, STORE_FILE = "control.sock", "store"
 BEATS = 8  # signs of life that a rank sends within `rank_timeout_s`
 STEP_PATIENCE = 6  # multiple of `rank_timeout_s` that a step, or one collective in it, may take
-START_TIMEOUT_S = 120.0  # until every process is there; importing torch takes seconds on a busy machine
+START_TIMEOUT_S = 120.0  # until every process has connected; importing torch takes seconds on a busy machine
 _EXPLAIN_S = 1.0  # how long an error in a collective waits for the reason behind it
 
 # Starts so many processes that dial the given path; called once, on a thread that lives as long as they do.
@@ -48,7 +48,9 @@ RankHandler = Callable[[int, Any], None]  # (rank, body)
 
 
 class RankFailure(RuntimeError):
-    """A rank is lost, and the replica with it. Not a PenstockError: no other batch would succeed either."""
+    """Says that a rank is lost, and the replica with it. Not a PenstockError, because no other batch would succeed
+    either.
+    """
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +81,7 @@ class RankLeader:
         self._lock = threading.Lock()
         self._handlers: dict[str, RankHandler] = {}
         self._closing = threading.Event()
-        self._ready = False  # steps have a time limit from now on; a first step may compile kernels
+        self._ready = False  # whether steps have a time limit; a first step may compile kernels
         self._lost: str | None = None  # why the replica is gone
         self._on_lost: Callable[[RankFailure], None] | None = None
         self._members: list[_Member] = []
@@ -107,7 +109,9 @@ class RankLeader:
     # Sending.
 
     def begin_load(self) -> list[Future[Any]]:
-        """Makes every rank load its part; the answers for `wait` are the numbers of pages that each has room for."""
+        """Makes every rank load its part. The answers that `wait` returns are the numbers of pages that they have room
+        for.
+        """
         return self._start_calls(
             "load",
             lambda rank: {
@@ -169,7 +173,7 @@ class RankLeader:
         self._handlers.pop(kind, None)
 
     def next_number(self) -> int:
-        """Returns a number that this object has given to nobody else."""
+        """Returns a number that this object has not returned before."""
         return next(self._numbers)
 
     def when_lost(self, on_lost: Callable[[RankFailure], None]) -> None:

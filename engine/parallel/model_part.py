@@ -1,7 +1,7 @@
-"""The part of a replica that each rank holds: its part of the weights, the pages of its heads, and the runner over
-both.
+"""Builds the part of a replica that each rank holds: its part of the weights, the pages of its heads, and the runner
+over both.
 
-Rank 0's is inside its `engine.engine.Engine`, that of another rank inside its `engine.parallel.worker_rank.WorkerRank`.
+Rank 0's part is inside its `engine.engine.Engine`, another rank's inside its `engine.parallel.worker_rank.WorkerRank`.
 A replica of one rank has one part, which is the whole model.
 """
 
@@ -156,7 +156,7 @@ def load_decoder(
 def make_adapters(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, shard: Shard
 ) -> AdapterStore | None:
-    """Allocates the adapter slots of a rank, and one more that stays empty; None where adapters are off."""
+    """Allocates the adapter slots of a rank, and one more that stays empty. Returns None if adapters are off."""
     if not config.max_adapters:
         return None
     return AdapterStore(model, config.max_adapters + 1, config.max_adapter_rank, dtype, device, shard)

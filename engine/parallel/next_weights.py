@@ -1,8 +1,8 @@
-"""A rank's side of an update of the weights: first checked while the old ones serve, then put in force between steps.
+"""Updates a rank's weights: checks the new ones while the old ones serve, then switches to them between two steps.
 
-On a CPU the new model is built beside the old one, shared with the other replicas of the host, and takes its place. A
-GPU has no room for two, and its graphs hold addresses: there the files are checked first, and the tensors are replaced
-in place, a layer at a time.
+On a CPU the new model is built beside the old one, shared with the other replicas of the host, and replaces it. A GPU
+has no room for two models, and its graphs hold addresses: there the files are checked first, and the tensors are
+overwritten in place, a layer at a time.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from penstock.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class NextWeights:
-    """Checked weights that are not in force yet."""
+    """Weights that are checked but not in use yet."""
 
     config: EngineConfig
     source: LoadedWeightsConfig
-    decoder: Decoder | None  # None: they are read when they are put in force
+    decoder: Decoder | None  # None: they are read when they are applied
 
 
 def prepare_weights(part: ModelPart, weights: LoadedWeightsConfig) -> NextWeights:
@@ -80,7 +80,7 @@ def check_config(folder: Path, model: ModelConfig) -> None:
 def apply_weights(part: ModelPart, weights: NextWeights) -> ModelPart:
     """Returns the part with the new weights. Blocks; no step may run meanwhile.
 
-    Raises CheckpointError if the files were changed since they were checked. After any error the part is useless.
+    Raises CheckpointError if the files were changed since they were checked. After any error the part is unusable.
     """
     config, model = weights.config, part.model
     decoder = weights.decoder
@@ -103,7 +103,7 @@ class PartOwner(Protocol):
 
 
 def weight_handlers(owner: PartOwner) -> Mapping[str, Callable[[Any], Any]]:
-    """Returns what a rank other than the first does when its leader asks."""
+    """Returns the handlers by which another rank updates its weights, by kind of message."""
     held: list[NextWeights] = []
 
     def prepare(body: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""A rank's share of a model under tensor parallelism: its heads, its part of each product, its layout of pages.
+"""Computes a rank's share of a model under tensor parallelism: its heads, its part of each product, its layout of
+pages.
 
 Every rank has all layers and a part of each: query heads and the KV heads that they read, a part of the inner width of
 each feed-forward block and of each expert, and a part of the vocabulary. If there are fewer KV heads than ranks,

@@ -1,7 +1,8 @@
-"""A rank other than the first: it loads its part of the model and computes the steps that rank 0 announces, in order.
+"""Runs a rank other than the first: it loads its part of the model and computes the steps that rank 0 announces, in
+order.
 
-Owns nothing but its part of the weights and of each page: rank 0 schedules and decides who holds a page. It lives as
-long as its channel to rank 0.
+It owns only its part of the weights and of each page: rank 0 schedules and decides who holds a page. It lives as long
+as its channel to rank 0.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from penstock.errors import PenstockError, to_status
 
 log = logging.getLogger(__name__)
 
-CallHandler = Callable[[Any], Any]  # a message's body to the body of the answer
+CallHandler = Callable[[Any], Any]  # takes a message's body, returns the answer's body
 
 
 class RankExtension(NamedTuple):
@@ -156,7 +157,9 @@ class WorkerRank:
         self.graphs = self.part.make_graphs(self._runner, num_pages)
 
     def use_part(self, part: ModelPart) -> None:
-        """Computes with other weights from now on. Captured graphs hold, as they exist only where no tensor moves."""
+        """Computes with other weights from now on. Captured graphs stay valid, since they exist only if no tensor
+        moves.
+        """
         self.part = part
         self._runner.use(part.decoder)
 
@@ -177,8 +180,7 @@ class DeviceEvent(Protocol):
 class RankProgress:
     """Counts the messages that a rank has fully handled, including their work on a GPU. Safe from any thread.
 
-    A rank's thread can go on taking steps while a collective never ends on the device, so only the device's progress
-    counts.
+    A rank's thread can go on taking steps while a collective hangs on the device, so only the device's progress counts.
     """
 
     def __init__(self) -> None:
@@ -195,7 +197,7 @@ class RankProgress:
 
     @property
     def num_done(self) -> int:
-        """Messages done from the first one on without a gap."""
+        """The number of messages done, without a gap from the first one on."""
         with self._lock:
             while self._in_flight and self._in_flight[0][1].query():
                 self._in_flight.popleft()

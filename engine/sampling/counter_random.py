@@ -1,4 +1,4 @@
-"""Random numbers that depend on a counter instead of a history.
+"""Generates random numbers that depend on a counter instead of a history.
 
 The sampler takes one uniform per token, identified by (seed, position). Every batch on every worker computes the same
 one, which lets a sequence migrate or be recomputed without changing its text.

@@ -1,7 +1,7 @@
 """Turns scores into tokens: temperature, the filters, and the walk along the distribution.
 
-The part of `engine.sampling.sampler` that works only on tensors and columns and knows no sequences. Each filter is a
-floor under the probability, and tokens that tie with the last one kept are kept: no result depends on how ties are
+It is the part of `engine.sampling.sampler` that works only on tensors and columns and knows no sequences. Each filter
+is a floor on the probability, and tokens that tie with the last one kept are kept, so no result depends on how ties are
 sorted.
 
 Shapes: `R` rows of a group, `V` vocabulary (in whole blocks where weights are walked), `C` likeliest candidates, `X`

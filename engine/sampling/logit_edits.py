@@ -1,4 +1,4 @@
-"""Changes to a row of logits that a request asks for before temperature: bias, penalties, bans.
+"""Applies the changes that a request asks for to a row of logits before temperature: bias, penalties, bans.
 
 Called by `engine.sampling.sampler` on its own fp32 copy of the rows that need it, never on the model's output. A row
 that asks for nothing costs nothing. `engine.sampling.row_edits` has laid out the edits as cells; each kind is one

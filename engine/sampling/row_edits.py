@@ -1,9 +1,9 @@
 """Lays out, as columns, the edits that a step's rows ask for before temperature: biases, penalties, bans and allowed
 tokens.
 
-Made while a step is laid out, on the step loop, from the tokens that are known by then. A step scheduled ahead lacks
-the last token of some rows, which the step before it samples: what depends on that token is left to
-`engine.sampling.logit_edits`, which has it on the device. So no edit makes a step wait for the tokens before it.
+It is made while a step is laid out, on the step loop, from the tokens that are known by then. A step scheduled ahead
+lacks the last token of some rows, which the step before it samples; `engine.sampling.logit_edits`, which has that token
+on the device, makes the edits that depend on it. So no edit makes a step wait for the tokens before it.
 
 Imports numpy but no torch. Shapes: `R` rows of logits, `E` edited rows, `C` cells, each a token of an edited row.
 """
@@ -73,7 +73,7 @@ class RowEdits:
         """Returns the edits of the sequences, by row of logits; None if there are none.
 
         `positions` are those of all rows' sampled tokens. `awaited_rows` are the rows of logits whose last token is
-        awaited, ascending. Reads each text up to its end and remembers that it has.
+        awaited, ascending. Reads each text up to its end and remembers how far it has read.
         """
         if not sequences:
             return None

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens and of the likeliest ones, before penalties and temperature.
+"""Computes the log-probabilities of sampled tokens and of the likeliest ones, before penalties and temperature.
 
 `RowLogprobs` is computed after sampling, on the logits' device; `engine.step.compute` copies it to the host with the
 tokens and converts it to what requests receive.

@@ -1,4 +1,5 @@
-"""Sampling parameters per row of logits: columns on the host, and the tensors that the sampling kernel reads.
+"""Holds the sampling parameters of each row of logits: columns on the host, and the tensors that the sampling kernel
+reads.
 
 `SamplingRows` is made while a step is laid out and does not read sequences afterwards; `SamplingTensors` is what
 `engine.kernels.triton.sample` takes.

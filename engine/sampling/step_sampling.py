@@ -1,8 +1,8 @@
-"""Everything that sampling a step needs besides logits: parameters, edits, and which rows have a grammar or
+"""Holds everything that sampling a step needs besides logits: parameters, edits, and which rows have a grammar or
 log-probabilities.
 
-Made while a step is laid out, on the step loop; `engine.sampling.sampler` takes it on the thread that computes the
-step. Only rows with a grammar name their sequences: their masks are computed from the texts, which must not change
+It is made while a step is laid out, on the step loop; `engine.sampling.sampler` takes it on the thread that computes
+the step. Only rows with a grammar name their sequences: their masks are computed from the texts, which must not change
 until then.
 
 Imports numpy but not torch itself. Shapes: `R` rows of logits.

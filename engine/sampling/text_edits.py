@@ -1,8 +1,9 @@
 """Keeps the logit edits of one sequence up to date as its text grows.
 
 Its sequence holds it (`Sequence.edits`) and `engine.sampling.row_edits` reads it while a step is laid out, on the step
-loop. Each text is read once: a step costs what was appended since the last one, not the length of the text. Nothing of
-it is carried over when a sequence moves, and a discarded token is never read, because it is never appended.
+loop. Each text is read once: the cost of a step grows with what was appended since the last one, not with the length of
+the text. Nothing is carried over when a sequence migrates, and a discarded token is never read, because it is never
+appended.
 
 Imports numpy but no torch. Ids outside the vocabulary are skipped, since they cannot be sampled.
 """
@@ -88,8 +89,8 @@ class TextEdits:
     def banned(self, sequence: Sequence, position: int) -> list[tuple[int, int]]:
         """Returns the tokens that must not be sampled at `position`, each with the condition under which it is banned.
 
-        The condition is a token: the ban holds if the text's last token, not appended yet, is that one; -1: it holds in
-        any case. Raises InvalidInput if no token is certain to be left.
+        The condition is a token: the ban applies if the text's last token, which is not appended yet, is that one. -1
+        means that it always applies. Raises InvalidInput if no token is certain to be left.
         """
         num_output_tokens = position - sequence.num_prompt_tokens
         bans = self._completing(sequence.token_ids, position) if self._bad_sequences else []

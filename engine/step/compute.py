@@ -2,10 +2,10 @@
 
 `prepare_step` reads sequences and rows, on the step loop. `compute` gives the device its work; on a GPU it returns
 before the device is done, and the next step may follow at once, with the tokens of this one fed back on the device.
-`SampledTokens.wait` brings the tokens to the host. The last two stages read a sequence only if a grammar rules its next
-token, because the mask follows from the text: then the text must be known before the step samples, and must not change
-until the step is over. A step that is given to the device ahead of such a text is computed in two parts: `forward_step`
-at once, and `sample_forwarded` when the tokens before it are known.
+`SampledTokens.wait` brings the tokens to the host. The last two stages read a sequence only if a grammar constrains its
+next token, because the mask follows from the text: then the text must be known before the step samples, and must not
+change until the step is over. A step that is given to the device before such a text is known is computed in two parts:
+`forward_step` at once, and `sample_forwarded` when the tokens before it are known.
 """
 
 from __future__ import annotations
@@ -108,14 +108,14 @@ def _sampling_rows(work: Seq[ScheduledSequence], host: HostBatch) -> tuple[Sampl
         item = work[place]
         for count, _ in enumerate(repeats):
             one = item.sequence
-            if count and one.sampling.edits_beside_grammar:  # its logits are edited by the text before them
+            if count and one.sampling.edits_beside_grammar:  # its logits are edited by the text before it
                 one = one.continued(item.proposed[:count])
             special[num_rows + len(sequences)] = one
             sequences.append(item.sequence)
             ahead.append(count)
     if not sequences and rows is not None:
         return rows, special
-    others = SamplingRows.of(sequences, ahead)  # none, if no chunk ends its text
+    others = SamplingRows.of(sequences, ahead)  # empty if no chunk reaches the end of its text
     return others if rows is None else rows.then(others), special
 
 
@@ -177,7 +177,7 @@ class SampledTokens:
             token_ids[:num_rows],
             chunks,
             {int(step.host.sampled_places[row]): found for row, found in by_row.items() if row in firsts},
-            # A failure after the first token of a sequence occurs again once its text is known to get there.
+            # A failure after a sequence's first token is not reported here: it recurs if the text gets that far.
             [(self._sequence(row), error) for row, error in failed.items() if row in firsts],
             self._scores,
             further,
@@ -214,8 +214,8 @@ def compute(
 ) -> SampledTokens:
     """Computes a step and samples its tokens; on a GPU it returns before the device is done.
 
-    `previous` is the previous step, required if this one awaits its tokens. `masks` are required if a grammar rules a
-    token.
+    `previous` is the previous step, required if this one awaits its tokens. `masks` are required if a grammar
+    constrains a token.
     """
     ruled = step.sampling.ruled
     pending = masks.prepare(list(ruled.values())) if masks is not None and ruled else None
@@ -266,7 +266,7 @@ def sample_forwarded(
 
 def _sample(step: PreparedStep, forwarded: ForwardedStep, masks: TokenMasks | None) -> SampledTokens:
     logits_RV = forwarded.logits_RV
-    if not len(step.host.sampled_places):  # nothing is sampled, but `wait` must still tell when the step is over
+    if not len(step.host.sampled_places):  # nothing is sampled, but `wait` must still notice when the step is over
         none = torch.empty(0, dtype=torch.int64, device=logits_RV.device)
         return SampledTokens(step, Sampled(none, none.bool()), forwarded.scores)
     sampled = sample_step(logits_RV, step.sampling, masks, forwarded.awaited)

@@ -1,6 +1,6 @@
-"""Limits a step's failure to the sequence that caused it: a failed batch is computed again one sequence at a time.
+"""Limits a step's failure to the sequence that caused it: a failed batch is recomputed one sequence at a time.
 
-Stands between a worker's core and `Engine.step`. Computing a step twice is harmless: it writes the same KV to the same
+It sits between a worker's core and `Engine.step`. Computing a step twice is harmless: it writes the same KV to the same
 pages. Only errors that Penstock raises on purpose are isolated, such as logits that are not finite; any other error is
 a fault of the process, which must not continue.
 """

@@ -1,7 +1,7 @@
 """Runs jobs on one thread, in order. A GPU engine keeps one such thread for its lifetime.
 
-Libraries keep workspaces, handles and the current device by thread. CUDA graphs are captured over such workspaces, so
-the thread that captured them must outlive them, and steps are launched where their graphs were captured.
+Libraries keep workspaces, handles and the current device for each thread. CUDA graphs are captured over such
+workspaces, so the thread that captured them must outlive them, and steps are launched on that thread too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The thread that owns a worker's state: calls posted from outside run first, then one step, then the next.
+"""Runs the thread that owns a worker's state: calls posted from outside run first, then one step, and so on.
 
 Everything a worker holds (scheduler, page pool, requests) is touched only on this thread, so it needs no locks. The
-thread blocks while there is nothing to do; a posted call wakes it at once, and so does the time that the last sweep
-returned: deadlines are handled whether or not there is work.
+thread blocks while there is nothing to do. A posted call wakes it at once, and it also wakes at the time that the last
+sweep returned, so deadlines are handled whether or not there is work.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StepLoop:
                 idle = not self._step()
                 now_s = time.monotonic()
                 if due_s is not None and now_s >= due_s:
-                    idle = False  # a step follows up on what the sweep did
+                    idle = False  # the next step acts on what the sweep did
                 due_s = self._sweep(now_s)
         except BaseException as error:
             log.exception("the step loop failed")

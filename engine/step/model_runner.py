@@ -1,4 +1,4 @@
-"""Runs the model over one batch: the only caller of a model's forward.
+"""Runs the model over one batch. It is the only caller of a model's forward.
 
 It knows nothing of requests, prefix caches or sampling, and reads and writes only the pages that the batch names.
 """

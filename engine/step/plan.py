@@ -28,7 +28,7 @@ ROW_PARAMS = np.dtype(
         ("special_below", np.int64),  # below this length, sampling needs more than these columns
         ("needs_text", np.bool_),  # `Sequence.sampling_needs_text`
         ("eos_ends", np.bool_),
-        ("has_stops", np.bool_),  # any of its tokens may end it, or have others follow at once
+        ("has_stops", np.bool_),  # any of its tokens may end it, or force others to follow at once
         ("adapter", np.int64),  # slot, 0 for none
         # Read by `engine.sampling`.
         ("is_greedy", np.bool_),
@@ -78,7 +78,9 @@ def _sampling_fields(sampling: SamplingParams) -> tuple[bool, float, int, float,
 
 
 class RowMembers:
-    """The sequences that have a row, and their parameters. Immutable and shared by steps until a row comes or goes."""
+    """The sequences that have a row, and their parameters. Immutable, and shared by steps until a row is added or
+    removed.
+    """
 
     __slots__ = (
         "adapters",

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens: which rows of a step give them, and what they are.
+"""Defines the log-probabilities of prompt tokens, and the rows of a step that give them.
 
 A request that asks for them has its prompt computed by its decode worker, every token of it, in chunks of at most
 `engine.memory.estimates.SCORED_TOKENS` a step: that bounds the logits of a step, which take a row of the whole

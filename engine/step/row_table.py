@@ -1,9 +1,9 @@
-"""The sequences that get a token in every step, as columns from which a step's arrays are cut.
+"""Keeps the sequences that get a token in every step, as columns from which a step's arrays are made.
 
-The decode scheduler owns the table, on the step loop. A sequence has a row from the moment that all its tokens but the
+The decode scheduler owns the table, on the step loop. A sequence has a row from the moment when all its tokens but the
 last have their KV until it ends, pauses or loses its pages. Python touches a row only when its sequence joins, leaves
-or gets a page; everything else is one vector operation over all rows. Rows are dense: the last row fills the gap of a
-row that leaves, so a row number is valid within one step only.
+or gets a page; everything else is one vector operation over all rows. Rows are dense: when a row leaves, the last row
+takes its place, so a row number is valid only within one step.
 
 Rows run ahead of their sequences: `launch` advances them when a step is given to the device, and the sequences follow
 when its tokens are known (`record`).
@@ -66,7 +66,7 @@ class RowTable:
     # Joining and leaving.
 
     def add(self, sequence: Sequence) -> None:
-        """Gives a row to a sequence whose tokens but the last all have their KV in its pages."""
+        """Gives a row to a sequence that has the KV of all its tokens but the last in its pages."""
         sequence.start_decoding()
         self._add(sequence)
 
@@ -238,7 +238,7 @@ class RowTable:
         return self._items[row].sequence
 
     def advance(self, num_steps: int) -> list[Sequence]:
-        """Moves every row by several tokens at once, which their sequences have already. No step may be in flight.
+        """Moves every row forward by several tokens at once, which its sequence already has. No step may be in flight.
 
         Returns the sequences that have filled a page, in the order in which steps would have filled them.
         """

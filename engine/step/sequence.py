@@ -1,4 +1,4 @@
-"""A running generation as the engine sees it, and what one step returns for it.
+"""Defines a running generation as the engine sees it, and what one step returns for it.
 
 A `Sequence` is owned by exactly one scheduler, and only that scheduler changes it. The engine reads it: `Engine.step`
 takes `ScheduledSequence`s and returns a `StepOutput`, and mutates neither.
@@ -59,7 +59,9 @@ class Sequence:
         self.is_decoding, self._num_prefilled = False, number
 
     def start_decoding(self) -> None:
-        """Declares that from now on every token but the last has its KV, so that appending one also counts one."""
+        """Declares that from now on every token but the last has its KV, so that appending a token also counts one as
+        computed.
+        """
         assert self.num_uncomputed_tokens == 1
         self.is_decoding = True
 
@@ -90,8 +92,9 @@ class Sequence:
 
     @property
     def is_fast_forwarding(self) -> bool:
-        """Whether only output tokens lack their KV, and more than the last one: its grammar forced them, or it is
-        recomputed."""
+        """Whether only output tokens lack their KV, but more than the last one, because a grammar forced them or the
+        sequence is being recomputed.
+        """
         return self.matcher is not None and self.num_prompt_tokens <= self.num_computed_tokens < len(self.token_ids) - 1
 
     @property

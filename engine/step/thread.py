@@ -1,5 +1,5 @@
-"""Computes steps off the step loop, which keeps taking calls. One thread computes; on a GPU a second one waits for the
-device.
+"""Computes steps outside the step loop, which keeps taking calls. One thread computes; on a GPU a second one waits for
+the device.
 
 Steps are computed in the order in which they were given. Each outcome is posted to the step loop as a call. A step that
 awaits tokens of a failed step is not computed.

@@ -21,7 +21,7 @@ _UNWANTED = ("*/*", "consolidated*")
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A model of the Hub. Without a revision, the default branch is meant."""
+    """A model of the Hub. Without a revision, it is the default branch."""
 
     repo: str
     revision: str | None = None
@@ -40,8 +40,8 @@ class HubModel:
     def fetch(self, *, config_only: bool = False) -> Path:
         """Downloads what is not in the cache yet, and returns the folder. Blocks for as long as that takes.
 
-        With `config_only`, it downloads only config.json; the folder may hold other files from before. Raises
-        CheckpointError, or Unavailable where the Hub cannot be reached, with what to do.
+        With `config_only`, it downloads only config.json; the folder may already hold other files. Raises
+        CheckpointError, or Unavailable if the Hub cannot be reached; both say what to do.
         """
         try:
             from huggingface_hub import snapshot_download
@@ -79,7 +79,7 @@ class HubModel:
             return CheckpointError(f"{self.repo} has no revision {self.revision}; give a branch, a tag or a commit")
         if _holds(causes, errors.OfflineModeIsEnabled):
             return CheckpointError(
-                f"{self} is not whole in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE forbids to download "
+                f"{self} is incomplete in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE forbids downloading "
                 "it; unset that, or copy the cache of a machine that has it"
             )
         said = str(cause).partition("\n")[0]

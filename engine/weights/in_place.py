@@ -1,5 +1,6 @@
-"""Replaces the tensors of a model by those of another one without moving them: what has their addresses stays valid,
-such as captured graphs."""
+"""Replaces the values of a model's tensors with those of another model without moving them, so that whatever holds
+their addresses, such as captured graphs, stays valid.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from penstock.errors import InternalError
 def copy_weights(target: object, source: object) -> None:
     """Copies every tensor below `source` into the one at the same place below `target`. Both are built alike.
 
-    Raises InternalError, before anything is copied, where they are not.
+    Raises InternalError, before anything is copied, if they are not.
     """
     wanted, given = list(places(target)), list(places(source))
     if [_form(place.path, place.tensor) for place in wanted] != [_form(place.path, place.tensor) for place in given]:
@@ -23,7 +24,7 @@ def copy_weights(target: object, source: object) -> None:
 
 
 def overwrite(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies the values of a tensor into another of the same form, also where oneDNN has packed both."""
+    """Copies the values of a tensor into another of the same form, even if oneDNN has packed both."""
     if not target.is_mkldnn:
         target.copy_(source)
         return

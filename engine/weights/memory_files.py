@@ -1,5 +1,5 @@
-"""In-memory files that processes of one user share on a host, found by a label: the first process fills one, others
-map.
+"""Manages in-memory files that processes of one user share on a host. They are found by a label: the first process
+fills a file, others map it.
 
 A memfd has no path: it lives as long as a process maps it, and nothing is left behind however its users end. It is
 found by its label among the open files of this user's processes. The process that fills a file holds a lock on it,
@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-FILL_TIMEOUT_S = 120.0  # how long another process may take to fill a file before the caller does without it
+FILL_TIMEOUT_S = 120.0  # how long another process may take to fill a file before the caller goes on without it
 SEARCH_TIMEOUT_S = 10.0  # how long another process may search; that takes milliseconds, unless it is stopped
 _MAX_LABEL = 200  # a memfd's name has 249 characters
 _SEALS = sum(getattr(fcntl, f"F_SEAL_{name}", 0) for name in ("SEAL", "SHRINK", "GROW", "WRITE"))
@@ -43,8 +43,8 @@ class MemoryFile:
 
 
 def open_memory_file(label: str, lock_path: Path) -> MemoryFile | None:
-    """Returns the finished file of this label, or a new one for the caller to fill; None where the system has no memfd,
-    or where another process takes too long to fill it. Blocks until then.
+    """Returns the finished file with this label, or a new one for the caller to fill. Returns None if the system has no
+    memfd, or if another process takes too long to fill the file. Blocks until then.
 
     `lock_path` is any file that all sharing processes can open; its lock keeps two of them from both creating a file.
     """
@@ -71,7 +71,7 @@ def open_memory_file(label: str, lock_path: Path) -> MemoryFile | None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock for a search of the processes. Raises OSError, or TimeoutError where the lock stays taken."""
+    """Holds the lock for a search of the processes. Raises OSError, or TimeoutError if the lock stays taken."""
     with path.open("rb") as stream:
         if not _lock_within(SEARCH_TIMEOUT_S, stream.fileno(), fcntl.LOCK_EX):
             raise TimeoutError(f"{path} has been locked for {SEARCH_TIMEOUT_S:g} s")

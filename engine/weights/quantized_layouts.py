@@ -1,4 +1,4 @@
-"""The tensors that store one quantized weight in each layout of `engine.weights.quantization_config`, with their
+"""Lists the tensors that store one quantized weight in each layout of `engine.weights.quantization_config`, with their
 shapes.
 
 Torch-free: `engine.weights.checkpoint` checks the files' headers against it before anything is loaded.

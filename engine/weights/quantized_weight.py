@@ -1,7 +1,7 @@
-"""A quantized weight in one representation for every stored layout: codes, scales and zero points.
+"""Represents a quantized weight in the same way for every stored layout: codes, scales and zero points.
 
 `engine.weights.unpack_quantized` makes it from a checkpoint, `quantize_weight` from plain values.
-`engine.layers.linear` multiplies with it; where the machine has no kernel for that, `engine.weights.reader` dequantizes
+`engine.layers.linear` multiplies with it; if the machine has no kernel for that, `engine.weights.reader` dequantizes
 it.
 
 Shapes: `O` outputs, `I` inputs, `G` groups of inputs that share a scale.

@@ -1,7 +1,7 @@
 """Reads a checkpoint's tensors for a model that is being built, checks them first, and casts them on the way.
 
-All names and shapes are checked before anything is loaded. Quantized weights stay as they are stored where the machine
-has a kernel for them and are dequantized otherwise; plain weights can be quantized here. The model asks for tensors by
+All names and shapes are checked before anything is loaded. Quantized weights stay as they are stored if the machine has
+a kernel for them, and are dequantized otherwise; plain weights can be quantized here. The model asks for tensors by
 name, one at a time, so that at most one layer's weights are in memory twice.
 """
 
@@ -130,7 +130,8 @@ class WeightReader:
 
     def head(self, name: str, tied: torch.Tensor | None) -> Weight:
         """Returns the weight of the output head: `name`, or the embedding that it is `tied` to. A head that is
-        quantized here becomes int8 whatever the layers become, because every token passes through it."""
+        quantized here always becomes int8, regardless of the layers, because every token passes through it.
+        """
         if self._device.type == "meta" or self._quantization is None:
             return self.weight(name) if tied is None else tied
         return self.multipliable(quantize_weight(self.read(name) if tied is None else tied, "int8"))

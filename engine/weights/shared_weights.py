@@ -3,7 +3,7 @@
 The first replica reads and packs its weights as usual, then moves each tensor into an in-memory file
 (`engine.weights.memory_files`) and maps it. Later replicas build the model from tensors without values (torch's meta
 device), so they read and pack nothing, and put the mapped tensors in their places. Both walk the same objects in the
-same order; a file whose tensors differ from those that the model asks for is not used.
+same order. A file whose tensors differ from what the model needs is not used.
 """
 
 from __future__ import annotations

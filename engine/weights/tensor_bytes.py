@@ -1,4 +1,4 @@
-"""Converts tensors, including oneDNN's packed ones, to bytes and back, so that weights can lie in shared memory.
+"""Converts tensors, including oneDNN's packed ones, to bytes and back, so that weights can be kept in shared memory.
 
 A packed tensor has no strides. Its bytes and an opaque description are reassembled over other memory by torch's C
 interface for compiled models, which stores packed constants in the same way.

@@ -1,4 +1,4 @@
-"""The part of a stored tensor that one rank of a tensor-parallel worker reads. Torch-free.
+"""Describes the part of a stored tensor that one rank of a tensor-parallel worker reads. Torch-free.
 
 `engine.models.sharding` decides the slices, `engine.weights.reader` reads them.
 """
@@ -47,12 +47,13 @@ def check_slice_groups(
     quantization: str | None,
     dtype: str,
 ) -> None:
-    """Raises ConfigError where a slice of a quantized weight begins or ends inside a group of inputs that share a
-    scale: such a slice could only be used dequantized, at several times the memory.
+    """Raises ConfigError if a slice of a quantized weight begins or ends inside a group of inputs that share a scale,
+    because such a slice could only be used dequantized, at several times the memory.
 
     `stored` holds the paths of the weights that the checkpoint stores quantized; `quantization` is what the others are
     quantized to while they are loaded. With `dtype` float32, weights are dequantized anyway unless their inputs are
-    quantized too."""
+    quantized too.
+    """
     if dtype == "float32" and (scheme is None or scheme.activations is None):
         return
     for name, part in slices.items():

@@ -114,7 +114,7 @@ class PeerChannels:
             self._hang_up(channel)
 
     def _hang_up(self, channel: Channel) -> None:
-        """Ends a connection. If its end must prove that the peer has stopped writing, waits for the peer to close
+        """Ends a connection. If its end must prove that the peer has stopped writing, leaves it to the peer to close
         it.
         """
         if self._writes_end is WritesEnd.WITH_CHANNEL:

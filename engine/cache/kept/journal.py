@@ -1,9 +1,11 @@
-"""The journal of a page pool: for each page that the prefix cache holds, its hash, its parent's and a checksum.
+"""Keeps the journal of a page pool: the hash, the parent's hash and a checksum of each page that the prefix cache
+holds.
 
-It is a table in shared memory with one entry for each page of the pool, so it never grows and its owner writes it
-without a system call. Another process reads it when the owner is dead, wherever the owner stood: an entry ends with a
-digest of its fields, of its place and of the pool's random id. A half-written entry, one half overwritten, one of
-another pool and one in another place therefore do not count. An entry is cleared before its page can be written again.
+The journal is a table in shared memory with one entry for each page of the pool, so it never grows and its owner writes
+it without a system call. Another process reads it once the owner is dead, at whatever point the owner died: an entry
+ends with a digest of its fields, its place and the pool's random id. So an entry that is half written, half
+overwritten, of another pool or in another place does not count. An entry is cleared before its page can be written
+again.
 
 Entry, little-endian: number (8 bytes, rises with each entry, never 0), page hash (16), hash of the parent page (16,
 zeros for the first page of a text), checksum of the page's bytes (8), digest (8), unused (8).
@@ -47,7 +49,7 @@ class JournalWriter:
     """Writes the table of one pool. Not thread-safe: the step loop owns it."""
 
     def __init__(self, table: memoryview, pool_id: bytes) -> None:
-        """`table` is writable and zero; its length in entries is the pool's in pages."""
+        """`table` is writable and zero, and has one entry for each page of the pool."""
         self._table = table
         self._pool_id = pool_id
         self._next_number = 1
@@ -61,13 +63,13 @@ class JournalWriter:
         self._table[start : start + len(fields) + len(digest)] = fields + digest
 
     def clear(self, page: PageId) -> None:
-        """Removes the page's entry; afterwards the page may be written."""
+        """Removes the page's entry, after which the page may be written."""
         start = page * ENTRY_BYTES
         self._table[start : start + ENTRY_BYTES] = _EMPTY
 
 
 def read_journal(table: bytes | memoryview, pool_id: bytes) -> Iterator[SealedPage]:
-    """Yields the complete entries of a table that nobody writes any more."""
+    """Yields the complete entries of a table whose writer has ended."""
     whole = bytes(table)
     for page in range(len(whole) // ENTRY_BYTES):
         start = page * ENTRY_BYTES

@@ -1,9 +1,9 @@
-"""The pool of a dead worker: pages that a cache on the same host may copy instead of computing them again.
+"""Gives access to the pool of a dead worker, whose pages a cache on the same host may copy instead of recomputing them.
 
-Its memory is mapped copy-on-write and only read, so several workers may use one pool at once, and a peer that still
-writes into it, through a mapping of its own, writes only pages that were fenced and therefore never in the journal.
-What a page's bytes are is checked in the copy, after the last time that the original is read: a page that does not
-match its checksum never reaches the cache.
+The memory is mapped copy-on-write and only read, so several workers may use one pool at once. A peer may still write
+into it through its own mapping, but only into pages that were fenced and therefore never in the journal. The checksum
+is computed over the copy, after the original was read for the last time, so a page that does not match it never reaches
+the cache.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class KeptPool:
     """Implements `engine.cache.prefix_cache.CacheSource`. The step loop is the only caller after the constructor."""
 
     def __init__(self, pool_fd: int, journal_fd: int, pool_id: bytes, num_pages: int, kv_pages: torch.Tensor) -> None:
-        """Maps the memory and reads its journal, in which a page takes about a microsecond; the caller keeps the file
-        descriptors. `kv_pages` is the pool into which pages are copied, of the same layout. Raises InvalidInput for
-        files that are not a pool of `num_pages` such pages and its journal, OSError where they cannot be mapped.
+        """Maps the memory and reads its journal, which takes about a microsecond per page; the caller keeps the file
+        descriptors. Pages are copied into the pool `kv_pages`, which has the same layout. Raises InvalidInput for files
+        that are not a pool of `num_pages` such pages and its journal, and OSError if they cannot be mapped.
         """
         self._own_PW = _words(kv_pages)
         page_bytes = self._own_PW.shape[1] * self._own_PW.element_size()
@@ -48,7 +48,7 @@ class KeptPool:
             known = self.pages.get(sealed.page_hash)
             if known is None or known.number < sealed.number:
                 self.pages[sealed.page_hash] = sealed
-        self.num_damaged = 0  # pages whose bytes were not those that their journal names
+        self.num_damaged = 0  # pages that did not match their checksum in the journal
 
     def holds(self, page_hash: PageHash) -> bool:
         return page_hash in self.pages
@@ -58,8 +58,9 @@ class KeptPool:
         return list(itertools.takewhile(self.pages.__contains__, hashes))
 
     def load(self, hashes: Sequence[PageHash], pages: Sequence[PageId]) -> int:
-        """Copies these pages to `pages`, which only the caller holds, and checks the copies; returns how many leading
-        ones are right. Forgets those that are not."""
+        """Copies these pages to `pages`, which only the caller holds, and checks the copies. Returns how many leading
+        copies are right, and forgets pages that are damaged.
+        """
         sealed = [self.pages[page_hash] for page_hash in hashes]
         select_copy()(self._own_PW, self._kept_PW, pages, [each.page for each in sealed])
         found = select_checksum()(self._own_PW, pages)
@@ -75,8 +76,9 @@ def _words(kv_pages: torch.Tensor) -> torch.Tensor:
 
 
 def _check_file(field: str, fd: int, name: str, num_bytes: int) -> None:
-    """Raises InvalidInput unless the descriptor is a memory file of this user, of this name and size, that cannot
-    shrink while it is mapped."""
+    """Raises InvalidInput unless the descriptor is a memory file of this user with this name and size that cannot
+    shrink while it is mapped.
+    """
     kind, status = os.readlink(f"/proc/self/fd/{fd}"), os.fstat(fd)
     if not kind.startswith(f"/memfd:{name} ") or status.st_uid != os.getuid():
         raise InvalidInput(field, f"is {kind!r} of user {status.st_uid}; want a memory file {name} of this user")

@@ -1,4 +1,6 @@
-"""Writes the journal of this process's own pool, in a memory file that outlives the process if another one keeps it."""
+"""Writes the journal of this process's own pool to a memory file, which outlives the process if another one holds
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ JOURNAL_NAME = "penstock-journal"
 
 
 class PoolJournal:
-    """Owns the journal's file until it is collected. The step loop writes it, through the prefix cache."""
+    """Owns the journal's file until this object is collected. The step loop writes it, through the prefix cache."""
 
     def __init__(self, kv_pages: torch.Tensor) -> None:
         """`kv_pages` is the pool, [P, ...], contiguous. Raises ConfigError if its memory cannot outlive the process."""

@@ -1,4 +1,4 @@
-"""Orders the evictable pages of one pool by how little their loss would cost. Pure.
+"""Orders the evictable pages of one pool, the ones that cost least to lose first. Pure.
 
 Pages that are released together form a run, and a heap orders the runs of each owner. A page that is used again leaves
 its run at once, but its entry stays there until the run is reached or the heaps are rebuilt. So every operation costs
@@ -23,16 +23,16 @@ _SLACK = 1024  # stale entries that are always tolerated
 
 
 class Rank(IntEnum):
-    """What kind of page it is; earlier members are evicted first."""
+    """The kind of a page; earlier members are evicted first."""
 
-    GIVEN_UP = 0  # its session has ended or has moved on, or its owner has given it up
+    GIVEN_UP = 0  # its session has ended or continued without it, or its owner has given it up
     CACHED = 1
     HELD = 2  # pinned or retained, within its owner's quota
 
 
 class EvictionKey(NamedTuple):
     rank: Rank
-    value: float  # of a cached page: when it was last used, less what its session's gaps say against it
+    value: float  # of a cached page: the time of its last use, minus the handicap of its session
     expiry_s: float = 0.0  # of a held page
 
 
@@ -67,7 +67,7 @@ class EvictionOrder:
         return page in self.run_of
 
     def add(self, pages: list[PageId], owner: str, key: EvictionKey) -> None:
-        """Adds pages of one owner, the first to be evicted first. A page that is in the order already moves."""
+        """Adds pages of one owner, the first to be evicted first. Moves a page that is already in the order."""
         run = EvictionRun(pages, owner)
         run_of = self.run_of
         for page in pages:
@@ -87,7 +87,8 @@ class EvictionOrder:
     def take(self, excess: Mapping[str, int]) -> Iterator[PageId]:
         """Yields pages, the first to be evicted first; the caller must `remove` each of them after the iteration.
 
-        `excess` says by how many pages some owners exceed their shares: these pages go before all others.
+        `excess` holds by how many pages some owners exceed their shares; that many of their pages come before all
+        others.
         """
         for owner, over in sorted(excess.items(), key=lambda each: -each[1]):
             if owner in self._owners:

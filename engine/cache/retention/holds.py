@@ -1,8 +1,8 @@
 """Counts the pages that tenants hold against eviction, and bounds them by quotas. Pure.
 
-A hold is a page's retention record: whose it is, how much it matters, and until when. It never makes a page
-unavailable: held pages are evicted last, and a pool that has nothing else evicts them too, the least important first
-and among equals the one that would end first.
+A hold is a page's retention record: its owner, priority and expiry. It never makes a page unavailable: held pages are
+evicted last, and a pool that has nothing else evicts them too, the lowest priority first and among equals the hold that
+would end first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Hold:
 
 
 def _merged(before: Hold, owner: str, priority: int, expiry_s: float) -> tuple[str, int, float, float]:
-    """Returns the record of a page that is held already: its owner, priority, expiry and `shared_until_s`."""
+    """Returns the merged record of a page that is already held: its owner, priority, expiry and `shared_until_s`."""
     charged, shared_until_s = owner, before.shared_until_s
     if before.owner != owner:
         shared_until_s = max(shared_until_s, min(before.expiry_s, expiry_s))
@@ -68,8 +68,8 @@ class HoldLedger:
     def hold(self, pages: Iterable[PageId], owner: str, priority: int, expiry_s: float) -> int:
         """Holds as many leading pages as the owner's quota admits, and returns their number.
 
-        A page that this owner holds already is not charged twice; its record becomes the stronger of both. A page that
-        another owner holds as well is charged to whoever holds it for longer.
+        A page that this owner already holds is not charged twice; its record becomes the stronger of the two. A page
+        that another owner holds as well is charged to the owner that holds it for longer.
         """
         made: dict[tuple[str, int, float, float], Hold] = {}
         count = 0
@@ -101,7 +101,7 @@ class HoldLedger:
         return self.num_held[owner] < self._max_per_owner and in_all < self._max
 
     def drop(self, page: PageId, cause: Lost | None = None) -> None:
-        """Ends a page's hold, if it has one; `cause` says why the owner has lost it."""
+        """Ends a page's hold, if it has one. With `cause`, counts it as lost for that reason."""
         hold = self._of.get(page)
         if hold is not None:
             self._drop(page, hold)
@@ -135,6 +135,6 @@ class HoldLedger:
         if charged != self.num_held:
             raise AssertionError(f"{dict(charged)} pages are held, {dict(self.num_held)} are charged")
         if any(page not in hold.pages for page, hold in self._of.items()):
-            raise AssertionError("a page's hold does not know it")
+            raise AssertionError("a page is missing from its hold")
         if len(self._of) > self._max or any(count > self._max_per_owner for count in charged.values()):
             raise AssertionError(f"{dict(charged)} pages are held; quotas are {self._max_per_owner} and {self._max}")

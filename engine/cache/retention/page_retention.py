@@ -1,8 +1,8 @@
-"""The retention records of one pool's pages, and the order of eviction that follows from them. Pure.
+"""Keeps the retention records of one pool's pages, and the order of eviction that follows from them. Pure.
 
-The page pool reports what happens to its cached pages, and takes from here the pages to evict. Hints set a page's
-record (`engine.cache.retention.session_hints`): whose it is, how long it is held, and how soon its session comes back.
-Without any record the least recently used page goes first.
+The page pool reports what happens to its cached pages, and takes the pages to evict from here. Hints set a page's
+record (`engine.cache.retention.session_hints`): its owner, how long it is held, and how soon its session is expected
+back. Without any record the least recently used page goes first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PageRetention:
     def __init__(self, num_pages: int, config: RetentionConfig | None = None) -> None:
         self.config = config or RetentionConfig()
         self._max_cached = int(self.config.cached_share * num_pages)
-        self._has_shares = self._max_cached < num_pages  # otherwise the order need not tell owners apart
+        self._has_shares = self._max_cached < num_pages  # otherwise the order need not distinguish owners
         self.order = EvictionOrder(num_pages)
         self.holds = HoldLedger(int(self.config.held_share * num_pages), int(self.config.total_held_share * num_pages))
         self._owners: dict[PageId, str] = {}  # of cached pages whose owner is known
@@ -72,7 +72,7 @@ class PageRetention:
             self.order.add(pages[start:], *last)
 
     def on_used(self, pages: Sequence[PageId]) -> None:
-        """Makes pages count by their age alone, since another request uses them."""
+        """Makes pages count by their age alone from now on, because another request uses them."""
         if self._handicaps:
             for page in pages:
                 self._handicaps.pop(page, None)
@@ -101,14 +101,16 @@ class PageRetention:
             self._handicaps[page] = handicap_s
 
     def may_give_up(self, page: PageId, owner: str, now_s: float) -> bool:
-        """Returns whether this owner alone decides about the page: no other has cached it first or holds it."""
+        """Returns whether this owner alone decides about the page, because no other owner cached it first or
+        holds it.
+        """
         if self._owners.get(page, owner) != owner:
             return False
         hold = self.holds.of(page)
         return hold is None or (hold.owner == owner and hold.shared_until_s <= now_s)
 
     def give_up(self, pages: list[PageId], now_s: float) -> None:
-        """Makes pages go, in this order, before all that are not given up, unless they are used again."""
+        """Makes pages the next to be evicted, in this order, unless they are used again."""
         for page in pages:
             self.holds.drop(page)
             self._values.pop(page, None)
@@ -130,7 +132,7 @@ class PageRetention:
         self._move(self.holds.expire(now_s), now_s)
 
     def _move(self, pages: list[PageId], now_s: float) -> None:
-        """Puts the evictable ones of these pages where they belong now."""
+        """Moves those of these pages that are evictable to their new places in the order."""
         if moved := [page for page in pages if page in self.order]:
             self.on_evictable(moved, now_s)
 

@@ -1,8 +1,8 @@
 """Predicts when a session uses its pages again, and so which pages are evicted first. Pure.
 
-Least recently used fails on agents: sessions come back in turns, so that each finds its pages evicted just before it
-needs them. What helps is to keep the pages of those that come back soon. A session's rate of return is about
-1 / (gap + age): `gap` is its usual time between two turns, `age` the time since its last one. Of two sessions, the one
+Least-recently-used eviction fails for agents: sessions come back in turns, so that each finds its pages evicted just
+before it needs them. It helps to keep the pages of sessions that come back soon. A session's rate of return is about 1
+/ (gap + age): `gap` is its usual time between two turns, `age` the time since its last one. Of two sessions, the one
 with the smaller rate is the one with the smaller `last use - gap`, at any time: so the order of eviction never changes
 while nothing happens, and a key computed once is enough.
 
@@ -38,7 +38,7 @@ class Gap:
 
 @dataclass(slots=True)
 class ReuseModel:
-    """What all sessions of a worker have in common."""
+    """Keeps what all sessions of a worker have in common."""
 
     usual_gap_s: float = 60.0  # until the first gap is known
 
@@ -46,9 +46,9 @@ class ReuseModel:
         self.usual_gap_s += _USUAL_SMOOTHING * (gap_s - self.usual_gap_s)
 
     def handicap_s(self, gap: Gap, num_siblings: int = 1) -> float:
-        """Returns by how many seconds older pages of this session count than they are; negative: younger.
+        """Returns by how many seconds pages of this session count as older than they are; negative means younger.
 
-        Pages that siblings share come back as many times as often.
+        Pages that siblings share are used that many times as often.
         """
         usual_s = self.usual_gap_s if gap.usual_s is None else gap.usual_s
         return _WEIGHT * (usual_s / max(1, num_siblings) - self.usual_gap_s)

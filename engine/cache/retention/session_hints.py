@@ -1,7 +1,7 @@
 """Applies the hints of a request to its cached pages, and answers each of them. Pure.
 
-Called at the end of a request, while it still holds its pages, and for requests that consist of hints alone. Of hints
-that bring pages back from lower tiers it knows nothing: the prefix cache does that.
+It is called at the end of a request, while the request still holds its pages, and for requests that consist of hints
+alone. It does not handle hints that bring pages back from lower tiers; the prefix cache does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.cache.retention.sessions import Session, SessionTable
 from penstock.kv.kv_hints import Hint, HintAnswer, HintOutcome, KvHints
 from penstock.types import PageHash, PageId
 
-_MAX_TAILS = 4  # turns of one session that may go on side by side
+_MAX_TAILS = 4  # turns of one session that may run in parallel
 
 
 class SessionHints:
@@ -34,7 +34,7 @@ class SessionHints:
         self.num_answers: Counter[tuple[Hint, HintOutcome]] = Counter()
 
     def apply(self, owner: str, hints: KvHints, hashes: Sequence[PageHash], now_s: float) -> tuple[HintAnswer, ...]:
-        """Follows the hints of a request of this tenant, whose full pages have these hashes; returns the answers."""
+        """Follows the hints of this tenant's request, whose full pages have these hashes. Returns the answers."""
         nodes = self._chains.leading(hashes)
         own: frozenset[PageHash] = frozenset(() if hints.only else hashes)
         answers: list[HintAnswer] = []
@@ -75,10 +75,10 @@ class SessionHints:
     def _succeed(
         self, owner: str, session: Session, nodes: list[ChainNode], own: Container[PageHash], now_s: float
     ) -> None:
-        """Makes these pages the session's latest turn, and gives up what it has left behind of the turn before.
+        """Makes these pages the session's latest turn, and gives up those of the previous turn that it no longer uses.
 
-        A turn continues the one that it shares at least half of the pages with. The others belong to chains that the
-        session computes side by side, such as agents that its client started under the same name.
+        A turn continues the earlier turn with which it shares at least half of its pages. Other turns belong to chains
+        that the session computes in parallel, such as agents that its client started under the same name.
         """
         places = {node.page_hash: index for index, node in enumerate(nodes)}
         kept: list[PageHash] = []
@@ -142,7 +142,7 @@ class SessionHints:
 
     def _end(self, owner: str, name: str, own: Container[PageHash], now_s: float) -> HintAnswer:
         session = self.sessions.find(owner, name)
-        assert session is not None  # `_on_session` has put it
+        assert session is not None  # `_on_session` has added it
         self.sessions.remove(owner, name)
         count = sum(self._give_up(self._chains.nodes.get(tail), (), owner, own, now_s) for tail in session.tails)
         return HintAnswer(Hint.END, HintOutcome.ACCEPTED, num_pages=count)
@@ -152,8 +152,8 @@ class SessionHints:
     ) -> int:
         """Gives up a chain from its last page back to where another one branches off; returns the number of pages.
 
-        Pages of `successor` are kept, those that another tenant holds or has cached, and those that other requests use:
-        the request itself has a reference to each page of `own` at most.
+        Keeps pages of `successor`, pages that another tenant holds or has cached, and pages that other requests use
+        (the request itself has at most a reference to each page of `own`).
         """
         given_up: list[PageId] = []
         node, below = tail, None
@@ -171,7 +171,7 @@ class SessionHints:
 
 
 def _answer(hint: Hint, count: int, asked: int, reason: str, *, needs_all: bool = True) -> HintAnswer:
-    """Returns accepted for all pages, clipped for some, refused for none."""
+    """Returns the answer for `count` of `asked` pages: accepted for all, clipped for some, refused for none."""
     if count >= asked and (count or not needs_all):
         return HintAnswer(hint, HintOutcome.ACCEPTED, num_pages=count)
     if not count:

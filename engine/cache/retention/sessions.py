@@ -1,7 +1,7 @@
 """Remembers sessions by name: where their last turn ended, and how often they come back. Pure.
 
-Bounded in all and for each tenant: the session that was longest without a turn is forgotten first, a tenant's own if it
-has too many. A session of one tenant is unknown to all others.
+Their number is bounded, in total and for each tenant: the session that has had no turn for longest is forgotten first,
+and one of the tenant's own if that has too many. A tenant's sessions are unknown to all others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The attention backend of a library: the library computes what it supports, the fallback backend everything else.
+"""Makes an attention backend of a library: the library computes what it supports, the fallback backend everything else.
 
 Chosen by `engine.kernels.backends.select_backend`. Models and pages that a library does not support are refused before
 it is loaded (`engine.kernels.libraries.capabilities`).
@@ -37,8 +37,9 @@ class AttentionLibrary(Protocol):
 
 
 class LibraryAttention:
-    """See `engine.kernels.backends.AttentionBackend`. Writing pages is left to `fallback`, and so are decodes where the
-    library does not take them."""
+    """See `engine.kernels.backends.AttentionBackend`. `fallback` writes the pages, and computes decodes if the library
+    does not take them.
+    """
 
     def __init__(self, name: str, fallback: AttentionBackend, library: AttentionLibrary) -> None:
         self.name = name

@@ -1,5 +1,5 @@
-"""Attention of decodes and chunks by FlashInfer (Ye et al. 2025, arXiv:2501.01005), reading pages in place: its layout
-HND with a stride between pages. Written for flashinfer-python 0.7.
+"""Computes attention of decodes and chunks with FlashInfer (Ye et al. 2025, arXiv:2501.01005), which reads pages in
+place (its layout HND with a stride between pages). Written for flashinfer-python 0.7.
 
 A step is planned on the host, once for all layers that share scale, window and softcap, from lengths that the host
 knows (`Lengths`). Owns the library's wrappers and the workspace that they share; serves one step at a time.

@@ -1,7 +1,8 @@
-"""Attention of chunks by `torch.nn.attention.varlen` with a block table, which needs FlashAttention 3 on a Hopper GPU:
-torch's own kernels take no table. Once activated, torch uses FlashAttention 3 everywhere in this process.
+"""Computes attention of chunks with `torch.nn.attention.varlen` and a block table, which needs FlashAttention 3 on a
+Hopper GPU, because torch's own kernels take no table. Once activated, torch uses FlashAttention 3 everywhere in this
+process.
 
-Plans nothing and never waits for the device.
+It plans nothing and never waits for the device.
 """
 
 from __future__ import annotations

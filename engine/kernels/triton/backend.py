@@ -1,4 +1,4 @@
-"""The attention backend and the layer operations made of Triton kernels, which CUDA devices run.
+"""Makes the attention backend and the layer operations of Triton kernels, for CUDA devices.
 
 Chosen by `engine.kernels.backends`. Holds no state. The decodes and chunks of a mixed batch go to separate kernels that
 write to one output.

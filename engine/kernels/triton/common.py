@@ -1,4 +1,4 @@
-"""What the wrappers of several Triton kernels compute on the host before a launch."""
+"""Computes what the wrappers of several Triton kernels need on the host before a launch."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Multiplies with quantized weights on a GPU (Triton), decoding codes where they are multiplied.
 
-A program multiplies a tile of rows with a tile of outputs. Codes are read as they are stored, a half or a quarter of
-bf16's bytes, which is what bounds a product of few rows. In registers `(code - zero) * scale` is rounded to the rows'
-dtype, so a product has the bits of one with the dequantized weight, which is its reference. On Hopper, fp8 weights with
-one scale per row go to the tensor cores as they are (`Fp8Product`); rows are then quantized too, each by its own
-largest value, as those checkpoints are made for.
+A program multiplies a tile of rows with a tile of outputs. Codes are read as they are stored, in a half or a quarter of
+bf16's bytes, since reading them bounds a product of few rows. In registers `(code - zero) * scale` is rounded to the
+rows' dtype, so a product has the bits of one with the dequantized weight, which is its reference. On Hopper, fp8
+weights with one scale per row go to the tensor cores as they are (`Fp8Product`); rows are then quantized too, each by
+its own largest value, as those checkpoints are made for.
 
 Shapes: `T` rows, `O` out, `I` in, `G` groups of inputs that share a scale; a tile is `M` rows by `N` outputs, `K` deep.
 """

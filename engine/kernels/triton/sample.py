@@ -5,9 +5,9 @@ weight such that the weights that reach it hold the wanted mass. Weights are in 
 its value, so the bits of a floor are found five at a time, with 31 candidates in one pass over the row. Many programs
 work on a row without atomics, with sums in fp64, so a sample is reproducible. The host never waits.
 
-Rows of temperature 0 take the likeliest token, the first among equals; where all rows do, nothing else is computed.
-Reference: `engine.sampling.sampler` on a CPU. Exponentials may round differently by device; where that moves a uniform
-across the border of two tokens, once in some millions of samples, another token is sampled.
+Rows of temperature 0 take the likeliest token, the first among equals; if all rows do, nothing else is computed.
+Reference: `engine.sampling.sampler` on a CPU. Exponentials may round differently on each device; if that moves a
+uniform across the border of two tokens, once in some millions of samples, another token is sampled.
 
 Shapes: `B` rows, `V` vocabulary, `X` chunks of it, `D` candidate digits, `Y` blocks of a chunk, `Z` tokens of a block.
 """
@@ -37,8 +37,8 @@ def sample_tokens(
     """Returns tokens, int64 [B], and the sums of the weights that they were sampled from, float64 [B].
 
     If a sum is not finite and above 0, the row holds no distribution (a greedy row then has no likeliest token, or
-    holds a NaN). Its token means nothing, but is one of the vocabulary, so that it may be embedded. `logits_BV` is
-    fp32, bf16 or fp16 with last stride 1. Never waits for the device; a CUDA graph can capture the call.
+    holds a NaN). Its token is meaningless, but is in the vocabulary, so that it can be embedded. `logits_BV` is fp32,
+    bf16 or fp16 with last stride 1. Never waits for the device; a CUDA graph can capture the call.
     """
     num_rows, vocab_size = logits_BV.shape
     _check(logits_BV, params)

@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file: its metadata, and where its tensors lie. Torch-free.
+"""Reads the header of a GGUF file: its metadata, and the places of its tensors. Torch-free.
 
 A header states counts and lengths before the items themselves, so each is checked against the file's size and a limit
 before it is used. Arrays are skipped: they hold the vocabulary, which is taken from tokenizer.json. (Only the block

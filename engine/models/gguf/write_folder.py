@@ -1,4 +1,4 @@
-"""Writes the checkpoint folder of a GGUF file: config.json, safetensors, and the tokenizer that lies next to the file.
+"""Writes the checkpoint folder of a GGUF file: config.json, safetensors, and the tokenizer next to the file.
 
 A tensor is dequantized a few rows at a time, so memory never holds more than one file of the folder. The folder appears
 only when it is complete.

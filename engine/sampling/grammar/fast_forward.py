@@ -1,5 +1,5 @@
-"""Finds tokens that need no sampling: where a grammar leaves one continuation, it is appended at once, several tokens a
-step.
+"""Finds tokens that need no sampling: if a grammar leaves only one continuation, it is appended at once, several tokens
+a step.
 
 Which tokens are forced depends only on the output. They are appended after every output token of a sequence, wherever
 it runs, so an output has the same tokens however its request was served. They are the tokens that llguidance names for
@@ -15,9 +15,9 @@ def forced_tokens(sequence: Sequence) -> list[int]:
     """Returns the tokens that follow the sequence's last output token without sampling. Requires a matcher if it has a
     grammar.
 
-    Nothing is forced before the first output token, whose step is needed for the prompt in any case; nor for a request
-    that wants log-probabilities, since they take a step for each token; nor together with bans, which the grammar does
-    not know. Raises PenstockError if the output has left the grammar.
+    Nothing is forced before the first output token, whose step is needed for the prompt anyway; for a request that
+    wants log-probabilities, since they take a step for each token; or together with bans, which the grammar does not
+    know. Raises PenstockError if the output has left the grammar.
     """
     sampling = sequence.sampling
     if sequence.matcher is None or sequence.num_output_tokens == 0 or sampling.logprobs is not None:

@@ -1,4 +1,5 @@
-"""The tokens that grammars allow a batch's rows: computed while the model computes the step, applied to its logits.
+"""Computes the tokens that grammars allow for a batch's rows, while the model computes the step, and applies them to
+its logits.
 
 Only rows with a grammar have a mask; a step without such rows starts nothing here. llguidance computes masks outside
 the interpreter's lock. On a CPU one kernel applies them all (`engine/cpu/csrc/token_masks.cpp`).
@@ -46,7 +47,7 @@ class TokenMasks:
 
     places: Mapping[Sequence, int]  # row of `words_GW` by sequence
     words_GW: np.ndarray  # int32, a bit for each token
-    failed: Mapping[Sequence, PenstockError] = field(default_factory=dict)  # whose rows of `words_GW` allow every token
+    failed: Mapping[Sequence, PenstockError] = field(default_factory=dict)  # their rows of `words_GW` allow every token
 
     def allows(self, sequences: Seq[Sequence], token_ids: Seq[int]) -> list[bool]:
         """Returns whether each sequence's mask allows its token; every sequence must have a mask."""
@@ -122,11 +123,11 @@ class MaskThread:
     """Follows grammars and computes masks beside the step, one step at a time. Its thread starts with the first step
     that needs it.
 
-    The thread needs the interpreter's lock for a few microseconds a row, which the step does not hold while the model
-    computes. A thread of its own also keeps the grammars in the cache of another core than the model's weights.
+    The thread needs the interpreter's lock for a few microseconds per row; the step does not hold the lock while the
+    model computes. A separate thread also keeps the grammars out of the cache of the core that computes the model.
 
-    A step waits for it only so long: then its rows with a grammar fail, and so do, at once, those of later steps until
-    the thread has answered.
+    A step waits for it only so long. Then the step's rows with a grammar fail, and so do those of later steps, at once,
+    until the thread has answered.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -134,7 +135,7 @@ class MaskThread:
         self._jobs: SimpleQueue[PendingMasks | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._executor: LLExecutor | None = None
-        self._last: PendingMasks | None = None  # what the thread was given last
+        self._last: PendingMasks | None = None  # the masks that the thread was given last
 
     def prepare(self, sequences: Seq[Sequence]) -> PendingMasks | None:
         """Returns the masks of those sequences that have a grammar, yet to be started; None if none has one."""
@@ -192,8 +193,8 @@ class MaskThread:
 class PendingMasks:
     """The masks of one step: one thread runs it, and another one waits for it.
 
-    A plain lock and a queue hand it over: a ThreadPoolExecutor and its Future do so in Python, most of the time with
-    the interpreter's lock, and take 50 us.
+    A plain lock and a queue pass it between the threads. A ThreadPoolExecutor and its Future would do so in Python,
+    mostly holding the interpreter's lock, and take 50 us.
     """
 
     def __init__(self, sequences: Seq[Sequence], num_words: int, executor: LLExecutor | None) -> None:
@@ -207,7 +208,7 @@ class PendingMasks:
         self._done.acquire()
 
     def run(self) -> None:
-        """Computes the masks on this thread; what that raises is raised by `wait`."""
+        """Computes the masks on this thread. `wait` raises whatever this raises."""
         try:
             self._masks = self._compute()
         except BaseException as error:  # a panic of the library is not an Exception
@@ -225,8 +226,9 @@ class PendingMasks:
         return self._is_given_up and self._done.locked()
 
     def wait(self) -> TokenMasks:
-        """Blocks until the masks are computed, and raises what computing them has raised. If that takes too long, each
-        row fails."""
+        """Blocks until the masks are computed, and raises whatever computing them raised. If that takes too long, each
+        row fails.
+        """
         if not self._settles():
             return self._without_masks()
         if self._error is not None:
@@ -245,7 +247,7 @@ class PendingMasks:
             raise
 
     def _settles(self) -> bool:
-        """Blocks until it has run, and returns whether it has within the time that a step waits."""
+        """Blocks until it has run, for at most the time that a step waits. Returns whether it has run."""
         if self._done.acquire(timeout=_WAIT_S):
             self._done.release()
             return True
@@ -254,7 +256,7 @@ class PendingMasks:
         return False
 
     def _without_masks(self) -> TokenMasks:
-        problem = f"{FIELD}: the worker computes no masks, the last ones have taken more than {_WAIT_S:g} s; try again"
+        problem = f"{FIELD}: the worker cannot compute masks now: the last ones took more than {_WAIT_S:g} s; try again"
         places = {sequence: row for row, sequence in enumerate(self._sequences)}
         words_GW = np.full((len(places), self._num_words), -1, np.int32)
         return TokenMasks(places, words_GW, {sequence: InternalError(problem) for sequence in places})

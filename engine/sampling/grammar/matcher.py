@@ -1,6 +1,6 @@
 """Follows one sequence through its grammar: which tokens may come next, and which ones must.
 
-A matcher reads the output tokens that were appended to the sequence since its last call, so nobody needs to notify it,
+A matcher reads the output tokens that were appended to the sequence since its last call, so it needs no notifications,
 and a token that was sampled and then discarded is never read. Its callers never overlap: first the step that samples
 the sequence, then the step loop that records the token.
 """
@@ -39,7 +39,7 @@ class GrammarMatcher:
         """Reads the output tokens that are new. Raises PenstockError if they leave the grammar."""
         fresh = token_ids[num_prompt_tokens + self._num_read :]
         if fresh and fresh[-1] in self._eos_token_ids:
-            fresh = fresh[:-1]  # it ends the output, whether or not it is part of the grammar
+            fresh = fresh[:-1]  # this token ends the output, whether or not the grammar contains it
         if not fresh:
             return
         self._num_read += len(fresh)

@@ -1,8 +1,8 @@
 """Gives sequences their matchers before they are scheduled: grammars compile on threads, never on the step loop.
 
 A recently compiled grammar costs microseconds. Any other waits for one of two threads, and its sequence waits with it;
-the step loop continues. How long a grammar compiles is bounded by `penstock.text.grammars`, how long it waits for a
-thread by `_MAX_WAIT_S`.
+the step loop continues. `penstock.text.grammars` bounds how long a grammar compiles, and `_MAX_WAIT_S` how long it
+waits for a thread.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def num_accepted(proposed: Sequence[int], sampled: Sequence[int]) -> int:
 
 
 class AcceptanceRate:
-    """The probability that a proposed token holds if those before it do, from recent observations."""
+    """Estimates the probability that a proposed token holds if those before it do, from recent observations."""
 
     def __init__(self, accepted: float = 0.0, tried: float = 0.0, decay: float = _DECAY) -> None:
         self._accepted = accepted
@@ -32,10 +32,10 @@ class AcceptanceRate:
         self._decay = decay
 
     def observe(self, num_proposed: int, num_held: int) -> None:
-        """Notes a proposal of which the first `num_held` tokens were right."""
+        """Learns from a proposal whose first `num_held` tokens were right."""
         self._accepted = self._accepted * self._decay + num_held
         self._tried = self._tried * self._decay + num_held + (num_held < num_proposed)
 
     def given(self, prior: float) -> float:
-        """Returns the rate; `prior` is assumed where little was observed."""
+        """Returns the rate, which is close to `prior` while little was observed."""
         return (self._accepted + _PRIOR_WEIGHT * prior) / (self._tried + _PRIOR_WEIGHT)

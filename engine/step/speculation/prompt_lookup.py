@@ -1,8 +1,8 @@
 """Proposes the tokens that followed an earlier occurrence of the last tokens, in the prompt or in the output. Pure.
 
-Texts that copy from their prompt, code and answers that quote documents repeat long runs of tokens. The last eight
-tokens are looked up first, then the last three: a long match is right more often (Saxena, "Prompt Lookup Decoding",
-2023, tries n-grams from long to short as well).
+Code, answers that quote documents and other texts that copy from their prompt repeat long runs of tokens. The last
+eight tokens are looked up first, then the last three, because a long match is right more often (Saxena, "Prompt Lookup
+Decoding", 2023, also tries n-grams from long to short).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_SLOTS = 1 << 15  # of an index: 128 KiB; later n-grams overwrite earlier on
 _MIN_SLOTS = 1 << 10
 _MULTIPLIER = 0x9E3779B1  # 2^32 divided by the golden ratio (Knuth, TAOCP 3, 6.4)
 _MASK = 0xFFFFFFFF
-_BULK = 64  # tokens from which on numpy is faster than a loop
+_BULK = 64  # from this many tokens on, numpy is faster than a loop
 
 
 class _NgramIndex:

@@ -1,5 +1,5 @@
-"""Decides how many tokens are drafted and how many proposed ones a step verifies: those that raise the expected tokens
-per second. Pure.
+"""Decides how many tokens to draft and how many proposed tokens a step verifies, so as to raise the expected tokens per
+second. Pure.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from engine.step.speculation.step_cost_table import SpeculationCosts
 
-_LEAST_GAIN = 1.05  # of expected tokens per second; a smaller gain is within the prediction's error
+_LEAST_GAIN = 1.05  # least gain in expected tokens per second; a smaller one is within the prediction's error
 _ALLOWANCE = 0.004  # share of the time that failed attempts may cost
 _FIRST_CREDIT_STEPS = 8.0  # in plain steps: what may be lost before anything was gained
 _MAX_CREDIT_STEPS = 32.0  # in plain steps: the gains that may be lost again
-_HOPEFUL_RATE = 0.95  # if no proposal would pay even at this rate, none is looked for
+_HOPEFUL_RATE = 0.95  # if no proposal would pay even at this rate, nothing is proposed
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,9 @@ class Candidate:
 
 
 def could_pay(num_sequences: int, num_tokens: int, costs: SpeculationCosts) -> bool:
-    """Returns whether a step of `num_sequences` would gain by verifying up to `num_tokens` of each, or of one of them,
-    if these nearly always held. Cheap, however many sequences there are."""
+    """Returns whether a step of `num_sequences` would gain by verifying up to `num_tokens` for each of them, or for one
+    of them, if these nearly always held. Costs the same for any number of sequences.
+    """
     least = _LEAST_GAIN * num_sequences / costs.predict(num_sequences)
     held = 0.0
     for count in range(1, num_tokens + 1):
@@ -85,7 +86,8 @@ def choose_lengths(num_sequences: int, candidates: Sequence[Candidate], costs: S
 
 class SpeculationLedger:
     """Keeps account of the seconds that speculation has saved and cost, so that it cannot cost more than a small share
-    of the time, whatever the predictions say."""
+    of the time even if predictions are wrong.
+    """
 
     def __init__(self) -> None:
         self._credit_s = 0.0
@@ -97,13 +99,13 @@ class SpeculationLedger:
         return self._has_begun and self._credit_s > 0
 
     def on_steps(self, num_steps: int, plain_s: float) -> None:
-        """Notes that steps have ended; `plain_s` is the time of a step of as many sequences with one token each."""
+        """Records that steps have ended; `plain_s` is the time of a step with as many sequences and one token each."""
         if not self._has_begun:
             self._has_begun, self._credit_s = True, _FIRST_CREDIT_STEPS * plain_s
         self.add(_ALLOWANCE * num_steps * plain_s, plain_s)
 
     def on_verified(self, cost_s: float, num_plain: float, plain_s: float) -> None:
-        """Notes a step that has verified proposals, and whose tokens would have taken `num_plain` steps of `plain_s`.
+        """Records a step that has verified proposals, and whose tokens would have taken `num_plain` steps of `plain_s`.
 
         `cost_s` is the mean time of such a step, not the time of this one: both sides are means of the same kind, so
         other load on the machine counts as neither gain nor loss.
@@ -111,5 +113,5 @@ class SpeculationLedger:
         self.add(num_plain * plain_s - cost_s, plain_s)
 
     def add(self, gain_s: float, plain_s: float) -> None:
-        """Notes seconds that were gained, or lost if negative."""
+        """Records seconds that were gained, or lost if negative."""
         self._credit_s = min(self._credit_s + gain_s, _MAX_CREDIT_STEPS * plain_s)

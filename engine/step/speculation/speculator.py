@@ -1,7 +1,7 @@
-"""Proposes tokens for the sequences of a step where that pays, and learns from their outcomes.
+"""Proposes tokens for the sequences of a step if that pays, and learns from the outcomes.
 
 The decode scheduler owns it, on the step loop. Its state for a sequence is rebuilt from the tokens wherever the
-sequence goes: none of it crosses a hand-off.
+sequence goes, so none of it is sent in a hand-off.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from engine.step.speculation.step_cost_table import SpeculationCosts
 
 # The rate assumed for each kind until one was observed.
 _FIRST_RATES = {ProposalKind.LONG_MATCH: 0.8, ProposalKind.SHORT_MATCH: 0.5, ProposalKind.DRAFT: 0.7}
-_FLEET_DECAY = 0.98  # by which earlier observations of all sequences shrink with each proposal
-_GATE_STEPS = 16  # for which the answer holds to whether proposals could pay at all
-_PLAIN_STEPS = 64  # of which one proposes nothing, so that the cost of plain steps stays known
-_IDLE_STEPS = 8  # of which one is measured while nothing is looked for
-_DRAFT_PROBE_STEPS = 128  # after which a few tokens are drafted even if that should not pay, because texts change
-_PROBE_TOKENS = 2  # drafted, or verified for each sequence, to learn what that costs
+_FLEET_DECAY = 0.98  # factor by which earlier observations of all sequences shrink with each proposal
+_GATE_STEPS = 16  # for this many steps, the answer to whether proposals could pay at all is reused
+_PLAIN_STEPS = 64  # one in this many steps proposes nothing, so that the cost of plain steps stays known
+_IDLE_STEPS = 8  # while nothing is proposed, one in this many steps is measured
+_DRAFT_PROBE_STEPS = 128  # after so many steps a few tokens are drafted even if it should not pay, as texts change
+_PROBE_TOKENS = 2  # tokens drafted, or verified for each sequence, to learn what that costs
 
 
 @dataclass(slots=True)
@@ -54,8 +54,9 @@ class _Gate(NamedTuple):
 def may_speculate(sequence: Sequence) -> bool:
     """Returns whether tokens are ever proposed for the sequence.
 
-    None are for a sequence with a grammar: its mask follows from the text, and forced tokens are already appended
-    unsampled. Nor while log-probabilities of the prompt are due, which are sent with the first token.
+    None are proposed for a sequence with a grammar, whose mask follows from the text and whose forced tokens are
+    already appended unsampled; and none while log-probabilities of the prompt are due, which are sent with the first
+    token.
     """
     return sequence.sampling.grammar is None and sequence.num_output_tokens > 0
 
@@ -70,8 +71,8 @@ class Speculator:
         draft: DraftProposer | None = None,
     ) -> None:
         """`num_tokens` bounds a proposal. `clock` returns seconds and times the search for proposals. With `always`,
-        every proposal is verified, whether or not it pays. `draft` proposes for the sequences for which `lookups`, by
-        default in the text itself, find nothing.
+        every proposal is verified, whether or not it pays. `draft` proposes for sequences for which `lookups` find
+        nothing; by default these look into the text itself.
         """
         self._num_tokens = num_tokens
         self._clock = clock
@@ -84,7 +85,7 @@ class Speculator:
         self._rates = {kind: AcceptanceRate(decay=_FLEET_DECAY) for kind in ProposalKind}
         self._gates: dict[int, _Gate] = {}  # by number of sequences
         self._num_steps = 0
-        self._num_unnoted = 0  # steps that the ledger does not know of yet
+        self._num_unnoted = 0  # steps that the ledger has not recorded yet
         self._drafted_at = 0  # the step for which tokens were drafted last
         self._looked_s = 0.0  # seconds spent looking for proposals since the last step ended
 
@@ -118,7 +119,7 @@ class Speculator:
     ) -> dict[Sequence, tuple[int, ...]]:
         """Returns the tokens to verify, `limit` at most; `sequences` are all that the step samples.
 
-        `num_left`: how many tokens a sequence may still get, of which the step samples one more than it verifies.
+        `num_left` returns how many tokens a sequence may still get; the step samples one more than it verifies.
         """
         return self._propose(sequences, num_left, limit)
 
@@ -152,7 +153,7 @@ class Speculator:
     def _most_tokens(
         self, sequences: Collection[Sequence], num_left: Callable[[Sequence], int], limit: int
     ) -> dict[Sequence, int]:
-        """Returns how many tokens may be proposed at most to each sequence that any may be proposed to."""
+        """Returns the most tokens that may be proposed for each sequence, without sequences that get no proposal."""
         return {
             sequence: count
             for sequence in sequences
@@ -173,7 +174,7 @@ class Speculator:
     def _drafted(
         self, draft: DraftProposer, num_sequences: int, counts: Mapping[Sequence, int]
     ) -> Mapping[Sequence, Proposal]:
-        """Returns drafts of as many tokens as should pay."""
+        """Returns drafts, each as long as should pay."""
         chosen = self._draft_counts(draft, num_sequences, counts)
         if not chosen:
             return {}
@@ -183,7 +184,9 @@ class Speculator:
     def _draft_counts(
         self, draft: DraftProposer, num_sequences: int, counts: Mapping[Sequence, int]
     ) -> dict[Sequence, int]:
-        """Returns how many tokens to draft for each sequence: as many as should pay, or now and then a few of one."""
+        """Returns how many tokens to draft for each sequence: as many as should pay, or now and then a few for one
+        sequence.
+        """
         counts = {sequence: count for sequence, count in counts.items() if draft.has_room(sequence, count)}
         if not counts:
             return {}
@@ -214,7 +217,7 @@ class Speculator:
     # Outcomes.
 
     def on_verified(self, sequence: Sequence, num_proposed: int, num_held: int) -> ProposalKind:
-        """Notes how much of a proposal was right, and returns its kind."""
+        """Learns how much of a proposal was right, and returns its kind."""
         state = self._states[sequence]
         self._observe(state, state.kind, num_proposed, num_held)
         return state.kind
@@ -224,8 +227,8 @@ class Speculator:
             rate.observe(num_proposed, num_held)
 
     def on_step(self, num_sequences: int, num_proposed: int, num_further: int, elapsed_s: float) -> None:
-        """Notes that a step has ended which computed the last token of so many sequences, and these proposed tokens:
-        it has yielded `num_further` tokens beyond one for each sequence. Chunks of prompts were not among its work.
+        """Learns from a step that has ended. It computed the last token of `num_sequences` sequences and `num_proposed`
+        proposed tokens, no chunks of prompts, and yielded `num_further` tokens beyond one for each sequence.
 
         `elapsed_s` is the whole time from the end of the step before, or from when there was something to do.
         """
@@ -236,7 +239,7 @@ class Speculator:
             return
         looked_s, self._looked_s = self._looked_s, 0.0
         if num_proposed and self._costs.is_empty:
-            return  # what a plain step costs is not known yet
+            return  # the cost of a plain step is not known yet
         self._costs.observe(num_sequences, num_proposed, max(elapsed_s - looked_s, 1e-9))
         plain_s = self._costs.predict(num_sequences)
         self._ledger.on_steps(self._num_unnoted, plain_s)

@@ -6,15 +6,15 @@ import bisect
 import statistics
 
 _SMOOTHING = 0.1  # weight of the newest measurement
-_FIRST = 8  # measurements of which the median counts until there are more: the first ones are often slow
-_OUTLIER = 3.0  # times the known cost: a longer step counts as this, since something else took the machine
+_FIRST = 8  # until there are more measurements than this, their median counts: the first ones are often slow
+_OUTLIER = 3.0  # times the known cost: a longer step counts as this long, since something else used the machine
 _DOUBT = 0.0005  # share of an untested cost that is forgotten at a time
 _ASSUMED_SLOPE = 0.02  # share of a step by which one more token is assumed to lengthen it, until two sizes are known
 
 
 class StepCostTable:
-    """Owns a running mean of a step's seconds for each number of tokens. Between those, costs are interpolated; beyond
-    them, each token lengthens a step as much as among them, and at most by its proportional share.
+    """Owns a running mean of a step's seconds for each measured number of tokens. Costs in between are interpolated.
+    Beyond them each token lengthens a step as much as it does among them, but at most by its proportional share.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class SpeculationCosts:
     def observe(self, num_sequences: int, num_proposed: int, elapsed_s: float) -> None:
         if num_proposed:
             table = self._verifying.setdefault(num_sequences.bit_length(), _ratios())
-            highest = 2 + num_proposed / num_sequences  # of a multiple; beyond it, something else took the machine
+            highest = 2 + num_proposed / num_sequences  # largest multiple; beyond it, something else used the machine
             table.observe(num_proposed, min(highest, elapsed_s / self._plain.predict(num_sequences)))
         else:
             self._plain.observe(num_sequences, elapsed_s)
@@ -91,8 +91,9 @@ class SpeculationCosts:
         return self._plain.is_empty
 
     def doubt(self, num_sequences: int) -> None:
-        """Trusts a little less that verifying is dear with about so many sequences, because it is not tried any more:
-        contexts, the machine's load and other conditions change."""
+        """Trusts the known cost of verifying with about so many sequences a little less, because it is no longer
+        measured, while contexts, the machine's load and other conditions change.
+        """
         if (table := self._verifying.get(num_sequences.bit_length())) is not None:
             table.shrink_towards(1.0, _DOUBT)
 

@@ -145,7 +145,7 @@ def test_files_that_have_changed_are_refused(folder: Path, tmp_path: Path) -> No
     new = make_adapter(folder, tmp_path / "mine", seed=2)
     assert old.revision != new.revision
     read(folder, new)
-    with pytest.raises(CheckpointError, match=f"have revision {new.revision}, and revision {old.revision} is"):
+    with pytest.raises(CheckpointError, match=f"have revision {new.revision}, but revision {old.revision} was"):
         read(folder, old)
 
 

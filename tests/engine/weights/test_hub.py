@@ -187,7 +187,7 @@ def test_offline_the_cache_is_served_or_named(hub: str, tmp_path: Path, monkeypa
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert HubModel("org/tiny").fetch() == folder
     with pytest.raises(
-        CheckpointError, match=r"org/other is not whole in the cache .*/hub, and HF_HUB_OFFLINE forbids"
+        CheckpointError, match=r"org/other is incomplete in the cache .*/hub, and HF_HUB_OFFLINE forbids"
     ):
         HubModel("org/other").fetch()
 

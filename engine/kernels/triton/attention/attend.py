@@ -1,4 +1,4 @@
-"""The loop that attention kernels share: rows of queries over a range of one KV head's pages (Triton).
+"""Runs the loop that attention kernels share: rows of queries over a range of one KV head's pages (Triton).
 
 Softmax is computed online (Dao 2023, "FlashAttention-2"): each tile of the context is read once, and earlier sums are
 scaled down when a larger score comes. `paged_decode` and `paged_prefill` choose the rows and the range.

@@ -1,7 +1,7 @@
 """Splits a query's context among programs and joins their partial results by log-sum-exp (Triton).
 
-The second pass of Dao et al. 2023, "Flash-Decoding for long-context inference". A split without tokens has log-sum-exp
--inf and no output. `choose_splits` decides how many splits are worthwhile.
+It is the second pass of Dao et al. 2023, "Flash-Decoding for long-context inference". A split without tokens has
+log-sum-exp -inf and no output. `choose_splits` decides how many splits are worthwhile.
 
 Shapes: `T` query tokens, `N` query heads, `H` head dim, `X` splits.
 """

@@ -2,9 +2,9 @@
 
 A program takes one work item after the other: a range of one sequence's context for one KV head, with all query heads
 that share it, so that K and V are read from memory once. `engine.kernels.triton.attention.decode_plan` lists the items
-on the device. There are as many programs as the device holds, whatever the lengths, so a CUDA graph captured with a
-bound serves all shorter contexts. A sequence of one item is written directly; the others leave partial results, which
-a second kernel joins by log-sum-exp (Dao et al. 2023, "Flash-Decoding for long-context inference"). Reference:
+on the device. There are always as many programs as the device holds, so a CUDA graph captured with a bound serves all
+shorter contexts. A sequence of one item is written directly; the others leave partial results, which a second kernel
+joins by log-sum-exp (Dao et al. 2023, "Flash-Decoding for long-context inference"). Reference:
 `engine.kernels.reference`.
 
 Shapes: `B` sequences, `N` query heads, `K` KV heads, `G` = N / K, `H` head dim, `P` pages, `S` page size, `W` items,

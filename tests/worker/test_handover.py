@@ -253,7 +253,7 @@ async def test_another_revision_receives_nothing_and_damaged_pages_are_dropped(
         assert "checksums differ" in damaged.problems[0]
         assert damaged.num_pages == 0
         assert staying.worker._engine.prefix_cache.num_cached == 0
-        with pytest.raises(Exception, match="this very worker"):
+        with pytest.raises(Exception, match="this worker's own"):
             await hand_over(leaving, leaving)
         await wait_until_empty(leaving, newer, full, staying)
 

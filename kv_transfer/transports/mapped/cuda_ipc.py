@@ -114,7 +114,7 @@ class _MappedMemory:
         try:
             # Unreachable memory is detected here, where another transport can still be tried.
             if not is_mark(driver.read(self._opened, num_bytes - TRAILER_BYTES, MARK_BYTES, own.device), mark):
-                raise TransferError("the opened memory belongs to another process")
+                raise TransferError("the opened memory is another process's")
             self._pages = PageBuffer(self._opened[:pool_bytes].view(num_pages, -1))
         except BaseException:
             self.close()

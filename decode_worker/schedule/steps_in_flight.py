@@ -80,7 +80,7 @@ class StepsInFlight:
         return self._discarded(plan)
 
     def give_back(self, sequence: Sequence) -> None:
-        """Returns the sequence's pages to the pool once no step can write them any more."""
+        """Returns the sequence's pages to the pool once no step can still write them."""
         if self._plans:
             self._dropped[sequence] = self._num_steps
         self._give_back(sequence.held_pages)

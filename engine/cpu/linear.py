@@ -148,7 +148,7 @@ class TileLinear:
 def pack_for_tiles(
     weight: torch.Tensor | QuantizedWeight, bias_O: torch.Tensor | None, codes: CodesLayout | None = None
 ) -> TileLinear | None:
-    """Packs the weight; returns None where this machine has no kernels or the weight does not fill whole tiles. `codes`
+    """Packs the weight; returns None if this machine has no kernels or the weight does not fill whole tiles. `codes`
     is passed to `TileLinear`."""
     if isinstance(weight, QuantizedWeight):
         fits = can_pack_codes(weight)

@@ -88,7 +88,7 @@ def select_backend(name: str, device: torch.device) -> AttentionBackend:
     `auto` is Triton on CUDA; on CPU it is the C++ kernels, or plain torch where they cannot be built.
     `engine.kernels.libraries.capabilities` checks whether a library supports a model.
 
-    Raises ConfigError where the named backend cannot run.
+    Raises ConfigError if the named backend cannot run.
     """
     if name == "triton" or (name == "auto" and device.type == "cuda"):
         return _triton_backend()

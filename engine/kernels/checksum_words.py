@@ -50,7 +50,7 @@ def multipliers() -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def factors(num_words: int) -> np.ndarray:
-    """Returns the odd uint64 number of each block of a page of so many words."""
+    """Returns the odd uint64 number of each block of a page of that many words."""
     numbers = np.array([_mix(~block) | 1 for block in range(-(-num_words // BLOCK_WORDS))], np.uint64)
     numbers.flags.writeable = False
     return numbers

@@ -15,7 +15,7 @@ import torch
 from engine.weights.quantized_weight import QuantizedWeight
 
 _LARGEST_CODE = 127.0
-_EXACT_INPUTS = 1024  # sums of so many products of two bytes are exact in float32, in any order: 2^14 * 2^10 = 2^24
+_EXACT_INPUTS = 1024  # sums of that many products of two bytes are exact in float32, in any order: 2^14 * 2^10 = 2^24
 _SMALLEST_ROW = 1e-30  # below it a row counts as zeros: the inverse of its scale would overflow
 
 

@@ -25,7 +25,7 @@ def select_checksum(device_type: str = "cpu") -> ChecksumPages:
     """Returns `checksum(pool_PW, pages)`, which gives a number below 2^64 for each of `pages`, in order.
 
     `pool_PW` is int32, contiguous, on a device of this type. The call blocks, also on a GPU, where it runs on the
-    current stream. On a CPU it does not hold the interpreter lock. Selecting blocks for some seconds if the
+    current stream. On a CPU it does not hold the interpreter lock. Selecting blocks for seconds if the
     CPU kernels are not built yet.
     """
     if device_type != "cpu":

@@ -25,7 +25,7 @@ def select_copy(device_type: str = "cpu") -> CopyPages:
 
     Both pools are [P, W] of one dtype, contiguous, on devices of this type. On a GPU the copy runs on the current
     stream without waiting, and page numbers may be tensors on `source`'s device; pages outside a pool are then skipped.
-    Blocks for some seconds if the CPU kernels are not built yet."""
+    Blocks for seconds if the CPU kernels are not built yet."""
     if device_type != "cpu":
         return _select_cuda_copy()
     library = load_library()

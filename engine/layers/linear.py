@@ -221,7 +221,7 @@ def _multiply_dequantized(weight: QuantizedWeight, x_TI: torch.Tensor) -> torch.
 
 
 def _pack(weight_OI: torch.Tensor) -> torch.Tensor | None:
-    """Returns the weight in oneDNN's own layout, or None where it has none for this device and dtype."""
+    """Returns the weight in oneDNN's own layout, or None if it has none for this device and dtype."""
     if weight_OI.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return None
     if weight_OI.dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported():

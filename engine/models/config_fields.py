@@ -11,7 +11,7 @@ from penstock.errors import CheckpointError
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Reads a JSON object. Raises CheckpointError where the file is missing or holds anything else."""
+    """Reads a JSON object. Raises CheckpointError if the file is missing or holds anything else."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

@@ -84,7 +84,7 @@ class Decoder:
         overwrite(self._norm_D, read_norm(reader.read(FINAL_NORM), config.family.norm_offset))
 
     def fuse(self, layer_pools: Sequence[KvLayer], attention: AttentionBackend) -> DenseStack | None:
-        """Returns the layers as one call, or None where that is not supported: ranks, for instance, must exchange sums
+        """Returns the layers as one call, or None if that is not supported: ranks, for instance, must exchange sums
         within each layer."""
         if self._group.shard.num_ranks > 1 or self._local_rope_C2H is not None or self._softcap is not None:
             return None

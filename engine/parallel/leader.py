@@ -42,7 +42,7 @@ STEP_PATIENCE = 6  # multiple of `rank_timeout_s` that a step, or one collective
 START_TIMEOUT_S = 120.0  # until every process has connected; importing torch takes seconds on a busy machine
 _EXPLAIN_S = 1.0  # how long an error in a collective waits for the reason behind it
 
-# Starts so many processes that dial the given path; called once, on a thread that lives as long as they do.
+# Starts that many processes that dial the given path; called once, on a thread that lives as long as they do.
 Launch = Callable[[Path, int], None]
 RankHandler = Callable[[int, Any], None]  # (rank, body)
 

@@ -38,7 +38,7 @@ class NextWeights:
 def prepare_weights(part: ModelPart, weights: LoadedWeightsConfig) -> NextWeights:
     """Checks names, shapes and types of all tensors, and on a CPU reads them. Blocks; changes nothing of `part`.
 
-    Raises CheckpointError where they do not fit the model.
+    Raises CheckpointError if they do not fit the model.
     """
     config = part.config.model_copy(update={"weights": weights})
     check_config(Path(weights.path), part.model)

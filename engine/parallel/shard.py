@@ -40,7 +40,7 @@ WHOLE = Shard()
 
 
 def check_degree(model: ModelConfig, num_ranks: int) -> None:
-    """Raises ConfigError unless the model can be split evenly among so many ranks."""
+    """Raises ConfigError unless the model can be split evenly among that many ranks."""
     sizes = {"attention heads": model.num_heads, "of the feed-forward width": model.intermediate_size}
     if model.experts is not None:
         sizes["of an expert's width"] = model.experts.intermediate_size

@@ -51,9 +51,9 @@ class RowEdits:
     seen: Cells | None  # int64, how often the token is in the known output; distinct cells
     penalties_3E: np.ndarray | None  # float64: repetition, presence, frequency; None: no row has any
     banned: Cells | None  # int64, condition: see `TextEdits.banned`
-    allowed: Cells | None  # for rows that allow only these tokens; values mean nothing
+    allowed: Cells | None  # for rows that allow only these tokens; values are meaningless
     allowed_rows: np.ndarray  # int64, the edited rows with `allowed` cells
-    failed: Mapping[int, PenstockError] = field(default_factory=dict)  # by row of logits; its token means nothing
+    failed: Mapping[int, PenstockError] = field(default_factory=dict)  # by row of logits; its token is meaningless
 
     @property
     def changes_nothing(self) -> bool:

@@ -56,7 +56,7 @@ def sample_rows(
     """Returns (token ids, whether the distribution was finite), int64 and bool [R], on the logits' device.
     `may_overwrite` saves a copy of the logits.
 
-    The tokens are those that `sample` gives rows without edits. The token of a row that is not finite means nothing,
+    The tokens are those that `sample` gives rows without edits. The token of a row that is not finite is meaningless,
     but is one of the vocabulary. A greedy row is finite if its largest logit is and it holds no NaN.
     """
     if (kernels := _cpu_kernels(logits_RV)) is not None:
@@ -174,7 +174,7 @@ def sample_each(
     eos_token_ids: Collection[int],
     masks: TokenMasks | None = None,
 ) -> tuple[list[SampledToken], dict[int, PenstockError]]:
-    """Returns one token per row, and the errors of rows whose token means nothing. Blocks until they are known.
+    """Returns one token per row, and the errors of rows whose token is meaningless. Blocks until they are known.
 
     Row i of `logits_BV` belongs to `rows[i].sequence`. `masks` hold every row with a grammar. See `failed_rows`.
     """
@@ -196,7 +196,7 @@ def failed_rows(
     invalid: Mapping[int, Sequence],
     masks: TokenMasks | None,
 ) -> dict[int, PenstockError]:
-    """Returns, by row, why a sampled token means nothing.
+    """Returns, by row, why a sampled token is meaningless.
 
     A row fails if its distribution is not finite (`invalid`), if its bans leave no token, or if its grammar allows none
     of the tokens that the other parameters leave.
@@ -216,7 +216,7 @@ def _grammar_errors(
     invalid: Mapping[int, Sequence],
     masks: TokenMasks | None,
 ) -> dict[int, PenstockError]:
-    """Returns, by row, why the token of a row with a grammar means nothing.
+    """Returns, by row, why the token of a row with a grammar is meaningless.
 
     Only an invalid row can have a token that its mask forbids: every other row has a distribution over the allowed
     tokens.

@@ -43,7 +43,7 @@ class StepTokens:
     rows: np.ndarray  # int64, a token for each row of the plan
     chunks: list[int | None]  # for each chunk; None if it does not reach the end of its text
     logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)  # by place in the plan
-    failed: list[tuple[Sequence, PenstockError]] = field(default_factory=list)  # their tokens mean nothing
+    failed: list[tuple[Sequence, PenstockError]] = field(default_factory=list)  # their tokens are meaningless
     scores: Mapping[int, PromptScores] = field(default_factory=dict)  # by place in the plan
     # The tokens after the first one of a sequence whose proposed tokens were right, by place in the plan.
     further: Mapping[int, list[SampledToken]] = field(default_factory=dict)
@@ -191,7 +191,7 @@ class SampledTokens:
         return itertools.takewhile(lambda row: row not in failed, rows)
 
     def _failed(self, token_ids: np.ndarray, valid: np.ndarray) -> Mapping[int, PenstockError]:
-        """Returns, by row, why its token means nothing."""
+        """Returns, by row, why its token is meaningless."""
         sequences = {row: self._sequence(row) for row in np.flatnonzero(~valid).tolist()}
         return failed_rows(self._step.sampling, token_ids, sequences, self._masks)
 

@@ -119,7 +119,7 @@ def _try_lock(fd: int) -> bool:
 
 
 def _lock_within(timeout_s: float, fd: int, kind: int) -> bool:
-    """Waits for the lock; returns False after `timeout_s`. Raises OSError where the file system has no locks. The
+    """Waits for the lock; returns False after `timeout_s`. Raises OSError if the file system has no locks. The
     kernel does not wait for a lock with a deadline, so a thread does."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)

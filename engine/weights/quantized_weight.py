@@ -33,7 +33,7 @@ class QuantizedWeight:
     group_size: int = 0  # inputs of a group; the last group may have fewer
     group_I: torch.Tensor | None = None  # int64: each input's group, where groups are not runs of adjacent inputs
     activations: Activations | None = None  # what the product's inputs are quantized to, each token with its scale
-    has_kernel: bool = True  # with `activations`: False where the product is computed in plain torch
+    has_kernel: bool = True  # with `activations`: False if the product is computed in plain torch
 
     @property
     def shape(self) -> torch.Size:

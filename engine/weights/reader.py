@@ -53,7 +53,7 @@ class WeightReader:
         weights, `quantization` what plain weights are quantized to. `can_multiply(weight, dtype, is_expert)` returns
         whether the machine has a kernel for a quantized weight.
 
-        Raises CheckpointError where the folder does not fit, ConfigError where slices split quantization groups."""
+        Raises CheckpointError if the folder does not fit, ConfigError if slices split quantization groups."""
         self._stored, self._layouts = check_tensors(folder, expected, optional, scheme)
         self._scheme, self._quantization, self._can_multiply = scheme, quantization, can_multiply
         self._folder, self._shapes = folder, expected

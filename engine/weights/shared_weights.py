@@ -165,7 +165,7 @@ def _move(file: MemoryFile, model: object) -> None:
 
 
 def _map(file: MemoryFile, build_blank: Callable[[], object]) -> object | None:
-    """Returns the model over the file's tensors, or None where the file does not hold what the model asks for."""
+    """Returns the model over the file's tensors, or None if the file does not hold what the model asks for."""
     size = os.fstat(file.fd).st_size
     length = int.from_bytes(os.pread(file.fd, _LENGTH_BYTES, size - _LENGTH_BYTES), "little")
     index = json.loads(os.pread(file.fd, length, size - _LENGTH_BYTES - length))

@@ -160,7 +160,7 @@ class Staging:
         return rows
 
     def release(self, rows: Sequence[PageId]) -> None:
-        """Frees rows that nothing reads any more."""
+        """Frees rows that are no longer read."""
         self._free += rows
         if self._starved:
             self._starved = False

@@ -79,7 +79,7 @@ class ArrivalTable:
         return arrivals
 
     def arrive(self, arrival: Arrival, now_s: float) -> None:
-        """Records pages that the peer has written by itself."""
+        """Records pages that the peer has written on its own."""
         if (arrivals := self.find(arrival)) is not None:
             arrivals.land(_indexes(arrival), now_s)
 

@@ -322,7 +322,7 @@ class TransferReceiver:
             self._arrived(arrival)
 
     def _arrived(self, arrival: Arrival) -> None:
-        """Records and reports pages that the peer has written by itself."""
+        """Records and reports pages that the peer has written on its own."""
         with self._lock:
             self._open.arrive(arrival, time.monotonic())
         self._report(arrival)

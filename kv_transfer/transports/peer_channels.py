@@ -70,7 +70,7 @@ class PeerChannels:
         self._channels: dict[Peer, Channel] = {}
         self._writes_end = writes_end
         self._settle_s = settle_s
-        self._num_ways: Counter[Epoch] = Counter()  # connections over which a peer may still write by itself
+        self._num_ways: Counter[Epoch] = Counter()  # connections over which a peer may still write on its own
         self._closing = threading.Event()
         self._held: set[Channel] = set()  # channels with a running thread, including replaced and forgotten ones
         self._threads: list[threading.Thread] = []

@@ -96,7 +96,7 @@ class PageRetention:
     # What hints change.
 
     def set_handicap(self, pages: Iterable[PageId], handicap_s: float) -> None:
-        """Makes pages in use count as so many seconds older once they are released."""
+        """Makes pages in use count as that many seconds older once they are released."""
         for page in pages:
             self._handicaps[page] = handicap_s
 

@@ -102,7 +102,7 @@ def _select_sequences(meta: AttentionMetadata, first: int, stop: int, num_decode
 
 
 def load_attention_library(name: str, device: torch.device) -> AttentionLibrary:
-    """Raises ConfigError where the library is not installed, or the device is not a GPU."""
+    """Raises ConfigError if the library is not installed, or the device is not a GPU."""
     if device.type != "cuda":
         raise ConfigError(
             f"engine.attention = {name!r} needs a GPU, and engine.device is {device.type!r}; give engine.attention = "

@@ -24,7 +24,7 @@ class VarlenAttention:
 
     @classmethod
     def activated(cls) -> VarlenAttention:
-        """Activates FlashAttention 3. Raises ImportError where it is not installed, or torch is older than 2.12."""
+        """Activates FlashAttention 3. Raises ImportError if it is not installed, or torch is older than 2.12."""
         if "block_table" not in inspect.signature(varlen_attn).parameters:
             raise ImportError(f"torch {torch.__version__} has no block table in varlen_attn")
         activate_flash_attention_impl("FA3")

@@ -135,7 +135,7 @@ def _count_layers(read: _Metadata) -> int:
 
 
 def translate_name(name: str) -> str | None:
-    """Returns a tensor's name in a Hugging Face checkpoint; None where it has none."""
+    """Returns a tensor's name in a Hugging Face checkpoint; None if it has none."""
     found = _LAYER.fullmatch(name)
     if found is None:
         return _WHOLE.get(name)

@@ -30,7 +30,7 @@ class Proposer(Protocol):
     """Proposes tokens for many sequences, each of which only grows."""
 
     def propose(self, counts: Mapping[Sequence, int]) -> Mapping[Sequence, Proposal]:
-        """Returns up to so many tokens that may follow each text, for the sequences for which it finds any."""
+        """Returns up to that many tokens that may follow each text, for the sequences for which it finds any."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
@@ -42,7 +42,7 @@ class DraftProposer(Proposer, Protocol):
     """Computes its proposals token by token, so their cost can be predicted."""
 
     def predict_s(self, num_sequences: int) -> float | None:
-        """Returns the seconds that one more token for each of so many sequences takes; None if never measured."""
+        """Returns the seconds that one more token for each of that many sequences takes; None if never measured."""
         ...
 
     def has_room(self, sequence: Sequence, count: int) -> bool:

@@ -29,7 +29,7 @@ _FLEET_DECAY = 0.98  # factor by which earlier observations of all sequences shr
 _GATE_STEPS = 16  # for this many steps, the answer to whether proposals could pay at all is reused
 _PLAIN_STEPS = 64  # one in this many steps proposes nothing, so that the cost of plain steps stays known
 _IDLE_STEPS = 8  # while nothing is proposed, one in this many steps is measured
-_DRAFT_PROBE_STEPS = 128  # after so many steps a few tokens are drafted even if it should not pay, as texts change
+_DRAFT_PROBE_STEPS = 128  # after that many steps a few tokens are drafted even if it should not pay, as texts change
 _PROBE_TOKENS = 2  # tokens drafted, or verified for each sequence, to learn what that costs
 
 
@@ -92,7 +92,7 @@ class Speculator:
     # Proposals.
 
     def may_pay(self, num_sequences: int) -> bool:
-        """Returns whether looking for proposals is worthwhile in a step of so many sequences."""
+        """Returns whether looking for proposals is worthwhile in a step of that many sequences."""
         if self._always:
             return True
         if not self._ledger.is_open or not self._costs.knows(num_sequences) or not self._num_steps % _PLAIN_STEPS:

@@ -45,7 +45,7 @@ class StepCostTable:
             self._first[num_tokens] = [elapsed_s]
 
     def knows(self, num_tokens: int) -> bool:
-        """Whether steps of exactly so many tokens have been measured often enough."""
+        """Whether steps of exactly that many tokens have been measured often enough."""
         return len(self._first.get(num_tokens, ())) == _FIRST
 
     def predict(self, num_tokens: int) -> float:
@@ -91,18 +91,18 @@ class SpeculationCosts:
         return self._plain.is_empty
 
     def doubt(self, num_sequences: int) -> None:
-        """Trusts the known cost of verifying with about so many sequences a little less, because it is no longer
+        """Trusts the known cost of verifying with about that many sequences a little less, because it is no longer
         measured, while contexts, the machine's load and other conditions change.
         """
         if (table := self._verifying.get(num_sequences.bit_length())) is not None:
             table.shrink_towards(1.0, _DOUBT)
 
     def knows(self, num_sequences: int) -> bool:
-        """Whether plain steps of exactly so many sequences have been measured often enough."""
+        """Whether plain steps of exactly that many sequences have been measured often enough."""
         return self._plain.knows(num_sequences)
 
     def knows_verifying(self, num_sequences: int) -> bool:
-        """Whether a step of about so many sequences has verified proposals."""
+        """Whether a step of about that many sequences has verified proposals."""
         return num_sequences.bit_length() in self._verifying
 
     def predict(self, num_sequences: int, num_proposed: int = 0) -> float:

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class DeviceMemoryDriver(Protocol):
-    """Shares device memory between processes. Raises TransferError where that is impossible."""
+    """Shares device memory between processes. Raises TransferError if that is impossible."""
 
     def export(self, tensor: torch.Tensor) -> tuple[bytes, int]:
         """Returns a handle of the allocation that holds a tensor, and the tensor's offset in it in bytes."""

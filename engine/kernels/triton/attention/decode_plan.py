@@ -35,7 +35,7 @@ class DecodePlan:
     start_B1: torch.Tensor  # int32, the first item of each sequence; the last entry is the number of items
     size_1: torch.Tensor  # int32, tokens of an item
     sequence_W: torch.Tensor  # int32, the sequence of each item; undefined past the last
-    split_tokens: int  # sequences of up to so many tokens have one item
+    split_tokens: int  # sequences of up to that many tokens have one item
 
     @property
     def max_items(self) -> int:

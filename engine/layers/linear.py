@@ -67,6 +67,11 @@ class Linear:
             self._weight_OI = weight_OI.contiguous() if self._packed is None else None
 
     @property
+    def is_row_exact(self) -> bool:
+        """Whether a row's result has the same bits whatever rows are computed with it."""
+        return self.tiles is not None or self._integers is not None
+
+    @property
     def layout(self) -> dict[str, Any]:
         """The layout of the weight, as JSON values that `apply_layout` takes."""
         if self._integers is not None:

@@ -35,6 +35,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.loader import check_share, load_model
 from engine.parallel.collectives import SINGLE_RANK, ParallelGroup
+from engine.parallel.determinism import check_deterministic
 from engine.parallel.shard import WHOLE, Shard, shard_layout
 from engine.step.job_thread import use_device
 from engine.step.model_runner import ModelRunner
@@ -90,6 +91,7 @@ class ModelPart:
             check_share(Path(config.weights_folder), model, shard, layout.dtype, quantization_of(config))
         group = join(device)
         decoder = load_decoder(config, model, layout, device, group, on_progress)
+        check_deterministic(config, decoder, layout.dtype, device, shard)
         adapters = make_adapters(config, model, getattr(torch, layout.dtype), device, shard)
         return cls(config, model, layout, device, decoder, attention, group, adapters)
 

@@ -56,6 +56,19 @@ def places(root: object) -> Iterator[TensorPlace]:
     return _places(root, "", set())
 
 
+def walk(root: object) -> Iterator[tuple[str, object]]:
+    """Yields every object of this package below `root`, lists and dicts included, with its path."""
+    seen: set[int] = set()
+    left: list[tuple[str, object]] = [("", root)]
+    while left:
+        path, node = left.pop()
+        if id(node) in seen or isinstance(node, torch.Tensor):
+            continue
+        seen.add(id(node))
+        yield path, node
+        left += [(f"{path}.{name}", value) for name, value in _children(node)]
+
+
 def _places(node: object, path: str, seen: set[int]) -> Iterator[TensorPlace]:
     if id(node) in seen:
         return

@@ -71,6 +71,9 @@ class EngineConfig(FrozenConfig):
     rank_timeout_s: float = Field(10.0, gt=0)
     """Seconds of silence from a rank after which the worker exits."""
 
+    deterministic: bool = False
+    """Refuses to serve where a request's logits could depend on what is computed beside it; see docs/weights.md."""
+
     @property
     def weights_version(self) -> int:
         """The number of the update that the weights come from; 0 for the checkpoint's own."""

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] != ["serve"]:
-        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else lines of gRPC itself precede the message of an error
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # otherwise gRPC's own log lines precede error messages
     from penstock.errors import (
         PenstockError,  # it imports gRPC, which reads that variable, and which --help does without
     )
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ERROR
     except ModuleNotFoundError as error:
         if find_spec((error.name or "penstock").partition(".")[0]) is not None:
-            raise  # a module of a package that is there
+            raise  # the package is installed, but one of its modules is missing
         print(f"penstock: {error.name} is not installed; run: pip install 'penstock[serve]'", file=sys.stderr)
         return ERROR
     except KeyboardInterrupt:

@@ -44,7 +44,7 @@ def add_client_options(parser: ArgumentParser) -> None:
 
 
 def add_tls_options(parser: ArgumentParser, variables: str = "") -> None:
-    """Adds the flags of TLS, which default to variables of the environment that begin with `variables`."""
+    """Adds the TLS flags. Their defaults come from environment variables that begin with `variables`."""
     add = parser.add_argument
     found = {name: os.environ.get(f"{variables}{name}") for name in ("CA", "CERT", "CERT_KEY")} if variables else {}
     add("--tls", action="store_true", help="encrypt, and trust the default certificate authorities")

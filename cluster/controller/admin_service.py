@@ -126,7 +126,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             if mode not in list(PauseMode):
                 raise InvalidInput("mode", f"is {mode!r}; give {', '.join(PauseMode)}")
             if not request.path.startswith("/"):
-                raise InvalidInput("path", f"is {request.path!r}; give the folder's whole path, alike on every machine")
+                raise InvalidInput(
+                    "path", f"is {request.path!r}; give its absolute path, which must be the same on every machine"
+                )
             update = await self._controller.weights.begin(
                 request.path, request.version, PauseMode(mode), request.timeout_s or WAIT_S
             )

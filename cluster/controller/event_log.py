@@ -69,7 +69,7 @@ def transitions(before: Mapping[WorkerId, SeenSlot], slots: Iterable[Slot]) -> l
     for worker_id, slot in now.items():
         seen = before.get(worker_id)
         is_new = seen is None or (seen.incarnation, seen.state) != (slot.incarnation, slot.state)
-        if is_new and slot.state is not WorkerState.ENDING:  # it is gone in a moment, which is logged then
+        if is_new and slot.state is not WorkerState.ENDING:  # it will be gone in a moment, and that is logged
             end = _ENDS.get(slot.state, slot.loss if slot.state is WorkerState.LOST else None)
             found.append(Transition(worker_id, slot.epoch, slot.state.value, _reason(seen, slot), end))
     return found

@@ -23,7 +23,7 @@ _COUNTER_BITS = 32
 @dataclass(frozen=True, slots=True)
 class ControllerRecord:
     generation: int = 1
-    was_ready: bool = False  # a real request has succeeded, so no error proves the deployment hopeless any more
+    was_ready: bool = False  # a real request has succeeded, so no later error means that it can never start
     replicas: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))  # desired, by pool name
     last_numbers: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))  # by worker id
     num_restarts: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))  # by worker id

@@ -51,7 +51,8 @@ class SupervisedProcess(Protocol):
         ...
 
     async def flip(self, incarnation: Incarnation) -> Started:
-        """Makes the process this incarnation, in its role. Raises PenstockError, after which the process is useless."""
+        """Turns the process into this incarnation, with its role. Raises PenstockError, after which the process is
+        useless."""
         ...
 
     async def change_weights(self, change: WeightChange) -> Started:
@@ -62,11 +63,11 @@ class SupervisedProcess(Protocol):
         ...
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Ends the process in order; a router once its streams have ended, after `grace_s` at the latest."""
+        """Stops the process cleanly; a router once its streams have ended, after `grace_s` at the latest."""
         ...
 
     async def kill(self) -> None:
-        """Removes everything of the process, whatever its state; may be called twice."""
+        """Removes the process and what it holds, whatever its state; may be called twice."""
         ...
 
 

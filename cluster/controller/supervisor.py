@@ -86,12 +86,12 @@ class Supervisor:
             self._tasks[incarnation] = asyncio.create_task(self._supervise(incarnation, found, flip))
 
     def cancel(self, incarnation: Incarnation) -> None:
-        """Begins to end a process in order. Does nothing for a worker that still waits for its turn."""
+        """Begins to stop a process cleanly. Does nothing for a worker that still waits for its turn."""
         if incarnation in self._tasks:
             self._tasks[incarnation].cancel()
 
     def withdraw(self, incarnation: Incarnation) -> None:
-        """Begins to take a newcomer's request for a place back; it then waits for its turn again."""
+        """Begins to withdraw a newcomer's request for a place; it then waits for its turn again."""
         if incarnation in self._tasks and incarnation not in self._withdrawing:
             self._withdrawing[incarnation] = asyncio.create_task(self._withdraw(incarnation))
 
@@ -103,7 +103,7 @@ class Supervisor:
         self._membership.publish()
 
     async def end(self, incarnation: Incarnation) -> None:
-        """Ends a process in order and returns once nothing of it is left."""
+        """Stops a process cleanly and returns once nothing of it is left."""
         supervision = self._tasks.get(incarnation)
         if supervision is not None:
             supervision.cancel()
@@ -154,7 +154,7 @@ class Supervisor:
         return released.result() if released.done() else None
 
     async def _supervise(self, incarnation: Incarnation, found: FoundProcess | None, flip: RoleFlip | None) -> None:
-        """Follows a process from its start to its loss. If cancelled, stops it in order."""
+        """Follows a process from its start to its loss. If cancelled, stops it cleanly."""
         process = found.process if found else flip or self._obtain(incarnation)
         reason, planned = "", False
         self._processes[incarnation] = process

@@ -151,7 +151,7 @@ def _versions(checkups: Sequence[WorkerCheckup]) -> list[Finding]:
             groups[getattr(checkup.report, package)].append(checkup)
         if len(groups) > 1:
             text = "; ".join(f"{version} on {_names(group)}" for version, group in groups.items())
-            advice = "install the same everywhere: results may differ in the last bit, and so may tokens"
+            advice = "install the same versions everywhere: results may differ in the last bit, and so may tokens"
             findings.append(Finding(package, "all workers", Severity.WARNING, text, advice))
         elif groups:
             findings.append(Finding(package, "all workers", Severity.OK, next(iter(groups))))

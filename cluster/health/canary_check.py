@@ -1,4 +1,4 @@
-"""Runs the canary: asks workers the known prompt before they are members, and from time to time after that.
+"""Runs the canary: sends workers the known prompt before they become members, and from time to time afterwards.
 
 The prompt takes the path of real requests: a decode worker, and through it a prefill worker and the transport between
 the two. No router is needed, and nothing is cached: each question has its own salt. `CanaryCheck` asks one worker;
@@ -39,7 +39,7 @@ class WrongAnswer(PenstockError):
 
 
 class ChecksCanary(Protocol):
-    """Asks one worker the canary prompt; `CanaryCheck`, or a test double."""
+    """Sends one worker the canary prompt; `CanaryCheck`, or a test double."""
 
     judge: CanaryJudge
 

@@ -22,7 +22,7 @@ from penstock.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-_LOOK_EVERY_S = 1.0  # nobody reports the death of a node
+_LOOK_EVERY_S = 1.0  # because nothing reports the death of a node
 _WATCH_S = 900.0  # for a node that outlives its worker: there the worker's own port answers or refuses
 _CALL_TIMEOUT_S = 5.0
 _INFORM_S = 300.0  # a worker that is silent for longer is lost itself

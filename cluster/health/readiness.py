@@ -1,6 +1,6 @@
-"""Decides whether the deployment can serve a request, and whether it ever will, by a real request through each router.
+"""Decides whether the deployment can serve a request, and whether it ever will, by sending one through each router.
 
-A deployment without routers of its own is ready with its workers: it knows no address to send a request to.
+A deployment without routers of its own is ready once its workers are: it knows no address to send a request to.
 
 Owns which routers have served one, whether the deployment was ever ready, and why it never can be.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 DOUBT_AFTER_S = 2.3  # of silence: two reports are overdue
 LOST_AFTER_S = 6.0  # of silence
-TICK_S = 0.2  # between two looks
+TICK_S = 0.2  # between two calls of `look`
 _LEAST_LEFT_S = 0.2
 _MOST_S = 2 * TICK_S  # that one look counts for
 

@@ -1,9 +1,9 @@
 """Decides when a worker whose node is about to go is drained: now, or after its successor elsewhere is ready. Pure.
 
-A worker that serves until another one can take its streams loses nothing; what one that is drained too late still holds
-must be recomputed. So the remaining time is divided: the time that draining may take is kept for it, and the rest may
-go to the successor's start. Where there is no other decode worker, draining would only end the service earlier, so the
-worker serves until its node goes.
+A worker that serves until another one can take its streams loses nothing; if it is drained too late, what it still
+holds must be recomputed. So the remaining time is divided: the time that draining may take is kept for it, and the rest
+may go to the successor's start. Where there is no other decode worker, draining would only end the service earlier, so
+the worker serves until its node goes.
 """
 
 from __future__ import annotations

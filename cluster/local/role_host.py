@@ -1,7 +1,7 @@
 """Hosts one engine and one role at a time: a prefill or a decode worker that can become the other over the same engine.
 
-Weights and cached pages stay where they are; the pages' events continue under the new epoch. The two roles never know
-each other and are put together here. A Ray actor or a plain process (`python -m cluster.local.worker`) holds one.
+Weights and cached pages stay where they are; the pages' events continue under the new epoch. The two roles do not know
+each other; this module combines them. A Ray actor or a plain process (`python -m cluster.local.worker`) holds one.
 """
 
 from __future__ import annotations

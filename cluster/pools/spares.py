@@ -1,9 +1,9 @@
 """Keeps spares: warm processes with all imports done and device and weights ready, but no role yet. A starting worker
 takes one over instead of importing for seconds, and another spare warms up.
 
-Each spare holds its own reservation of a worker's whole share, so it stands where a worker may run. It runs the same
-program as the pool's workers, but has no address, epoch or requests until it takes a role, which works like a flip.
-This module owns the processes until they are taken.
+Each spare holds its own reservation of a worker's whole share, so it occupies a place where a worker may run. It runs
+the same program as the pool's workers, but has no address, epoch or requests until it takes a role, which works like a
+flip. This module owns the processes until they are taken.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ class TakenSpare:
 
     async def stop(self, grace_s: float = 0.0) -> None:
         if self._spare is not None and self._spare.warming is not None and not self._spare.warming.done():
-            raise Unavailable("it has nothing to end in order yet")
+            raise Unavailable("it holds nothing yet that must end cleanly")
         await self._process.stop(grace_s)
 
     async def kill(self) -> None:

@@ -111,7 +111,7 @@ def _leaving_nothing(
 
 @contextlib.contextmanager
 def _keep_sigterm_handler() -> Iterator[None]:
-    """Restores the caller's SIGTERM handler, which Ray replaces, so that SIGTERM still stops things in order."""
+    """Restores the caller's SIGTERM handler, which Ray replaces, so that SIGTERM still stops the deployment cleanly."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -130,7 +130,7 @@ def _start_embedded(config: ServeConfig) -> tuple[dict[str, ResourceShare], list
     except Exception as error:  # Ray raises RuntimeError for some daemons and a bare Exception for others
         if not any(text in str(error) for text in _START_TIMEOUTS):
             raise
-        logger.warning("Ray did not start (%s): its processes were ended, and it is started once more", error)
+        logger.warning("Ray did not start (%s): its processes were ended, and one more attempt is made", error)
     return _leaving_nothing(lambda: _init_embedded(config, last_wait_s))
 
 

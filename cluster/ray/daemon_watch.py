@@ -78,7 +78,7 @@ class DaemonWatch:
         if not keeps_state() or len(self._restarts_s) > _MAX_RESTARTS:
             self.lost = "its control store (gcs_server) ended"
             return
-        log.warning("Ray's control store (gcs_server) ended; it is started again, and running requests go on")
+        log.warning("Ray's control store (gcs_server) ended; it is restarted, and running requests continue")
         try:
             self._node.kill_gcs_server(check_alive=False)
             self._node.start_gcs_server()

@@ -105,7 +105,7 @@ class RayProcess:
         self._actor = found
         self._life: Any = found.live.remote() if found is not None else None  # ends with the server or its process
         self._report: StartReport | None = None
-        self._stopped = False  # whether it was stopped in order
+        self._stopped = False  # whether it was stopped cleanly
 
     async def place(self, on_unplaced: OnUnplaced) -> None:
         if self._actor is not None:

@@ -1,4 +1,4 @@
-"""The Ray actor of one worker or router: hosts its server, reports the progress of its start, and stops it in order.
+"""The Ray actor of one worker or router: hosts its server, reports the progress of its start, and stops it cleanly.
 
 It starts and replaces nothing by itself: the controller creates it and finds it again by name (`cluster.ray.process`).
 """

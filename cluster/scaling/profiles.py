@@ -16,7 +16,7 @@ _SMOOTHING = 0.3
 
 @dataclass(frozen=True, slots=True)
 class WorkerProfile:
-    """An average worker's speed and capacity; None where not learnt yet."""
+    """An average worker's speed and capacity; None where not learned yet."""
 
     prefill_per_s: float | None = None  # uncached prompt tokens per second
     decode: StepCost | None = None

@@ -96,7 +96,7 @@ class Trend:
         self._slope = 0.0
         self._seen_s = 0.0
         self._error = 0.0  # running mean of the absolute forecast error
-        self._bias = 0.0  # running mean of the signed error; not zero while the trend is not learnt
+        self._bias = 0.0  # running mean of the signed error; not zero while the trend is not learned
 
     def add(self, value: float, after_s: float) -> None:
         if self._level is None:

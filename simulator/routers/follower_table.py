@@ -12,7 +12,7 @@ from simulator.world.virtual_time import Simulation
 
 
 class FollowerTable:
-    """Owns the followers of the members. Reads reports only when `read_reports` is called, all that have arrived."""
+    """Owns the followers of the members. Reports are read only by `read_reports`, which takes all that have arrived."""
 
     def __init__(self, sim: Simulation) -> None:
         self.followers: list[FollowerModel] = []

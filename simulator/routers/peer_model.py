@@ -1,4 +1,4 @@
-"""What the routers of one deployment tell each other, in virtual time. Follows `router.fleet.peer_routers`.
+"""The reports that the routers of one deployment send each other, in virtual time. Follows `router.fleet.peer_routers`.
 
 Each router reports its requests in flight to every other one, which adds them to the load of the workers. A report is
 the whole state: a lost or late one does no harm.

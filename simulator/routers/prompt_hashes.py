@@ -8,7 +8,7 @@ from penstock.kv.page_hash import hash_pages
 from penstock.types import PageHash
 from simulator.request import TraceRequest
 
-_MAX_BLOCKS = 200_000  # remembered; then all are forgotten, and hashed again where they come again
+_MAX_BLOCKS = 200_000  # remembered; then all are forgotten, and hashed again if they return
 
 
 class PromptHasher:

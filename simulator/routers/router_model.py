@@ -168,7 +168,7 @@ class RouterModel:
     def submit(
         self, outcome: Outcome, timeout_s: float, on_end: Callable[[Outcome], None] = lambda outcome: None
     ) -> None:
-        """Takes a request, or one of which another router has delivered the first tokens before it was lost."""
+        """Takes a new request, or one whose first tokens were delivered by a router that was lost since."""
         request = outcome.request
         held = _OpenRequest(
             outcome,

@@ -1,9 +1,10 @@
 """A worker's reports of load and KV events to one router, at the pace of `worker.service`.
 
-Nothing changes between two events of a worker but that the steps of a run end, so when its next reports are due and
-what they say follows from its state. While no fault has happened, a feed therefore waits to be read: a router that is
-about to choose takes all reports that have arrived by then, at once. Of those that were overtaken it only learns how
-long their steps took. From the first fault on, every report is a message at its time. Routers know the same either way.
+Between two events of a worker nothing happens except that steps of a run end, so its state determines when its next
+reports are due and what they say. While no fault has happened, a feed therefore waits to be read: a router that is
+about to choose takes all reports that have arrived by then, at once. From those that a later one has overtaken it
+learns only how long their steps took. From the first fault on, every report is a message at its time. Routers know the
+same either way.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class EventFeed:
         waits: bool,
     ) -> None:
         """Two reports are at least `interval_s` apart. With `waits`, all but the first wait to be read."""
-        self.due_s = math.inf  # set by the router that reads: when to look for the next report
+        self.due_s = math.inf  # set by the router that reads: when the next report should be read
         self.on_due: Callable[[EventFeed], None] = lambda feed: None  # called when that may be earlier than it was
         self._worker = worker
         self._node = worker.node

@@ -147,7 +147,7 @@ class MigrationModel:
             self._advance(outgoing)
 
     def advance_all(self) -> None:
-        """Goes on after a step."""
+        """Advances every migration after a step."""
         for outgoing in list(self._outgoing.values()):
             self._advance(outgoing)
 

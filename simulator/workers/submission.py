@@ -1,4 +1,4 @@
-"""A request at a decode worker, and what its router hears of it."""
+"""A request at a decode worker, and the updates that its router gets."""
 
 from __future__ import annotations
 

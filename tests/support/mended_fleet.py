@@ -25,7 +25,7 @@ class MendedFleet:
 
     @property
     def router(self) -> Process:
-        """A router that no other test has used: what it thinks of the workers' health is this test's doing."""
+        """A router that no other test has used, so that its view of the workers' health comes from this test alone."""
         assert self._router is not None
         return self._router
 

@@ -133,7 +133,7 @@ class Caller:
         self._commands.put_nowait(worker_pb2.DecodeCommand(cancel=worker_pb2.DecodeCancel(stream_id=stream_id)))
 
     async def next_delta(self, stream_id: int) -> worker_pb2.StepDelta:
-        """Raises ConnectionError once the call is over: waiting on would end in a time-out that says nothing."""
+        """Raises ConnectionError once the call is over: waiting longer would end in a timeout that says nothing."""
         async with asyncio.timeout(TIMEOUT_S):
             delta = await self._deltas[stream_id].get()
         if delta is None:

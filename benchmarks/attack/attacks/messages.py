@@ -18,7 +18,7 @@ GENERATE = "/penstock.v1.Inference/Generate"
 TOKENIZE = "/penstock.v1.Inference/Tokenize"
 LARGEST = 8 * 1024 * 1024 - 1024
 _REFUSED = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED}
-_LIE_ENDS_WITHIN_S = 10.0  # of which a call's own deadline is one
+_LIE_ENDS_WITHIN_S = 10.0  # including a second for the call's own deadline
 CHAT = '{"messages":[{"role":"user","content":"x"}],'
 _WORDS = "Once upon a time there was a careful boy named Paul. "
 

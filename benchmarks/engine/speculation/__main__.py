@@ -116,7 +116,7 @@ def gain_rows(
             generated = found[setting].loop.generate(prompts, num_tokens)
             found[setting].answers.append(generated.seconds)
             outputs.append(generated.outputs)
-        assert all(one == outputs[0] for one in outputs), f"{name}: speculation has changed what is said"
+        assert all(one == outputs[0] for one in outputs), f"{name}: speculation has changed the output"
         if not turn:
             for measured in found.values():
                 measured.clear()

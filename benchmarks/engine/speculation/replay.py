@@ -1,5 +1,5 @@
-"""Makes a model of random weights emit a given text: everything is computed and sampled, and then the text's token is
-taken.
+"""Makes a model of random weights emit a given text: everything is computed and sampled, and then replaced by the
+text's token.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class RepositoryTexts:
         return Script(asked, said[: self._answer_tokens])
 
     def _edited(self, rng: random.Random) -> Script:
-        """A file is repeated with one of its names changed."""
+        """Returns a file as prompt, and as answer the same file with one of its names changed."""
         while True:
             source = self._excerpt(rng, self._code, self._prompt_tokens - _LINE_TOKENS - _REQUEST_TOKENS)
             names = Counter(re.findall(r"\b[a-z]\w{3,}\b", source))
@@ -106,7 +106,7 @@ class RepositoryTexts:
                     return script
 
     def _quoted(self, rng: random.Random) -> Script:
-        """An answer quotes sentences of the page before it, in any order, with a few words between them."""
+        """Returns a page as prompt, and as answer sentences of it in any order, with a few words between them."""
         while True:
             page = self._excerpt(rng, self._pages, self._prompt_tokens - _LINE_TOKENS - _REQUEST_TOKENS)
             sentences = [each for each in re.split(r"(?<=[.:])\s+", page) if len(each) > 60]
@@ -121,7 +121,8 @@ class RepositoryTexts:
         return Script(prompt, (tokens[self._prompt_tokens :] + prompt)[: self._answer_tokens])
 
     def _misleading(self, rng: random.Random) -> Script:
-        """The same three tokens again and again, each time followed by a different one, so every guess is wrong."""
+        """Returns the same three tokens again and again, each time with a different one after them: every guess is
+        wrong."""
         run, others = [11, 12, 13], rng.sample(range(100, VOCAB_SIZE), self._prompt_tokens + self._answer_tokens)
         tokens = [token for other in others for token in (*run, other)]
         end = self._prompt_tokens + self._answer_tokens

@@ -13,7 +13,7 @@ from penstock.v1 import worker_pb2
 
 _PATIENCE = 3  # windows, after which too few requests are a finding
 _LAST = 10  # windows, after which the available sample decides; one without a request that was served decides nothing
-WITHOUT_EVIDENCE = "without evidence"  # stands in the reason of a gate that opened so
+WITHOUT_EVIDENCE = "without evidence"  # part of the reason if the gate opened without any
 _FEW = 4  # times fewer requests than the new workers' share: routers do not send them there
 _MIN_FAILURES = 3  # at new workers, that count before the sample is large enough
 _SLACK_S = 0.010  # by which a mean may always be longer: noise of short times

@@ -295,7 +295,7 @@ def test_config_json_alone_gives_the_same_sizes(capsys: pytest.CaptureFixture[st
     assert [plan.pop("has_weights") for plan in plans] == [True, False, False]
     assert alone == [whole, whole]
     assert main(["plan-memory", str(tmp_path), "--device", "cpu:2GiB"]) == 0
-    assert "No weight file is there" in capsys.readouterr().out
+    assert "There is no weight file" in capsys.readouterr().out
 
 
 def test_quantized_weights_need_their_headers(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ _ARCHITECTURES = {
 
 
 def swap_rows(values: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """What the converter does to queries and keys of Llama."""
+    """Reorders the rows of Llama's queries and keys as the converter does."""
     halves = values.view(num_heads, 2, -1, *values.shape[1:])
     return halves.transpose(1, 2).reshape(values.shape)
 

@@ -20,7 +20,7 @@ _MAX_ANSWER_BYTES = 4096
 
 
 def main() -> None:
-    """Has the worker forked that Ray asks for by this process's arguments, and ends as it does."""
+    """Asks for a fork that becomes the worker named by this process's arguments, and ends as that does."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--serialized-runtime-env-context", default="{}")
     parser.add_argument("--language")

@@ -1,8 +1,8 @@
 """`python -m tests.support.prefork.server FD RAY_FD`: forks a process for each module that it is asked to run.
 
-Reads requests from the socket FD, answers each with the process's id, and reports when it ends. Its own end is the
-socket's. At the listening socket RAY_FD it forks workers of Ray for `tests.support.prefork.ray_worker`: a connection
-asks for one, is answered when that ends, and ends it by hanging up.
+Reads requests from the socket FD, answers each with the process's id, and reports when it ends. It ends when the socket
+does. At the listening socket RAY_FD it forks workers of Ray for `tests.support.prefork.ray_worker`: a connection asks
+for one, is answered when that ends, and ends it by hanging up.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NUM_FILES = 2  # stdout and stderr of the process
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What a forked process is to run, and its files."""
+    """The code that a forked process is to run, and its files."""
 
     code: str  # a module's name, or a script's path
     arguments: list[str]

@@ -244,7 +244,7 @@ def _format(value: object) -> str:
 
 
 def overlay(values: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
-    """`over` laid over `values`, table by table, as helm does with `--values`."""
+    """Returns `over` laid over `values`, table by table, as helm does with `--values`."""
     merged = dict(values)
     for key, value in over.items():
         below = merged.get(key)

@@ -200,7 +200,7 @@ class EngineDouble:
         return response
 
     async def _end(self, request: web.Request, response: web.StreamResponse, body: dict[str, object]) -> bool:
-        """Makes trouble after the last token. Returns whether that is all there is to send."""
+        """Fails in the configured way after the last token. Returns whether nothing more is to be sent."""
         if self.trouble == "goes on":
             for token in range(20, 40):
                 await _send(response, {"choices": [_choice(token, None, body)]})

@@ -298,7 +298,7 @@ def all_followed(server: RouterServer, count: int) -> bool:
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Waits for state that has no event of its own. Fails when time is up."""
+    """Waits for state that has no event of its own. Fails when the time is up."""
     limit_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < limit_s, "the condition did not come true"

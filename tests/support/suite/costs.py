@@ -1,7 +1,8 @@
-"""Orders test files by what they cost, the dearest first, so that no long one is left for the end of a run.
+"""Orders test files by how long they take, the slowest first, so that no long one is left for the end of a run.
 
-`--dist loadfile` hands files to the next free process in the order of collection. The costs are what a run measured
-with `--record-costs`; a file without a record counts as a common one. Tests of dear files are marked `slow`.
+`--dist loadfile` hands files to the next free process in the order of collection. The times are those that a run
+measured with `--record-costs`; a file without a record counts as a common one. Tests of the slowest files are marked
+`slow`.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class PrintedStream:
 
 
 def print_stream(stream: GenerateStream) -> PrintedStream:
-    """Prints text as it arrives, on a terminal without what would control it. Ctrl-C cancels the call."""
+    """Prints text as it arrives; on a terminal, control characters are dropped. Ctrl-C cancels the call."""
     is_terminal = sys.stdout.isatty()
     texts: list[str] = []
     last, interrupted = None, False

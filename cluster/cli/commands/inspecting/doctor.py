@@ -99,7 +99,7 @@ def _examine(arguments: Namespace) -> Iterator[Finding]:
     request = admin_pb2.DoctorRequest(transfers=not arguments.no_transfers)
     with admin_stub(arguments) as (stub, metadata), Progress("checking the workers") as progress:
         for found in stub.Doctor(request, timeout=_DOCTOR_TIMEOUT_S, metadata=metadata):
-            progress.show(f"checking the workers; the last: {found.check} {found.subject}")
+            progress.show(f"checking the workers; latest: {found.check} {found.subject}")
             yield Finding(found.check, found.subject, Severity(found.verdict), found.text, found.advice)
 
 

@@ -1,4 +1,4 @@
-"""`penstock import-gguf`: make a checkpoint folder of a GGUF file, to be served."""
+"""`penstock import-gguf`: turn a GGUF file into a checkpoint folder that can be served."""
 
 from __future__ import annotations
 

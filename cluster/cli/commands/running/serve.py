@@ -50,7 +50,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--admin-host", help="address of the Admin service beside loopback, for routers elsewhere; default 127.0.0.1")
     add("--routers", type=int, metavar="N", help="router processes; default 2; with 0 they are started elsewhere")
     add("--address", help="a Ray cluster to join, such as auto; default: start one here")
-    add("--attach", action="store_true", help="follow the deployment that the Ray cluster has already, if it has one")
+    add(
+        "--attach",
+        action="store_true",
+        help="follow the deployment that already runs in the Ray cluster, if there is one",
+    )
     add("--secret-file", metavar="FILE", help="the cluster secret, at this path on every node; needed with --address")
     add("--lookaside", action="store_true", default=None, help="decode workers stream to clients that ask for it")
     add("--dtype", help="auto, bfloat16, float16 or float32")
@@ -68,7 +72,7 @@ class _Loss:
 def run(arguments: Namespace) -> int:
     config = serve_config(arguments)
     if arguments.attach and not config.address:
-        raise ConfigError("--attach: a Ray that is started here has no deployment yet; give --address too")
+        raise ConfigError("--attach: a Ray started here has no deployment yet; give --address too")
     config = with_local_model(config)
     signals: list[int] = []  # after SIGTERM streams may finish; Ctrl-C and a second SIGTERM end them
 
@@ -118,7 +122,7 @@ def _serve_until_lost(config: ServeConfig, attach: bool, signals: list[int]) -> 
         return 0
     finally:
         deployment.stop(config.drain_s if signals else grace_s)
-    # Its ports are the ones that callers know. A secret that it made for itself has ended with it.
+    # Its ports are the ones that callers know. A secret that it generated for itself ended with it.
     return _Loss(lost, deployment.config.model_copy(update={"security": config.security}))
 
 

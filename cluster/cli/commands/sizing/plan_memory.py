@@ -109,7 +109,11 @@ def describe(plan: MemoryPlan, max_sequences: int, columns: int | None = None) -
     table = format_table(
         ("context", "largest batch"), [(str(context), str(batch)) for context, batch in plan.largest_batch.items()]
     )
-    notes = [] if plan.has_weights else ["No weight file is there, so the weights are what config.json makes of them."]
+    notes = (
+        []
+        if plan.has_weights
+        else ["There is no weight file, so the size of the weights is computed from config.json."]
+    )
     if max(plan.largest_batch.values()) > max_sequences:
         notes.append(f"A step takes at most {max_sequences} sequences, unless max_batch_sequences is raised.")
     if plan.longest_fitting < plan.max_context:

@@ -32,6 +32,7 @@ from router.batches.records import (
 _RECORD, _LOCK, _CANCEL = "batch.json", "lock", "cancel"
 OUTPUT, ERRORS = "output.jsonl", "errors.jsonl"
 _RETRY_AFTER_S = 60.0
+_SKIPPED_BYTES = 1 << 20  # of too long a line, at a time
 _MAX_FINISHED = 1000  # batches of a tenant that are kept; a new one takes the place of the oldest
 
 
@@ -124,10 +125,12 @@ class BatchStore:
     ) -> BatchRecord:
         """`window` is how the caller named `window_s`.
 
-        Raises FileNotFound, Overloaded if the tenant has too many batches, and Unavailable if the disk fails.
+        Raises FileNotFound, Overloaded if the tenant has too many batches or no room for another output, and
+        Unavailable if the disk fails.
         """
         self._files.get(tenant, input_file_id, "input_file_id")
         with disk_errors(self._root):
+            self._files.check_room(tenant)
             records = self.of_tenant(tenant)
             kept = [record for record in records if record.status.is_final]
             num_open = len(records) - len(kept)
@@ -236,9 +239,16 @@ class BatchStore:
         return tenant_folder(self._root, tenant) / "batches"
 
 
-def input_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields the lines of a file that are not blank, with their numbers from 1."""
+def input_lines(path: Path, most_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines of a file that are not blank, with their numbers from 1. Of a line that is longer than
+    `most_bytes`, which its reader refuses, only the first bytes beyond them are read into memory.
+    """
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        number = 0
+        while line := file.readline(most_bytes + 2):  # with its end
+            number += 1
+            rest = line
+            while rest and not rest.endswith(b"\n"):
+                rest = file.readline(_SKIPPED_BYTES)
             if line.strip():
                 yield number, line

@@ -70,14 +70,7 @@ class FileStore:
         """Stores what `source` holds. Raises Overloaded beyond the tenant's bounds, InvalidInput for too large a file,
         and Unavailable if the disk fails."""
         with disk_errors(self.root):
-            held = self.of_tenant(tenant)
-            if len(held) >= self._config.max_files:
-                raise Overloaded(
-                    f"this tenant has {len(held)} files, and router.batches.max_files = {self._config.max_files}; "
-                    "delete some",
-                    _RETRY_AFTER_S,
-                )
-            room = self._config.tenant_bytes - sum(record.num_bytes for record in held)
+            room = self.check_room(tenant)
             path = self._folder(tenant) / new_file_id()
             make_private_folder(self.root, path.parent)
             try:
@@ -86,6 +79,19 @@ class FileStore:
             except BaseException:
                 path.unlink(missing_ok=True)
                 raise
+
+    def check_room(self, tenant: str) -> int:
+        """Returns how many bytes more the tenant's files may hold. Raises Overloaded if they may be neither more nor
+        larger: then nothing may begin that leaves another one behind."""
+        held, limit = self.of_tenant(tenant), self._config.tenant_bytes
+        if len(held) >= self._config.max_files:
+            problem = f"this tenant has {len(held)} files, and router.batches.max_files = {self._config.max_files}"
+            raise Overloaded(f"{problem}; delete some", _RETRY_AFTER_S)
+        room = limit - sum(record.num_bytes for record in held)
+        if room <= 0:
+            problem = f"this tenant's files hold {limit - room} bytes, and router.batches.tenant_bytes = {limit}"
+            raise Overloaded(f"{problem}; delete some", _RETRY_AFTER_S)
+        return room
 
     def _copy(self, source: BinaryIO, path: Path, room: int) -> int:
         num_bytes, limit = 0, self._config.file_bytes

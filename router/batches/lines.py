@@ -27,7 +27,7 @@ class BatchLine:
 def read_line(raw: bytes, endpoint: str, max_bytes: int, read_json: Callable[[bytes], Any]) -> BatchLine:
     """`read_json` parses within bounds, and raises InvalidInput as this does, which names the field of the line."""
     if len(raw) > max_bytes:
-        raise InvalidInput("line", f"has {len(raw)} bytes, and limits.request_bytes = {max_bytes}; send less in it")
+        raise InvalidInput("line", f"has more than limits.request_bytes = {max_bytes} bytes; send less in it")
     line = read_json(raw)
     if not isinstance(line, dict):
         raise InvalidInput("line", "is not a JSON object; write one with custom_id, method, url and body")

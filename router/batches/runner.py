@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _SCAN_S = 5.0  # between looks for batches of other routers
 _CHECK_S = 1.0  # between looks for room, for a cancellation and for the end of the window, if nothing else happens
 _SWEEP_S = 3600.0
-_MAX_OPEN = 64  # batches that one router runs side by side
+_MAX_OPEN = 64  # batches that one router runs side by side, beside the first one of each tenant
 _MAX_ERRORS = 100  # of a batch's file that are listed
 _LINES = 64  # read at a time, and refused lines that wait for another attempt
 _LINES_BYTES = 1 << 20  # after which no more are read at a time
@@ -96,16 +96,21 @@ class BatchRunner:
         answer: LineAnswerer,
         pool_use: Callable[[int], PoolUse],
         read_line: LineReader,
+        line_bytes: int,
     ) -> None:
-        """`pool_use` returns what all requests do, given how many of batches are in flight here."""
+        """`pool_use` returns what all requests do, given how many of batches are in flight here. `read_line` refuses
+        lines of more than `line_bytes`.
+        """
         self._config = config
         self._batches = batches
         self._files = files
         self._answer = answer
         self._pool_use = pool_use
         self._read_line = read_line
+        self._line_bytes = line_bytes
         self._open: set[_OpenBatch] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by batch
+        self._tenants: dict[str, str] = {}  # of the same batches
         self._woken = asyncio.Event()
         self._load_timer: asyncio.TimerHandle | None = None
 
@@ -162,12 +167,17 @@ class BatchRunner:
 
     async def _claim_all(self) -> None:
         for tenant, batch_id in await asyncio.to_thread(self._batches.unfinished):
-            if batch_id in self._tasks or len(self._tasks) >= _MAX_OPEN:
+            # A tenant that has none running is not kept waiting by those who have many.
+            if batch_id in self._tasks or (len(self._tasks) >= _MAX_OPEN and tenant in self._tenants.values()):
                 continue
             claim = await asyncio.to_thread(self._batches.claim, tenant, batch_id)
             if claim is not None:
                 task = self._tasks[batch_id] = asyncio.create_task(self._run(claim), name=batch_id)
-                task.add_done_callback(lambda _, batch_id=batch_id: self._tasks.pop(batch_id))  # type: ignore[misc]
+                self._tenants[batch_id] = tenant
+                task.add_done_callback(lambda _, batch_id=batch_id: self._forget(batch_id))  # type: ignore[misc]
+
+    def _forget(self, batch_id: str) -> None:
+        del self._tasks[batch_id], self._tenants[batch_id]
 
     async def _run(self, claim: BatchClaim) -> None:
         try:
@@ -192,7 +202,7 @@ class BatchRunner:
     def _validated(self, record: BatchRecord, path: Path) -> BatchRecord:
         """Returns the batch in progress, or failed if a line is no request."""
         seen, errors, count = set[str](), list[dict[str, Any]](), 0
-        for count, (number, raw) in enumerate(input_lines(path), 1):
+        for count, (number, raw) in enumerate(input_lines(path, self._line_bytes), 1):
             try:
                 if count > self._config.max_lines:
                     problem = f"has more lines than router.batches.max_lines = {self._config.max_lines}; split it"
@@ -226,7 +236,7 @@ class BatchRunner:
         await _in_thread(lambda: self._finish(claim, batch.record, final))
 
     def _remaining(self, record: BatchRecord, path: Path, done: Collection[str]) -> Iterator[BatchLine]:
-        for _, raw in input_lines(path):
+        for _, raw in input_lines(path, self._line_bytes):
             line = self._read_line(raw, record.endpoint)
             if line.custom_id not in done:
                 yield line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 from fastapi import FastAPI, Request
@@ -74,8 +75,9 @@ def add_responses(
     async def input_items(http: Request, response_id: str) -> Response:
         """Lists the input items of a stored response."""
         tenant = identify(http, preparer)
-        items = json.loads(store.get(tenant.name, response_id).given.items)
-        return JSONResponse(page(items, http.query_params))
+        items = store.get(tenant.name, response_id).given.items
+        # As large as a request may be, so not on the event loop.
+        return await asyncio.to_thread(lambda: JSONResponse(page(json.loads(items), http.query_params)))
 
     @app.post(f"{_ONE}/cancel", **described_reading())
     async def cancel(http: Request, response_id: str) -> Response:

@@ -32,7 +32,11 @@ class ProxiedCall:
 
     @property
     def path(self) -> str:
-        return urlsplit(self.headers.get(":path", "")).path
+        """The path without its query; "" for one that is no path."""
+        try:
+            return urlsplit(self.headers.get(":path", "")).path
+        except ValueError:  # such as a bracket that nothing closes, where a host would be
+            return ""
 
 
 def _read_completion(raw: bytes, limits: LimitsConfig) -> DialectBody:

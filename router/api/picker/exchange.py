@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from penstock.config.limits import LimitsConfig
-from penstock.errors import PenstockError
+from penstock.errors import InvalidInput, PenstockError
 from penstock.v1 import ext_proc_pb2 as pb
 from router.api.dialect import ErrorShape
 from router.api.http.error_answers import openai_error
@@ -99,10 +99,13 @@ class PickExchange:
     # The request.
 
     async def _on_headers(self, message: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
+        if self._headers or self._pick is not None:
+            raise InvalidInput("request_headers", "come a second time in one stream; open a stream for each request")
         self._headers, self._subset = read_headers(message.request_headers), read_subset(message)
         if message.HasField("protocol_config"):
             self._request_mode = message.protocol_config.request_body_mode
             self._answer_mode = message.protocol_config.response_body_mode
+        self._picker.check(self._call(b""))
         if message.request_headers.end_of_stream or self._request_mode in _WITHOUT_WHOLE_BODY:
             self._pick = await self._picker.pick(self._call(b""))
             response = pb.ProcessingResponse()
@@ -116,7 +119,8 @@ class PickExchange:
         self._num_bytes += len(body.body)
         check_body(self._num_bytes, self._limits)
         self._held_bytes.take(len(body.body))
-        self._parts.append(body.body)  # held from here on
+        if body.body:
+            self._parts.append(body.body)  # held from here on
         if not body.end_of_stream and self._request_mode == pb.FULL_DUPLEX_STREAMED:
             return []
         return await self._pick_now(ends=body.end_of_stream)

@@ -50,6 +50,10 @@ class Pick:
 class EndpointPicker(Protocol):
     """Shared by all calls of all gateways."""
 
+    def check(self, call: ProxiedCall) -> None:
+        """Raises why a call with such headers is refused, whatever its body, which is then not waited for."""
+        ...
+
     async def pick(self, call: ProxiedCall) -> Pick:
         """Returns where the call goes; release what the pick holds. Raises Unavailable where no endpoint may take it,
         or why the call is refused."""
@@ -64,6 +68,9 @@ class RouterPicker:
         self._endpoint = endpoint
         self._num_fallbacks = num_fallbacks
         self._is_ready = is_ready
+
+    def check(self, call: ProxiedCall) -> None:
+        """Passes everything: the router that is picked refuses."""
 
     async def pick(self, call: ProxiedCall) -> Pick:
         others = sorted((call.subset or frozenset()) - {self._endpoint})
@@ -90,6 +97,14 @@ class EnginePicker:
         self._fleet = context.fleet
         self._threads = threads
         self._addresses = addresses
+
+    def check(self, call: ProxiedCall) -> None:
+        """Raises Unauthenticated or Unavailable. A caller without a key holds no memory for a body."""
+        try:
+            self._identify(call)
+        except PenstockError:
+            self._context.metrics.picked("refused")
+            raise
 
     async def pick(self, call: ProxiedCall) -> Pick:
         """Waits for the call's turn, as long as its own deadline allows. Release what the pick holds.

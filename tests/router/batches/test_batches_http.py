@@ -11,11 +11,14 @@ import openai
 import pytest
 
 from penstock.errors import Overloaded
+from penstock.rpc.secret import digest_of
 from penstock.v1 import common_pb2
+from router.api.http.offline import file_routes
 from tests.support.router.router_fakes import FakeWorker, running_router, until
 
 ENDPOINT = "/v1/completions"
 WAIT_S = 60.0
+PART = b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n' + b"x" * 100_000
 FINAL = {"completed", "failed", "expired", "cancelled"}
 
 
@@ -207,6 +210,61 @@ async def test_mistakes_are_named(worker, tmp_path):
         for path in ("/files/file-x", "/files/file-x/content", "/batches/batch_x"):
             assert (await http.get(path)).status_code == 404
         await http.aclose()
+
+
+def form_of(begun: asyncio.Event):
+    """Returns headers and the body of an upload that never ends; `begun` is set once its first part was taken."""
+
+    async def parts():
+        yield PART
+        begun.set()
+        await asyncio.Event().wait()
+        yield b""
+
+    return {"headers": {"content-type": "multipart/form-data; boundary=b"}, "content": parts()}
+
+
+async def test_a_tenant_that_uploads_slowly_leaves_room_to_others(worker, tmp_path, monkeypatch):
+    monkeypatch.setattr(file_routes, "_UPLOADS_OF_ONE", 1)
+    tenants = {name: {"keys": [digest_of(f"{name}-key")]} for name in ("slow", "other")}
+    settings = {"batches": {"folder": str(tmp_path)}, "tenants": tenants, "metrics_token_file": ""}
+    async with running_router(worker, **settings) as router:
+
+        def client(name):
+            headers = {"authorization": f"Bearer {name}-key"}
+            return httpx.AsyncClient(base_url=f"{router.http_url}/v1", headers=headers, timeout=WAIT_S)
+
+        async with client("slow") as slow, client("other") as other:
+            begun = asyncio.Event()
+            form = form_of(begun)
+            form["headers"] |= slow.headers
+            uploading = asyncio.create_task(slow.post("/files", **form))
+            await asyncio.wait_for(begun.wait(), WAIT_S)
+            whole = {"files": {"file": ("in.jsonl", b"x")}, "data": {"purpose": "batch"}}
+            async with asyncio.timeout(WAIT_S):  # the router has begun to read, too
+                while (refused := await slow.post("/files", **whole)).status_code == 200:
+                    pass
+            assert refused.status_code == 503
+            assert "1 of one tenant; try again" in refused.json()["error"]["message"]
+            assert (await other.post("/files", **whole)).status_code == 200
+            uploading.cancel()
+            await asyncio.wait([uploading])
+            async with asyncio.timeout(WAIT_S):
+                while (await slow.post("/files", **whole)).status_code != 200:  # noqa: ASYNC110 - as clients do
+                    await asyncio.sleep(0.02)
+
+
+async def test_an_upload_that_stands_still_ends_however_large_it_may_be(worker, tmp_path):
+    settings = {"batches": {"folder": str(tmp_path), "file_bytes": 1 << 40}, "limits": {"body_timeout_s": 0.5}}
+    async with running_router(worker, **settings) as router:
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.server.ports.http)
+        head = "POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+        writer.write(f"{head}content-length: {1 << 30}\r\n\r\n".encode() + PART)
+        async with asyncio.timeout(WAIT_S):
+            answer = await reader.readuntil(b"send it faster, or less of it")
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        writer.close()
+        await writer.wait_closed()
 
 
 async def test_without_a_folder_neither_is_served(worker):

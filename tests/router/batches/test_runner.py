@@ -48,7 +48,7 @@ class Batches:
         def use(num_lines: int) -> PoolUse:
             return PoolUse(num_lines, num_others=0, num_waiting=0, num_decode_workers=1)
 
-        runner = BatchRunner(self.config, self.store, self.files, answer, use, read)
+        runner = BatchRunner(self.config, self.store, self.files, answer, use, read, 1 << 20)
         task = asyncio.create_task(runner.run())
         try:
             yield runner
@@ -100,6 +100,31 @@ async def test_refused_lines_are_tried_again(tmp_path: Path, monkeypatch: pytest
         record = await batches.until("a", batch_id, BatchStatus.COMPLETED)
     assert record.num_completed == 150
     assert set(tried.values()) == {3}
+
+
+async def test_a_tenant_with_many_batches_keeps_no_other_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "_MAX_OPEN", 2)
+    begun: set[bytes] = set()
+
+    async def answer(tenant: str, endpoint: str, body: bytes) -> tuple[int, str, dict[str, Any]]:
+        begun.add(body)
+        if tenant == "greedy":
+            await asyncio.Event().wait()
+        return await answered(tenant, endpoint, body)
+
+    batches = Batches(tmp_path)
+    for number in range(3):
+        batches.create("greedy", f"line {number}")
+    async with batches.running(answer) as runner:
+        async with asyncio.timeout(WAIT_S):
+            while len(begun) < 2:  # noqa: ASYNC110 - the answerer has no event for it
+                await asyncio.sleep(0.02)
+        batch_id = batches.create("other", "line")
+        runner.wake()
+        await batches.until("other", batch_id, BatchStatus.COMPLETED)
+        assert len(begun) == 3
 
 
 async def test_answers_outlive_the_input(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.config.router import BatchConfig
 from penstock.errors import InvalidInput, Overloaded, Unavailable
-from router.batches.batches import ERRORS, OUTPUT, BatchStore
+from router.batches.batches import ERRORS, OUTPUT, BatchStore, input_lines
 from router.batches.files import FileStore
 from router.batches.lines import answer_line, custom_id_of, read_line
 from router.batches.records import BatchNotFound, BatchStatus, FileNotFound, file_id_of
@@ -239,7 +239,7 @@ def test_mistakes_in_a_line_are_named(change: dict[str, object], problem: str) -
 def test_a_line_is_bounded() -> None:
     raw = json.dumps(GOOD).encode()
     assert json.loads(read_line(raw, ENDPOINT, len(raw), json.loads).body) == {"prompt": "x"}
-    with pytest.raises(InvalidInput, match=r"line: has .* bytes, and limits\.request_bytes"):
+    with pytest.raises(InvalidInput, match=r"line: has more than limits\.request_bytes = 86 bytes"):
         read_line(raw, ENDPOINT, len(raw) - 1, json.loads)
     with pytest.raises(InvalidInput, match="line: is not a JSON object"):
         read_line(b"[1]", ENDPOINT, 4096, json.loads)
@@ -250,3 +250,33 @@ def test_only_whole_lines_have_an_id() -> None:
     assert custom_id_of(line) == "é"
     assert custom_id_of(line[:-1]) is None
     assert custom_id_of(b"{\n") is None
+
+
+def test_a_batch_does_not_begin_where_its_output_would_have_no_room(tmp_path: Path) -> None:
+    """Else one file of bad requests, which cost nothing, would fill the disk with outputs."""
+    stores = Stores(tmp_path, tenant_bytes=150, max_files=3)
+    file_id = stores.put(b"x" * 40)
+    output = tmp_path / "output"
+    output.write_bytes(b"x" * 200)
+    kept = stores.files.keep("a", output, "output", file_id_of("batch_" + "1" * 32, "output"))
+    with pytest.raises(Overloaded, match=r"files hold 240 bytes, and router\.batches\.tenant_bytes = 150; delete some"):
+        stores.batches.create("a", ENDPOINT, file_id, "24h", 86_400, None)
+    stores.create("b")
+    stores.files.delete("a", kept.id)
+    stores.batches.create("a", ENDPOINT, file_id, "24h", 86_400, None)
+    for _ in range(2):
+        stores.put(b"x")
+    with pytest.raises(Overloaded, match=r"has 3 files, and router\.batches\.max_files = 3; delete some"):
+        stores.batches.create("a", ENDPOINT, file_id, "24h", 86_400, None)
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
+def test_of_too_long_a_line_little_is_read(tmp_path: Path, end: bytes) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"a" * 100 + b"\n\n" + b"b" * 3_000_000 + end)
+    assert [(number, len(line)) for number, line in input_lines(path, 100)] == [(1, 101), (3, 102)]
+    path.write_bytes(b"b" * 3_000_000 + b"\n" + b"c" * 99 + end)
+    lines = [*input_lines(path, 100)]
+    assert [(number, line.strip()[:1]) for number, line in lines] == [(1, b"b"), (2, b"c")]
+    with pytest.raises(InvalidInput, match=r"has more than limits\.request_bytes = 100 bytes"):
+        read_line(lines[0][1], ENDPOINT, 100, json.loads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator
 
 from fastapi import FastAPI, Request
@@ -21,12 +22,12 @@ from router.batches.files import FileStore
 
 PATH = "/v1/files"
 _ONE = f"{PATH}/{{file_id}}"
-_MAX_UPLOADS = 4  # at a time
+_MAX_UPLOADS, _UPLOADS_OF_ONE = 8, 4  # at a time: of all tenants, and of one
 _MAX_FIELDS = 8  # of a form
 _FIELD_BYTES = 4096
 _MAX_NAME = 255  # characters
 _MAX_LISTED = 10_000
-_SLOWEST_BYTES_S = 256 << 10  # a slower upload is ended
+_SLOWEST_BYTES_S = 256 << 10  # an upload that falls behind this is ended
 _RETRY_AFTER_S = 5.0
 _FORM = {
     "type": "object",
@@ -37,15 +38,17 @@ _FORM = {
 
 def add_files(app: FastAPI, preparer: RequestPreparer, store: FileStore, file_bytes: int) -> None:
     """Adds the routes. `file_bytes` bounds an upload before anything of it is kept."""
-    uploads = asyncio.Semaphore(_MAX_UPLOADS)
+    uploads = Counter[str]()  # by tenant
 
     @app.post(PATH, **described_upload(_FORM, "FileForm"))
     async def upload(http: Request) -> Response:
         """Stores a file of a batch's requests, one JSON object a line."""
         tenant = identify(http, preparer)
-        if uploads.locked():
-            raise Unavailable(f"this router takes {_MAX_UPLOADS} uploads at a time; try again", _RETRY_AFTER_S)
-        async with uploads:
+        if uploads.total() >= _MAX_UPLOADS or uploads[tenant.name] >= _UPLOADS_OF_ONE:
+            problem = f"this router takes {_MAX_UPLOADS} uploads at a time, {_UPLOADS_OF_ONE} of one tenant"
+            raise Unavailable(f"{problem}; try again", _RETRY_AFTER_S)
+        uploads[tenant.name] += 1
+        try:
             form = await _read_form(http, file_bytes + _MAX_FIELDS * _FIELD_BYTES, preparer.limits.body_timeout_s)
             try:
                 file = _checked_file(form)
@@ -53,6 +56,10 @@ def add_files(app: FastAPI, preparer: RequestPreparer, store: FileStore, file_by
                 record = await asyncio.to_thread(store.put, tenant.name, name, "batch", file.file)
             finally:
                 await form.close()
+        finally:
+            uploads[tenant.name] -= 1
+            if not uploads[tenant.name]:
+                del uploads[tenant.name]
         return JSONResponse(record.as_json())
 
     @app.get(PATH, **described_reading())
@@ -88,15 +95,16 @@ async def _read_form(http: Request, max_bytes: int, timeout_s: float) -> FormDat
     """Returns the form, whose file may be on disk. Raises InvalidInput, UnreadRequest or Cancelled."""
     if not http.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise InvalidInput("content-type", "is not multipart/form-data; send the file as a form")
+    patience = asyncio.timeout(timeout_s)
     parser = MultiPartParser(
         http.headers,
-        _bounded(http, max_bytes),
+        _bounded(http, max_bytes, patience, timeout_s),
         max_files=1,
         max_fields=_MAX_FIELDS,
         max_part_size=_FIELD_BYTES,
     )
     try:
-        async with asyncio.timeout(timeout_s + max_bytes / _SLOWEST_BYTES_S):
+        async with patience:
             return await parser.parse()
     except MultiPartException as error:
         raise InvalidInput(
@@ -108,12 +116,14 @@ async def _read_form(http: Request, max_bytes: int, timeout_s: float) -> FormDat
         raise Cancelled("the client has gone") from None
 
 
-async def _bounded(http: Request, max_bytes: int) -> AsyncGenerator[bytes]:
-    num_bytes = 0
+async def _bounded(http: Request, max_bytes: int, patience: asyncio.Timeout, timeout_s: float) -> AsyncGenerator[bytes]:
+    """Yields the body, and extends `patience` by the time that what has arrived may take."""
+    num_bytes, begun_s = 0, asyncio.get_running_loop().time()
     async for part in http.stream():
         num_bytes += len(part)
         if num_bytes > max_bytes:
             raise UnreadRequest("file", f"is larger than router.batches.file_bytes allows ({max_bytes}); split it", 413)
+        patience.reschedule(begun_s + timeout_s + num_bytes / _SLOWEST_BYTES_S)
         yield part
 
 

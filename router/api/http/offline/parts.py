@@ -47,7 +47,9 @@ class OfflineParts:
         def read_request(raw: bytes, endpoint: str) -> BatchLine:
             return read_line(raw, endpoint, limits.request_bytes, read)
 
-        runner = BatchRunner(batches, self._batches, self._files, answer, self._pool_use, read_request)
+        runner = BatchRunner(
+            batches, self._batches, self._files, answer, self._pool_use, read_request, limits.request_bytes
+        )
         add_files(app, preparer, self._files, batches.file_bytes)
         add_batches(app, calls, preparer, self._batches, runner, endpoints, batches)
         return runner

@@ -17,6 +17,9 @@ from penstock.config import RouterConfig
 from penstock.rpc.secret import digest_of
 from penstock.rpc.server import make_channel
 from penstock.v1 import ext_proc_pb2 as pb
+from router.api.limits import HeldBytes
+from router.api.picker.exchange import PickExchange
+from router.api.picker.picker import RouterPicker
 from router.api.picker.service import EXTERNAL_PROCESSOR
 from tests.support.router.engine_double import BLOCK, EngineDouble, expected, running_engines
 from tests.support.router.envoy import running_envoy
@@ -217,6 +220,45 @@ async def test_a_body_in_pieces_is_passed_on_whole() -> None:
         assert max(len(part.body) for part in parts) < 64 * 1024
         call.cancel()
         await until(lambda: num_inside(router) == 0)
+
+
+async def test_a_stream_is_of_one_request_and_leaves_nothing() -> None:
+    """Headers that came again would put another pick in the place of the first one, whose slot nobody gave back."""
+    async with picking(EngineDouble()) as router, process_calls(router) as process:
+        call = process()
+        await call.write(headers_message())
+        await call.write(body_message(json.dumps(completion()).encode()))
+        async with asyncio.timeout(60.0):
+            assert picked(await call.read())
+            await call.read()  # its body
+            assert num_inside(router) == 1
+            await call.write(headers_message("/v1/models", ends=True))
+            response = await call.read()
+        assert response.immediate_response.status.code == 400
+        assert b"come a second time" in response.immediate_response.body
+        await until(lambda: num_inside(router) == 0)
+
+
+async def test_a_path_that_is_none_is_the_engines_to_judge() -> None:
+    async with picking(EngineDouble()) as router:
+        assert len(picked(await first_response(router, headers_message("//[", ends=True)))) == 1
+
+
+async def test_a_caller_without_a_key_is_refused_before_its_body() -> None:
+    tenants = {"acme": {"keys": [digest_of("acme-key")]}}
+    async with picking(EngineDouble(), tenants=tenants, metrics_token_file="") as router:
+        refused = await first_response(router, headers_message())
+        assert refused.immediate_response.status.code == 401
+
+
+async def test_empty_parts_of_a_body_take_no_memory() -> None:
+    async with picking(EngineDouble()) as router:
+        limits = router.server.context.config.limits
+        held_bytes = HeldBytes(limits, lambda limit: None)
+        exchange = PickExchange(RouterPicker("127.0.0.1:1", 0, lambda: True), limits, held_bytes, {})
+        for message in (headers_message(), *(body_message(b"", ends=False) for _ in range(100))):
+            assert await exchange.responses(message) == []
+        assert exchange._parts == []
 
 
 async def test_too_large_a_body_is_refused_before_it_is_whole() -> None:

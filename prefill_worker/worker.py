@@ -28,8 +28,7 @@ from kv_transfer.session.lease import Lease, Sweeper, heartbeat_s
 from kv_transfer.transports.transport import ALL_LAYERS, LayerGroup
 from penstock.config import PrefillConfig, WorkerConfig
 from penstock.errors import Cancelled, InvalidInput, PenstockError, TransferError
-from penstock.kv.page_hash import hash_pages
-from penstock.types import PageHash, PageId, StepTotals, TransferKey, WorkerLoad
+from penstock.types import PageId, StepTotals, TransferKey, WorkerLoad
 from penstock.v1 import common_pb2
 from prefill_worker.job import Closed, FirstToken, Heartbeat, PrefillJob, Pushed, ReservePages
 from prefill_worker.layerwise_push import LayerwisePush, LayerwiseStep
@@ -362,7 +361,7 @@ class PrefillWorker:
             self._push_pages(job, ready, group)
             job.num_pages_pushed = ready
         if job.computed:
-            hashes = self._hashes(sequence, size)[held:]
+            hashes = sequence.hashes_for(size, self._page_size)[held:]
             job.emit(Pushed(len(sequence.token_ids), tuple(hashes), len(job.destination), tuple(job.checksums)))
             self._sender.finish(job.key)
 
@@ -372,11 +371,6 @@ class PrefillWorker:
         tokens = range(first * size, min(ready * size, len(sequence.token_ids)))
         destination = job.destination[first - held : ready - held]
         self._sender.push_tokens(job.key, first - held, tokens, sequence.pages, destination, group)
-
-    def _hashes(self, sequence: Sequence, page_size: int) -> list[PageHash]:
-        if page_size == self._page_size:
-            return sequence.hash_full_pages(page_size)
-        return hash_pages(sequence.token_ids, page_size, sequence.salt)
 
     def _measure(self, num_sequences: int, num_tokens: int, num_contexts: float, elapsed_s: float) -> None:
         self._totals = self._totals.plus(num_tokens, num_contexts, elapsed_s)

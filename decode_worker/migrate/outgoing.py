@@ -36,8 +36,7 @@ from kv_transfer.session.lease import Lease, Sweeper, heartbeat_s
 from kv_transfer.session.transfer_session import Manifest
 from penstock.config import TransferConfig
 from penstock.errors import Cancelled, DeadlineExceeded, InvalidInput, PenstockError, Unavailable
-from penstock.kv.page_hash import hash_pages
-from penstock.types import Epoch, PageHash, PageId, RequestId, TransferId, TransferKey
+from penstock.types import Epoch, PageId, RequestId, TransferId, TransferKey
 from penstock.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
@@ -315,7 +314,7 @@ class OutgoingMigrations:
         manifest = Manifest(
             num_tokens=num_tokens,
             num_pages=num_pages - migration.num_held,
-            page_hashes=tuple(self._hashes(sequence, size)[migration.num_held : num_tokens // size]),
+            page_hashes=tuple(sequence.hashes_for(size, self._page_size)[migration.num_held : num_tokens // size]),
             checksums=tuple(migration.checksums),
         )
         request, now_s = self._worker.request_of(sequence), time.monotonic()
@@ -323,11 +322,6 @@ class OutgoingMigrations:
         state = sequence_state.to_wire(request, self._worker.timing(request), now_s, migration.num_known)
         paused_s = 0.0 if migration.token_s is None else now_s - migration.token_s
         self._calls.finish(migration.key, state, manifest, paused_s)
-
-    def _hashes(self, sequence: Generation, page_size: int) -> list[PageHash]:
-        if page_size == self._page_size:
-            return sequence.hash_full_pages(page_size)
-        return hash_pages(sequence.token_ids, page_size, sequence.salt)
 
     # The end.
 

@@ -15,10 +15,9 @@ from enum import StrEnum
 from decode_worker.prefill.remote_costs import RemoteCosts
 from decode_worker.prefill.step_costs import ChunkCosts, StepCosts
 from penstock.config import DecodeConfig
+from penstock.scheduling.queue_length import QueueLength
 from penstock.v1 import worker_pb2
 
-_MAX_WAITING = 4.0  # most prompts behind this one that are priced; beyond that, admission acts
-_SMOOTHING = 0.05  # weight of the newest prompt
 _NUM_SPLITS = 6  # splits tried for one prompt; each leaves twice as many tokens here as the last
 
 
@@ -95,7 +94,7 @@ class PrefillPlacement:
         self._config = config
         self.steps = StepCosts()
         self.remote = RemoteCosts()
-        self._busy_share = 0.0  # share of prompts that found a queue at their best prefill worker
+        self._behind = QueueLength()  # prompts behind one at its best prefill worker
 
     def choose(
         self, demand: PromptDemand, options: Sequence[RemoteOption], now_s: float, must_be_remote: bool = False
@@ -115,7 +114,7 @@ class PrefillPlacement:
         return _cheapest(self._all(demand, options, now_s), self._config.ttft_target_s)
 
     def _learn_from(self, demand: PromptDemand, best: RemoteOption) -> None:
-        self._busy_share += _SMOOTHING * ((best.queue_s > 0) - self._busy_share)
+        self._behind.observe(float(best.queue_s > 0))
         self.steps.assume(best.prefill_s / _num_computed(demand.num_tokens, best.cached_tokens))
 
     def _all(self, demand: PromptDemand, options: Sequence[RemoteOption], now_s: float) -> Iterator[PricedPlace]:
@@ -145,7 +144,7 @@ class PrefillPlacement:
         # The second token waits for the last page.
         num_bytes = (demand.num_tokens - demand.cached_tokens) * demand.token_bytes
         late_s = self.remote.landing_s(option.worker_id, num_bytes)
-        harm_s = self._num_behind * prefill_s + late_s
+        harm_s = self._behind.num_prompts * prefill_s + late_s
         return PricedPlace(PrefillPlace.REMOTE, first_s, harm_s, option, demand.num_tokens)
 
     def _split(self, demand: PromptDemand, option: RemoteOption, num_remote: int, now_s: float) -> PricedPlace:
@@ -156,20 +155,13 @@ class PrefillPlacement:
         hand_off_s = self.remote.hop_s(option.worker_id) + self.remote.landing_s(option.worker_id, num_bytes)
         here = self._chunks(demand, num_remote)
         first_s = option.queue_s + there_s + hand_off_s + here.total_s
-        harm_s = self._num_behind * there_s + demand.num_running * here.added_s
+        harm_s = self._behind.num_prompts * there_s + demand.num_running * here.added_s
         return PricedPlace(PrefillPlace.SPLIT, first_s, harm_s, option, num_remote)
 
     def _chunks(self, demand: PromptDemand, num_before: int) -> ChunkCosts:
         return self.steps.chunks(
             demand.num_tokens - num_before, num_before, demand.queued_tokens, demand.num_running, demand.step_tokens
         )
-
-    @property
-    def _num_behind(self) -> float:
-        """Estimates how many prompts wait behind one at a prefill worker, from how often there is a queue."""
-        if self._busy_share >= 1.0:
-            return _MAX_WAITING
-        return min(_MAX_WAITING, self._busy_share / (1.0 - self._busy_share))
 
 
 def _num_computed(num_tokens: int, cached_tokens: int) -> int:

@@ -122,6 +122,14 @@ class Sequence:
             self.page_hashes = hash_pages(self.token_ids, page_size, self.salt, self.page_hashes)
         return self.page_hashes
 
+    def hashes_for(self, page_size: int, own_page_size: int) -> list[PageHash]:
+        """Returns the hashes of all full pages of another worker's `page_size`; only those of `own_page_size`, this
+        worker's, are kept.
+        """
+        if page_size == own_page_size:
+            return self.hash_full_pages(page_size)
+        return hash_pages(self.token_ids, page_size, self.salt)
+
 
 def hash_one_more_page(sequences: Collection[Sequence], page_size: int) -> None:
     """Appends the hash of the next full page to each sequence, in one call and without copying any chain of hashes."""

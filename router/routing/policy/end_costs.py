@@ -11,12 +11,10 @@ import random
 from collections.abc import Sequence
 
 from penstock.config import KvAwareConfig
+from penstock.scheduling.queue_length import QueueLength
 from router.routing.policy import prices, pulls
 from router.routing.policy.interface import PlacementDemand, WorkerView
 from router.routing.policy.rendezvous import preferred
-
-_SMOOTHING = 0.05  # weight of the newest request
-_MAX_WAITING = 4.0  # prompts waiting on a worker, beyond which prices rise no further: then admission has to act
 
 # Cost in seconds, a random tie-breaker, the worker, the bonus subtracted from the cost, and the seconds to compute the
 # prompt there (0 for decode workers). A plain tuple: one is made for every worker of every request.
@@ -35,14 +33,12 @@ class PrefillContention:
     """
 
     def __init__(self) -> None:
-        self._busy_share = 0.0  # of workers with a queue: running mean over the requests placed
+        self._queue = QueueLength()
 
     @property
     def num_waiting(self) -> float:
-        """Returns the mean queue length at that utilization, the prompt in service included."""
-        if self._busy_share >= 1.0:
-            return _MAX_WAITING
-        return min(_MAX_WAITING, self._busy_share / (1.0 - self._busy_share))
+        """The mean queue length, including the prompt in service."""
+        return self._queue.num_prompts
 
     def observe(self, views: Sequence[WorkerView]) -> None:
         """Learns from the queues that a request finds."""
@@ -50,7 +46,7 @@ class PrefillContention:
 
     def observe_share(self, share: float) -> None:
         """Learns from the share of workers with a queue that a request finds."""
-        self._busy_share += _SMOOTHING * (share - self._busy_share)
+        self._queue.observe(share)
 
     def delays_s(
         self, demand: PlacementDemand, views: Sequence[WorkerView], computes_s: Sequence[float]

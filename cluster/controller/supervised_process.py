@@ -66,6 +66,10 @@ class SupervisedProcess(Protocol):
         """Stops the process cleanly; a router once its streams have ended, after `grace_s` at the latest."""
         ...
 
+    async def distrust(self) -> None:
+        """Sees to it that no process inherits pages of this one, which answers wrongly. Raises PenstockError."""
+        ...
+
     async def kill(self) -> None:
         """Removes the process and what it holds, whatever its state; may be called twice."""
         ...

@@ -32,6 +32,9 @@ from penstock.v1 import worker_pb2
 
 log = logging.getLogger(__name__)
 
+DISTRUST_TIMEOUT_S = (
+    10.0  # for the keeper of a worker's machine to answer, before a worker that answers wrongly is killed
+)
 STOP_TIMEOUT_S = 10.0  # of one process's orderly stop, before it is killed
 
 
@@ -174,6 +177,7 @@ class Supervisor:
         except WrongAnswer as error:
             reason = error.message
             self._pools.of(incarnation).on_wrong_answer(incarnation, reason)
+            await _distrust(process, incarnation)
         except TimeoutError:
             reason = f"not ready within start_timeout_s = {self._start_timeout_s:g} s"
         except PenstockError as error:
@@ -358,6 +362,15 @@ class Supervisor:
         slot = self._pools.slot_of(incarnation)
         is_lost = slot is not None and slot.state is WorkerState.LOST and not slot.is_leaving
         return is_lost and self._spares.has_warm(incarnation.pool_name)
+
+
+async def _distrust(process: SupervisedProcess, incarnation: Incarnation) -> None:
+    """Blocks for a few seconds at most. A failure is logged: the process is killed all the same."""
+    try:
+        async with asyncio.timeout(DISTRUST_TIMEOUT_S):
+            await process.distrust()
+    except (TimeoutError, PenstockError) as error:
+        log.error("%s: others may inherit its pages: %s", incarnation.worker_id, error or "out of time")
 
 
 async def _stop_in_order(process: SupervisedProcess, grace_s: float) -> None:

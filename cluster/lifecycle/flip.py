@@ -117,6 +117,9 @@ class RoleFlip:
         if (process := await self._take_process()) is not None:
             await process.stop(grace_s)
 
+    async def distrust(self) -> None:
+        await self.process.distrust()
+
     async def kill(self) -> None:
         if (process := await self._take_process()) is not None:
             await process.kill()

@@ -279,6 +279,9 @@ class TakenSpare:
             raise Unavailable("it holds nothing yet that must end cleanly")
         await self._process.stop(grace_s)
 
+    async def distrust(self) -> None:
+        await self._process.distrust()
+
     async def kill(self) -> None:
         if self._spare is not None and self._spare.warming is not None:
             self._spare.warming.cancel()

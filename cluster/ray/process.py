@@ -31,6 +31,7 @@ from cluster.ray import placement
 from penstock.errors import Unavailable, from_status
 from penstock.rpc.server import Dial
 from penstock.v1 import worker_pb2
+from worker.pull.kept import keeper_link
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ NAMESPACE = "penstock"
 ONE_BYTE = 1
 _REMOVE_TIMEOUT_S = 5.0  # time for Ray to confirm that a killed router is gone
 _WORKER_REMOVE_TIMEOUT_S = 2.0
-_KILL_TIMEOUT_S = 3.0  # deadline of a signal sent through Ray to another node
+_ON_NODE_TIMEOUT_S = 3.0  # deadline of a call through Ray on another node
 _LEAVE_MARGIN_S = 5.0  # time a stopping router gets on top of its streams' grace period
 
 
@@ -195,6 +196,13 @@ class RayProcess:
         except RayError as error:
             raise Unavailable(f"its process died while stopping: {_first_line(error)}") from error
 
+    async def distrust(self) -> None:
+        keeper, report = self._spec.config.get("keeper"), self._report
+        if keeper is None or report is None or report.started is None:
+            return
+        assert isinstance(keeper, Mapping)
+        await run_on_node(report.node_id, keeper_link.distrust, str(keeper["name"]), report.started.pid)
+
     async def kill(self) -> None:
         if self._actor is not None:
             await self._kill_actor(self._actor)
@@ -250,22 +258,27 @@ async def kill_process(node_id: str, pid: int) -> bool:
 
     Returns whether the process is certain to end; on an unreachable node it never is.
     """
-    if node_id == ray.get_runtime_context().get_node_id():
-        _kill(pid)
-        return True
     try:
-        async with asyncio.timeout(_KILL_TIMEOUT_S):
-            await (await asyncio.to_thread(_kill_on_node, node_id, pid))
-    except (RayError, TimeoutError) as error:
-        log.info("process %d of node %s was not signalled: %s", pid, node_id, type(error).__name__)
+        await run_on_node(node_id, _kill, pid)
+    except Unavailable as error:
+        log.info("process %d was not signalled: %s", pid, error.message)
         return False
     return True
 
 
-def _kill_on_node(node_id: str, pid: int) -> Any:
-    """Starts a Ray task on the node that sends the signal. Blocks while Ray's head is down."""
+async def run_on_node(node_id: str, function: Callable[..., None], *arguments: object) -> None:
+    """Calls a short function on any node, in a Ray task where it is not this one. Raises what the function raises, or
+    Unavailable if the node does not answer within _ON_NODE_TIMEOUT_S."""
+    if node_id == ray.get_runtime_context().get_node_id():
+        await asyncio.to_thread(function, *arguments)
+        return
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    return ray.remote(_kill).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(pid)
+    task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+    try:
+        async with asyncio.timeout(_ON_NODE_TIMEOUT_S):
+            await (await asyncio.to_thread(task.remote, *arguments))  # `remote` blocks while Ray's head is down
+    except (RayError, TimeoutError) as error:
+        raise Unavailable(f"node {node_id} does not answer: {type(error).__name__}") from error
 
 
 def _kill(pid: int) -> None:

@@ -15,6 +15,7 @@ from penstock.config.security import SecurityConfig, TlsConfig
 from penstock.config.tenants import TenantConfig, TenantName
 from penstock.config.workers import (
     DecodeConfig,
+    KeeperConfig,
     KvPublisherConfig,
     LabelsConfig,
     LookasideConfig,
@@ -114,6 +115,8 @@ class ServeConfig(FrozenConfig):
     """
     kv_publisher: KvPublisherConfig | None = None
     """Publishes each worker's KV events for routers of other projects; by default only Penstock's routers get them."""
+    keeper: KeeperConfig | None = None
+    """Lets cached pages outlive a worker process that dies; by default they end with it."""
     kv_store: KvStoreConfig | None = None
     """Shares cached pages among the workers of all hosts, and with those that are started later; by default a page ends
     with its worker."""
@@ -189,6 +192,8 @@ class ServeConfig(FrozenConfig):
             )
         for role in Role:
             engine = self.engine_config(role)
+            if self.keeper is not None and self.pool(role).highest:
+                self._check_keeper(role, engine)
             if self.kv_store is not None and self.pool(role).highest:
                 self.kv_store.check_engine(engine)
             named = "adapters_file is set" if self.adapters_file else f"adapters names {len(self.adapters)}"
@@ -199,6 +204,14 @@ class ServeConfig(FrozenConfig):
                 )
         self.router_config()
         return self
+
+    def _check_keeper(self, role: Role, engine: EngineConfig) -> None:
+        num_gpus = self.pool(role).num_gpus
+        if num_gpus or engine.tensor_parallel > 1:
+            raise ValueError(
+                f"keeper keeps the memory of CPU workers of one rank, and {role.value} workers have num_gpus = "
+                f"{num_gpus:g} and tensor_parallel = {engine.tensor_parallel}; remove it"
+            )
 
     @property
     def model_name(self) -> str:
@@ -254,5 +267,6 @@ class ServeConfig(FrozenConfig):
             last_metrics_port=last_port,
             price_per_hour=self.pool(role).price_per_hour,
             kv_publisher=self.kv_publisher,
+            keeper=self.keeper,
             kv_store=self.kv_store,
         )

@@ -83,6 +83,10 @@ def test_a_pool_may_have_an_engine_that_differs(tmp_path: Path) -> None:
             "adapters names 1, and engine.max_adapters of prefill workers is 0; give the number that a worker holds",
         ),
         (
+            'model = "m"\n[keeper]\n[decode_pool]\nnum_gpus = 1',
+            "keeper keeps the memory of CPU workers of one rank, and decode workers have num_gpus = 1 and tensor_par",
+        ),
+        (
             'model = "m"\nadapters_file = "a"',
             "adapters_file is set, and engine.max_adapters of prefill workers is 0; give the number",
         ),

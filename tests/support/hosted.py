@@ -76,6 +76,9 @@ class HostedWorker:
     async def stop(self, grace_s: float = 0.0) -> None:
         await self.kill()
 
+    async def distrust(self) -> None:
+        pass  # these workers have no keeper
+
     async def kill(self) -> None:
         if not self._stopped:
             self._stopped = True
@@ -112,6 +115,9 @@ class HostedRouter:
     async def stop(self, grace_s: float = 0.0) -> None:
         await self.server.leave(grace_s or 2.0)
         await self.kill()
+
+    async def distrust(self) -> None:
+        pass  # these workers have no keeper
 
     async def kill(self) -> None:
         if not self._stopped:

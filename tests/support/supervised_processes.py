@@ -239,6 +239,9 @@ class PlainProcess:
         # A worker was drained before; a router's own `drain_s` bounds its streams.
         await self._end(signal.SIGTERM if self._is_router else signal.SIGINT, grace_s)
 
+    async def distrust(self) -> None:
+        pass  # these workers have no keeper
+
     async def kill(self) -> None:
         await self._end(signal.SIGKILL)
 

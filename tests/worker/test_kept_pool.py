@@ -11,6 +11,7 @@ from penstock.config import KeeperConfig
 from penstock.types import Role, SamplingParams
 from tests.support.plain_processes import Deployment
 from tests.support.serving import caller, worker_config
+from worker.pull.kept.keeper_link import distrust
 
 pytestmark = pytest.mark.processes
 
@@ -40,3 +41,22 @@ async def test_a_successor_continues_a_killed_workers_stream_with_its_pages() ->
             assert answer.timing is not None
             assert whole[:100] + answer.token_ids[:100] == whole
             assert answer.timing.cached_tokens == len(sent) // 16 * 16
+
+
+async def test_nobody_inherits_the_pages_of_a_worker_that_is_distrusted() -> None:
+    keeper = KeeperConfig(name=f"test-{uuid.uuid4().hex}", lease_s=60.0)
+    config = worker_config(Role.DECODE, MODEL, engine={"num_pages": 256}, decode={"placement": "local"})
+    config = config.model_copy(update={"keeper": keeper})
+    distrust(keeper.name, 1)  # there is no keeper yet
+    with Deployment() as deployment:
+        workers = []
+        for cached_tokens in (0, 592, 0):  # the second worker inherits, and so would the third
+            [worker] = deployment.start_workers([config])
+            workers.append(worker)
+            async with caller(worker.address) as router:
+                timing = (await router.answer(router.submit(PROMPT, LONG))).timing
+                assert timing is not None
+                assert timing.cached_tokens == cached_tokens
+            if len(workers) == 2:
+                distrust(keeper.name, worker.popen.pid)
+            worker.kill()

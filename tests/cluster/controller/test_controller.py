@@ -31,7 +31,7 @@ class FakeProcess:
     def __init__(self, world: World, incarnation: Incarnation) -> None:
         self.world, self.incarnation = world, incarnation
         self.reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.stopped = self.killed = False
+        self.stopped = self.killed = self.distrusted = False
 
     async def place(self, on_unplaced: OnUnplaced) -> None:
         if reason := self.world.unplaced.get(self.incarnation.worker_id):
@@ -63,6 +63,10 @@ class FakeProcess:
     async def stop(self, grace_s: float = 0.0) -> None:
         self.world.stop_order.append(self.incarnation.worker_id)
         self.stopped = True
+
+    async def distrust(self) -> None:
+        assert not self.killed, "its pages have been inherited"
+        self.distrusted = True
 
     async def kill(self) -> None:
         self.killed = True

@@ -134,6 +134,7 @@ async def test_no_worker_is_a_member_before_it_has_answered_rightly() -> None:
     status = await world.until(lambda status: worker(status, "decode-1").state == "quarantined")
     assert worker(status, "decode-1").detail == "it answers wrongly: token 0"
     await world.until(lambda status: worker(status, "prefill-0").state == "ready")
+    assert world.processes["decode-1", 1].distrusted
     assert world.processes["decode-1", 1].killed
     assert "decode-0" in dict(check.asked)["prefill-0"]  # it was asked through a decode worker
     members = await anext(world.controller.membership.watch())
@@ -153,6 +154,7 @@ async def test_a_worker_that_turns_wrong_is_quarantined_and_replaced(
     assert worker(status, "decode-1").state == "ready"
     del check.wrong["decode-0"]
     await world.until(lambda status: worker(status, "decode-0").state == "ready")
+    assert world.processes["decode-0", 1].distrusted
     assert world.processes["decode-0", 1].killed
     reasons = [event.reason for event in world.controller.events.after(0) if event.what == "quarantined"]
     assert reasons == ["it answers wrongly: token 0"]

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,10 +23,11 @@ from cluster.cli.admin_token import find_token
 from cluster.ray.launch import RayDeployment, launch
 from penstock import Client
 from penstock.client.results import GenerateResult, ResultBuilder
-from penstock.config import DecodeConfig, PoolConfig, ServeConfig
+from penstock.config import DecodeConfig, KeeperConfig, PoolConfig, ServeConfig
 from penstock.rpc.secret import PEER, ClusterSecrets
 from penstock.types import FinishReason
 from penstock.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
+from penstock.worker_metrics import KEPT_PAGES
 from tests.support.prefork.module_process import forked_ray_workers
 from tests.support.ray_nodes import controller_process
 
@@ -50,6 +52,7 @@ def deployment() -> Iterator[RayDeployment]:
         decode_pool=PoolConfig(replicas=2),
         decode=DecodeConfig(placement="remote"),
         engine={"kv_memory_bytes": 64 * 1024 * 1024, "dtype": "bfloat16"},
+        keeper=KeeperConfig(name=f"test-{uuid.uuid4().hex}"),
         start_timeout_s=240,
     )
     with forked_ray_workers(), launch(config) as running:
@@ -134,6 +137,19 @@ def test_a_killed_decode_worker_is_replaced_and_the_stream_goes_on(deployment: R
     successor = until_replaced(deployment, victim)
     assert successor.num_restarts == 1
     assert successor.member.epoch != victim.member.epoch
+    wait_for_kept_pages(deployment, successor)
+
+
+def wait_for_kept_pages(deployment: RayDeployment, successor: admin_pb2.WorkerStatus) -> None:
+    """Waits until a worker has taken back pages of its predecessor."""
+    deadline_s = time.monotonic() + REPLACED_WITHIN_S
+    while time.monotonic() < deadline_s:
+        workers = deployment.status().workers
+        (found,) = (each for each in workers if each.member.worker_id == successor.member.worker_id)
+        if found.load.metrics[KEPT_PAGES.name] > 0:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{successor.member.worker_id} has taken no page back")
 
 
 def _decode_workers(deployment: RayDeployment, busy: int) -> list[admin_pb2.WorkerStatus]:

@@ -2,7 +2,8 @@
 
 It runs as a script, imports only the standard library and maps nothing: of a pool it holds only the file descriptors of
 its memory and of its journal, which the worker passes over a Unix socket. A worker's connection stays open while the
-worker lives; if it ends without a `withdraw`, the worker is dead and its pool is kept for `lease_s`. Every worker with
+worker lives; if it ends without a `withdraw`, the worker is dead and its pool is kept for `lease_s`, unless a
+`distrust` has named its process. Every worker with
 the same key receives the pools of dead workers, existing ones when it connects and later ones as they appear. The files
 have no names, so nothing is left behind however keeper and workers end.
 
@@ -40,16 +41,22 @@ def socket_name(name: str) -> bytes:
     return b"\0penstock-keeper-%d-%s" % (os.getuid(), name.encode())
 
 
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Returns the process id and the user id of the other end."""
+    pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return pid, uid
+
+
 def is_of_this_user(connection: socket.socket) -> bool:
-    _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    return bool(uid == os.getuid())
+    return peer_of(connection)[1] == os.getuid()
 
 
 class KeptMemory:
     """The pool of a connected worker, or that of a dead one until `until_s`."""
 
-    def __init__(self, description: dict[str, object], files: list[int], lease_s: float) -> None:
+    def __init__(self, description: dict[str, object], files: list[int], lease_s: float, pid: int) -> None:
         self.description = description
+        self.pid = pid
         self.key = str(description["key"])
         self.worker_id = str(description["worker_id"])
         self.pool_id = str(description["pool_id"])
@@ -161,7 +168,7 @@ class Keeper:
         if kind == "deposit" and len(files) == NUM_FILES and self._owned.get(connection) is None:
             lease_s = min(max(float(str(message["lease_s"])), 0.0), _MAX_LEASE_S)
             description = {name: message[name] for name in ("key", "worker_id", "pool_id", "num_pages")}
-            mine = self._owned[connection] = KeptMemory(description, files, lease_s)
+            mine = self._owned[connection] = KeptMemory(description, files, lease_s, peer_of(connection)[0])
             for pool in self._kept:
                 if pool.key == mine.key:
                     self._hand_out(connection, pool)
@@ -173,11 +180,24 @@ class Keeper:
                 same = mine_now is not None and (pool.key, pool.worker_id) == (mine_now.key, mine_now.worker_id)
                 if same and pool.pool_id == message["pool_id"]:
                     self._let_go(pool)
+        elif kind == "distrust":
+            self._distrust(int(str(message["pid"])))
+            self._send(connection, {"op": "ready"})
         elif kind == "withdraw":
             self._drop(connection, is_dead=False)
         else:
             raise ValueError(f"message {kind!r} with {len(files)} files")
         return files
+
+    def _distrust(self, pid: int) -> None:
+        """Keeps nothing of a worker that computes wrongly, nor what its predecessors have left: they may have, too."""
+        for mine in list(self._owned.values()):
+            if mine is None or mine.pid != pid:
+                continue
+            mine.lease_s = 0.0
+            for pool in list(self._kept):
+                if (pool.key, pool.worker_id) == (mine.key, mine.worker_id):
+                    self._let_go(pool)
 
     def _drop(self, connection: socket.socket, *, is_dead: bool) -> None:
         """Ends a connection. Keeps the pool of a dead worker and hands it to the other workers with its key."""

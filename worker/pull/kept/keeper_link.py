@@ -206,6 +206,25 @@ def connect(name: str) -> socket.socket:
     return connection
 
 
+def distrust(name: str, pid: int) -> None:
+    """Makes this user's keeper called `name`, if there is one, keep nothing of that process or its predecessors.
+
+    Blocks until it holds, for a few seconds at most. Raises Unavailable.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(_TIMEOUT_S)
+        try:
+            connection.connect(socket_name(name))
+        except ConnectionRefusedError:
+            return  # without a keeper nothing is kept
+        try:
+            connection.send(json.dumps({"op": "distrust", "pid": pid}).encode())
+            if not connection.recv(MAX_MESSAGE_BYTES):
+                raise Unavailable("the keeper closed the connection; it may be of another version")
+        except OSError as error:
+            raise Unavailable(f"the keeper does not answer: {error}") from error
+
+
 def _start_keeper(name: str) -> None:
     """Starts a keeper. Returns once it, or another with the name, listens. Raises Unavailable."""
     command = [sys.executable, "-I", "-S", str(Path(keeper.__file__)), name]

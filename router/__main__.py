@@ -17,7 +17,7 @@ import uvloop
 
 from penstock.config import RouterConfig, load_process
 from penstock.errors import PenstockError
-from penstock.process import Shutdown, favour_event_loop, freeze_heap, return_freed_memory, set_up_logging
+from penstock.process.setup import Shutdown, favour_event_loop, freeze_heap, return_freed_memory, set_up_logging
 from penstock.rpc.addresses import LOOPBACK
 from router.server import RouterServer
 

@@ -16,7 +16,8 @@ from fastapi import FastAPI
 
 from penstock.config import RouterConfig
 from penstock.errors import ConfigError
-from penstock.process import raise_file_limit
+from penstock.process.setup import raise_file_limit
+from penstock.process.task_set import TaskSet
 from penstock.rpc.server import GrpcServer
 from penstock.v1 import admin_pb2
 from router.api.connection_guard import ConnectionGuard
@@ -63,6 +64,11 @@ class _HttpServer(uvicorn.Server):
         self._leaving.set()
         await asyncio.wait([self.task], timeout=timeout_s)
 
+    async def end(self) -> None:
+        """Cuts off what is still open."""
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
     async def main_loop(self) -> None:
         """Returns as soon as `leave` is called. Uvicorn's own loop looks for that ten times a second, whether or not
         there is anything to do; only the Date header of answers has to be renewed, each second."""
@@ -98,7 +104,7 @@ class RouterServer:
         self.fleet = parts.fleet
         self.context = parts.context
         self.preparer = parts.preparer
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = TaskSet()
         self.ports = Ports(0, 0, 0)
 
     async def start(self) -> None:
@@ -157,7 +163,7 @@ class RouterServer:
         service.add_to(self._grpc.server)
         control = self._grpc.add_control_port(_LOOPBACK) if self._needs_control_port else 0
         grpc_port = await self._grpc.start(self._config.host, self._config.grpc_port, "grpc_port")
-        self._tasks.append(asyncio.create_task(guard.watch(grpc_port), name="connections"))
+        self._tasks.start(guard.watch(grpc_port), name="connections")
         app, batch_runner = make_app(
             self.preparer,
             self._dispatcher,
@@ -170,7 +176,7 @@ class RouterServer:
         )
         if batch_runner is not None:
             self.fleet.watch_loads(batch_runner.on_load)
-            self._tasks.append(asyncio.create_task(batch_runner.run(), name="batches"))
+            self._tasks.start(batch_runner.run(), name="batches")
         add_live_page(app, self._live, self._check_scraper)
         self._https = [self._serve_http(app, http_socket, self.connections, asks_for_certificate=True)]
         if metrics_socket is not None:
@@ -191,12 +197,12 @@ class RouterServer:
             self._picker.port if self._picker is not None else None,
         )
         await self.fleet.peers.start(self._config.peer_host, self._config.peer_port, self.context.gate)
-        self._tasks.append(asyncio.create_task(self._follow_health(), name="health"))
-        self._tasks.append(asyncio.create_task(self._trust.watcher.follow(), name="key files"))
+        self._tasks.start(self._follow_health(), name="health")
+        self._tasks.start(self._trust.watcher.follow(), name="key files")
         if self._config.admin:
-            self._tasks.append(asyncio.create_task(follow_admin(self._config.admin, self.fleet), name="admin"))
+            self._tasks.start(follow_admin(self._config.admin, self.fleet), name="admin")
             reporting = report_demand(self._config.admin, self._trust.channel, self._demand)
-            self._tasks.append(asyncio.create_task(reporting, name="demand"))
+            self._tasks.start(reporting, name="demand")
         else:
             self.fleet.set_addresses(self._config.workers)
             follow_engines(self._config, self.preparer.card.name, self.fleet, self._trust)
@@ -256,10 +262,7 @@ class RouterServer:
         if self._picker is not None:
             stopping.append(self._picker.stop())
         await asyncio.gather(*stopping)
-        tasks = [*self._tasks, *(each.task for each in self._https)]
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        await asyncio.gather(self._tasks.close(), *(each.end() for each in self._https))
         self._metrics.loop_lag.stop()
         self.context.gate.close()
         await self.fleet.stop()

@@ -25,6 +25,7 @@ import grpc.aio
 
 from penstock import wire
 from penstock.errors import PenstockError, refuses_connections
+from penstock.process.task_set import TaskSet
 from penstock.types import Epoch, TransferKey
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 
@@ -62,7 +63,7 @@ class FenceKeeper:
         self._on_quiesced = on_quiesced
         self._ways_in = ways_in
         self._first_pause_s = first_pause_s
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._gone: OrderedDict[Epoch, None] = OrderedDict()
         self._news = asyncio.Event()  # set and replaced when more incarnations are known to be gone
 
@@ -72,9 +73,7 @@ class FenceKeeper:
 
     def watch(self, key: TransferKey, address: str) -> None:
         """Starts to ask the sender at `address` about the transfer."""
-        task = asyncio.create_task(self._watch(key, address))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._watch(key, address))
 
     def on_gone(self, epochs: Iterable[Epoch]) -> None:
         """Records that, according to the controller, the machines of these incarnations are dead."""
@@ -87,9 +86,7 @@ class FenceKeeper:
         self._news = asyncio.Event()
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     async def _watch(self, key: TransferKey, address: str) -> None:
         proof = await self._find_proof(key, address)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from penstock.config import WorkerConfig, load_process
 from penstock.errors import PenstockError
-from penstock.process import Shutdown, set_up_logging
+from penstock.process.setup import Shutdown, set_up_logging
 from penstock.types import Epoch, Role
 from worker.start_progress import StartReporter, progress_bar
 

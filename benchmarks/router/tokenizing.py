@@ -19,7 +19,7 @@ from benchmarks.common.report import Row, percentile
 from benchmarks.common.timing import Stopwatch
 from benchmarks.router.load import make_text
 from router.text.chat_template import ChatTemplate
-from router.text.template_sandbox import compile_template
+from router.text.template_functions import compile_template
 from router.text.tokenizer import Tokenizer
 
 _TICK_S = 0.001

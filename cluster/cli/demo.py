@@ -26,7 +26,7 @@ from penstock.charts.table import columns_of, format_table
 from penstock.client.results import ChatMessage, GenerateResult, ResultBuilder
 from penstock.config import DecodeConfig, PoolConfig, ServeConfig
 from penstock.errors import PenstockError
-from penstock.process import set_up_logging
+from penstock.process.setup import set_up_logging
 
 _MODEL = Path(__file__).resolve().parents[2] / "models" / "penstock-tiny"
 _MAX_TOKENS = 120

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from cluster.cli.catalog import GROUPS, find_group, format_groups, load_command, suggest_command
 from cluster.cli.command_parser import CommandParser, nested_parsers
 from penstock.charts.table import printable
-from penstock.process import set_up_logging
+from penstock.process.setup import set_up_logging
 
 ERROR = 2
 INTERRUPTED = 130

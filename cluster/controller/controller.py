@@ -36,6 +36,7 @@ from cluster.pools.spares import Spares
 from cluster.pools.start_policy import choose_starts
 from cluster.scaling.runner import AutoscalerRunner
 from penstock.errors import PenstockError
+from penstock.process.task_set import TaskSet
 from penstock.rpc.server import Dial
 from penstock.types import Role, WorkerId
 from penstock.v1 import admin_pb2
@@ -72,7 +73,7 @@ class Controller:
     balancing: RebalanceRunner
     machines: Machines | None  # None: unknown, and starts are not bounded
     dial: Dial
-    _tasks: list[asyncio.Task[None]] = field(default_factory=list, init=False)
+    _tasks: TaskSet = field(default_factory=TaskSet, init=False)
     _is_stopping: bool = field(default=False, init=False)
 
     def recover(self, record: ControllerRecord, found: Sequence[FoundProcess]) -> None:
@@ -96,14 +97,14 @@ class Controller:
 
     def start(self) -> None:
         """Begins to bring the pools to their size; returns at once."""
-        self._tasks.append(asyncio.create_task(self._reconcile_forever(), name="reconcile"))
+        self._tasks.start(self._reconcile_forever(), name="reconcile")
         self.upgrading.resume()
         self.weights.resume()
         self.relocation.start()
         if self.scaling.is_on:
-            self._tasks.append(asyncio.create_task(self.scaling.run(), name="autoscaler"))
+            self._tasks.start(self.scaling.run(), name="autoscaler")
         if self.balancing.config.enabled:
-            self._tasks.append(asyncio.create_task(self.balancing.run(), name="balancing"))
+            self._tasks.start(self.balancing.run(), name="balancing")
 
     async def _reconcile_forever(self) -> None:
         while True:
@@ -148,8 +149,7 @@ class Controller:
             return
         self._is_stopping = True
         self.keeper.close()
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
         self.readiness.close()
         self.relocation.close()
         self.gone.close()

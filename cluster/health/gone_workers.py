@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Coroutine
+from collections.abc import Collection
 from typing import Protocol
 
 import grpc
 import grpc.aio
 
 from cluster.pools.pool import NO_EPOCH, ROUTER, Incarnation, Pools
+from penstock.process.task_set import TaskSet
 from penstock.rpc.server import Dial
 from penstock.types import Epoch
 from penstock.v1 import worker_pb2, worker_pb2_grpc
@@ -45,7 +46,7 @@ class GoneWorkers:
         self._pools = pools
         self._dial = dial
         self._look_every_s = look_every_s
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     def on_lost(self, incarnation: Incarnation) -> None:
         """Begins to watch the node of a lost worker. Call it before the pool forgets the incarnation."""
@@ -53,7 +54,7 @@ class GoneWorkers:
         if self._nodes is None or slot is None or incarnation.pool_name == ROUTER:
             return
         if slot.epoch != NO_EPOCH and slot.node:
-            self._begin(self._follow(self._nodes, slot.epoch, slot.node))
+            self._tasks.start(self._follow(self._nodes, slot.epoch, slot.node))
 
     async def _follow(self, nodes: DeadNodes, epoch: Epoch, node: str) -> None:
         deadline_s = time.monotonic() + _WATCH_S
@@ -66,7 +67,7 @@ class GoneWorkers:
         log.info("node %s of lost epoch %d is dead; the workers that serve are informed", node[:12], epoch)
         for slot in self._pools.worker_slots:
             if slot.epoch not in (NO_EPOCH, epoch) and slot.address:
-                self._begin(self._inform(slot.incarnation, slot.address, epoch))
+                self._tasks.start(self._inform(slot.incarnation, slot.address, epoch))
 
     async def _inform(self, incarnation: Incarnation, address: str, gone: Epoch) -> None:
         """Informs one worker, and tries again while it is the same one and has not answered."""
@@ -90,11 +91,5 @@ class GoneWorkers:
         except TimeoutError:
             log.warning("%s has not answered that epoch %d is gone", incarnation.worker_id, gone)
 
-    def _begin(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 
@@ -12,6 +11,7 @@ from cluster.lifecycle.drain import TIMEOUT_S, Drain, HandoverBounds
 from cluster.pools.pool import Incarnation, Pools, Slot, WorkerState, member_of
 from penstock.config import ServeConfig
 from penstock.errors import InvalidInput
+from penstock.process.task_set import TaskSet
 from penstock.rpc.server import Dial
 from penstock.types import Role, WorkerEnd, WorkerId
 
@@ -38,7 +38,7 @@ class DrainService:
         self._dial = dial
         self._publish = publish
         self._drains: dict[Incarnation, Drain] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     @property
     def is_active(self) -> bool:
@@ -92,9 +92,7 @@ class DrainService:
     ) -> Drain:
         """Starts a drain and ends the worker when it is over. `at_once` starts the replacement before that."""
         drain = self.begin(slot, timeout_s, replaced=replaced, at_once=at_once, end=end)
-        task = asyncio.create_task(self._end_when_empty(drain, slot.incarnation))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._end_when_empty(drain, slot.incarnation))
         return drain
 
     def begin(self, slot: Slot, timeout_s: float, *, replaced: bool, at_once: bool = False, end: WorkerEnd) -> Drain:
@@ -122,5 +120,4 @@ class DrainService:
             self.forget(incarnation)
 
     def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()

@@ -31,6 +31,7 @@ from cluster.lifecycle.relocation_policy import (
 )
 from cluster.pools.pool import Incarnation, Pools, Slot, WorkerState
 from penstock.errors import InvalidInput
+from penstock.process.task_set import TaskSet
 from penstock.types import Role, WorkerEnd, WorkerId
 
 log = logging.getLogger(__name__)
@@ -125,14 +126,13 @@ class RelocationService:
         self._events = events
         self._patience_s = patience_s
         self._relocations: dict[Incarnation, Relocation] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._watching: asyncio.Task[None] | None = None
+        self._tasks = TaskSet()
         self._moving: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Starts to watch the nodes."""
         if self._nodes is not None:
-            self._watching = asyncio.create_task(self._nodes.watch(self.on_notices), name="nodes")
+            self._tasks.start(self._nodes.watch(self.on_notices), name="nodes")
 
     def on_notices(self, notices: Iterable[NodeNotice]) -> None:
         """Takes all nodes that are about to go, and starts to relocate their workers."""
@@ -151,7 +151,7 @@ class RelocationService:
                 self._begin(slot)
         own = self._nodes.own_node if self._nodes is not None else ""
         if own in self._leaving_nodes.notices and self._moving is None:
-            self._moving = asyncio.create_task(self._move_controller(own), name="move")
+            self._moving = self._tasks.start(self._move_controller(own), name="move")
 
     @property
     def is_moving(self) -> bool:
@@ -188,9 +188,7 @@ class RelocationService:
             f"beside {slot.worker_id}, whose node goes", has_served=True
         )
         relocation = self._relocations[slot.incarnation] = Relocation(slot.worker_id, successor.worker_id)
-        task = asyncio.create_task(self._run(relocation, slot.incarnation, slot.node))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._run(relocation, slot.incarnation, slot.node))
         self._membership.publish()
 
     async def _run(self, relocation: Relocation, incarnation: Incarnation, node: str) -> None:
@@ -250,10 +248,7 @@ class RelocationService:
         self._membership.publish()
 
     def close(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-        for task in (*self._tasks, *filter(None, [self._moving])):
-            task.cancel()
+        self._tasks.cancel()
 
 
 def _earlier(known: NodeNotice, notice: NodeNotice) -> NodeNotice:

@@ -16,7 +16,7 @@ import uvloop
 from cluster.local.role_host import RoleHost
 from penstock.config import LoadedWeightsConfig, WorkerConfig
 from penstock.errors import InvalidInput
-from penstock.process import Shutdown
+from penstock.process.setup import Shutdown
 from penstock.rpc.server import GrpcServer, typed_errors
 from penstock.rpc.trust import Trust
 from penstock.types import PauseMode, Role, WorkerId

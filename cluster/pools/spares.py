@@ -23,6 +23,7 @@ from cluster.pools.pool import SPARE, Incarnation, Pools
 from cluster.pools.pool_policy import choose_num_spares
 from cluster.pools.weight_change import WeightChange
 from penstock.errors import PenstockError, Unavailable
+from penstock.process.task_set import TaskSet
 from penstock.types import Role, WorkerId
 from penstock.v1 import admin_pb2
 
@@ -78,7 +79,7 @@ class Spares:
         self._publish = publish
         self._spares: list[Spare] = []
         self._taken: dict[Incarnation, Spare] = {}  # spares that are becoming workers, by name
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending = TaskSet()
         self._failures_in_a_row = dict.fromkeys(counts, 0)
         self._retry_s = dict.fromkeys(counts, 0.0)  # earliest time of the next start
         self._next_number = 0
@@ -160,9 +161,7 @@ class Spares:
         self._spares.remove(spare)
         spare.warming.cancel()
         spare.watching.cancel()
-        ending = asyncio.create_task(spare.process.kill())
-        self._ending.add(ending)
-        ending.add_done_callback(self._ending.discard)
+        self._ending.start(spare.process.kill())
         self._note(spare, state, reason)
 
     def _note(self, spare: Spare, state: SpareState, reason: str = "") -> None:
@@ -225,7 +224,7 @@ class Spares:
         self._is_closed = True
         for spare in list(self._spares):
             self._remove(spare, SpareState.ENDED, "the deployment ends")
-        await asyncio.gather(*self._ending, return_exceptions=True)
+        await self._ending.wait()
 
 
 class TakenSpare:

@@ -45,7 +45,7 @@ from penstock.client.async_client import AsyncClient
 from penstock.client.retry import RetryPolicy
 from penstock.config import ServeConfig, WorkerConfig, parse
 from penstock.errors import PenstockError, Unavailable, to_status
-from penstock.process import set_up_logging
+from penstock.process.setup import set_up_logging
 from penstock.rpc.addresses import LOOPBACK
 from penstock.rpc.reload import WatchedFiles
 from penstock.rpc.secret import ADMIN

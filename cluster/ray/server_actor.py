@@ -27,7 +27,7 @@ from cluster.ray.process import StartReport
 from cluster.ray.sigterm import on_sigterm
 from penstock.config import RouterConfig, WorkerConfig, parse
 from penstock.errors import InternalError, InvalidInput, PenstockError, to_status
-from penstock.process import favour_event_loop, freeze_heap, return_freed_memory, set_up_logging
+from penstock.process.setup import favour_event_loop, freeze_heap, return_freed_memory, set_up_logging
 from penstock.rpc.addresses import LOOPBACK, callable_host
 from penstock.types import Epoch, Role, WorkerId
 from worker.main import drain_server

@@ -20,6 +20,7 @@ from engine.step.loop import StepLoop
 from kv_transfer.session.transfer_session import Manifest
 from penstock import wire
 from penstock.errors import DeadlineExceeded, PenstockError, Unavailable, from_rpc_error, from_status, to_status
+from penstock.process.task_set import TaskSet
 from penstock.types import Epoch, PageId, TransferKey, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from worker.channels import Channels
@@ -81,7 +82,7 @@ class MigrationClient:
         self._num_ranks = num_ranks
         self._running = asyncio.get_running_loop()
         self._calls: dict[TransferKey, _Call] = {}  # until `close`, the transfer may write
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     def is_open(self, key: TransferKey) -> bool:
         return key in self._calls
@@ -127,9 +128,7 @@ class MigrationClient:
     async def stop(self) -> None:
         for call in self._calls.values():
             call.stop_timer()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     # On the event loop.
 
@@ -139,9 +138,7 @@ class MigrationClient:
         call = self._calls[key] = _Call(target, events)
         call.commands.put_nowait(worker_pb2.MigrationCommand(start=start))
         self._set_timer(key, call, _DESTINATION_TIMEOUT_S, f"{target.worker_id} reserved no pages")
-        call.task = asyncio.create_task(self._follow(key, call))
-        self._tasks.add(call.task)
-        call.task.add_done_callback(self._tasks.discard)
+        call.task = self._tasks.start(self._follow(key, call))
 
     def _finish(self, key: TransferKey, finish: worker_pb2.MigrationFinish) -> None:
         call = self._calls[key]

@@ -12,9 +12,10 @@ from decode_worker.migrate.outgoing import OutgoingMigrations
 from decode_worker.request import DecodeRequest
 from engine.step.loop import StepLoop
 from kv_transfer.endpoints import KvReceiver
+from kv_transfer.session.handshake import check_receiver
 from kv_transfer.session.transfer_session import Manifest
 from penstock import wire
-from penstock.errors import InvalidInput, PenstockError, TransferError, Unavailable, from_status, to_status
+from penstock.errors import InvalidInput, PenstockError, Unavailable, from_status, to_status
 from penstock.rpc.addresses import require_source_address
 from penstock.rpc.server import read_start
 from penstock.types import Epoch, PageHash, PageId, RequestId, TransferKey, WorkerId
@@ -127,8 +128,7 @@ class MigrationService:
     ) -> AsyncGenerator[worker_pb2.MigrationEvent, None]:
         start = (await read_start(commands)).start
         key = wire.transfer_key_from_wire(start.transfer)
-        if key.receiver_epoch != self._epoch:
-            raise TransferError(f"transfer {key.transfer_id}: for epoch {key.receiver_epoch}, this is {self._epoch}")
+        check_receiver(key, self._epoch)
         num_ranks = start.num_ranks or 1
         call = SourceStream(self._receiver.offer(WorkerId(start.worker_id), key.sender_epoch, num_ranks))
         self._loop.post(lambda: self._incoming.on_start(key, start, call))

@@ -23,6 +23,7 @@ from penstock import wire
 from penstock.errors import PenstockError, from_rpc_error, from_status
 from penstock.kv.adapters import AdapterRef
 from penstock.kv.kv_hints import NO_KV_HINTS, KvHints
+from penstock.process.task_set import TaskSet
 from penstock.rpc.measured import MAX_STAGE_MS, drop_false_figures
 from penstock.types import Epoch, Lane, PageHash, PageId, SamplingParams, TransferKey, WorkerId
 from penstock.v1 import common_pb2, worker_pb2
@@ -112,7 +113,7 @@ class PrefillClient:
         self._fences = fences
         self._commands: dict[TransferKey, Commands] = {}
         self._warm = WarmCalls(channels)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     def start(self, prefill: RemotePrefill, events: TransferEvents) -> None:
         """Opens the call; `events` receives the prefill worker's answers."""
@@ -132,9 +133,7 @@ class PrefillClient:
 
     async def close(self) -> None:
         await self._warm.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     def _start(self, prefill: RemotePrefill, events: TransferEvents) -> None:
         candidate = prefill.candidate
@@ -147,9 +146,7 @@ class PrefillClient:
         commands: Commands = warm.commands if warm is not None else asyncio.Queue()
         commands.put_nowait(_start_message(prefill, offer))
         self._commands[prefill.key] = commands
-        task = asyncio.create_task(self._follow(prefill, events, commands, warm))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._follow(prefill, events, commands, warm))
 
     def _send(self, key: TransferKey, command: worker_pb2.PrefillCommand) -> None:
         if key in self._commands:

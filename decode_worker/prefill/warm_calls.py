@@ -13,6 +13,7 @@ from typing import Protocol
 
 import grpc.aio
 
+from penstock.process.task_set import TaskSet
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from worker.channels import Channels
 
@@ -64,7 +65,7 @@ class WarmCalls:
     def __init__(self, channels: Channels) -> None:
         self._channels = channels
         self._ready: dict[str, WarmCall] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     def take(self, address: str) -> WarmCall | None:
         """Returns the opened call to a worker for the caller's use, if there is one that works."""
@@ -77,14 +78,10 @@ class WarmCalls:
         """Opens a call to a worker that is likely to be called again soon, unless there is one."""
         if address not in self._ready and len(self._ready) < _MAX_WARM:
             warm = self._ready[address] = WarmCall()
-            task = asyncio.create_task(self._hold(address, warm))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(self._hold(address, warm))
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     async def _hold(self, address: str, warm: WarmCall) -> None:
         async with self._channels.use(address) as channel:

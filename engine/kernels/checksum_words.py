@@ -16,8 +16,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from engine.sampling.counter_random import GOLDEN, mix
+
 BLOCK_WORDS = 1024
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: the increment of splitmix64
 _MASK = (1 << 64) - 1
 
 
@@ -43,7 +44,7 @@ def checksum_rows(pool_PW: torch.Tensor, pages: Sequence[int]) -> list[int]:
 @functools.cache
 def multipliers() -> np.ndarray:
     """Returns the odd uint64 numbers below 2^32 by which the words of a block are multiplied."""
-    numbers = np.array([_mix(word) & 0xFFFFFFFF | 1 for word in range(BLOCK_WORDS)], np.uint64)
+    numbers = np.array([_splitmix64(word) & 0xFFFFFFFF | 1 for word in range(BLOCK_WORDS)], np.uint64)
     numbers.flags.writeable = False
     return numbers
 
@@ -51,17 +52,14 @@ def multipliers() -> np.ndarray:
 @functools.lru_cache(maxsize=64)
 def factors(num_words: int) -> np.ndarray:
     """Returns the odd uint64 number of each block of a page of that many words."""
-    numbers = np.array([_mix(~block) | 1 for block in range(-(-num_words // BLOCK_WORDS))], np.uint64)
+    numbers = np.array([_splitmix64(~block) | 1 for block in range(-(-num_words // BLOCK_WORDS))], np.uint64)
     numbers.flags.writeable = False
     return numbers
 
 
-def _mix(number: int) -> int:
+def _splitmix64(number: int) -> int:
     """Returns splitmix64 of a number (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
-    value = (number + 1) * _GOLDEN & _MASK
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
-    return value ^ value >> 31
+    return mix((number + 1) * GOLDEN)
 
 
 def check_words(pool_PW: torch.Tensor, pages: Sequence[int]) -> None:

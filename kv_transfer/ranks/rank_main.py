@@ -11,7 +11,7 @@ from pathlib import Path
 from engine.parallel.spawn import end_with_parent, serve_rank, spawn_ranks
 from engine.parallel.worker_rank import RankExtension, WorkerRank
 from kv_transfer.ranks.rank_service import RankTransfers
-from penstock.process import set_up_logging
+from penstock.process.setup import set_up_logging
 
 launch_ranks = spawn_ranks("kv_transfer.ranks.rank_main")
 

@@ -31,7 +31,7 @@ from kv_transfer.layout.pages import PageBuffer
 from kv_transfer.layout.reshard import WHOLE_PAGE, PageRows, page_rows
 from kv_transfer.receive.arrival_table import ArrivalTable, TransferArrivals
 from kv_transfer.receive.known_peers import KnownPeers
-from kv_transfer.session.handshake import Offer
+from kv_transfer.session.handshake import Offer, check_receiver
 from kv_transfer.transports import registry
 from kv_transfer.transports.transport import Arrival, Peer, PolledTransport, ReceivingTransport
 from penstock.config import TransferConfig
@@ -131,10 +131,7 @@ class TransferReceiver:
         The transfer fails when no page comes for `timeout_s`, by default the configured time-out; pass `math.inf` if
         the caller watches the sender itself. Raises TransferError for another epoch or an open key.
         """
-        if key.receiver_epoch != self._epoch:
-            raise TransferError(
-                f"transfer {key.transfer_id}: receiver epoch {key.receiver_epoch}, this is {self._epoch}"
-            )
+        check_receiver(key, self._epoch)
         now_s, bound_s = time.monotonic(), self._config.timeout_s if timeout_s is None else timeout_s
         with self._lock:
             self._open.open(key, pages, bound_s, now_s)

@@ -14,7 +14,7 @@ import msgpack
 
 from engine.cache.kv_layout import KVLayout
 from penstock.errors import TransferError
-from penstock.types import Epoch
+from penstock.types import Epoch, TransferKey
 
 OFFER_VERSION = 3
 MAX_OFFER_BYTES = 1 << 20  # NIXL's metadata grows with the host's network interfaces: 0.5 KB here, tens with RDMA
@@ -43,6 +43,14 @@ class Offer:
                 "transports": [[name, dict(details)] for name, details in self.transports],
                 **({"heads": list(self.heads)} if self.heads is not None else {}),
             }
+        )
+
+
+def check_receiver(key: TransferKey, own_epoch: Epoch) -> None:
+    """Raises TransferError unless the transfer is meant for this incarnation."""
+    if key.receiver_epoch != own_epoch:
+        raise TransferError(
+            f"transfer {key.transfer_id}: receiver epoch {key.receiver_epoch}, this is {own_epoch}; it has restarted"
         )
 
 

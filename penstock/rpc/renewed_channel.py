@@ -13,6 +13,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from penstock.process.task_set import TaskSet
+
 
 class RenewedChannel(grpc.aio.Channel):  # type: ignore[misc]  # untyped base
     def __init__(self, dial: Callable[[], grpc.aio.Channel], version: Callable[[], int]) -> None:
@@ -22,7 +24,7 @@ class RenewedChannel(grpc.aio.Channel):  # type: ignore[misc]  # untyped base
         self._opened = version()
         self._channel = dial()
         self._num_calls: dict[grpc.aio.Channel, int] = {self._channel: 0}  # the current channel and those still in use
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = TaskSet()
 
     @property
     def num_open(self) -> int:
@@ -38,9 +40,7 @@ class RenewedChannel(grpc.aio.Channel):  # type: ignore[misc]  # untyped base
     def _close_if_unused(self, channel: grpc.aio.Channel) -> None:
         if channel is not self._channel and not self._num_calls.get(channel, 1):
             del self._num_calls[channel]
-            closing = asyncio.ensure_future(channel.close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            self._closing.start(channel.close())
 
     def _method(self, kind: str, args: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., Any]:
         made: tuple[grpc.aio.Channel, Callable[..., Any]] | None = None
@@ -77,7 +77,7 @@ class RenewedChannel(grpc.aio.Channel):  # type: ignore[misc]  # untyped base
     async def close(self, grace: float | None = None) -> None:
         channels = list(self._num_calls)
         self._num_calls.clear()
-        await asyncio.gather(*(channel.close(grace) for channel in channels), *self._closing)
+        await asyncio.gather(*(channel.close(grace) for channel in channels), self._closing.wait())
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         return self._current().get_state(try_to_connect)

@@ -13,7 +13,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from penstock.config.router import BatchConfig
@@ -32,7 +32,6 @@ from router.batches.records import (
 _RECORD, _LOCK, _CANCEL = "batch.json", "lock", "cancel"
 OUTPUT, ERRORS = "output.jsonl", "errors.jsonl"
 _RETRY_AFTER_S = 60.0
-_SKIPPED_BYTES = 1 << 20  # of too long a line, at a time
 _MAX_FINISHED = 1000  # batches of a tenant that are kept; a new one takes the place of the oldest
 
 
@@ -237,18 +236,3 @@ class BatchStore:
 
     def _folder(self, tenant: str) -> Path:
         return tenant_folder(self._root, tenant) / "batches"
-
-
-def input_lines(path: Path, most_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yields the lines of a file that are not blank, with their numbers from 1. Of a line that is longer than
-    `most_bytes`, which its reader refuses, only the first bytes beyond them are read into memory.
-    """
-    with path.open("rb") as file:
-        number = 0
-        while line := file.readline(most_bytes + 2):  # with its end
-            number += 1
-            rest = line
-            while rest and not rest.endswith(b"\n"):
-                rest = file.readline(_SKIPPED_BYTES)
-            if line.strip():
-                yield number, line

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.config.router import BatchConfig
-from penstock.errors import InvalidInput, PenstockError, Unavailable
-from router.batches.batches import ERRORS, OUTPUT, BatchClaim, BatchStore, input_lines
+from penstock.errors import PenstockError, Unavailable
+from router.batches.batches import ERRORS, OUTPUT, BatchClaim, BatchStore
 from router.batches.files import FileStore
+from router.batches.input_validation import LineReader, failed_without_input, input_lines, validate_input
 from router.batches.lines import BatchLine, answer_line, unanswered_line
 from router.batches.pacing_policy import PoolUse, lines_at_once
 from router.batches.records import BatchRecord, BatchStatus, FileNotFound, file_id_of
@@ -31,7 +32,6 @@ _SCAN_S = 5.0  # between looks for batches of other routers
 _CHECK_S = 1.0  # between looks for room, for a cancellation and for the end of the window, if nothing else happens
 _SWEEP_S = 3600.0
 _MAX_OPEN = 64  # batches that one router runs side by side, beside the first one of each tenant
-_MAX_ERRORS = 100  # of a batch's file that are listed
 _LINES = 64  # read at a time, and refused lines that wait for another attempt
 _LINES_BYTES = 1 << 20  # after which no more are read at a time
 _RETRY_S = (0.5, 30.0)  # least and most seconds between two attempts of a line
@@ -42,8 +42,6 @@ ResultT = TypeVar("ResultT")
 # Answers the request of a tenant at an endpoint: status, request id and body. Raises Unavailable if it may be tried
 # again.
 LineAnswerer = Callable[[str, str, bytes], Awaitable[tuple[int, str, dict[str, Any]]]]
-# Reads a line of a batch for an endpoint. Raises InvalidInput.
-LineReader = Callable[[bytes, str], BatchLine]
 
 
 @dataclass(slots=True, eq=False)
@@ -185,11 +183,13 @@ class BatchRunner:
             try:
                 path = await asyncio.to_thread(self._files.path, record.tenant, record.input_file_id, "input_file_id")
             except FileNotFound as error:
-                problems = [_listed(None, "input_file_deleted", error)]
-                await _in_thread(lambda: self._finish(claim, _failed(record, problems), BatchStatus.FAILED))
+                failed = failed_without_input(record, error)
+                await _in_thread(lambda: self._finish(claim, failed, BatchStatus.FAILED))
                 return
             if record.status is BatchStatus.VALIDATING:
-                record = await asyncio.to_thread(self._validated, record, path)
+                record = await asyncio.to_thread(
+                    validate_input, record, path, self._read_line, self._config.max_lines, self._line_bytes
+                )
                 await _in_thread(lambda: claim.save(record))
             if not record.status.is_final:
                 await self._answer_all(claim, record, path)
@@ -198,28 +198,6 @@ class BatchRunner:
             await asyncio.sleep(_SCAN_S)
         finally:
             claim.close()
-
-    def _validated(self, record: BatchRecord, path: Path) -> BatchRecord:
-        """Returns the batch in progress, or failed if a line is no request."""
-        seen, errors, count = set[str](), list[dict[str, Any]](), 0
-        for count, (number, raw) in enumerate(input_lines(path, self._line_bytes), 1):
-            try:
-                if count > self._config.max_lines:
-                    problem = f"has more lines than router.batches.max_lines = {self._config.max_lines}; split it"
-                    raise InvalidInput("input_file_id", problem)
-                line = self._read_line(raw, record.endpoint)
-                if line.custom_id in seen:
-                    raise InvalidInput("custom_id", f"is {line.custom_id[:100]!r} again; give each line its own")
-                seen.add(line.custom_id)
-            except InvalidInput as error:
-                errors.append(_listed(number, "invalid_line", error))
-                if len(errors) >= _MAX_ERRORS or count > self._config.max_lines:
-                    break
-        if not count:
-            errors.append(_listed(None, "empty_file", InvalidInput("input_file_id", "has no lines; write some")))
-        if errors:
-            return _failed(record, errors)
-        return replace(record.entered(BatchStatus.IN_PROGRESS, time.time()), num_lines=count)
 
     async def _answer_all(self, claim: BatchClaim, record: BatchRecord, path: Path) -> None:
         completed, failed = await _in_thread(lambda: (claim.done(OUTPUT), claim.done(ERRORS)))
@@ -338,11 +316,3 @@ async def _in_thread(work: Callable[[], ResultT]) -> ResultT:
     except asyncio.CancelledError:
         await asyncio.wait([working])
         raise
-
-
-def _failed(record: BatchRecord, errors: list[dict[str, Any]]) -> BatchRecord:
-    return replace(record.entered(BatchStatus.FAILED, time.time()), errors=tuple(errors))
-
-
-def _listed(number: int | None, code: str, error: InvalidInput) -> dict[str, Any]:
-    return {"code": code, "line": number, "message": error.message, "param": error.field}

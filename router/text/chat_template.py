@@ -23,7 +23,8 @@ from jinja2.meta import TrackingCodeGenerator
 from penstock.errors import CheckpointError, InternalError, InvalidInput
 from router.text.conversation import Conversation
 from router.text.frames import read_frame, write_frame
-from router.text.template_sandbox import INVALID, RENDERED, TOOL_TEMPLATE, compile_template, template_environment
+from router.text.template_functions import compile_template, template_environment
+from router.text.template_sandbox import INVALID, RENDERED, TOOL_TEMPLATE
 
 _ROOT = Path(__file__).resolve().parents[2]
 _STOP_TIMEOUT_S = 5.0

@@ -16,54 +16,19 @@ import os
 import resource
 import signal
 import sys
-from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
 import msgpack
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from router.text.frames import NICENESS, read_frame, used_bytes, write_frame
+from router.text.template_functions import compile_template
 
 # The first byte of an answer. After INVALID come a field's name, a line feed and what is wrong with the field.
 RENDERED, REFUSED, INVALID = b"+", b"-", b"!"
 TOOL_TEMPLATE = "tool_source"  # of the first frame: the template of conversations with tools, if there is one
 
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # ends with a space, which shows whether the template trims contents
-
-
-class _GenerationBlocks(Extension):
-    """Renders what is in `{% generation %}` blocks, which mark an assistant's text for training, like any text."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def compile_template(source: str) -> jinja2.Template:
-    """Runs nothing of the template, not even its constant expressions. Raises jinja2.TemplateSyntaxError."""
-    return template_environment().from_string(source)
-
-
-def template_environment() -> jinja2.Environment:
-    """Returns what templates are parsed and rendered with."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[loopcontrols, _GenerationBlocks],
-        undefined=jinja2.Undefined,
-        optimized=False,
-        finalize=_as_it_is,
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
 
 
 def main() -> None:
@@ -164,31 +129,6 @@ def _json_object(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-@jinja2.pass_context
-def _as_it_is(_: object, value: object) -> object:
-    """Demands the context, so that jinja2 evaluates constants when it renders and not when it compiles."""
-    return value
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Writes JSON as transformers' filter does, with the same options."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 if __name__ == "__main__":

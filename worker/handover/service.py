@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc.aio
 
+from kv_transfer.session.handshake import check_receiver
 from penstock import wire
 from penstock.errors import (
     InvalidInput,
@@ -152,10 +153,7 @@ class HandoverService(worker_pb2_grpc.PageHandoverServicer):
         async with typed_errors(context):
             start = (await read_start(request_iterator)).start
             key = wire.transfer_key_from_wire(start.transfer)
-            if key.receiver_epoch != self._epoch:
-                raise TransferError(
-                    f"transfer {key.transfer_id}: for epoch {key.receiver_epoch}, this is {self._epoch}"
-                )
+            check_receiver(key, self._epoch)
             source, num_ranks = WorkerId(start.worker_id), max(1, start.num_ranks)  # 0 means not specified
             offer = await asyncio.to_thread(self._intake.offer, source, key.sender_epoch, num_ranks)
             call = ReceivePagesCall(offer, self._post)

@@ -14,6 +14,7 @@ import grpc.aio
 
 from penstock import wire
 from penstock.errors import DeadlineExceeded, PenstockError, TransferError, from_rpc_error
+from penstock.process.task_set import TaskSet
 from penstock.types import Epoch, Lane, PageHash, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from worker.channels import Channels
@@ -42,7 +43,7 @@ class PullClient:
         self._worker_id = worker_id
         self._epoch = epoch
         self._running = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     def start(self, pull: PullRequest, on_end: Callable[[PenstockError | None], None]) -> None:
         """Starts a pull; may be called from any thread. Calls `on_end` once on the step loop, at the latest at the
@@ -52,14 +53,10 @@ class PullClient:
 
     async def close(self) -> None:
         """Cancels the pulls in flight."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     def _start(self, pull: PullRequest, on_end: Callable[[PenstockError | None], None]) -> None:
-        task = asyncio.create_task(self._follow(pull, on_end))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._follow(pull, on_end))
 
     async def _follow(self, pull: PullRequest, on_end: Callable[[PenstockError | None], None]) -> None:
         problem: PenstockError | None = None

@@ -16,7 +16,7 @@ import pytest
 
 from penstock.config.limits import LimitsConfig
 from penstock.errors import DeadlineExceeded, Overloaded, from_rpc_error
-from penstock.process import raise_file_limit
+from penstock.process.setup import raise_file_limit
 from penstock.v1 import inference_pb2
 from router.api.connection_guard import ConnectionAccounts, Traffic
 from router.api.http.connections import connections_for, peer_of

@@ -19,7 +19,7 @@ import pytest
 
 from penstock.config.limits import LimitsConfig
 from penstock.errors import InvalidInput, from_rpc_error
-from penstock.process import freeze_heap
+from penstock.process.setup import freeze_heap
 from penstock.v1 import inference_pb2
 from router.api.grpc import request_decoding
 from router.api.http import app as http_app

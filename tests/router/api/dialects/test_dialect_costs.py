@@ -8,7 +8,7 @@ import pytest
 
 from penstock.config import StoreConfig
 from penstock.config.limits import LimitsConfig
-from penstock.process import freeze_heap
+from penstock.process.setup import freeze_heap
 from router.api.openai.json_bodies import SMALL_BODY_BYTES
 from router.api.translation.anthropic.requests import read_message_call
 from router.api.translation.responses.requests import read_response_call

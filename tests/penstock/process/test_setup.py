@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from penstock.process import favour_event_loop, return_freed_memory
+from penstock.process.setup import favour_event_loop, return_freed_memory
 
 
 def test_threads_give_way_to_the_event_loop_within_half_a_millisecond() -> None:
@@ -22,7 +22,7 @@ def test_threads_give_way_to_the_event_loop_within_half_a_millisecond() -> None:
 @pytest.mark.processes
 def test_freed_blocks_of_a_megabyte_leave_the_process() -> None:
     """Runs in a process of its own: threads that other tests have left allocate, too."""
-    code = "from tests.penstock.test_process import check_freed_blocks; check_freed_blocks()"
+    code = "from tests.penstock.process.test_setup import check_freed_blocks; check_freed_blocks()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 

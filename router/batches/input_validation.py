@@ -1,0 +1,77 @@
+"""Validates a batch's input file before any of its lines runs: how many lines it has, and that each is a request of its
+own.
+
+`lines.read_line` checks a single line; what concerns several lines, such as a repeated `custom_id`, is checked here.
+Blocks on the disk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import InvalidInput
+from router.batches.lines import BatchLine
+from router.batches.records import BatchRecord, BatchStatus
+
+_MAX_ERRORS = 100  # mistakes of one file that its batch lists
+_SKIPPED_BYTES = 1 << 20  # read at a time of what is beyond the limit of a line
+
+# Reads a line of a batch for an endpoint. Raises InvalidInput.
+LineReader = Callable[[bytes, str], BatchLine]
+
+
+def input_lines(path: Path, most_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines of a file that are not blank, with their numbers from 1. Of a line that is longer than
+    `most_bytes`, which its reader refuses, only the first bytes beyond them are read into memory.
+    """
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(most_bytes + 2):  # with its end
+            number += 1
+            rest = line
+            while rest and not rest.endswith(b"\n"):
+                rest = file.readline(_SKIPPED_BYTES)
+            if line.strip():
+                yield number, line
+
+
+def validate_input(
+    record: BatchRecord, path: Path, read_line: LineReader, max_lines: int, line_bytes: int
+) -> BatchRecord:
+    """Returns the batch in progress, or failed if a line is not a request; then it lists the first mistakes."""
+    seen, errors, count = set[str](), list[dict[str, Any]](), 0
+    for count, (number, raw) in enumerate(input_lines(path, line_bytes), 1):
+        try:
+            if count > max_lines:
+                problem = f"has more lines than router.batches.max_lines = {max_lines}; split it"
+                raise InvalidInput("input_file_id", problem)
+            line = read_line(raw, record.endpoint)
+            if line.custom_id in seen:
+                raise InvalidInput("custom_id", f"is {line.custom_id[:100]!r} again; give each line its own")
+            seen.add(line.custom_id)
+        except InvalidInput as error:
+            errors.append(_listed(number, "invalid_line", error))
+            if len(errors) >= _MAX_ERRORS or count > max_lines:
+                break
+    if not count:
+        errors.append(_listed(None, "empty_file", InvalidInput("input_file_id", "has no lines; write some")))
+    if errors:
+        return _failed(record, errors)
+    return replace(record.entered(BatchStatus.IN_PROGRESS, time.time()), num_lines=count)
+
+
+def failed_without_input(record: BatchRecord, error: InvalidInput) -> BatchRecord:
+    """Returns the batch as failed because its input file was deleted, which `error` says."""
+    return _failed(record, [_listed(None, "input_file_deleted", error)])
+
+
+def _failed(record: BatchRecord, errors: list[dict[str, Any]]) -> BatchRecord:
+    return replace(record.entered(BatchStatus.FAILED, time.time()), errors=tuple(errors))
+
+
+def _listed(number: int | None, code: str, error: InvalidInput) -> dict[str, Any]:
+    return {"code": code, "line": number, "message": error.message, "param": error.field}

@@ -49,12 +49,16 @@ def test_a_status_of_somebody_else_takes_the_type_of_its_code(
 
 def test_http_and_grpc_status_agree_on_whose_fault_it_is() -> None:
     for kind in (*errors._TYPES, errors.InvalidInput):
-        caller_can_mend_it = kind.code in {
-            grpc.StatusCode.INVALID_ARGUMENT,
-            grpc.StatusCode.NOT_FOUND,
-            grpc.StatusCode.UNAUTHENTICATED,
-            grpc.StatusCode.PERMISSION_DENIED,
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            grpc.StatusCode.CANCELLED,
-        }
+        caller_can_mend_it = (
+            kind.code
+            in {
+                grpc.StatusCode.INVALID_ARGUMENT,
+                grpc.StatusCode.NOT_FOUND,
+                grpc.StatusCode.UNAUTHENTICATED,
+                grpc.StatusCode.PERMISSION_DENIED,
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                grpc.StatusCode.CANCELLED,
+            }
+            or kind is errors.WeightsReplaced
+        )  # by sending the request again
         assert (400 <= kind.http_status < 500) == caller_can_mend_it

@@ -18,7 +18,6 @@ from engine.generate import generate
 from engine.kernels.backends import select_backend
 from engine.kernels.libraries.attention import AttentionLibrary, LibraryAttention, load_attention_library
 from engine.kernels.libraries.capabilities import check_library
-from engine.kernels.libraries.varlen import VarlenAttention
 from engine.kernels.metadata import AttentionMetadata, Lengths
 from engine.kernels.reference import TorchAttention
 from engine.memory.device_memory import DeviceMemory
@@ -50,6 +49,8 @@ def _doubles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def make_library(name: str) -> AttentionLibrary:
     if name == "varlen":
+        from engine.kernels.libraries.varlen import VarlenAttention  # it imports torch's compiler: a second
+
         return VarlenAttention()
     module = importlib.import_module(ADAPTER)
     module.WORKSPACE_BYTES = 4096  # type: ignore[attr-defined]

@@ -166,7 +166,8 @@ class Keeper:
         """Carries out a message. Returns the files that it has not kept, which the caller closes."""
         kind = message["op"]
         if kind == "deposit" and len(files) == NUM_FILES and self._owned.get(connection) is None:
-            lease_s = min(max(float(str(message["lease_s"])), 0.0), _MAX_LEASE_S)
+            wanted_s = float(str(message["lease_s"]))
+            lease_s = min(wanted_s, _MAX_LEASE_S) if wanted_s > 0 else 0.0  # also for NaN, which would never be over
             description = {name: message[name] for name in ("key", "worker_id", "pool_id", "num_pages")}
             mine = self._owned[connection] = KeptMemory(description, files, lease_s, peer_of(connection)[0])
             for pool in self._kept:

@@ -1,4 +1,4 @@
-"""Decides whether a store that has failed is used. Pure: time is passed in."""
+"""Decides whether to go on using a store that has failed. Pure: time is passed in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LONGEST_PAUSE_S = 120.0
 
 @dataclass(slots=True)
 class Circuit:
-    """Opens after several failures in a row; then one call at a time tries whether the store works again."""
+    """Opens after several failures in a row; then one call at a time tests whether the store works again."""
 
     _num_failures: int = 0
     _pause_s: float = _FIRST_PAUSE_S
@@ -19,11 +19,11 @@ class Circuit:
 
     @property
     def is_open(self) -> bool:
-        """Whether the last calls have failed, so that the store is hardly used."""
+        """Whether the last calls have failed, so that the store is only called as a trial."""
         return self._num_failures >= _MAX_FAILURES
 
     def allows(self, now_s: float) -> bool:
-        """Returns whether to call the store now; a call allowed after a pause puts off the next one."""
+        """Returns whether to call the store now. A call that is allowed after a pause starts the next pause."""
         if not self.is_open:
             return True
         if now_s < self._paused_until_s:
@@ -35,7 +35,7 @@ class Circuit:
         self._num_failures, self._pause_s = 0, _FIRST_PAUSE_S
 
     def on_failure(self, now_s: float) -> bool:
-        """Counts a failure; returns whether the store is given up for a while because of it."""
+        """Counts a failure. Returns whether it opens the circuit."""
         self._num_failures += 1
         if not self.is_open:
             return False

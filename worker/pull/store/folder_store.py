@@ -1,9 +1,9 @@
 """Keeps objects as files of a folder, which hosts may share over NFS, CephFS, Lustre and the like.
 
-A file is written under another name and renamed, so a crash leaves a partial file that housekeeping removes, never half
-an object. It is not forced to the disk: what a power failure tears does not match its tag. Only the user that runs the
-workers can read it, since KV reveals prompts. Reading a file renews its modification time, at most once a minute,
-because many file systems are mounted without access times.
+A file is written under another name and then renamed, so a crash leaves a partial file that housekeeping removes, and
+never half an object. It is not synced to the disk: a file that a power failure damages does not match its tag. Only the
+user that runs the workers can read it, since KV reveals prompts. Reading a file renews its modification time, at most
+once a minute, because many file systems are mounted without access times.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FolderStore:
             while done < len(view) and (num_read := os.readv(fd, [view[done:]])):
                 done += num_read
             if time.time() - status.st_mtime > _RENEW_AFTER_S:
-                with suppress(OSError):  # of another user, or on a read-only mount: it only counts as older
+                with suppress(OSError):  # another user's file, or a read-only mount: the object only counts as older
                     os.utime(fd)
             return view[:done]
         finally:
@@ -93,7 +93,7 @@ class FolderStore:
                 if entry.is_dir(follow_symlinks=False):
                     yield from self.list(name)
                     continue
-                with suppress(FileNotFoundError):  # deleted since
+                with suppress(FileNotFoundError):  # deleted in the meantime
                     status = entry.stat(follow_symlinks=False)
                     yield StoredObject(name, status.st_size, status.st_mtime)
 

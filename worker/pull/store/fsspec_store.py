@@ -1,4 +1,4 @@
-"""Keeps objects where fsspec reaches them: in S3 and stores that speak its protocol, Google Cloud Storage, Azure, or
+"""Keeps objects in any storage that fsspec reaches: S3 and stores with its protocol, Google Cloud Storage, Azure, or
 file systems such as HDFS and SFTP.
 
 Object stores put an object as a whole; elsewhere it is written under another name and moved. Credentials come from the
@@ -18,7 +18,7 @@ from penstock.config.kv_store import KvStoreConfig
 from penstock.errors import ConfigError
 from worker.pull.store.object_store import PARTIAL_SUFFIX, StoredObject
 
-_WHOLE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}  # a put is seen as a whole or not at all
+_WHOLE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}  # a put appears as a whole or not at all
 _OF_S3 = {"s3", "s3a"}
 _TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
 
@@ -92,7 +92,7 @@ def _options(scheme: str, config: KvStoreConfig) -> dict[str, Any]:
 
 
 def _time_of(info: Mapping[str, Any]) -> float:
-    """Returns when an object was last written; 0 where the backend does not say."""
+    """Returns when an object was last written, or 0 if the backend does not say."""
     for name in _TIMES:
         value = info.get(name)
         if isinstance(value, datetime):

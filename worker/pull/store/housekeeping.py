@@ -1,8 +1,8 @@
-"""Lists the shared store, so that workers learn what others have written, and keeps it within its bound.
+"""Lists the shared store, so that workers learn what others have written, and keeps its size within its bound.
 
-One thread. A listing takes at most a twentieth of the time, and is the trial of a store that has failed. Every worker
-lists the folder of its own layout; the one that has the lease lists the whole store and deletes what is too much. The
-clocks of several hosts need not agree exactly: two sweeps at once choose the same objects.
+It runs on one thread. Listing takes at most a twentieth of the time, and also serves as the trial of a store that has
+failed. Every worker lists the folder of its own layout; the one with the lease lists the whole store and deletes what
+exceeds the bound. The clocks of the hosts need not agree exactly, because two sweeps at once choose the same objects.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from worker.pull.store.sweep_policy import SweepLease, plan_sweep
 
 log = logging.getLogger(__name__)
 
-_MAX_KNOWN = 500_000  # objects of which a worker knows: about 50 MB
-_LISTING_SHARE = 20.0  # a listing is followed by a pause of so many times its duration, at least
+_MAX_KNOWN = 500_000  # most objects that a worker remembers: about 50 MB
+_LISTING_SHARE = 20.0  # a listing is followed by a pause of at least this many times its duration
 _LEASE_NAME = f"{ROOT_FOLDER}/sweep.lease"
 _LEASE_BYTES = 1024
 _LEASE_INTERVALS = 3.0
@@ -32,7 +32,7 @@ _LEASE_INTERVALS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What there was in the store when a listing began."""
+    """What was in the store when a listing began."""
 
     folder: str
     begun_s: float  # monotonic
@@ -113,11 +113,11 @@ def _read_lease(content: memoryview | None) -> SweepLease | None:
         fields = msgpack.unpackb(content)
         return SweepLease(str(fields["owner"]), float(fields["until_s"]))
     except (ValueError, KeyError, TypeError, msgpack.UnpackException):
-        return None  # as good as none: whoever reads it takes it
+        return None  # an unreadable lease counts as none, and whoever reads it takes it
 
 
 def _names(objects: list[StoredObject], folder: str) -> frozenset[PageHash]:
-    """Returns the hashes that name objects of a folder, at most as many as a worker keeps in mind."""
+    """Returns the hashes that name objects of a folder, at most as many as a worker remembers."""
     found: set[PageHash] = set()
     for each in objects:
         if len(found) >= _MAX_KNOWN:
@@ -126,5 +126,5 @@ def _names(objects: list[StoredObject], folder: str) -> frozenset[PageHash]:
             try:
                 found.add(PageHash(bytes.fromhex(each.name.rpartition("/")[2])))
             except ValueError:
-                continue  # no object of this format
+                continue  # not an object of this format
     return frozenset(found)

@@ -1,4 +1,4 @@
-"""What a worker knows of the shared store: from the last listing, and from what it has written since. Pure."""
+"""Keeps what a worker knows of the shared store, from the last listing and from its own writes since. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ _MAX_REFUSED = 10_000
 
 
 class KnownRuns:
-    """Last pages of the objects of one folder; what is known of another one is forgotten. Used on the step loop."""
+    """Keeps the last pages of the objects of one folder, and forgets them when the folder changes. Used on the step
+    loop.
+    """
 
     def __init__(self) -> None:
         self._folder = ""
         self._listed: frozenset[PageHash] = frozenset()
         self._written: dict[PageHash, float] = {}  # by this worker: when
         self._pending: set[PageHash] = set()  # in the queue
-        self._gone: set[PageHash] = set()  # listed, and not there when they were read
-        self._refused: set[PageHash] = set()  # there, and unusable until they are written again
+        self._gone: set[PageHash] = set()  # listed, but missing when they were read
+        self._refused: set[PageHash] = set()  # present, but unusable until they are written again
 
     def holds(self, form: RunFormat, last: PageHash) -> bool:
         """Returns whether a run is stored or about to be."""
@@ -38,9 +40,10 @@ class KnownRuns:
         num_here: int,
         first_needed: Callable[[int], int] | None,
     ) -> int:
-        """Returns how many leading pages of a prompt there would be with the store, of which the worker has `num_here`.
+        """Returns how many leading pages of a prompt the worker would have after reading the store; it has `num_here`
+        now.
 
-        `first_needed` says of a model with a window which pages of a prefix are needed.
+        `first_needed` returns, in a model with a window, the first page that is needed of a prefix of that many pages.
         """
         self._turn_to(form.folder)
         size, start = form.run_pages, num_here // form.run_pages
@@ -71,19 +74,19 @@ class KnownRuns:
             self._gone.discard(last)
 
     def discard(self, last: PageHash) -> None:
-        """Notes that an object is not there any more."""
+        """Records that an object no longer exists."""
         self._written.pop(last, None)
         self._gone.add(last)
 
     def refuse(self, last: PageHash) -> None:
-        """Notes that an object is of no use; it is written again when its pages are."""
+        """Records that an object is unusable, so that it is written again when its pages are."""
         self._written.pop(last, None)
         if len(self._refused) >= _MAX_REFUSED:
             self._refused.clear()
         self._refused.add(last)
 
     def on_listed(self, folder: str, listed: frozenset[PageHash], begun_s: float) -> None:
-        """Takes a listing, which has all that was written before it began."""
+        """Takes a listing, which contains everything that was written before it began."""
         self._turn_to(folder)
         self._listed = listed
         self._gone.clear()

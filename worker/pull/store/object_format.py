@@ -4,8 +4,9 @@ An object is a run of consecutive pages, named by the hash of its last page, whi
 weights and the tenant. Its folder is named by the layout of the pages, the format's version and the deployment's key:
 other layouts, revisions and deployments never meet. An object begins with a header in msgpack and ends with the pages.
 
-With a cluster secret the header's tag is a MAC of everything (HMAC-SHA256, 1.7 GB/s with SHA instructions): whoever can
-write into the store but has no secret can add nothing that a worker would use. Without one it only shows damage.
+With a cluster secret the header's tag is a MAC of everything (HMAC-SHA256, 1.7 GB/s with SHA instructions): someone who
+can write into the store but lacks the secret cannot add anything that a worker would use. Without a secret the tag only
+shows damage.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from penstock.types import PageHash
 FORMAT_VERSION = 1
 ROOT_FOLDER = f"v{FORMAT_VERSION}"
 MAX_RUN_PAGES = 16
-_MAX_RUN_BYTES = 8 << 20  # of the pages of one object: what a read can waste, and what lies in memory for each
+_MAX_RUN_BYTES = 8 << 20  # of the pages of one object: the most that a read can waste, and that each takes in memory
 _MAGIC = b"PENSTOCK"
 _PREFIX = struct.Struct("<8sI32s")  # magic, bytes of the header, tag
 _MAX_HEADER_BYTES = 2048
 
 
 class UnusableObject(PenstockError):
-    """An object of the shared store is damaged, or not of this deployment."""
+    """Says that an object of the shared store is damaged, or not of this deployment."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFormat:
-    """The form of a worker's objects: of one layout, in one deployment."""
+    """The form of a worker's objects, which belong to one layout and one deployment."""
 
     layout: str  # digest of the layout
     page_bytes: int
@@ -47,7 +48,7 @@ class RunFormat:
 
     @property
     def run_pages(self) -> int:
-        """Pages of one object; a function of the layout alone, so that all workers cut prompts alike."""
+        """The pages of one object. It depends on the layout alone, so that all workers divide prompts alike."""
         return max(1, min(MAX_RUN_PAGES, _MAX_RUN_BYTES // self.page_bytes))
 
     @property
@@ -70,7 +71,7 @@ class RunFormat:
         return f"{self.folder}/{text[:2]}/{text}"
 
     def pack(self, hashes: Sequence[PageHash], pages: memoryview) -> bytes:
-        """Returns what an object begins with, before these pages. Reads the pages twice."""
+        """Returns the beginning of an object, before these pages. Reads the pages twice."""
         header = msgpack.packb(
             {
                 "layout": self.layout,
@@ -82,7 +83,7 @@ class RunFormat:
         return _PREFIX.pack(_MAGIC, len(header), self._tag(header, pages)) + header
 
     def unpack(self, content: memoryview, hashes: Sequence[PageHash]) -> memoryview:
-        """Returns the pages of an object that is to hold exactly these. Raises UnusableObject."""
+        """Returns the pages of an object. Raises UnusableObject unless it holds exactly those with these hashes."""
         if len(content) < _PREFIX.size:
             raise UnusableObject(f"is cut off after {len(content)} bytes")
         magic, header_bytes, tag = _PREFIX.unpack_from(content)

@@ -1,4 +1,4 @@
-"""What a backend of the shared store can do.
+"""Defines what a backend of the shared store implements.
 
 Calls block for as long as the storage takes and may be made from several threads at once. They raise OSError, or what
 the backend's library raises; `StoreThreads` counts either as a failure of the store.
@@ -21,12 +21,12 @@ class StoredObject:
 
     @property
     def is_partial(self) -> bool:
-        """Whether a writer has not finished it, and perhaps never will."""
+        """Whether its writer has not finished it, and may never do so."""
         return self.name.endswith(PARTIAL_SUFFIX)
 
 
 class ObjectStore(Protocol):
-    """Objects by name. A name is of hexadecimal digits, letters, dots and single slashes."""
+    """Holds objects by name. A name consists of letters, digits, dots and single slashes."""
 
     def get(self, name: str, max_bytes: int) -> memoryview | None:
         """Returns an object, cut off after `max_bytes`, or None if there is none."""

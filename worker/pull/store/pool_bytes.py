@@ -1,4 +1,4 @@
-"""Copies pages between the page pool and objects' bytes. On a GPU the pool is touched on the step loop alone."""
+"""Copies pages between the page pool and the bytes of objects. On a GPU only the step loop touches the pool."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ class PoolBytes:
             select_copy()  # compiles it now rather than with the first page
 
     def copier(self, pages: Sequence[PageId]) -> Callable[[], memoryview]:
-        """Returns a call that copies these pages to the host, for another thread to make. The caller holds the pages
-        until it is over; nothing writes them meanwhile."""
+        """Returns a function that copies these pages to the host, for another thread to call. The caller holds the
+        pages until it has returned, and nothing writes them meanwhile.
+        """
         if not self._pool_PW.is_cuda:
             return lambda: self._copy_on_host(pages)
         gathered_RW = self._pool_PW.index_select(0, upload_pages(pages, self._pool_PW.device))

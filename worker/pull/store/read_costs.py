@@ -1,7 +1,7 @@
 """Learns how long reads from the shared store take. Pure: time is passed in.
 
-A pull's own costs are forgotten after a minute without pulls (`worker.pull.policy`); these last longer, because a store
-that is far away stays so.
+The costs of pulls are forgotten after a minute without pulls (`worker.pull.policy`). These last longer, because a store
+that is far away stays far away.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from penstock.scheduling.linear_cost import LinearCost
 from worker.pull.store.store_threads import NUM_READERS
 
 _PRIOR = (2e-3, 1e-9)  # seconds per object, and per byte
-_STALE_S = 600.0  # after so long without a read the store may be faster, which only a read shows
+_STALE_S = 600.0  # after this long without a read the store may have become faster, which only a read shows
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class ReadCosts:
         self._learned_s = now_s
 
     def predict(self, num_objects: int, object_bytes: int, now_s: float) -> float:
-        """Returns the seconds until so many objects have been read, several at once."""
+        """Returns the seconds until that many objects have been read, several at once."""
         if self._cost.num_observed and now_s > self._learned_s + _STALE_S:
             self._cost = LinearCost(_PRIOR)
         return -(-num_objects // NUM_READERS) * self._cost.predict((1, object_bytes))

@@ -1,8 +1,8 @@
-"""What this worker reads from the shared store and writes into it. Runs on the step loop.
+"""Reads pages from the shared store and writes pages into it. Runs on the step loop.
 
-What the store holds is known from listings and this worker's own writes, so a page that is not there costs nothing to
-look for; one that is gone by now costs a failed read, and is computed. Objects that have arrived are copied into the
-pool between steps, a few megabytes at a time. Pages to be written are held only until another thread has copied them.
+Listings and this worker's own writes show what the store holds, so looking for a missing page costs nothing. A page
+that has been deleted since costs a failed read, and is computed. Objects that have arrived are copied into the pool
+between steps, a few megabytes at a time. Pages to be written are held only until another thread has copied them.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from worker.pull.store.write_policy import choose_runs, worth_at_end, worth_at_s
 
 log = logging.getLogger(__name__)
 
-SOURCE = WorkerId("shared store")  # its name where a pull's source is named; no worker's, for the space in it
-_BYTES_AT_ONCE = 8 << 20  # copied into the pool between two steps: some milliseconds
-_AHEAD_BYTES = 64 << 20  # of one prompt's objects: being read, or read and not yet copied
-_SPARED_DIVISOR = 16  # one such part of the pool at most is held for writes
-_MAX_CHOSEN = 1024  # runs of one text at a time
+SOURCE = WorkerId("shared store")  # the source of such pulls; no worker has a name with a space
+_BYTES_AT_ONCE = 8 << 20  # most bytes copied into the pool between two steps, which takes a few milliseconds
+_AHEAD_BYTES = 64 << 20  # most bytes of one prompt's objects that are being read, or read and not yet copied
+_SPARED_DIVISOR = 16  # at most this fraction of the pool is held for writes
+_MAX_CHOSEN = 1024  # most runs of one text written at a time
 _MAX_DEFERRED = 64  # texts
-_CLOSE_S = 2.0  # for writes that wait when the worker ends
+_CLOSE_S = 2.0  # time for pending writes when the worker ends
 
 OnEnd = Callable[[PenstockError | None], None]
 
@@ -126,12 +126,12 @@ class SharedPages:
         self._housekeeping.start()
 
     def close(self) -> None:
-        """Ends the threads; what waits is written if that takes no longer than two seconds. Blocks."""
+        """Ends the threads. Pending writes have two seconds to finish. Blocks."""
         self._housekeeping.close()
         self._threads.close(_CLOSE_S)
 
     def _form(self) -> RunFormat:
-        layout = self._engine.model_layout  # of the weights in force
+        layout = self._engine.model_layout  # with the revision of the weights in use
         return RunFormat(layout.digest(), layout.page_bytes, layout.page_size, self._key())
 
     # Reading.
@@ -194,7 +194,7 @@ class SharedPages:
             reading.stop_at(run, TransferError(f"the shared store failed: {read.problem}"))
         else:
             self._known.discard(name)
-            reading.stop_at(run, PartlyPulled("an object is in the shared store no more"))
+            reading.stop_at(run, PartlyPulled("an object is no longer in the shared store"))
 
     def sweep(self, now_s: float) -> float | None:
         """Copies what has arrived, a little at a time, and ends reads. Returns when to sweep again."""
@@ -209,7 +209,7 @@ class SharedPages:
             if reading.next_run >= reading.stop_run:
                 self._end(reading, reading.problem)
             elif now_s >= reading.deadline_s:
-                self._end(reading, DeadlineExceeded("the shared store has not given the pages in time"))
+                self._end(reading, DeadlineExceeded("the shared store did not deliver the pages in time"))
         if budget <= 0:
             return now_s
         return min((reading.deadline_s for reading in self._readings), default=None)
@@ -239,13 +239,15 @@ class SharedPages:
         self._readings.remove(reading)
         reading.deadline_s = 0.0
         reading.arrived.clear()
-        reading.stop_run = 0  # what arrives from now on is dropped
+        reading.stop_run = 0  # anything that arrives from now on is dropped
         reading.on_end(problem)
 
     # Writing.
 
     def on_prompt(self, sequence: TokenSequence) -> None:
-        """Writes what a prompt that is about to be computed shares with earlier texts, unless it is stored already."""
+        """Writes the pages that a prompt about to be computed shares with earlier texts, unless they are already
+        stored.
+        """
         if sequence.scores_prompt:
             return
         cache = self._engine.prefix_cache
@@ -256,7 +258,9 @@ class SharedPages:
         self.metrics.add(STORE_MISSED_PAGES, len(hashes) - num_found)
 
     def on_end(self, sequence: TokenSequence) -> None:
-        """Writes what a text leaves, if that is wanted. Call it while the sequence holds its pages."""
+        """Writes the pages of a text that has ended, if that is configured. Call it while the sequence holds its
+        pages.
+        """
         hashes = self._hashes(sequence, sequence.num_computed_tokens)
         is_pinned = bool(sequence.kv_hints and sequence.kv_hints.pin_s)
         self._write(hashes, worth_at_end(self._config.write, len(hashes), is_pinned))
@@ -266,7 +270,7 @@ class SharedPages:
         return sequence.hash_full_pages(size)[: num_tokens // size]
 
     def _write(self, hashes: Sequence[PageHash], num_pages: int) -> None:
-        """Writes what is not stored yet of the leading pages of a text, now or once there is room for more."""
+        """Writes those of a text's leading pages that are not stored yet, now or once there is room."""
         form = self._form()
         if num_pages < form.run_pages or not self._threads.is_usable:
             return
@@ -295,7 +299,7 @@ class SharedPages:
             self._write(*self._deferred.popleft())
 
     def _room(self, form: RunFormat) -> int:
-        """Returns how many more runs may be held and wait."""
+        """Returns how many more runs may be held for writing."""
         pool = self._engine.pool
         of_pool = max(form.run_pages, pool.num_pages // _SPARED_DIVISOR) - self._num_held
         return min(of_pool // form.run_pages, (self._config.queue_bytes - self._waiting_bytes) // form.run_bytes)

@@ -1,8 +1,8 @@
 """Moves objects of the shared store on a few threads, off the step loop.
 
-The threads are daemons: storage that hangs holds up neither a step nor the end of the process. Objects to be written
-wait in memory within a bound of bytes; what does not fit is not written. Every call counts for the circuit, which keeps
-a failing store from being called.
+The threads are daemons, so storage that hangs delays neither a step nor the end of the process. Objects to be written
+wait in a bounded amount of memory; those that do not fit are not written. Every call counts for the circuit, which
+keeps a failing store from being called.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ NUM_READERS = 4
 
 @dataclass(frozen=True, slots=True)
 class RunRead:
-    """How the read of an object ended: with its pages, without them as it is not there, or with a problem."""
+    """How the read of an object ended: with its pages, without them because the object does not exist, or with a
+    problem.
+    """
 
     pages: memoryview | None
     seconds: float
     problem: str = ""
-    is_refused: bool = False  # it was read, and is not what it should be
+    is_refused: bool = False  # it was read, but is unusable
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class Reader:
 
     form: RunFormat
     hashes: Sequence[PageHash]
-    deadline_s: float  # monotonic; a read that has not begun by then is not made
+    deadline_s: float  # monotonic; a read that has not begun by then is skipped
     on_done: Callable[[RunRead], None]  # called on a reader's thread, or not at all after the deadline
 
 
@@ -60,7 +62,7 @@ class Writer:
 
     form: RunFormat
     hashes: Sequence[PageHash]
-    take: Callable[[], memoryview]  # copies the pages and lets go of them; called on the writer's thread
+    take: Callable[[], memoryview]  # copies the pages and releases them; called on the writer's thread
     on_done: Callable[[RunWrite], None]  # called on the writer's thread
 
 
@@ -74,7 +76,7 @@ class StoreThreads:
         self._clock = clock
         self._circuit = Circuit()
         self._lock = threading.Lock()  # of the circuit and `_begun`
-        self._begun: dict[int, float] = {}  # calls in flight, by thread: when they began
+        self._begun: dict[int, float] = {}  # when each thread's call in flight began
         self._reads: queue.SimpleQueue[Reader | None] = queue.SimpleQueue()
         self._copies: queue.SimpleQueue[Writer | None] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[tuple[Writer, memoryview] | None] = queue.SimpleQueue()
@@ -87,7 +89,7 @@ class StoreThreads:
             thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Lets writes in the queue end, for so long at most. Blocks."""
+        """Lets queued writes finish, for at most `timeout_s`. Blocks."""
         deadline_s = self._clock() + timeout_s
         self._copies.put(None)  # the writer is ended after it, and so after what is copied
         for _ in range(NUM_READERS):
@@ -98,7 +100,7 @@ class StoreThreads:
 
     @property
     def is_usable(self) -> bool:
-        """Whether to read and write: the last calls have not failed, and none hangs."""
+        """Whether to read and write, because the last calls have not failed and none hangs."""
         now_s = self._clock()
         with self._lock:
             return not self._circuit.is_open and all(
@@ -106,7 +108,7 @@ class StoreThreads:
             )
 
     def allows_trial(self) -> bool:
-        """Returns whether a store that has failed may be called again, as a trial, or has not failed."""
+        """Returns whether the store may be called: it has not failed, or a trial call is due."""
         with self._lock:
             return self._circuit.allows(self._clock())
 
@@ -117,15 +119,16 @@ class StoreThreads:
         self._copies.put(writer)
 
     def call(self, what: str, action: Callable[[], None], *, is_long: bool = False) -> str:
-        """Runs a call of the store on the caller's thread and counts how it ends; returns the problem, if any. A long
-        call may take longer than the timeout."""
+        """Calls the store on the caller's thread and counts how that ends. Returns the problem, if any. A long call may
+        take longer than the timeout.
+        """
         thread, begun_s = threading.get_ident(), self._clock()
         with self._lock:
             self._begun[thread] = math.inf if is_long else begun_s
         problem = ""
         try:
             action()
-        except Exception as error:  # backends raise what their libraries do, and whatever fails here is a miss
+        except Exception as error:  # backends raise whatever their libraries raise, and any failure here is a miss
             problem = f"{type(error).__name__}: {error}"
         now_s = self._clock()
         if not problem and not is_long and now_s - begun_s > self.timeout_s:
@@ -142,7 +145,7 @@ class StoreThreads:
             log.log(logging.ERROR if given_up else logging.INFO, "%s failed: %s", what, problem)
         if given_up:
             log.error(
-                "the shared store is not used for a while, since its last calls have failed; prompts are computed"
+                "the shared store is not used for a while, because its last calls have failed; prompts are computed"
             )
         return problem
 

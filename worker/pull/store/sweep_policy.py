@@ -1,4 +1,4 @@
-"""Decides what is deleted from the shared store, and who does it. Pure: time is passed in."""
+"""Decides what to delete from the shared store, and which worker does it. Pure: time is passed in."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from worker.pull.store.object_store import StoredObject
 
-_KEPT_SHARE = 0.9  # of the bound, once it was reached: a sweep makes room for some time
-_PARTIAL_S = 3600.0  # a partial object this old is of a writer that is gone
+_KEPT_SHARE = 0.9  # share of the bound that a sweep leaves, so that there is room for a while
+_PARTIAL_S = 3600.0  # the writer of a partial object this old is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class SweepPlan:
 
 
 def plan_sweep(objects: Iterable[StoredObject], max_bytes: int, now_s: float) -> SweepPlan:
-    """Chooses abandoned partial objects, and those longest unused while there are more than `max_bytes`."""
+    """Chooses abandoned partial objects and, while there are more than `max_bytes`, the least recently used ones."""
     deleted: list[StoredObject] = []
     kept: list[StoredObject] = []
     for each in objects:
@@ -36,11 +36,11 @@ def plan_sweep(objects: Iterable[StoredObject], max_bytes: int, now_s: float) ->
 
 @dataclass(frozen=True, slots=True)
 class SweepLease:
-    """Says which worker sweeps. Two at once delete the same objects, which does no harm."""
+    """Says which worker sweeps. Two sweeps at once delete the same objects, which does no harm."""
 
     owner: str
     until_s: float  # Unix time
 
     def allows(self, owner: str, now_s: float, lease_s: float) -> bool:
-        """Returns whether a worker may take the lease. A time too far ahead is of a clock that is wrong."""
+        """Returns whether a worker may take the lease. A lease that ends too far ahead comes from a wrong clock."""
         return self.owner == owner or not now_s < self.until_s <= now_s + 2 * lease_s

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 
 def choose_runs(num_pages: int, run_pages: int, is_stored: Callable[[int], bool], max_runs: int) -> list[int]:
-    """Returns the runs to write, by their numbers from 0, of a text of which the leading `num_pages` are worth it.
+    """Returns the numbers, from 0, of the runs to write of a text whose leading `num_pages` pages are worth writing.
 
-    Only whole runs are; the first ones go first, because later ones are of no use without them.
+    Only whole runs are written. The first ones come first, because later ones are useless without them.
     """
     runs: list[int] = []
     for run in range(num_pages // run_pages):
@@ -20,10 +20,10 @@ def choose_runs(num_pages: int, run_pages: int, is_stored: Callable[[int], bool]
 
 
 def worth_at_end(mode: str, num_pages: int, is_pinned: bool) -> int:
-    """Returns how many leading pages of a text that has ended are written, though nobody has begun with it again."""
+    """Returns how many leading pages of a text that has ended to write, although no other text has shared them yet."""
     return num_pages if mode == "computed" or (is_pinned and mode != "never") else 0
 
 
 def worth_at_start(mode: str, num_cached: int) -> int:
-    """Returns how many leading pages of a new prompt are written, of which `num_cached` were computed before."""
+    """Returns how many leading pages of a new prompt to write; `num_cached` of its pages were computed before."""
     return 0 if mode == "never" else num_cached

@@ -1,4 +1,4 @@
-"""Tests the shape of the tree: folder sizes, file sizes, unique class names, and a docstring in every room."""
+"""Tests the shape of the tree: folder, file and function sizes, unique class names, and a docstring in every room."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ def test_no_folder_is_crowded() -> None:
 
 def test_no_file_is_too_long() -> None:
     assert not house.long_files()
+
+
+def test_no_function_is_too_long() -> None:
+    assert not house.long_functions()
 
 
 def test_public_class_names_are_unique() -> None:

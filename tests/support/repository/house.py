@@ -1,4 +1,4 @@
-"""Checks of structure and language over the tracked files: folder sizes, unique class names, docstrings, banned words.
+"""Checks of structure and language over the tracked files: sizes, unique class names, docstrings, banned words.
 
 `python -m tests.support.repository.house PATH...` prints what is wrong below those paths; the tests in
 `tests/repository/` assert that nothing is.
@@ -21,6 +21,12 @@ ROOT = Path(__file__).resolve().parents[3]
 MAX_ENTRIES = 15
 MAX_LINES = 500
 MAX_TEST_LINES = 700
+MAX_FUNCTION_LINES = 60
+# Functions that may be longer, each with the reason. Kernels of Triton are exempt as well: each is one program.
+LONG_FUNCTIONS = {
+    "engine/kernels/triton/attention/paged_prefill.py:paged_prefill": "one launch with two dozen arguments",
+    "router/api/prepare.py:prepare": "checks in the order in which errors are reported",
+}
 # Generated, third-party or historical: not written in the project's words.
 NOT_PROSE = (
     "CHANGELOG.md",
@@ -55,7 +61,9 @@ class Definition:
     kind: type[ast.AST]
     name: str
     line: int
+    num_lines: int
     is_top_level: bool
+    is_kernel: bool  # of Triton
     docstring: str
 
 
@@ -88,7 +96,9 @@ def outline(name: str) -> Outline:
             case ast.Module() | ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
                 docstring = ast.get_docstring(node, clean=False) or ""
                 own_name, line = getattr(node, "name", ""), getattr(node, "lineno", 1)
-                definitions.append(Definition(type(node), own_name, line, depth == 1, docstring))
+                num_lines = getattr(node, "end_lineno", line) - line + 1
+                is_kernel = any("triton.jit" in ast.unparse(each) for each in getattr(node, "decorator_list", ()))
+                definitions.append(Definition(type(node), own_name, line, num_lines, depth == 1, is_kernel, docstring))
             case ast.Import():
                 imports.append(Import(None, tuple(alias.name for alias in node.names), 0, is_at_run_time))
             case ast.ImportFrom():
@@ -122,6 +132,20 @@ def long_files(*prefixes: str) -> list[str]:
         f"{name}: {size} lines"
         for name, size in sizes.items()
         if size > (MAX_TEST_LINES if name.startswith("tests/") else MAX_LINES)
+    ]
+
+
+def long_functions(*prefixes: str) -> list[str]:
+    """Lists functions outside tests/ and benchmarks/ with more than MAX_FUNCTION_LINES lines, but for those exempt."""
+    return [
+        f"{name}: {each.name} has {each.num_lines} lines"
+        for name in sources(*prefixes)
+        if not name.startswith(("tests/", "benchmarks/"))
+        for each in outline(name).definitions
+        if each.kind in (ast.FunctionDef, ast.AsyncFunctionDef)
+        and each.num_lines > MAX_FUNCTION_LINES
+        and not each.is_kernel
+        and f"{name}:{each.name}" not in LONG_FUNCTIONS
     ]
 
 
@@ -188,7 +212,7 @@ def banned_uses(*prefixes: str) -> list[str]:
 
 def main() -> None:
     prefixes = tuple(sys.argv[1:])
-    for check in (crowded_folders, long_files, rooms_without_introduction, fragments, banned_uses):
+    for check in (crowded_folders, long_files, long_functions, rooms_without_introduction, fragments, banned_uses):
         for line in check(*prefixes):
             print(f"{check.__name__}: {line}")
     for line in repeated_class_names():

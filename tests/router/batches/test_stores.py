@@ -13,8 +13,9 @@ import pytest
 
 from penstock.config.router import BatchConfig
 from penstock.errors import InvalidInput, Overloaded, Unavailable
-from router.batches.batches import ERRORS, OUTPUT, BatchStore, input_lines
+from router.batches.batches import ERRORS, OUTPUT, BatchStore
 from router.batches.files import FileStore
+from router.batches.input_validation import input_lines
 from router.batches.lines import answer_line, custom_id_of, read_line
 from router.batches.records import BatchNotFound, BatchStatus, FileNotFound, file_id_of
 

@@ -32,6 +32,7 @@ class ServedModels:
         self.config = config  # in force; during an upgrade the old one
         self.next_config = config  # of an upgrade's new workers
         self.last_upgrade: RollingUpgrade | None = None
+        self.changes_weights = False  # an update of the weights is in flight
         self.shares: Mapping[str, float] = {}  # of new requests, by cohort, while two models serve
 
     @property

@@ -106,6 +106,8 @@ class UpgradeService:
             if running.plan.model != plan.model:
                 raise InvalidInput("model", f"is {plan.model!r}; an upgrade to {running.plan.model!r} is in flight")
             return running
+        if self._served.changes_weights:
+            raise InvalidInput("model", "cannot change while weights are replaced; wait for the end of the update")
         if self._draining.is_active:
             raise InvalidInput("model", "cannot change while workers are drained; wait for their end")
         if not force:

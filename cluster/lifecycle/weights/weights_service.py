@@ -17,7 +17,7 @@ from cluster.lifecycle.upgrade.served_models import ServedModels
 from cluster.lifecycle.weights.weight_update import WAIT_S, WeightsPlan, WeightUpdate
 from cluster.pools.pool import Incarnation, Pools, WorkerState
 from cluster.pools.spares import Spares
-from cluster.pools.weight_change import ApplyWeights, WeightChange
+from cluster.pools.weight_change import ApplyWeights, DiscardWeights, WeightChange
 from engine.weights.checkpoint import weights_digest
 from penstock.config import LoadedWeightsConfig
 from penstock.errors import InvalidInput, Unavailable
@@ -80,20 +80,31 @@ class WeightsService:
             return self._start(WeightUpdate(WeightsPlan(weights, mode, timeout_s), self))
 
     def resume(self) -> None:
-        """Updates the workers that an earlier controller left with older weights than it had decided on."""
+        """Updates the workers that an earlier controller left with older weights than it had decided on, and frees what
+        others have prepared for an update that it had not."""
         if self.weights is not None and self.outdated(self.weights.version, answering=False):
             log.info("workers with older weights than version %d are updated", self.weights.version)
             self._start(WeightUpdate(WeightsPlan(self.weights, PauseMode.KEEP, WAIT_S), self, decided=True))
+        else:
+            self._task = asyncio.create_task(self._discard_all(), name="weights")
+
+    async def _discard_all(self) -> None:
+        ready = [slot.incarnation for slot in self._pools.worker_slots if slot.state is WorkerState.READY]
+        await asyncio.gather(*(self.change(each, DiscardWeights()) for each in ready), return_exceptions=True)
 
     def _start(self, update: WeightUpdate) -> WeightUpdate:
         self.last = update
+        self._served.changes_weights = True
         self._task = asyncio.create_task(self._run(update), name="weights")
         return update
 
     async def _run(self, update: WeightUpdate) -> None:
         weights = update.plan.weights
         self._events.note(DEPLOYMENT, WEIGHTS, f"version {weights.version} from {weights.path}")
-        await update.run()
+        try:
+            await update.run()
+        finally:
+            self._served.changes_weights = False
         progress = update.progress
         self._events.note(DEPLOYMENT, WEIGHTS, f"version {weights.version}: {progress.stage.value} {progress.detail}")
         self._membership.publish()

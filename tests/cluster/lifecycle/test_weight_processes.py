@@ -184,12 +184,30 @@ async def test_after_an_update_tokens_are_those_of_a_fresh_worker_wherever_the_p
             assert answer.completions[0].weight_versions == (version,) * 30
 
 
-async def test_http_answers_name_the_version_of_each_token(fleet: Fleet) -> None:
+async def test_tokens_go_in_and_out_with_log_probabilities_and_versions_over_both_apis(fleet: Fleet) -> None:
     await fleet.update(PauseMode.WAIT)
-    body = {"model": "penstock-tiny", "prompt": prompt(), "max_tokens": 5, "ignore_eos": True, "return_token_ids": True}
+    asked = prompt()
+    body = {
+        "model": "penstock-tiny",
+        "prompt": asked,
+        "max_tokens": 5,
+        "seed": 4,
+        "ignore_eos": True,
+        "logprobs": 1,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
     async with httpx.AsyncClient(base_url=f"http://{fleet.router.http}", timeout=TIMEOUT_S) as http:
         whole = (await http.post("/v1/completions", json=body)).json()["choices"][0]
         streamed = await http.post("/v1/completions", json=body | {"stream": True})
+    async with fleet.client() as client:
+        answer = await client.complete(asked, max_tokens=5, seed=4, ignore_eos=True, logprobs=1)
+    (own,) = answer.completions
+    assert whole["prompt_token_ids"] == asked
+    assert whole["token_ids"] == list(own.token_ids)
+    assert whole["logprobs"]["tokens"] == [f"token_id:{token}" for token in own.token_ids]
+    assert whole["logprobs"]["token_logprobs"] == pytest.approx([each.logprob for each in own.logprobs], abs=1e-6)
+    assert own.weight_versions == (fleet.version,) * 5
     assert len(whole["token_ids"]) == 5
     assert whole["weight_versions"] == [fleet.version] * 5
     assert whole["penstock"] == {"weight_version": fleet.version}

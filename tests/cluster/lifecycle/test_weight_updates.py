@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -9,7 +10,13 @@ import grpc.aio
 import pytest
 
 from cluster.cli.commands.operating.weights import format_progress, format_status
+from cluster.controller.composition import make_controller
 from cluster.controller.record import ControllerRecord
+from cluster.controller.supervised_process import FoundProcess, Started
+from cluster.lifecycle.upgrade.gate_policy import UpgradeGate
+from cluster.lifecycle.upgrade.rolling_upgrade import UpgradePlan
+from cluster.pools.pool import Incarnation
+from cluster.pools.weight_change import ApplyWeights, DiscardWeights, PrepareWeights, WeightChange
 from engine.engine import Engine
 from engine.generate import generate
 from penstock.client.async_client import AsyncClient
@@ -17,8 +24,9 @@ from penstock.client.results import GenerateResult
 from penstock.config import EngineConfig, LoadedWeightsConfig
 from penstock.errors import CheckpointError, InvalidInput, from_rpc_error
 from penstock.rpc.server import make_channel
-from penstock.types import SamplingParams, WorkerId
+from penstock.types import Epoch, PauseMode, SamplingParams, WorkerId
 from penstock.v1 import admin_pb2, admin_pb2_grpc
+from tests.cluster.controller.test_controller import CONFIG, FakeProcess, World
 from tests.cluster.lifecycle.test_flips import ENGINE, config
 from tests.support.engine.checkpoints import perturb_weights
 from tests.support.hosted import PROMPTS, Hosted, Load, hosted
@@ -145,6 +153,77 @@ async def test_a_worker_that_fails_to_apply_the_weights_is_replaced_by_one_that_
         await deployment.until(lambda _: len(workers(deployment)) == 2)
         assert deployment.workers[WorkerId("decode-1")] is not broken
         assert [worker.version for worker in (await status(deployment)).workers] == [1, 1]
+
+
+async def test_a_worker_that_starts_meanwhile_serves_with_the_new_weights_from_its_first_request(
+    weights: LoadedWeightsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hosted(config(prefill=0, decode=1)) as deployment:
+        controller = deployment.controller
+        may_apply, decided = asyncio.Event(), asyncio.Event()
+        host = deployment.workers[WorkerId("decode-0")].host
+        apply = host.apply_weights
+
+        async def apply_later(mode: PauseMode, timeout_s: float) -> None:
+            decided.set()
+            await may_apply.wait()
+            await apply(mode, timeout_s)
+
+        monkeypatch.setattr(host, "apply_weights", apply_later)
+        controller.pool_service.scale("decode", 2)
+        await deployment.until(lambda _: WorkerId("decode-1") in deployment.workers)
+        started = deployment.workers[WorkerId("decode-1")]
+        updating = await controller.weights.begin(weights.path, 0, PauseMode.KEEP, 60)
+        await decided.wait()
+        with pytest.raises(InvalidInput, match="model: cannot change while weights are replaced"):
+            await controller.upgrading.begin(UpgradePlan(str(MODEL), UpgradeGate()))
+        with pytest.raises(
+            InvalidInput, match="path: cannot change: the update to version 1 is in flight; wait for it"
+        ):
+            await controller.weights.begin(weights.path, 0, PauseMode.KEEP, 60)
+        assert (await status(deployment)).workers[0].state == "paused"
+        may_apply.set()
+        assert [each async for each in updating.follow()][-1].num_updated == 1
+        await deployment.until(lambda _: len(workers(deployment)) == 2)
+        assert deployment.workers[WorkerId("decode-1")] is started
+        assert started.host.weights_version == 1
+        assert {worker.version for worker in (await status(deployment)).workers} == {1}
+
+
+class SlowlyFound(FakeProcess):
+    """A process that counts what it is asked to do about its weights."""
+
+    changes: list[WeightChange]
+    changed: asyncio.Event
+
+    async def change_weights(self, change: WeightChange) -> Started:
+        self.changes.append(change)
+        self.changed.set()
+        return Started(Epoch(99), "decode-0:9", 4000, weights_version=isinstance(change, ApplyWeights))
+
+
+@pytest.mark.parametrize("is_decided", [False, True])
+async def test_the_next_controller_finishes_what_was_decided_and_frees_what_was_not(is_decided: bool) -> None:
+    world = World()
+    weights = LoadedWeightsConfig(version=1, path="/w", digest="d")
+    process = SlowlyFound(world, Incarnation(WorkerId("decode-0"), 1))
+    process.changes, process.changed = [], asyncio.Event()
+    record = ControllerRecord(generation=2, was_ready=True, weights=weights.model_dump() if is_decided else {})
+    controller = make_controller(CONFIG, world.spawn, world.canary, record=record)
+    found = FoundProcess(process.incarnation, process, Started(Epoch(7), "decode-0:1", 4000))
+    controller.recover(record, [found])
+    controller.start()
+    try:
+        async with asyncio.timeout(60):
+            await process.changed.wait()
+            if controller.weights.last is not None:
+                assert [each async for each in controller.weights.last.follow()][-1].num_updated == 1
+        wanted = [PrepareWeights(weights), ApplyWeights(PauseMode.KEEP, 60.0)] if is_decided else [DiscardWeights()]
+        assert process.changes == wanted
+        slot = controller.pools.find_worker("decode-0")
+        assert (slot.weights_version, slot.epoch) == ((1, 99) if is_decided else (0, 7))
+    finally:
+        await controller.stop()
 
 
 async def test_impossible_updates_are_refused_with_the_reason(weights: LoadedWeightsConfig, tmp_path: Path) -> None:

@@ -65,8 +65,17 @@ class LinearCost:
     def _update(self, row: list[float], error: float, noise: float) -> None:
         """Updates the coefficients in plain loops, because a router does this for every load report of every worker."""
         covariance = self._covariance
-        spread = [_dot(line, row) for line in covariance]
-        scale = noise + _dot(row, spread)
+        present = [(place, value) for place, value in enumerate(row) if value]  # the rest adds nothing to any sum
+        spread = []
+        for line in covariance:
+            total = 0.0
+            for place, value in present:
+                total += line[place] * value
+            spread.append(total)
+        total = 0.0
+        for place, value in present:
+            total += value * spread[place]
+        scale = noise + total
         is_cut, ratios = False, []
         for ratio, moved in zip(self._ratios, spread, strict=True):
             wanted = ratio + moved / scale * error
@@ -77,10 +86,10 @@ class LinearCost:
         self._ratios = ratios
         if is_cut:
             return  # the step was cut, so the next observation may move as far again
-        for i, line in enumerate(covariance):
-            at_i = spread[i]
-            for j in range(i + 1):
-                line[j] = covariance[j][i] = line[j] - at_i * spread[j] / scale
+        covariance = self._covariance = [
+            [value - here * there / scale for value, there in zip(line, spread, strict=True)]
+            for line, here in zip(covariance, spread, strict=True)
+        ]
         variances = [line[i] for i, line in enumerate(covariance)]
         # Forgetting without new information would let the covariance grow without bound, so the prior's is the limit.
         if max(variances) < _VARIANCE * _FORGETTING:

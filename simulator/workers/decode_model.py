@@ -49,6 +49,7 @@ class _StepRun:
     rows: DecodeRows | None = None  # once the first step is committed, if more follow
     num_committed: int = 0
     num_measured: int = 0  # further steps
+    num_contexts: int = 0  # tokens before those of the rows' first step that is not committed, if any is measured
 
 
 class DecodeModel(TransferOwner):
@@ -389,15 +390,17 @@ class DecodeModel(TransferOwner):
     def _measure(self, num_steps: int) -> None:
         """Measures the next steps of a run, which `_advance` will commit."""
         assert self._run.rows is not None
-        items = self._run.rows.items
-        contexts = sum([len(item.sequence.token_ids) - 1 for item in items]) + len(items) * self._run.num_measured
-        num_contexts = contexts + len(items) / 2
-        self._pace.on_decode_steps(len(items), num_contexts, self._run.steps_s[:num_steps])
+        run, items = self._run, self._run.rows.items
+        num_rows = len(items)
+        if not run.num_measured:
+            run.num_contexts = sum([len(item.sequence.token_ids) - 1 for item in items])
+        num_contexts = run.num_contexts + num_rows * run.num_measured + num_rows / 2
+        self._pace.on_decode_steps(num_rows, num_contexts, run.steps_s[:num_steps])
         for number in self._policy.steps.learned_of(num_steps):
-            work = StepWork(0, 0.0, len(items), num_contexts + number * len(items))
-            self._policy.steps.on_step(work, self._run.steps_s[number])
-        del self._run.steps_s[:num_steps]
-        self._run.num_measured += num_steps
+            work = StepWork(0, 0.0, num_rows, num_contexts + number * num_rows)
+            self._policy.steps.on_step(work, run.steps_s[number])
+        del run.steps_s[:num_steps]
+        run.num_measured += num_steps
 
     def _advance(self, goes_on: bool, discarded: Collection[Sequence] = ()) -> None:
         """Commits the steps that are measured."""

@@ -170,16 +170,22 @@ class EventFeed:
 
     def _make_until(self, until_s: float) -> None:
         """Makes the reports that are due before a moment. One is whole unless the next has arrived by now, too."""
-        worker, sim = self._worker, self._node.sim
-        surely_s = min(until_s, sim.now_s - self._call.network.longest_s)  # what is sent before has arrived
-        while (at_s := self._next_made_s()) < until_s:
+        at_s = self._next_made_s()
+        if at_s >= until_s:
+            return
+        worker, call, made, rng = self._worker, self._call, self._made, self._rng
+        surely_s = min(until_s, self._node.sim.now_s - call.network.longest_s)  # what is sent before has arrived
+        while at_s < until_s:
             totals = worker.totals_at(at_s)
             self._begin_pause(at_s)
-            self._arrival_s = max(self._arrival_s, self._call.arrival_s(at_s, self._rng))
-            if self._next_made_s() >= surely_s:
-                self._made.append(Report(self._arrival_s, totals, worker.load_at(at_s), self._events()))
+            self._arrival_s = max(self._arrival_s, call.arrival_s(at_s, rng))
+            next_s = self._next_made_s()
+            if next_s >= surely_s:
+                made.append(Report(self._arrival_s, totals, worker.load_at(at_s), self._events()))
+                next_s = self._next_made_s()
             else:
-                self._made.append(Report(self._arrival_s, totals))
+                made.append(Report(self._arrival_s, totals))
+            at_s = next_s
 
     def _begin_pause(self, at_s: float) -> None:
         self._changed, self._made_s, self._rest_until_s = False, at_s, at_s + self._interval_s

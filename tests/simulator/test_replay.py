@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.config import DecodeConfig
 from penstock.kv.page_hash import hash_pages
-from simulator.fleet import FleetSpec
+from simulator.fleet import FleetSpec, SimulatedFleet
 from simulator.replay import UNLIMITED, fit, main, replay, with_pages
 from simulator.report import Slo, offered_load, single_cache_hit_rate
 from simulator.request import TraceRequest
@@ -110,3 +111,13 @@ def test_hashes_by_block_are_those_of_the_prompts(page_size: int) -> None:
     hasher = PromptHasher(page_size, b"salt")
     for request in MIX.make(5):
         assert hasher.hashes(request) == hash_pages(request.token_ids(), page_size, b"salt")
+
+
+def test_every_prefill_worker_gets_work_though_the_first_ones_are_known_to_be_fast() -> None:
+    """Requests that share nothing, at three quarters of the capacity of six workers."""
+    requests = [TraceRequest(n, 0.07 * n, 4000, 8, tuple(range(100 * n, 100 * n + 63)), 64) for n in range(80)]
+    fleet = SimulatedFleet(FleetSpec(6, 4, 64, 2000, 2000, decode=DecodeConfig(placement="remote")), 0)
+    for request in requests:
+        fleet.submit(request)
+    fleet.run()
+    assert {outcome.computed_by for outcome in fleet.outcomes} == {f"prefill-{index}" for index in range(6)}

@@ -56,12 +56,12 @@ class _StepModel:
 
     def observe(self, totals: StepTotals) -> StepTotals | None:
         """Learns from the steps since the last report and returns them; None where these are too few."""
-        if totals.steps < self.seen.steps:  # another epoch of the worker
-            self.seen = StepTotals()
-        since = totals.since(self.seen)
-        if since.seconds < _MIN_OBSERVED_S or since.steps == 0:
+        seen = self.seen
+        if totals.steps < seen.steps:  # another epoch of the worker
+            self.seen = seen = StepTotals()
+        if totals.seconds - seen.seconds < _MIN_OBSERVED_S or totals.steps == seen.steps:
             return None
-        self.seen = totals
+        since, self.seen = totals.since(seen), totals
         self.linear.observe((since.steps, since.tokens, since.contexts), since.seconds)
         return since
 
@@ -75,26 +75,63 @@ class _WorkerModels:
         self.prefill = _StepModel(ThreeTermCost(positive(prior.prefill, PREFILL_PRIOR)))
         self.decode = _StepModel(ThreeTermCost(positive(prior.decode, DECODE_PRIOR)))
         self.queued_token_s = prior.queued_token_s
-        self.costs = prior
+        self._costs = prior
+        self._num_known = 0  # observations that `_costs` includes
+        self.mark = 0  # when the book last compared it with its peers
 
     @property
     def num_observed(self) -> int:
         return self.prefill.linear.num_observed + self.decode.linear.num_observed
 
-    def refresh(self) -> None:
-        self.costs = WorkerCosts(self.prefill.cost, self.decode.cost, self.queued_token_s)
+    @property
+    def is_partly_unknown(self) -> bool:
+        return not (self.prefill.linear.num_observed and self.decode.linear.num_observed)
+
+    @property
+    def costs(self) -> WorkerCosts:
+        """Computed only when read, since reports are more frequent than placements."""
+        num_observed = self.prefill.linear.num_observed + self.decode.linear.num_observed
+        if num_observed != self._num_known:
+            self._num_known = num_observed
+            self._costs = WorkerCosts(self.prefill.cost, self.decode.cost, self.queued_token_s)
+        return self._costs
+
+    def assume(self, pooled: WorkerCosts) -> None:
+        """Starts from the peers' costs again in whatever has not been observed on this worker."""
+        if not self.prefill.linear.num_observed:
+            self.prefill.linear = ThreeTermCost(positive(pooled.prefill, PREFILL_PRIOR))
+            self.queued_token_s = pooled.queued_token_s
+        if not self.decode.linear.num_observed:
+            self.decode.linear = ThreeTermCost(positive(pooled.decode, DECODE_PRIOR))
+        self._num_known = -1
 
 
 class CostBook:
-    """The models of every worker. A new one starts from the median of its peers, which one false report cannot move."""
+    """The models of every worker. One that was not observed yet has the median of its peers, which one false report
+    cannot move.
+    """
 
     def __init__(self) -> None:
         self._models: dict[WorkerId, _WorkerModels] = {}
+        self._num_prompts = self._num_observed = 0  # observations of all workers: of steps with prompts, and of others
+        self._pool: tuple[int, WorkerCosts] = 0, PRIOR_COSTS  # the peers' median, and when it was taken
 
     def costs(self, worker_id: WorkerId) -> WorkerCosts:
-        """Returns the same object until something is learned."""
-        models = self._models.get(worker_id)
-        return models.costs if models is not None else self._models_of(worker_id).costs
+        """Returns the same object until something is learned.
+
+        A worker that was not observed follows its peers, each time that the number of observations has doubled.
+        Otherwise one that was idle at the start would keep the prior's costs, and a fast worker that is priced as slow
+        gets no work from which its costs could be learned.
+        """
+        models = self._models.get(worker_id) or self._models_of(worker_id)
+        mark = self._num_prompts.bit_length() * 64 + self._num_observed.bit_length()
+        if models.mark != mark:
+            models.mark = mark
+            if models.is_partly_unknown:
+                if self._pool[0] != mark:
+                    self._pool = mark, self._pooled()
+                models.assume(self._pool[1])
+        return models.costs
 
     def on_load(self, worker_id: WorkerId, load: WorkerLoad, page_size: int) -> None:
         """Learns from a worker's report."""
@@ -104,19 +141,19 @@ class CostBook:
         models = self._models_of(worker_id)
         before = models.num_observed
         _learn_rates(models, load, page_size)
-        if models.num_observed != before:
-            models.refresh()
+        self._num_prompts += models.num_observed - before
 
     def on_steps(self, worker_id: WorkerId, prefill: StepTotals, decode: StepTotals) -> None:
         """Learns from the totals in a worker's report."""
-        models = self._models_of(worker_id)
-        before = models.num_observed
-        models.decode.observe(decode)
+        models = self._models.get(worker_id) or self._models_of(worker_id)
+        if models.decode.observe(decode) is not None:
+            self._num_observed += 1
         since = models.prefill.observe(prefill)
-        if since is not None and since.tokens:
+        if since is None:
+            return
+        self._num_prompts += 1
+        if since.tokens:
             _learn_queue(models, since.seconds / since.tokens)
-        if models.num_observed != before:
-            models.refresh()
 
     def forget(self, worker_id: WorkerId) -> None:
         """Drops the models of a worker that has left or restarted."""

@@ -88,6 +88,20 @@ def test_a_new_worker_starts_from_its_peers_and_resists_one_false_report():
     book.forget(WorkerId("new"))
 
 
+def test_a_worker_that_was_idle_at_the_start_is_priced_like_its_peers():
+    """Otherwise the prior keeps it ten times as expensive, and it never gets the work that would correct that."""
+    book, rng, load = CostBook(), random.Random(3), WorkerLoad()
+    idle = WorkerId("idle")
+    assert book.costs(idle) == PRIOR_COSTS
+    for _ in range(64):
+        load = report(book, WORKER, load, rng, noise=0.0)
+    assert book.costs(idle).prefill.prefill_s(2000, 2000, 2048) == pytest.approx(
+        book.costs(WORKER).prefill.prefill_s(2000, 2000, 2048), rel=0.05
+    )
+    assert book.costs(idle).queued_token_s == pytest.approx(book.costs(WORKER).queued_token_s, rel=0.2)
+    assert book.costs(idle) is book.costs(idle)
+
+
 def test_a_worker_without_totals_is_learned_from_its_running_means():
     book = CostBook()
     load = WorkerLoad(prefill_tokens_per_s=10_000, step_s=0.05, num_running=8, total_pages=100, free_pages=50)

@@ -155,15 +155,44 @@ class RouterServer:
         )
 
     async def _start(self, http_socket: socket.socket, metrics_socket: socket.socket | None = None) -> None:
-        tls = self._config.tls
+        grpc_port, control_port = await self._start_grpc()
+        self._start_http(http_socket, metrics_socket)
+        if self._picker is not None:
+            await self._picker.start()
+        http_port, *metrics_port = [server.port for server in self._https]
+        self.ports = Ports(
+            grpc_port,
+            http_port,
+            control_port or grpc_port,
+            metrics_port[0] if metrics_port else None,
+            self._picker.port if self._picker is not None else None,
+        )
+        await self.fleet.peers.start(self._config.peer_host, self._config.peer_port, self.context.gate)
+        self._tasks.start(self._follow_health(), name="health")
+        self._tasks.start(self._trust.watcher.follow(), name="key files")
+        self._follow_workers()
+
+    async def _start_grpc(self) -> tuple[int, int]:
+        """Serves the gRPC API. Returns its port, and that of the process that supervises this router: 0 if it needs no
+        port of its own."""
         guard = ConnectionGuard(self._config.limits, self._metrics)
         service = InferenceService(
-            self.preparer, self._dispatcher, self.fleet, self._metrics, self._parsing, guard, wants_tls=tls is not None
+            self.preparer,
+            self._dispatcher,
+            self.fleet,
+            self._metrics,
+            self._parsing,
+            guard,
+            wants_tls=self._config.tls is not None,
         )
         service.add_to(self._grpc.server)
-        control = self._grpc.add_control_port(_LOOPBACK) if self._needs_control_port else 0
+        control_port = self._grpc.add_control_port(_LOOPBACK) if self._needs_control_port else 0
         grpc_port = await self._grpc.start(self._config.host, self._config.grpc_port, "grpc_port")
         self._tasks.start(guard.watch(grpc_port), name="connections")
+        return grpc_port, control_port
+
+    def _start_http(self, http_socket: socket.socket, metrics_socket: socket.socket | None) -> None:
+        """Serves the HTTP API and, at a socket of their own, metrics and health; runs the batches of the former."""
         app, batch_runner = make_app(
             self.preparer,
             self._dispatcher,
@@ -186,19 +215,9 @@ class RouterServer:
             add_live_page(operations, self._live, self._check_scraper)
             counts = ConnectionCounts(self._config.limits, self._max_connections, self._metrics)
             self._https.append(self._serve_http(operations, metrics_socket, counts, asks_for_certificate=False))
-        http_port, *metrics_port = [server.port for server in self._https]
-        if self._picker is not None:
-            await self._picker.start()
-        self.ports = Ports(
-            grpc_port,
-            http_port,
-            control or grpc_port,
-            metrics_port[0] if metrics_port else None,
-            self._picker.port if self._picker is not None else None,
-        )
-        await self.fleet.peers.start(self._config.peer_host, self._config.peer_port, self.context.gate)
-        self._tasks.start(self._follow_health(), name="health")
-        self._tasks.start(self._trust.watcher.follow(), name="key files")
+
+    def _follow_workers(self) -> None:
+        """Begins to follow the membership of a controller, or else the configured workers, engines and peers."""
         if self._config.admin:
             self._tasks.start(follow_admin(self._config.admin, self.fleet), name="admin")
             reporting = report_demand(self._config.admin, self._trust.channel, self._demand)

@@ -148,15 +148,13 @@ class RequestPreparer:
             kv_hints = _kv_hints_of(wire, hints)
             session = hints.session or kv_hints.session
             group = await self._wait_for_group(session, deadline_s)
-            params = self._with_max_tokens(
-                wire.sampling, lane, group.context_length - len(token_ids), default_max_tokens
-            )
+            room = group.context_length - len(token_ids)
+            params = self._with_max_tokens(wire.sampling, lane, room, default_max_tokens)
             if kv_hints.only:
                 params.max_tokens = params.n = 1  # of which none is generated
+            completing = partial(complete, params, token_ids) if complete is not None else None
             async with self.until(deadline_s):
-                if complete is not None:
-                    await self._complete(wire, tenant, partial(complete, params, token_ids))
-                sampling = await self._sampling(params, len(token_ids), group, tenant.name)
+                sampling = await self._sampling(wire, params, len(token_ids), group, tenant, completing)
             scope = salted_scope(tenant.cache_scope, wire.cache_salt)
             emitted = sampling_fields.check_emitted(wire, sampling, self.card.vocab_size)
         revision = adapter.revision if adapter is not None else ""
@@ -187,13 +185,6 @@ class RequestPreparer:
             trace.request = prepared
         return prepared
 
-    async def _complete(
-        self, wire: inference_pb2.GenerateRequest, tenant: Tenant, complete: Callable[[], None]
-    ) -> None:
-        """Runs `complete` where grammars are written, since it may write one of the tools' parameters."""
-        num_characters = sum(len(tool.parameters) for tool in wire.chat.tools)
-        await self._grammars.write(tenant.name, num_characters, complete)
-
     async def _check(
         self, wire: inference_pb2.GenerateRequest, tenant: Tenant, deadline_s: float
     ) -> tuple[AdapterRef | None, Lane]:
@@ -205,11 +196,24 @@ class RequestPreparer:
         return self.check_model(wire.model), tenant.lane(wire.lane)
 
     async def _sampling(
-        self, params: common_pb2.SamplingParams, num_prompt_tokens: int, group: WorkerGroup, tenant: str
+        self,
+        wire: inference_pb2.GenerateRequest,
+        params: common_pb2.SamplingParams,
+        num_prompt_tokens: int,
+        group: WorkerGroup,
+        tenant: Tenant,
+        complete: Callable[[], None] | None,
     ) -> SamplingParams:
-        """Returns the parameters with every default filled in. Raises InvalidInput or Overloaded."""
+        """Returns the parameters with every default filled in, after `complete` has added to them.
+
+        `complete` runs where grammars are written, since it may write one of the tools' parameters. Raises InvalidInput
+        or Overloaded.
+        """
+        if complete is not None:
+            num_characters = sum(len(tool.parameters) for tool in wire.chat.tools)
+            await self._grammars.write(tenant.name, num_characters, complete)
         if params.HasField("grammar"):
-            await self._grammars.check(grammar_from_wire(params.grammar), tenant)
+            await self._grammars.check(grammar_from_wire(params.grammar), tenant.name)
         sampling = sampling_fields.resolve(
             params,
             num_prompt_tokens=num_prompt_tokens,
@@ -219,7 +223,7 @@ class RequestPreparer:
             defaults=self.card.generation_defaults,
             max_prompt_logprobs=self.limits.prompt_logprobs,
         )
-        return await with_bad_sequences(sampling, self.tokenizer, tenant)
+        return await with_bad_sequences(sampling, self.tokenizer, tenant.name)
 
     def begin_trace(self, headers: Mapping[str, str | bytes]) -> SampledCall | None:
         """Returns the trace of a call with these headers or metadata; None if it is not traced."""

@@ -27,7 +27,7 @@ from router.routing.index.pending_prompts import MAX_MARKS_PER_PROMPT, mark_page
 from router.routing.index.prefix_index import PrefixIndex
 from router.routing.index.prefix_match import PrefixMatch
 from router.routing.placement_core import Commitment, PlacementCore, num_naming_pages
-from router.routing.policy.interface import PairChoice, PlacementPolicy, PlannedPull, PullOffer
+from router.routing.policy.interface import PairChoice, PlacementDemand, PlacementPolicy, PlannedPull, PullOffer
 
 _FIRST_HASHES = 4  # pages of a prompt hashed before the index shows whether more are worth it
 _NEXT_HASHES = 32  # pages hashed if they are; twice as many each time from there on
@@ -175,24 +175,7 @@ class Placer:
         if scores_prompt:  # its decode worker computes every token of it
             prefill = []
         links = FleetLinkPricing(self._fleet, (*decode, *group.prefill), now_s)
-        cached, below = ({}, {}) if scores_prompt else pages.cached_tokens(self._fleet.index, group)
-        pending = {} if scores_prompt else self._pending_tokens(pages, group)
-        demand = self._core.demand(
-            num_tokens=len(request.token_ids) + num_emitted,
-            max_tokens=request.sampling.max_tokens - num_emitted,
-            token_bytes=group.token_bytes,
-            cached_tokens=cached,
-            host_tokens=below,
-            pending_tokens=pending,
-            prefill=[] if scores_prompt else [worker.worker_id for worker in group.prefill],
-            links=links,
-            now_s=now_s,
-            prefix=pages.prefix,
-            session=request.session,
-            explain=request.explain,
-            pull=self._pull_offer(group, cached, below),
-            adapter=request.adapter.revision if request.adapter is not None else "",
-        )
+        demand = self._demand(request, pages, num_emitted, group, links, now_s, scores_prompt=scores_prompt)
         views, sent_to = self._core.views, functools.partial(self._fleet.sent_to, now_s=now_s)
         choice = self._policy.choose(demand, views(decode, sent_to), views(prefill, sent_to), self._rng)
         chosen = next(worker for worker in decode if worker.worker_id == choice.decode)
@@ -208,6 +191,39 @@ class Placer:
         commitment = self._core.commit(choice, demand, chosen.description.page_size, now_s, marks, chosen.limits)
         source = _source(choice.decode_pull, group, chosen.address)
         return Placement(chosen, candidates, choice, commitment, group.token_bytes, source)
+
+    def _demand(
+        self,
+        request: PreparedRequest,
+        pages: PromptPages,
+        num_emitted: int,
+        group: WorkerGroup,
+        links: FleetLinkPricing,
+        now_s: float,
+        *,
+        scores_prompt: bool,
+    ) -> PlacementDemand:
+        """Returns what the policy needs to know about the completion, including who has or will have its prefix.
+
+        A prompt that is scored uses no cached tokens and no prefill worker.
+        """
+        cached, below = ({}, {}) if scores_prompt else pages.cached_tokens(self._fleet.index, group)
+        return self._core.demand(
+            num_tokens=len(request.token_ids) + num_emitted,
+            max_tokens=request.sampling.max_tokens - num_emitted,
+            token_bytes=group.token_bytes,
+            cached_tokens=cached,
+            host_tokens=below,
+            pending_tokens={} if scores_prompt else self._pending_tokens(pages, group),
+            prefill=[] if scores_prompt else [worker.worker_id for worker in group.prefill],
+            links=links,
+            now_s=now_s,
+            prefix=pages.prefix,
+            session=request.session,
+            explain=request.explain,
+            pull=self._pull_offer(group, cached, below),
+            adapter=request.adapter.revision if request.adapter is not None else "",
+        )
 
     def _pull_offer(
         self, group: WorkerGroup, cached: Mapping[WorkerId, int], below: Mapping[WorkerId, int]

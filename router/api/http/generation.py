@@ -1,4 +1,4 @@
-"""Answers the calls that generate, of every HTTP dialect: from the body's bytes to the response.
+"""Answers the generating calls of every HTTP dialect, from the body's bytes to the response.
 
 A route calls `GenerationCalls.answer` with its `Dialect`. Thin over `router.dispatch`, on its event loop.
 """
@@ -30,6 +30,7 @@ from router.api.http.running_calls import RunningCalls
 from router.api.http.streams import (
     HEARTBEAT_S,
     EventStream,
+    Outputs,
     StartedOutputs,
     collect_outputs,
     event_bytes,
@@ -69,7 +70,7 @@ class GenerationCalls:
         self._bodies = BodyReader(preparer.limits, metrics)
 
     async def answer(self, http: Request, dialect: Dialect[BodyT], running: RunningCalls | None = None) -> Response:
-        """Nothing continues for a client that disconnects, in whatever queue its call waits.
+        """Answers a call. If the client disconnects, the call ends in whatever queue it waits.
 
         With `running`, other calls can cancel this one by its response's id.
         """
@@ -113,8 +114,8 @@ class GenerationCalls:
     ) -> Response:
         """Returns a stream with its first token, so that errors before it are plain HTTP errors.
 
-        A token that takes longer than `HEARTBEAT_S` is waited for in the stream, which then sends its head and
-        heartbeats: proxies and clients end a connection on which nothing comes. `lane` overrides what the call asks
+        If the first token takes longer than `HEARTBEAT_S`, the stream begins without it and sends heartbeats: proxies
+        and clients close a connection on which nothing arrives. `lane` overrides what the call asks
         for.
         """
         preparer, accepted_s = self._preparer, time.monotonic()
@@ -132,22 +133,23 @@ class GenerationCalls:
         if running is not None:
             outputs = running.guarded((tenant.name, response.id), outputs)
         if not body.streams:
-            async with contextlib.aclosing(outputs):
-                headers = await collect_outputs(outputs, parsed, response, totals)
-                # Off the event loop, as many tokens with their alternatives make an answer of megabytes.
-                write = functools.partial(_write_whole, response, totals, headers)
-                return write() if totals.completion_tokens <= _INLINE_TOKENS else await asyncio.to_thread(write)
-        started, headers = StartedOutputs(outputs), {}
+            return await _collect(outputs, parsed, response, totals)
+        started, headers = await self._start(outputs)
+        cut = http.scope.get(ABORT, lambda: None)
+        watch = ReaderWatch(requests[0].request_id, requests[0].deadline_s, preparer.limits, self._metrics, cut)
+        events = event_bytes(started, parsed, response, totals)
+        return EventStream(events, started, watch, headers, dialect.heartbeat, HEARTBEAT_S)
+
+    async def _start(self, outputs: Outputs) -> tuple[StartedOutputs, dict[str, str]]:
+        """Waits for the first output, for `HEARTBEAT_S` at most. Returns the outputs, and the headers that it sets."""
+        started, headers = StartedOutputs(outputs), dict[str, str]()
         try:
             if (first := await started.wait(HEARTBEAT_S)) is not None:
                 headers = granted_header(first)
         except BaseException:
             await started.aclose()
             raise
-        cut = http.scope.get(ABORT, lambda: None)
-        watch = ReaderWatch(requests[0].request_id, requests[0].deadline_s, preparer.limits, self._metrics, cut)
-        events = event_bytes(started, parsed, response, totals)
-        return EventStream(events, started, watch, headers, dialect.heartbeat, HEARTBEAT_S)
+        return started, headers
 
     async def _prepare(
         self,
@@ -200,6 +202,15 @@ class GenerationCalls:
         body = dialect.read(raw, limits, tenant.name)
         response = dialect.respond(body)
         return body, response, self._preparer.parsing(body.output_format), body.requests(response.id)
+
+
+async def _collect(outputs: Outputs, parsed: ParsedOutputs, response: CallResponse, totals: CallTotals) -> Response:
+    """Waits for all outputs and returns them as one answer."""
+    async with contextlib.aclosing(outputs):
+        headers = await collect_outputs(outputs, parsed, response, totals)
+        # Off the event loop, as many tokens with their alternatives make an answer of megabytes.
+        write = functools.partial(_write_whole, response, totals, headers)
+        return write() if totals.completion_tokens <= _INLINE_TOKENS else await asyncio.to_thread(write)
 
 
 def _write_whole(response: CallResponse, totals: CallTotals, headers: Mapping[str, str]) -> Response:

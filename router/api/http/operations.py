@@ -34,6 +34,16 @@ def make_operations_app(
     takes them. `targets` are the metrics ports of the workers; without it the app lists none.
     """
     app = FastAPI(title="Penstock", version=_version(), docs_url=None, redoc_url=None, openapi_url=None)
+    _add_probes(app, preparer)
+    _add_figures(app, preparer, metrics, metrics_token, targets)
+    app.add_middleware(RequestIdMiddleware)
+    ErrorAnswers(shapes).add_to(app)
+    add_documents(app)
+    return app
+
+
+def _add_probes(app: FastAPI, preparer: RequestPreparer) -> None:
+    """Adds the calls that anybody may make: health and version."""
 
     @app.get("/health", responses=_PROBES)
     @app.get("/health/ready", responses=_PROBES)
@@ -55,17 +65,30 @@ def make_operations_app(
         """Returns the version of Penstock."""
         return JSONResponse({"version": _version()})
 
+
+def _add_figures(
+    app: FastAPI,
+    preparer: RequestPreparer,
+    metrics: RouterMetrics,
+    metrics_token: Callable[[], str],
+    targets: Callable[[], Sequence[ScrapeTarget]] | None,
+) -> None:
+    """Adds the calls that demand the metrics token: load, metrics and, if there are `targets`, the workers' ports."""
+
+    def check(http: Request) -> None:
+        preparer.tenants.check_scraper(http.headers.get("authorization"), metrics_token())
+
     @app.get("/load", responses=answers(401))
     async def load(http: Request) -> Response:
         """Returns the number of requests in flight at this router, and how many of them wait."""
-        preparer.tenants.check_scraper(http.headers.get("authorization"), metrics_token())
+        check(http)
         num_inflight, num_waiting = preparer.inflight
         return JSONResponse({"server_load": num_inflight, "num_waiting": num_waiting})
 
     @app.get("/metrics", responses=answers(401), response_class=PlainTextResponse)
     async def scrape(http: Request) -> Response:
         """Returns the router's metrics in Prometheus' format."""
-        preparer.tenants.check_scraper(http.headers.get("authorization"), metrics_token())
+        check(http)
         return Response(await metrics.render_aside(), media_type=CONTENT_TYPE_LATEST)
 
     if targets is not None:
@@ -73,13 +96,8 @@ def make_operations_app(
         @app.get("/metrics/targets", responses=answers(401))
         async def scrape_targets(http: Request) -> Response:
             """Lists the workers' metrics ports, as Prometheus' HTTP service discovery reads them."""
-            preparer.tenants.check_scraper(http.headers.get("authorization"), metrics_token())
+            check(http)
             return JSONResponse([target.to_json() for target in targets()])
-
-    app.add_middleware(RequestIdMiddleware)
-    ErrorAnswers(shapes).add_to(app)
-    add_documents(app)
-    return app
 
 
 def _version() -> str:

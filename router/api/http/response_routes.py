@@ -64,6 +64,14 @@ def add_responses(
         """Answers as OpenAI's Responses do, and stores the response unless `store` is false."""
         return await calls.answer(http, dialect, running)
 
+    _add_stored(app, preparer, store)
+    _add_cancel(app, preparer, store, running)
+    return dialect
+
+
+def _add_stored(app: FastAPI, preparer: RequestPreparer, store: ResponseStore) -> None:
+    """Adds the calls that read and delete stored responses."""
+
     @app.get(_ONE, **described_reading())
     async def retrieve(http: Request, response_id: str) -> Response:
         """Returns a stored response."""
@@ -79,6 +87,15 @@ def add_responses(
         # As large as a request may be, so not on the event loop.
         return await asyncio.to_thread(lambda: JSONResponse(page(json.loads(items), http.query_params)))
 
+    @app.delete(_ONE, **described_reading())
+    async def delete(http: Request, response_id: str) -> Response:
+        """Removes a stored response."""
+        tenant = identify(http, preparer)
+        store.delete(tenant.name, response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+def _add_cancel(app: FastAPI, preparer: RequestPreparer, store: ResponseStore, running: RunningCalls) -> None:
     @app.post(f"{_ONE}/cancel", **described_reading())
     async def cancel(http: Request, response_id: str) -> Response:
         """Ends a response in flight. One that has ended is returned as it is."""
@@ -94,15 +111,6 @@ def add_responses(
             if not was_running:
                 raise
             return JSONResponse({"id": response_id, "object": "response", "status": "cancelled"})
-
-    @app.delete(_ONE, **described_reading())
-    async def delete(http: Request, response_id: str) -> Response:
-        """Removes a stored response."""
-        tenant = identify(http, preparer)
-        store.delete(tenant.name, response_id)
-        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
-
-    return dialect
 
 
 def _json(text: str) -> Response:

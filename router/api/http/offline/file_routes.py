@@ -19,11 +19,12 @@ from router.api.limits import UnreadRequest
 from router.api.openai.paging import page
 from router.api.prepare import RequestPreparer
 from router.batches.files import FileStore
+from router.batches.records import FileRecord
 
 PATH = "/v1/files"
 _ONE = f"{PATH}/{{file_id}}"
 _MAX_UPLOADS, _UPLOADS_OF_ONE = 8, 4  # at a time: of all tenants, and of one
-_MAX_FIELDS = 8  # of a form
+_MAX_FIELDS = 8  # in a form
 _FIELD_BYTES = 4096
 _MAX_NAME = 255  # characters
 _MAX_LISTED = 10_000
@@ -37,7 +38,7 @@ _FORM = {
 
 
 def add_files(app: FastAPI, preparer: RequestPreparer, store: FileStore, file_bytes: int) -> None:
-    """Adds the routes. `file_bytes` bounds an upload before anything of it is kept."""
+    """Adds the routes. `file_bytes` bounds an upload, and is checked before any of it is stored."""
     uploads = Counter[str]()  # by tenant
 
     @app.post(PATH, **described_upload(_FORM, "FileForm"))
@@ -49,18 +50,18 @@ def add_files(app: FastAPI, preparer: RequestPreparer, store: FileStore, file_by
             raise Unavailable(f"{problem}; try again", _RETRY_AFTER_S)
         uploads[tenant.name] += 1
         try:
-            form = await _read_form(http, file_bytes + _MAX_FIELDS * _FIELD_BYTES, preparer.limits.body_timeout_s)
-            try:
-                file = _checked_file(form)
-                name = (file.filename or "file.jsonl")[:_MAX_NAME]
-                record = await asyncio.to_thread(store.put, tenant.name, name, "batch", file.file)
-            finally:
-                await form.close()
+            record = await _store_upload(http, preparer.limits.body_timeout_s, store, tenant.name, file_bytes)
         finally:
             uploads[tenant.name] -= 1
             if not uploads[tenant.name]:
                 del uploads[tenant.name]
         return JSONResponse(record.as_json())
+
+    _add_stored(app, preparer, store)
+
+
+def _add_stored(app: FastAPI, preparer: RequestPreparer, store: FileStore) -> None:
+    """Adds the calls that list, describe, return and delete stored files."""
 
     @app.get(PATH, **described_reading())
     async def list_files(http: Request) -> Response:
@@ -89,6 +90,17 @@ def add_files(app: FastAPI, preparer: RequestPreparer, store: FileStore, file_by
         tenant = identify(http, preparer)
         await asyncio.to_thread(store.delete, tenant.name, file_id)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+
+async def _store_upload(http: Request, timeout_s: float, store: FileStore, tenant: str, file_bytes: int) -> FileRecord:
+    """Stores the file of a form for the tenant. Raises what reading, checking and storing it raise."""
+    form = await _read_form(http, file_bytes + _MAX_FIELDS * _FIELD_BYTES, timeout_s)
+    try:
+        file = _checked_file(form)
+        name = (file.filename or "file.jsonl")[:_MAX_NAME]
+        return await asyncio.to_thread(store.put, tenant, name, "batch", file.file)
+    finally:
+        await form.close()
 
 
 async def _read_form(http: Request, max_bytes: int, timeout_s: float) -> FormData:

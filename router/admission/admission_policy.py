@@ -32,8 +32,8 @@ from router.admission.refusal_policy import RefusalPolicy, due_s, expires_s
 from router.admission.tenant_accounts import TenantAccounts
 
 OPEN_ENDED_TOKENS = 4096  # of output that a request without max_tokens is charged at a time, as it reaches them
-_WAIT_FOR_WORKERS_S = 30.0  # that queued requests stay queued while no worker is left: a successor loads its weights
-_OBSERVE_INTERVAL_S = 0.01  # saturation is measured no more often, however many requests come and go
+_WAIT_FOR_WORKERS_S = 30.0  # queued requests stay queued this long without any worker: a successor loads its weights
+_OBSERVE_INTERVAL_S = 0.01  # shortest time between two measurements of saturation
 
 
 class AdmissionPolicy:
@@ -138,7 +138,7 @@ class AdmissionPolicy:
         """Answers a request that arrives. `poll` returns a queued one later, unless `end` removes it before."""
         assert request.key not in self._tracked
         self._observe_seldom(now_s)
-        self.accounts.spend(request.tenant, -request.prepaid_tokens, now_s)  # part of what is spent below
+        self.accounts.spend(request.tenant, -request.prepaid_tokens, now_s)  # charged again as part of the sum below
         tracked = self._track(request)
         refused = self._refusals.over_limits(tracked, now_s)
         at_once = False
@@ -318,7 +318,7 @@ class AdmissionPolicy:
         self._observed_s = now_s
         saturation = worst(self._signals(now_s))
         if self._forecast.fleet is None and (saturation or 0.0) < self._overload.saturation:
-            saturation = None  # the workers' part of it is unknown now, which is not a relief
+            saturation = None  # the workers' part is unknown now, which must not count as relief
         self._overload.observe(saturation, now_s)
 
     def _signals(self, now_s: float) -> Iterator[float | None]:

@@ -1,4 +1,4 @@
-"""Bounds what is at the workers at once, so that the queue is in the router, where it can be ordered. Pure.
+"""Bounds how much is at the workers at once, so that requests queue in the router, where they can be ordered. Pure.
 
 What the fleet does not report limits nothing: an unknown number of decode slots is not zero slots.
 """
@@ -79,7 +79,7 @@ def has_room(
     uncached_share: float,
     config: AdmissionConfig,
 ) -> bool:
-    """Returns whether a request of this size may be dispatched now. A request that is alone always may."""
+    """Returns whether a request of this size may be dispatched now. The only request may always be."""
     if fleet is None or outstanding.num_requests == 0:
         return True
     if outstanding.num_sequences + num_sequences <= _FLOOR * fleet.num_decode:

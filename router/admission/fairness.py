@@ -17,7 +17,7 @@ _MAX_IDLE = 4096  # counters of idle keys, before those without information are 
 
 
 class FairCounters(Generic[KeyT]):
-    """A counter for each tenant, or lane, that competes now or has had more than its share."""
+    """Keeps a counter for each tenant or lane that competes now or has had more than its share."""
 
     def __init__(self) -> None:
         self._counters: dict[KeyT, float] = {}

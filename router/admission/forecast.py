@@ -17,12 +17,12 @@ from router.admission.interface import AdmissionRequest, RequestUsage
 _PRIOR_OUTPUT_TOKENS = 256  # of one sequence: typical of chats, and charged until a request has ended
 _WINDOW_S = 5.0  # time constant of the drain rate at least; twice the time of a request at the workers where longer
 _MIN_EVIDENCE_S = 0.5  # of backlog, before its rate is believed
-_FORGET_S = 60.0  # a rate measured that long ago says nothing about the present fleet
+_FORGET_S = 60.0  # a rate measured longer ago says nothing about the present fleet
 _SMOOTHING = 0.05  # weight of a new sample in a running mean
 
 
 class RunningMean:
-    """Exponentially weighted mean; its first samples are averaged plainly. `value` is None before the first one."""
+    """Keeps an exponentially weighted mean; the first samples count equally. `value` is None before the first one."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -56,7 +56,7 @@ class DrainRate:
             self._ended_s = now_s
 
     def per_s(self, now_s: float) -> float | None:
-        """Returns None where the backlog was too short, or too long ago."""
+        """Returns the rate; None if the backlog was too short or too long ago."""
         if self._observed_s is None:
             if self._time_s < _MIN_EVIDENCE_S or now_s - self._ended_s > _FORGET_S:
                 return None
@@ -67,7 +67,7 @@ class DrainRate:
 
 @dataclass(frozen=True, slots=True)
 class ServiceTime:
-    """Seconds at the workers. Unknown parts count as zero."""
+    """Holds the seconds that a request spends at the workers. Unknown parts count as zero."""
 
     first_token_s: float
     total_s: float
@@ -80,7 +80,7 @@ class ServiceEstimator(Protocol):
 
 
 class Forecast:
-    """Learns from requests that have ended. A `ServiceEstimator`, by that and the fleet's reports."""
+    """Learns from requests that have ended. A `ServiceEstimator` that uses these figures and the fleet's reports."""
 
     def __init__(self, config: AdmissionConfig) -> None:
         self._config = config
@@ -152,7 +152,7 @@ class Forecast:
         return max(measured, by_slots or 0.0)
 
     def request_s(self) -> float | None:
-        """Returns how long a request is at the workers, on average."""
+        """Returns how long a request stays at the workers, on average."""
         return self._residence_s.value
 
     def _by_slots(self) -> float | None:

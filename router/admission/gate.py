@@ -123,7 +123,7 @@ class AdmissionGate:
             return await waiter
         except BaseException:
             if self.admission.holds(request.key):
-                self.leave(request, None)  # its caller has gone
+                self.leave(request, None)  # the caller has disconnected
             raise
         finally:
             self._waiters.pop(request.key, None)

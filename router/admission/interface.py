@@ -40,7 +40,7 @@ class Queued:
 
 
 class RefusalReason(StrEnum):
-    """The reason why a request was refused, or left the queue unserved. A label of penstock:admission_refusals."""
+    """Says why a request was refused or left the queue unserved. A label of penstock:admission_refusals."""
 
     QUEUE_FULL = "queue_full"  # in requests or bytes
     WAIT = "wait"  # with `overload.shed`: it would wait, or has waited, longer than its lane's target
@@ -53,7 +53,7 @@ class RefusalReason(StrEnum):
     QUOTA = "quota"  # it could never fit its tenant's quota
 
 
-# Refusals that the caller could have avoided: it pays for the work that was done until then.
+# Refusals that the caller could have avoided, so it pays for the work done until then.
 OWN_FAULT = frozenset({RefusalReason.TOKEN_RATE, RefusalReason.TENANT_REQUESTS, RefusalReason.QUOTA})
 
 

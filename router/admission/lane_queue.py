@@ -36,7 +36,7 @@ class QueueEntry:
     cost: float  # in weighted tokens, as expected
     num_tokens: int  # of KV, as its tenant's quota counts them
     prompt_tokens: int = 0
-    waits: bool = field(default=True, init=False)  # false: it has left, and its place in the heaps is void
+    waits: bool = field(default=True, init=False)  # false once it has left; the heaps then skip it
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class TrackedRequest:
 
 
 class _DueCosts:
-    """Weighted tokens by the second in which they are due, so that a newcomer's wait is found without a scan."""
+    """Sums weighted tokens by the second in which they are due, so that a newcomer's wait is found without a scan."""
 
     def __init__(self) -> None:
         self._by_second: dict[int, tuple[int, float]] = {}  # how many requests, and their cost
@@ -74,7 +74,7 @@ class _DueCosts:
 
 @dataclass(slots=True)
 class QueueUse:
-    """The content of the queue: of one tenant, or of all."""
+    """Counts what is queued, of one tenant or of all."""
 
     num_requests: int = 0
     num_bytes: int = 0

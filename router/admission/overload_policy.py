@@ -16,9 +16,9 @@ from penstock.config.admission import AdmissionConfig, OverloadConfig
 from router.admission.capacity import FleetState
 
 _SMOOTHING_S = 1.0
-_MAX_SATURATION = 2.0  # counted no further, so that it falls again in time
+_MAX_SATURATION = 2.0  # higher values count as this, so that saturation falls again soon
 _QUEUE_PRESSURE = 0.25  # saturation at which the workers' queues are as long as routers mean to keep them
-_STEEPNESS = 3  # of shedding: few requests at first, all of them at saturation 1
+_STEEPNESS = 3  # exponent of shedding: few requests are shed at first, all of them at saturation 1
 
 
 class OverloadLevel(IntEnum):
@@ -38,7 +38,7 @@ def worst(signals: Iterable[float | None]) -> float | None:
 def fleet_pressure(fleet: FleetState, config: AdmissionConfig) -> float | None:
     """Returns the saturation of the workers' queues and pages.
 
-    Caches are meant to fill the pages, so that only the last tenth of them counts.
+    Caches are meant to fill the pages, so only the last tenth of them counts.
     """
     signals: list[float | None] = []
     if fleet.page_use is not None:

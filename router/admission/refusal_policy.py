@@ -23,7 +23,9 @@ from router.admission.overload_policy import OverloadLevel, OverloadPolicy, shed
 from router.admission.tenant_accounts import TenantAccounts
 
 _PATIENCE = 0.5  # share of a lane's target after which a request is due
-_CERTAIN = 0.5  # share of a predicted wait that must miss the deadline: half of it misses only if it is wrong by twice
+_CERTAIN = (
+    0.5  # refuse only if half of the predicted wait already misses the deadline: predictions may be twice too long
+)
 _TENANT_SHARE = 0.5  # of a lane's queue, for one tenant where there are several
 _UNKNOWN_HINT_S = 1.0
 _MIN_HINT_S = 0.1
@@ -44,7 +46,7 @@ def expires_s(request: AdmissionRequest, config: AdmissionConfig, now_s: float) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusalPolicy:
-    """Judges requests by the state that `AdmissionPolicy` owns; changes none of it."""
+    """Judges requests by the state that `AdmissionPolicy` owns, without changing it."""
 
     config: AdmissionConfig
     rng: random.Random
@@ -178,7 +180,7 @@ class RefusalPolicy:
         longest_s = min(everything, (queue.cost + tracked.cost) / share) / rate
         target_s = self.config.lane(lane).target_wait_s if self.config.overload.shed else math.inf
         if longest_s <= min(target_s, 0.5 * (request.deadline_s - now_s)):
-            return longest_s  # a better estimate costs more, and would decide nothing
+            return longest_s  # a better estimate costs more and would not change the decision
         weights = {other: self.accounts.weight(other) for other in (*queue.waiting_tenants(), tenant)}
         ahead = queue.cost_before(tenant, due_s(request, self.config), weights[tenant] / sum(weights.values()))
         return min(everything, (ahead + tracked.cost) / share) / rate

@@ -15,7 +15,7 @@ _MAX_BUCKETS = 4096  # beyond this, buckets that are full again are dropped
 
 
 class TokenBucket:
-    """A budget of tokens that refills at a steady rate.
+    """Holds a budget of tokens that refills at a steady rate.
 
     A request takes what it is expected to use and, at its end, takes or returns the difference. The level may fall
     below zero: a tenant that used more than expected waits until the debt is paid.
@@ -28,7 +28,7 @@ class TokenBucket:
         self._filled_s = now_s
 
     def wait_s(self, amount: float, now_s: float) -> float:
-        """Returns how long until `amount` may be taken. A full bucket allows even more than a whole burst."""
+        """Returns how long until `amount` may be taken. A full bucket also allows more than the burst."""
         self._fill(now_s)
         missing = min(amount, self._burst) - self._level
         return max(0.0, missing / self._rate_per_s)

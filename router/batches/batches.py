@@ -1,8 +1,8 @@
 """Keeps batches in a folder. Its calls block on the disk.
 
-A batch is the folder `FOLDER/tenant-NAME/batches/ID`: its record, the lines of its output and of its errors as they
-come, a lock that the router which runs it holds, and a mark if it is to be cancelled. The lines show what is done, so
-that another router continues a batch whose router has died: it runs what has no answer yet.
+A batch is the folder `FOLDER/tenant-NAME/batches/ID`. It holds the record, the lines of output and of errors as they
+are written, a lock that belongs to the router that runs the batch, and a mark once somebody cancels it. The lines show
+what is done, so another router can continue a batch whose router has died: it runs the requests that have no answer.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class BatchClaim:
         return self._folder / name
 
     def done(self, name: str) -> set[str]:
-        """Returns the requests that have a line in the file, and removes a line that was cut off in writing."""
+        """Returns the requests that have a line in the file, and removes a last line that was written only in part."""
         path, found, end = self._folder / name, set[str](), 0
         if not path.exists():
             return found
@@ -81,8 +81,9 @@ class BatchClaim:
                 self._append(name, line)
 
     def seal(self, unanswered: Callable[[set[str]], Iterable[bytes]] | None = None) -> int:
-        """Keeps later answers out; then adds the errors that `unanswered` makes of what has an answer. Returns their
-        number."""
+        """Refuses later answers, then adds the errors that `unanswered` returns, given the ids that have an answer.
+
+        Returns how many it added."""
         with self._writing:
             self._is_sealed = True
             lines = [*unanswered(self.done(OUTPUT) | self.done(ERRORS))] if unanswered is not None else []
@@ -91,7 +92,7 @@ class BatchClaim:
             return len(lines)
 
     def _append(self, name: str, line: bytes) -> None:
-        """Adds all of the line, or nothing of it: what follows half of one could not be read."""
+        """Adds the whole line or nothing: a line after a partial one could not be read."""
         with (self._folder / name).open("ab", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             try:
@@ -177,7 +178,7 @@ class BatchStore:
         return sorted(records, key=lambda record: (-record.created_at, record.id))
 
     def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
-        """Asks the router that runs it for its end; what has finished stays as it is. Raises BatchNotFound."""
+        """Asks the router that runs the batch to end it; finished batches stay as they are. Raises BatchNotFound."""
         record = self.get(tenant, batch_id)
         if not record.status.is_final:
             with disk_errors(self._root):
@@ -221,7 +222,7 @@ class BatchStore:
         return None
 
     def sweep(self, now_s: float) -> None:
-        """Deletes finished batches that are older than they may be."""
+        """Deletes finished batches that have exceeded their maximum age."""
         for path in self._root.glob(f"tenant-*/batches/batch_*/{_RECORD}"):
             with contextlib.suppress(OSError, BrokenRecord):
                 is_old = now_s - path.stat().st_mtime > self._config.age_s

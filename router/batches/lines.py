@@ -25,7 +25,9 @@ class BatchLine:
 
 
 def read_line(raw: bytes, endpoint: str, max_bytes: int, read_json: Callable[[bytes], Any]) -> BatchLine:
-    """`read_json` parses within bounds, and raises InvalidInput as this does, which names the field of the line."""
+    """Returns the request in a line of input. `read_json` parses within bounds.
+
+    Raises InvalidInput that names the field of the line."""
     if len(raw) > max_bytes:
         raise InvalidInput("line", f"has more than limits.request_bytes = {max_bytes} bytes; send less in it")
     line = read_json(raw)
@@ -51,18 +53,18 @@ def read_line(raw: bytes, endpoint: str, max_bytes: int, read_json: Callable[[by
 
 
 def answer_line(custom_id: str, status: int, request_id: str, body: Json) -> bytes:
-    """Returns the line of a request that was answered, whether or not with an error."""
+    """Returns the output line of a request that was answered, even if with an error."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     return _line(custom_id, response, None)
 
 
 def unanswered_line(custom_id: str, code: str, message: str) -> bytes:
-    """Returns the line of a request that never ran to its end."""
+    """Returns the error line of a request that never finished."""
     return _line(custom_id, None, {"code": code, "message": message})
 
 
 def custom_id_of(raw: bytes) -> str | None:
-    """Returns whose answer the line is; None if it was cut off in writing."""
+    """Returns the id of the request that the line answers; None if the line was written only in part."""
     if not raw.endswith(b"\n"):
         return None
     try:

@@ -58,7 +58,7 @@ class _OpenBatch:
 
     @property
     def has_next(self) -> bool:
-        """Whether a line could start. One whose lines are all refused leaves the room to other batches."""
+        """Whether a line could start. A batch with too many refused lines leaves the room to other batches."""
         return bool(self.upcoming) and len(self.refused) < _LINES
 
     @property
@@ -66,7 +66,7 @@ class _OpenBatch:
         return self.is_read and not (self.upcoming or self.in_flight or self.refused)
 
     def take_back(self, now_s: float) -> None:
-        """Makes those of the refused lines upcoming that may be tried again."""
+        """Makes refused lines upcoming again once they may be retried."""
         for _ in range(len(self.refused)):
             due_s, line = self.refused.popleft()
             if due_s <= now_s:
@@ -96,7 +96,7 @@ class BatchRunner:
         read_line: LineReader,
         line_bytes: int,
     ) -> None:
-        """`pool_use` returns what all requests do, given how many of batches are in flight here. `read_line` refuses
+        """`pool_use` returns how busy the pools are, given how many lines are in flight here. `read_line` refuses
         lines of more than `line_bytes`.
         """
         self._config = config
@@ -122,7 +122,7 @@ class BatchRunner:
         self._woken.set()
 
     def on_load(self) -> None:
-        """Looks for room soon, because the workers' load has changed; reports may come thousands a second."""
+        """Looks for room soon, because the workers' load has changed. Thousands of reports may come in a second."""
         if self._load_timer is None and self._open:
             self._load_timer = asyncio.get_running_loop().call_later(_LOAD_S, self._after_load)
 
@@ -280,8 +280,8 @@ class BatchRunner:
     def _finish(self, claim: BatchClaim, record: BatchRecord, final: BatchStatus) -> None:
         """Makes the lines written so far the tenant's files, and the batch final.
 
-        The files are linked first, and removed last: a router that dies in between leaves them to the next one, which
-        gives them the same ids.
+        The files are linked first and removed last: if this router dies in between, the next one finds them and gives
+        them the same ids.
         """
 
         def unanswered(done: set[str]) -> Iterator[bytes]:
@@ -308,8 +308,8 @@ class BatchRunner:
 
 
 async def _in_thread(work: Callable[[], ResultT]) -> ResultT:
-    """Returns what `work` does with a claim, and does not end before it, even if cancelled: the claim is then closed,
-    and another router may have the batch."""
+    """Runs `work`, which uses a claim, in a thread. Even if cancelled, it returns only once `work` has ended: its
+    caller then closes the claim, and another router may take the batch."""
     working = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(working)

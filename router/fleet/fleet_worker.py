@@ -44,7 +44,7 @@ class WorkerRecords:
 
 
 class FleetWorker(ABC):
-    """Owns what a worker has said of itself, and the task that follows it until it is retired.
+    """Owns what a worker has reported about itself, and the task that follows it until it is retired.
 
     A subclass knows how to listen to its kind of worker.
     """
@@ -66,7 +66,7 @@ class FleetWorker(ABC):
         self.description = worker_pb2.WorkerDescription()
         self.limits = WorkerLimits()
         self.load = WorkerLoad()
-        self.is_mute = False  # its cache gets hits, and it sends no events of it
+        self.is_mute = False  # its cache gets hits although it sends no events about it
         self._records = records
         self._on_change = on_change
         self._on_load = on_load
@@ -96,7 +96,7 @@ class FleetWorker(ABC):
         self._task = asyncio.create_task(self._run(), name=f"follow {self.address}")
 
     def retire(self) -> asyncio.Task[None]:
-        """Gives the worker no new requests; those that it has may end. Returns a task that ends with the last one."""
+        """Sends the worker no new requests; those in flight finish. Returns a task that ends with the last one."""
         self._retired = True
         self._forget()
         self._on_change()

@@ -1,4 +1,4 @@
-"""The failures this router has seen at workers and on links, and which of them it avoids for that. Pure.
+"""Records the failures that this router has seen at workers and on links, and decides which of them it avoids. Pure.
 
 Workers are known by their epochs, so a new incarnation starts with a clean slate. Decode workers are judged by their
 streams; prefill workers, and the links from them to decode workers, by what decode workers report of each attempt.
@@ -45,7 +45,7 @@ class FleetHealth:
         return self._links.is_open(LinkKey(prefill, decode), now_s)
 
     def is_avoided(self, worker: Epoch, now_s: float) -> bool:
-        """Returns whether the worker's own circuit is open: requests go to others while there are any."""
+        """Returns whether the worker's own circuit is open: requests go to other workers while there are any."""
         return self._workers.is_open(worker, now_s)
 
     def num_open(self, now_s: float) -> int:

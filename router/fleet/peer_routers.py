@@ -1,5 +1,5 @@
-"""The other routers: each reports its requests in flight to all, so that together they do not flood one idle worker,
-and what tenants with limits use there, so that a quota is one quota.
+"""Exchanges reports with the other routers: the requests in flight, so that together they do not flood one idle worker,
+and what tenants with limits use, so that a quota holds for all routers together.
 
 Any number of routers, no leader, no shared store. A router learns of the others from the membership or from its
 configuration. While a peer is out of reach its share is unknown: placements are slightly worse, quotas count what is
@@ -27,8 +27,8 @@ from router.routing.costs.inflight import STALE_S, InflightLedger, InflightWork,
 
 log = logging.getLogger(__name__)
 
-_BEAT_S = 0.5  # between two reports at most
-_MIN_GAP_S = 0.01  # and at least: changes in the meantime are reported together
+_BEAT_S = 0.5  # longest time between two reports
+_MIN_GAP_S = 0.01  # shortest time between two reports: changes in the meantime are reported together
 _TENANTS_GAP_S = 0.05  # between two reports of what tenants use, which may be many
 
 
@@ -65,7 +65,7 @@ class PeerService(peer_pb2_grpc.RouterPeerServicer):
                 async with asyncio.timeout(_TENANTS_GAP_S if is_pending else _BEAT_S):
                     await changed.wait()
             except TimeoutError:
-                continue  # an unchanged report shows that this router lives
+                continue  # an unchanged report shows that this router is alive
             if changed is self._changed:
                 self._changed = asyncio.Event()
 

@@ -1,10 +1,11 @@
-"""Requests that kill workers: suspected after two deaths, retried alone, and refused if that kills a worker too.
+"""Handles requests that kill workers: suspects them after two deaths, retries them alone, and refuses those that kill
+another worker.
 
 Every request that was on a worker when it died is re-dispatched. A request that gets no token between two such deaths
 is a suspect, and so are the innocent requests that waited beside it. Suspects are retried one at a time: the
 *isolation* lock is held by one request of this router until its first token clears it. If the worker of the request in
 isolation dies, that request is certainly the cause: it is refused, and so is the same prompt for a while, before it
-ends the whole pool. A long stream that survives two deaths has got tokens in between and is never suspected.
+ends the whole pool. A long stream that survives two deaths has received tokens in between and is never suspected.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Suspicion:
         self._tokens_at_loss: int | None = None
 
     def on_worker_lost(self, num_emitted: int) -> bool:
-        """Returns whether the completion has got no token since the worker before this one was lost."""
+        """Returns whether the completion has received no token since the previous worker was lost."""
         again = self._tokens_at_loss == num_emitted
         self._tokens_at_loss = num_emitted
         return again

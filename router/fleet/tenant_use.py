@@ -1,4 +1,4 @@
-"""Defines what tenants use at one router, as routers report it to each other. Plain data, and who takes it."""
+"""Defines the usage of tenants at one router, as routers report it to each other, and the interface that takes it."""
 
 from __future__ import annotations
 

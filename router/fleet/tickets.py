@@ -1,4 +1,4 @@
-"""The lookaside tickets that this router has issued and whose streams are not over.
+"""Follows the lookaside tickets that this router has issued until their streams are over.
 
 Each ticket has a holder that is notified of how its stream fares. An unused ticket ends when its lifetime does. A used
 ticket is followed by the ticket states that its worker sends with its events; each state is complete, so that a broken
@@ -20,12 +20,12 @@ from penstock.rpc.ticket import SKEW_S
 from penstock.types import Epoch
 from penstock.v1 import worker_pb2
 
-_LAG_S = 1.0  # from an end at the worker to the report of it here
-_AWAY_S = 5.0  # until a worker that is out of reach is back, or its tickets are lost
+_LAG_S = 1.0  # allowed between a stream's end at the worker and its report here
+_AWAY_S = 5.0  # a worker that is out of reach for longer loses its tickets
 
 
 class Silence(Enum):
-    """The reason why a ticket is not followed any further."""
+    """Says why a ticket is no longer followed."""
 
     UNUSED = "unused"  # no stream began within its lifetime
     LATE = "late"  # its deadline passed, and the worker has not reported the end
@@ -33,7 +33,9 @@ class Silence(Enum):
 
 
 class TicketHolder(Protocol):
-    """Holds a ticket's request. Called on the event loop; methods return at once; nothing follows the last two."""
+    """Holds a ticket's request. Its methods are called on the event loop and return at once.
+
+    After `on_over` or `on_silence` nothing more is called."""
 
     def on_state(self, state: worker_pb2.TicketState) -> None:
         """Takes the stream's state so far. The same state may come twice."""

@@ -15,7 +15,7 @@ class WorkerGroup:
     """Workers that take work now and between which KV can move, whatever their page sizes. `decode` is not empty."""
 
     model_revision: str
-    token_bytes: float  # KV bytes of a token
+    token_bytes: float  # bytes of KV per token
     context_length: int  # that each of them can hold
     decode: tuple[FleetWorker, ...]
     prefill: tuple[FleetWorker, ...]
@@ -45,7 +45,7 @@ def largest_group(
     prefill = [
         worker for worker in ready if worker.description.role == Role.PREFILL and worker.description.kv_digest == digest
     ]
-    # If its own prefill workers have left first, those of the other cohort that pages can move from will do.
+    # If its own prefill workers have already left, it uses those of the other cohort that can move pages to it.
     prefill = [worker for worker in prefill if cohort in (None, worker.cohort)] or prefill
     members = [worker.description for worker in (*decode, *prefill)]
     return WorkerGroup(

@@ -36,7 +36,7 @@ class ControllerReader:
         """Returns what the controller said last. Waits at most two seconds."""
         now_s = time.monotonic()
         if self._address and now_s - self._read_s >= _FRESH_S:
-            self._read_s = now_s  # before the calls: other pages take the last answer meanwhile
+            self._read_s = now_s  # set before the calls, so that other pages use the last answer meanwhile
             try:
                 self._state = await self._call()
             except grpc.RpcError:

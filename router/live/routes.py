@@ -1,4 +1,4 @@
-"""Serves the live page at /ui. Its files need no credentials; the state that it shows wants what /metrics wants."""
+"""Serves the live page at /ui. Its files need no credentials; the state that it shows needs those of /metrics."""
 
 from __future__ import annotations
 

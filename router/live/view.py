@@ -1,4 +1,4 @@
-"""The state of a deployment as one router sees it, as plain data for the live page."""
+"""Describes the state of a deployment, as one router sees it, as plain data for the live page."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class LiveView:
         return {
             "id": worker.worker_id,
             "role": described.role,
-            "epoch": str(described.epoch),  # beyond what a JavaScript number holds
+            "epoch": str(described.epoch),  # as text, since JavaScript numbers cannot hold it
             "host": described.labels.host,
             "cohort": worker.cohort,
             "ready": worker.takes_work,

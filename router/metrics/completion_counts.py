@@ -82,8 +82,9 @@ class CompletionCounts:
     def request(
         self, request: PreparedRequest, usage: common_pb2.Usage, last: common_pb2.Timing | None
     ) -> RequestUsage:
-        """Counts a request whose completions have all ended. Generated tokens are counted by whoever sees them. `last`
-        is the timing of the completion that ended last. `usage` and `last` do not change any more.
+        """Counts a request whose completions have all ended. Whoever sees its tokens counts them.
+
+        `last` is the timing of the completion that ended last. Neither `usage` nor `last` changes any more.
         """
         now_s = time.monotonic()
         timing = last if last is not None else common_pb2.Timing()

@@ -18,7 +18,7 @@ _LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0
 
 
 class LoopLag:
-    """Observes the loop between `start` and `stop`, both called on it."""
+    """Observes the loop between `start` and `stop`, both of which must be called on it."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._model = model

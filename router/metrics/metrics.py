@@ -158,11 +158,11 @@ class RouterMetrics:
         return self._render_others() + generate_latest(self._of_requests)
 
     async def render_aside(self) -> bytes:
-        """Returns the same; the event loop continues meanwhile, since a thread renders the metrics of requests."""
+        """Returns the text exposition format; renders the metrics of requests on a thread."""
         return self._render_others() + await asyncio.to_thread(generate_latest, self._of_requests)
 
     def _render_others(self) -> bytes:
-        """Counts the requests that have ended, and renders what is not of requests."""
+        """Counts the requests that have ended, and renders every metric that is not about requests."""
         self.requests.fold()
         self._fold_errors()
         return generate_latest(self._registry)

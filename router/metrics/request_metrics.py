@@ -200,7 +200,7 @@ class RequestMetrics:
             self.fold()
 
     def fold(self) -> None:
-        """Counts what waits. Call it before rendering the metrics."""
+        """Counts the completions that wait to be counted. Call it before rendering the metrics."""
         first_tokens, self._first_tokens = self._first_tokens, []
         completions, self._completions = self._completions, []
         requests, self._requests = self._requests, []

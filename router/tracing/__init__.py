@@ -1,4 +1,4 @@
-"""Lays out where a request's time went: its stages, its waterfall, and its spans in OpenTelemetry's terms.
+"""Shows where a request's time went: its stages, its waterfall, and its spans in OpenTelemetry's terms.
 
 Others take `stages.EndedCompletion` and `stages.WorkerLeg`, `waterfall.waterfall`, and, if tracing is on,
 `tracer.RequestTracer` with the `RequestTrace` that it begins for each sampled request. Everything is computed after a

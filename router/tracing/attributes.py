@@ -1,4 +1,4 @@
-"""The attributes of a request's spans: OpenTelemetry's for generative AI, and `penstock.*` for the rest. Pure.
+"""Makes the attributes of a request's spans: OpenTelemetry's for generative AI, and `penstock.*` for the rest. Pure.
 
 None holds a prompt, an output, a tenant, or an error's message, which may quote its caller.
 """

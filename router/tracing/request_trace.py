@@ -24,7 +24,7 @@ class SampledCall:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """The data of one request. Whoever sees the request end calls `end` or `fail`; nothing changes afterwards."""
+    """Holds the data of one request. Whoever sees the request end calls `end` or `fail`; nothing changes afterwards."""
 
     call: SampledCall
     operation: str  # chat or text_completion
@@ -33,7 +33,7 @@ class RequestTrace:
     completions: list[EndedCompletion] = field(default_factory=list)
     open_legs: Callable[[], list[WorkerLeg]] | None = None  # of completions that have not ended
     lost_legs: Sequence[WorkerLeg] = ()  # those of `open_legs`, once the request has failed
-    error: str = ""  # the reason of the failure
+    error: str = ""  # why it failed
     ended_s: float = 0.0  # monotonic; 0: it runs
 
     @property
@@ -45,7 +45,7 @@ class RequestTrace:
         if self.ended_s:
             return
         self.ended_s = time.monotonic()
-        self.open_legs = None  # it holds the request's stream
+        self.open_legs = None  # the callable refers to the request's stream
         self.call.submit(self)
 
     def fail(self, reason: str) -> None:

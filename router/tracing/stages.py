@@ -1,4 +1,4 @@
-"""An ended completion and its stages, in the words that metrics, decision records and traces share. Pure."""
+"""Describes an ended completion and its stages, by the names that metrics, decision records and traces share. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AT_ROUTER = (Stage.TOKENIZE, Stage.ADMISSION, Stage.PLACEMENT)
 
 
 class LegCause(StrEnum):
-    """The reason why a completion went to a decode worker."""
+    """Says why a completion went to a decode worker."""
 
     PLACED = "placed"
     REDISPATCHED = "re-dispatched"
@@ -49,7 +49,7 @@ class WorkerLeg:
 
 
 class EndedCompletion(NamedTuple):
-    """The router's knowledge of a completion that has ended. Moments are monotonic seconds."""
+    """Holds what the router knows about a completion that has ended. Moments are monotonic seconds."""
 
     number: int  # rises by one with every completion
     request_id: str

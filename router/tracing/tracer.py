@@ -25,9 +25,9 @@ from router.tracing.spans import SpanBuilder
 
 log = logging.getLogger(__name__)
 
-MAX_QUEUED = 2048  # requests that wait for their export; each is a few kilobytes
+MAX_QUEUED = 2048  # requests waiting to be exported; each takes a few kilobytes
 _MAX_BATCH = 64  # requests in one export, of about ten spans each
-_GATHER_S = 1.0  # a batch that is not full waits no longer
+_GATHER_S = 1.0  # longest wait of a batch that is not full
 _DRAIN_S = 0.5  # for what is queued when the router stops
 _ABORT_S = 0.3  # for an export that `shutdown` has interrupted
 _TRACE_PARENT = "traceparent"
@@ -78,7 +78,7 @@ class RequestTracer:
     def close(self) -> None:
         """Ends the thread, after it has exported what the collector takes at once; blocks for a second at most."""
         self._closing.set()
-        with contextlib.suppress(queue.Full):  # a busy thread looks at the event next
+        with contextlib.suppress(queue.Full):  # a busy thread checks the event next anyway
             self._queue.put_nowait(None)
         self._thread.join(_DRAIN_S)
         self._exporter.shutdown()  # interrupts an export that waits to try again
@@ -124,7 +124,7 @@ class RequestTracer:
         try:
             spans = [span for trace in batch for span in self._spans.build(trace)]
             worked = self._exporter.export(spans) is SpanExportResult.SUCCESS
-        except Exception:  # a fault here must not end the thread: every later trace would be lost unseen
+        except Exception:  # a fault here must not end the thread, or every later trace would be lost silently
             log.exception("%d traces were not exported", len(batch))
             worked = False
         self._count("exported" if worked else "failed", len(batch))

@@ -1,4 +1,4 @@
-"""A request as plain data for `penstock trace` and the live page: the stages of each completion, and the decision."""
+"""Describes a request as plain data for `penstock trace` and the live page: completions' stages and the decision."""
 
 from __future__ import annotations
 

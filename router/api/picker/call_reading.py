@@ -1,4 +1,4 @@
-"""Reads what a proxied call asks for, as far as placing it needs that. Pure."""
+"""Reads from a proxied call what placing it requires. Pure."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class ProxiedCall:
 
     @property
     def path(self) -> str:
-        """The path without its query; "" for one that is no path."""
+        """The path without its query; "" if it is not a valid path."""
         try:
             return urlsplit(self.headers.get(":path", "")).path
-        except ValueError:  # such as a bracket that nothing closes, where a host would be
+        except ValueError:  # such as an unclosed bracket in the place of the host
             return ""
 
 

@@ -20,7 +20,7 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class EngineAddresses:
-    """The endpoint of each engine. A host name is looked up again and again, since what it stands for moves."""
+    """Knows the endpoint of each engine. Host names are resolved repeatedly, since their addresses change."""
 
     def __init__(self, urls: Mapping[str, str]) -> None:
         """`urls` are the engines' addresses by their names."""
@@ -30,11 +30,11 @@ class EngineAddresses:
         }
 
     def of(self, worker_id: WorkerId) -> str:
-        """Returns ip:port, or "" while the engine's name stands for nothing."""
+        """Returns ip:port, or "" while the engine's name does not resolve."""
         return self._endpoints.get(worker_id, "")
 
     async def follow(self) -> None:
-        """Looks names up until cancelled. An engine whose name is not found keeps its last endpoint."""
+        """Resolves names until cancelled. An engine whose name does not resolve keeps its last endpoint."""
         names = {worker_id: target for worker_id, target in self._targets.items() if not _is_ip(target[0])}
         while names:
             await asyncio.gather(*(self._look_up(worker_id, *target) for worker_id, target in names.items()))

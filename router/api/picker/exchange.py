@@ -1,4 +1,4 @@
-"""One HTTP request's way through the picker: the messages of its gateway in, the responses to them out.
+"""Takes one HTTP request through the picker: the gateway's messages come in, the responses to them go out.
 
 With bodies in full-duplex streaming, as the Endpoint Picker Protocol wants it, the responses to headers and body come
 together once the body is whole; a gateway that buffers the body gets a response to each. A gateway that sends no whole
@@ -49,7 +49,7 @@ class PickExchange:
         self._request_mode: pb.BodySendMode = pb.FULL_DUPLEX_STREAMED
         self._answer_mode: pb.BodySendMode = pb.FULL_DUPLEX_STREAMED
         self._pick: Pick | None = None
-        self.is_refused = False  # the gateway has answered the client, and sends nothing more
+        self.is_refused = False  # once true, the gateway answers the client itself and sends nothing more
 
     @property
     def deadline_s(self) -> float | None:

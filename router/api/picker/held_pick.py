@@ -1,4 +1,4 @@
-"""What a picked request holds in the router until the gateway has its answer: its slot, and its credits at workers."""
+"""Holds a picked request's slot and its credits at workers until the gateway has its answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.admission.interface import NOTHING_USED, RequestUsage
 from router.dispatch.context import DispatchContext
 from router.dispatch.placement import Placement
 
-_TAIL_BYTES = 4096  # of an answer, in which its usage is
+_TAIL_BYTES = 4096  # the last part of an answer, which holds its usage
 _EVENT = b"data: "  # of a stream, about one for each token
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,9})|"output_tokens"\s*:\s*(\d{1,9})')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})|"cache_read_input_tokens"\s*:\s*(\d{1,9})')
@@ -58,7 +58,7 @@ class HeldPick:
         self._tail = (self._tail + part)[-_TAIL_BYTES:]
 
     def end(self) -> None:
-        """Counts a whole answer, and gives everything back."""
+        """Counts a whole answer and releases everything."""
         if self._left:
             return
         if not (self._started and self._succeeds):
@@ -76,14 +76,14 @@ class HeldPick:
         self._leave(self._context.counts.request(self._request, usage, None))
 
     def release(self) -> None:
-        """Gives everything back for an answer that did not come to its end, or that nobody shows this router."""
+        """Releases everything for an answer that was cut off or that this router does not get to see."""
         if not self._left:
             self._context.metrics.failed(Cancelled.reason)
             self._leave(RequestUsage(self._num_events, whole=False))
 
     @property
     def deadline_s(self) -> float:
-        """When it is released in any case, monotonic."""
+        """The time by which it is released in any case (monotonic)."""
         return self._request.deadline_s
 
     @property

@@ -28,7 +28,7 @@ _MAX_SUBSET = 10_000
 
 
 def read_headers(headers: pb.HttpHeaders) -> dict[str, str]:
-    """Returns the headers by their names, which a proxy sends in lower case. The last of a name counts."""
+    """Returns the headers by their names, which a proxy sends in lower case. The last value of a name counts."""
     return {
         each.key: each.raw_value.decode("latin-1") if each.raw_value else each.value for each in headers.headers.headers
     }
@@ -64,7 +64,7 @@ def sets_headers(values: Mapping[str, str]) -> pb.HeaderMutation:
 def names_endpoint(response: pb.ProcessingResponse, common: pb.CommonResponse, headers: Mapping[str, str]) -> None:
     """Has the gateway send the request to the endpoints in `headers`, in a response to its headers or its body."""
     common.header_mutation.CopyFrom(sets_headers(headers))
-    # Without any of these the gateway would go on with the route that it chose before.
+    # Without this, the gateway would keep the route that it chose before.
     common.clear_route_cache = True
     destination = Struct()
     destination.update({DESTINATION: headers[DESTINATION]})

@@ -40,7 +40,7 @@ _RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """The answer to a call: where it goes."""
+    """Says where a call goes."""
 
     headers: Mapping[str, str]  # to set
     body: bytes | None = None  # in place of the call's own
@@ -51,7 +51,7 @@ class EndpointPicker(Protocol):
     """Shared by all calls of all gateways."""
 
     def check(self, call: ProxiedCall) -> None:
-        """Raises why a call with such headers is refused, whatever its body, which is then not waited for."""
+        """Raises an error if a call with these headers is refused whatever its body, which is then not awaited."""
         ...
 
     async def pick(self, call: ProxiedCall) -> Pick:
@@ -70,7 +70,7 @@ class RouterPicker:
         self._is_ready = is_ready
 
     def check(self, call: ProxiedCall) -> None:
-        """Passes everything: the router that is picked refuses."""
+        """Passes every call: the router that is picked does the refusing."""
 
     async def pick(self, call: ProxiedCall) -> Pick:
         others = sorted((call.subset or frozenset()) - {self._endpoint})

@@ -1,4 +1,4 @@
-"""The gRPC service that gateways call, one stream for each HTTP request, and the server that it has a port of."""
+"""Serves the gRPC calls of gateways, one stream for each HTTP request, at a port that only gateways use."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class BlockNames:
                 batches += [*self._batches(found), self.clear()]
                 found = []
             elif event.group not in (None, 0):
-                continue  # layers with a KV of their own, such as those with windows: group 0 stands for all
+                continue  # other groups hold layers such as those with windows; group 0 represents them all
             elif isinstance(event, BlocksRemoved):
                 found += self._remove(event)
             else:

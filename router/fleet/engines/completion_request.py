@@ -44,7 +44,7 @@ def completion_body(submit: worker_pb2.DecodeSubmit, model: str, cache_salt: str
         "ignore_eos": sampling.ignore_eos,
     }
     if sampling.temperature:
-        # A resumed completion must not use the noise of its first tokens again.
+        # A resumed completion must not reuse the random numbers of its first tokens.
         body["seed"] = (sampling.seed + num_emitted) % _MAX_SEED
     body |= _lists(sampling)
     if sampling.HasField("grammar"):
@@ -84,7 +84,7 @@ def _check(sampling: common_pb2.SamplingParams, num_emitted: int) -> None:
 
 
 def refused_hints(hints: common_pb2.KvHints, worker_id: str) -> list[common_pb2.HintAnswer]:
-    """Returns the answers to all hints of a request: another engine keeps what it likes."""
+    """Returns the answers to all hints of a request: none is followed, since another engine decides what it keeps."""
     named = {
         "session": hints.session,
         "fork_of": hints.fork_of,

@@ -28,7 +28,7 @@ class EngineUsage:
 
 
 class BrokenStream(Exception):
-    """The engine's answer is no completion; the message says why."""
+    """Raised when an engine's answer is not a completion; the message says why."""
 
 
 def most_event_bytes(num_prompt_tokens: int, max_tokens: int, num_alternatives: int) -> int:
@@ -134,8 +134,8 @@ def message_of(answer: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns text of an engine as a status and one line of a log can carry it: bounded, without control characters and
-    halves of characters."""
+    """Returns an engine's text in a form fit for a status and one log line: bounded, without control characters or lone
+    surrogates."""
     return "".join(each if each.isprintable() else "?" for each in text[:_MAX_MESSAGE])
 
 

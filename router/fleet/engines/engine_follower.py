@@ -102,7 +102,7 @@ class EngineFollower(FleetWorker):
             except* PenstockError as group:
                 log.info("engine %s is out of reach: %s", self.worker_id, group.exceptions[0])
             except* Exception:
-                # Whatever was wrong with one answer: giving up would exclude a healthy engine for good.
+                # A single bad answer must not end this: giving up would exclude a healthy engine for good.
                 log.exception("following engine %s failed", self.worker_id)
             self._set_reported(False)
             self._note_silence()

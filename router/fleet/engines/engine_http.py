@@ -17,7 +17,7 @@ _CONNECT_S = 5.0
 _GET_TIMEOUT_S = 5.0
 _MAX_REFUSAL_BYTES = 1 << 16
 _MAX_ANSWER_BYTES = 1 << 22
-_KEEP_ALIVE_S = 3.0  # less than uvicorn's 5 s: a request must not meet a connection that is just being closed
+_KEEP_ALIVE_S = 3.0  # less than uvicorn's 5 s: a request must not use a connection that the engine is just closing
 _LONG_PROMPT = 1 << 14  # tokens from which a body is written in a thread
 
 

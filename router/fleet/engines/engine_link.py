@@ -115,7 +115,7 @@ class EngineLink:
             call.task.cancel()
 
     def lose_silent(self, since_s: float) -> None:
-        """Gives up the streams of an engine that has stopped answering: those that got nothing since then."""
+        """Gives up the streams of an engine that has stopped answering, those that have received nothing since."""
         for stream_id, call in list(self._calls.items()):
             if call.heard_s <= since_s:
                 self.cancel(stream_id)

@@ -11,9 +11,9 @@ from enum import Enum
 
 class Verdict(Enum):
     APPLY = "apply"
-    DROP = "drop"  # it was applied already
-    MISSING = "missing"  # batches before it have not come
-    RESTARTED = "restarted"  # everything known is void, and the batch is another publisher's
+    DROP = "drop"  # it has already been applied
+    MISSING = "missing"  # earlier batches have not arrived
+    RESTARTED = "restarted"  # the batch is from another publisher, and everything known is void
 
 
 class EventSequence:
@@ -35,7 +35,7 @@ class EventSequence:
         return self._judge(seq)
 
     def on_replayed(self, seq: int) -> Verdict:
-        """Judges a batch that was sent again: what the publisher no longer keeps is lost, and passed over."""
+        """Judges a batch that was sent again. Batches that the publisher no longer keeps are lost and skipped."""
         if seq > self.next_seq:
             self.next_seq = seq + 1
             return Verdict.MISSING

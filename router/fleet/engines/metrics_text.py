@@ -15,12 +15,12 @@ _SAMPLE = re.compile(r"(?m)^(vllm:[a-z_]+|process_start_time_seconds)(?:\{(.*)\}
 _LABEL = re.compile(r'(?<![a-z_])([a-z_]+)="([^"]*)"')  # takes time in proportion to the text
 _COUNTED = re.compile("running|waiting|usage|prefix_cache|_tokens|time_seconds|latency_seconds|process_start")
 _MAX_BLOCKS = 1 << 32
-_MAX_VALUE = 1e15  # that sums and products of values stay far from infinity
+_MAX_VALUE = 1e15  # keeps sums and products of values far from infinity
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """What one scrape says, sums over an engine's ranks."""
+    """Holds the figures of one scrape, summed over an engine's ranks."""
 
     values: Mapping[str, float]
     block_size: int | None = None
@@ -36,7 +36,7 @@ class EngineMetrics:
 
 
 def read_metrics(text: str) -> EngineMetrics:
-    """Understands lines that it knows, and passes over all others."""
+    """Parses the lines that it knows and ignores all others."""
     sums: dict[str, float] = defaultdict(float)
     size = blocks = None
     for name, labels, value in _SAMPLE.findall(text):
@@ -49,7 +49,7 @@ def read_metrics(text: str) -> EngineMetrics:
 
 
 def _number(text: str) -> float:
-    """Returns 0 for what is no number from 0 on."""
+    """Returns the value; 0 for anything that is not a number of at least 0."""
     try:
         found = float(text)
     except ValueError:

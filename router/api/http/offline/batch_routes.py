@@ -76,7 +76,7 @@ def add_batches(
 
     @app.get(_ONE, **described_reading())
     async def retrieve(http: Request, batch_id: str) -> Response:
-        """Describes a batch, and how far it is."""
+        """Describes a batch and its progress."""
         tenant = identify(http, preparer)
         return JSONResponse((await asyncio.to_thread(store.get, tenant.name, batch_id)).as_json())
 

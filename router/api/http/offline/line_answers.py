@@ -1,4 +1,4 @@
-"""Answers the lines of batches on the path of all other requests: as calls of their tenants, in the lane bulk."""
+"""Answers the lines of batches by the same path as all other requests: as calls of their tenants, in the bulk lane."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LineAnswers:
         self._shapes = shapes
 
     async def __call__(self, tenant: str, endpoint: str, body: bytes) -> tuple[int, str, Json]:
-        """Returns the status, the id and the body of the answer. Raises Unavailable if it may be asked again."""
+        """Returns the status, the id and the body of the answer. Raises Unavailable if it may be tried again."""
         request_id = uuid.uuid4().hex
         try:
             caller = self._preparer.tenants.named(tenant)

@@ -273,12 +273,15 @@ async def test_a_worker_on_every_interface_is_announced_as_its_caller_knows_it(m
 
 
 async def test_a_full_target_refuses_and_the_stream_goes_on(model: Path) -> None:
-    async with running_pair(model, num_pages=8) as pair:
+    async with running_pair(model) as pair:
+        pool = pair.right.worker._engine.pool  # its worker is idle; its context holds the stream at any length
+        held = pool.allocate(pool.num_free - 1)
         stream = asyncio.create_task(pair.router.stream(pair.left, PROMPT[:110], LONG))
         await until_running(pair.left, 1)
         (failure,) = (await migrate(pair.left, pair.right)).failed
         assert isinstance(from_status(failure.error), Overloaded)
         seen = await stream
+        pool.release(held)
         assert (seen.token_ids, seen.num_migrations) == (single_process(model, PROMPT[:110], LONG), 0)
 
 

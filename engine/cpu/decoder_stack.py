@@ -1,5 +1,5 @@
-"""Runs all layers of a dense decoder in one call (`engine/cpu/csrc/decoder.cpp`), in bf16 or float32, over pages of the
-same dtype or quantized ones.
+"""Runs a dense decoder from token ids to logits in one call (`engine/cpu/csrc/decoder.cpp`), in bf16 or float32, over
+pages of the same dtype or quantized ones.
 
 Calling a layer's kernels one by one takes a dozen calls from Python, which for a single token take as long as the
 matrix products. `make_stack` returns None for models that the kernel does not support; the decoder then runs the layers
@@ -41,13 +41,14 @@ class _Step(ctypes.Structure):
     """Mirrors `Step` of decoder.cpp, field by field."""
 
     _fields_ = (
-        *((name, POINTER) for name in ("residual", "cos_sin", "page_table", "query_start", "context_lens")),
-        *((name, POINTER) for name in ("slot_page", "slot_offset", "sampled_rows", "final_norm", "output")),
+        *((name, POINTER) for name in ("token_ids", "positions", "embedding", "cos_sin", "residual")),
+        *((name, POINTER) for name in ("page_table", "query_start", "context_lens", "slot_page", "slot_offset")),
+        *((name, POINTER) for name in ("sampled_rows", "final_norm", "head", "output")),
         ("page_stride", LONG),
         *((name, INT) for name in ("num_tokens", "num_sampled", "num_sequences", "table_width", "page_size")),
         *((name, INT) for name in ("hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate")),
         ("kv_kind", INT),
-        ("is_float32", INT),
+        *((name, INT) for name in ("is_float32", "vocab_size", "num_positions")),
         ("eps", FLOAT),
         ("scale", FLOAT),
     )
@@ -81,8 +82,18 @@ class DenseShape:
     scale: float
 
 
+@dataclass(frozen=True, slots=True)
+class DenseEnds:
+    """What is before and after the layers."""
+
+    embedding_VD: torch.Tensor
+    rope_C2H: torch.Tensor
+    final_norm_D: torch.Tensor
+    head: TileLinear | None  # None: hidden states are returned instead of logits
+
+
 class DenseStack:
-    """Layers bound to their KV pool. Keeps alive what its C structures point to."""
+    """A decoder bound to its KV pool. Keeps alive what its C structures point to."""
 
     def __init__(
         self,
@@ -90,67 +101,78 @@ class DenseStack:
         shape: DenseShape,
         layers: Sequence[DenseLayer],
         layer_pools: Sequence[KvLayer],
-        final_norm_D: torch.Tensor,
+        ends: DenseEnds,
     ) -> None:
-        self._kernels, self._shape, self._final_norm_D = kernels, shape, final_norm_D
+        self._kernels, self._shape, self._ends = kernels, shape, ends
         self._kept, self._pool = layers, layer_pools[0].pages
         self._kv_kind = kv_kind(layer_pools[0].pages, layer_pools[0].scales)
         self._layers = (_Layer * len(layers))(*map(_describe, layers, layer_pools))
+        self._head = None if ends.head is None else ends.head.describe()
+
+    @property
+    def has_head(self) -> bool:
+        return self._head is not None
 
     def forward(
         self,
-        residual_TD: torch.Tensor,
-        cos_sin_T2H: torch.Tensor,
+        token_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
         sampled_rows_R: torch.Tensor,
         meta: AttentionMetadata,
         on_layer: Callable[[int], None] | None,
     ) -> torch.Tensor:
-        """Returns the normalised hidden states of the sampled rows, [R, D], ready for the output head. Overwrites
-        `residual_TD`; calls `on_layer(n)` after each of the first n layers."""
-        assert residual_TD.dtype == self._final_norm_D.dtype, "tokens have the dtype of the weights"
-        assert cos_sin_T2H.dtype == torch.float32, "float32 is needed"
-        assert residual_TD.is_contiguous(), "tokens are contiguous"
-        assert cos_sin_T2H.is_contiguous(), "tokens are contiguous"
-        # The kernel moves rows to the front in place, so they must ascend; those of scored prompts follow the others.
-        rows_R, order_R = sampled_rows_R.sort()
-        output_RD = residual_TD.new_empty((len(rows_R), residual_TD.shape[1]))
-        step = self._step(residual_TD, cos_sin_T2H, rows_R, output_RD, meta)
-        num_layers = len(self._layers)
+        """Returns the logits of the sampled rows, [R, V], or without a head their normalised hidden states, [R, D].
+        Calls `on_layer(n)` after each of the first n layers. Raises IndexError for a token or position out of bounds.
+
+        Hardly anything but the call gives up the interpreter's lock, which the thread of grammar masks waits for."""
+        embedding_VD, head = self._ends.embedding_VD, self._ends.head
+        rows_R, order_R = sampled_rows_R, None
+        sampled = sampled_rows_R.numpy()
+        if len(sampled) > 1 and not (sampled[1:] > sampled[:-1]).all():
+            # The kernel moves rows to the front in place, so they must ascend; those of scored prompts come last.
+            rows_R, order_R = sampled_rows_R.sort()
+        width = embedding_VD.shape[1] if head is None else head.num_outputs
+        output_RX = torch.empty((len(sampled), width), dtype=embedding_VD.dtype)
+        residual_TD = torch.empty((len(token_ids_T), embedding_VD.shape[1]), dtype=embedding_VD.dtype)
+        step = self._step(token_ids_T, positions_T, residual_TD, rows_R, output_RX, meta)
+        num_layers, num_threads = len(self._layers), torch.get_num_threads()
         stops = range(1, num_layers + 1) if on_layer is not None else (num_layers,)
         first = 0
         for stop in stops:
-            self._kernels.decoder(
-                self._layers, first, stop, ctypes.byref(step), stop == num_layers, torch.get_num_threads()
-            )
+            is_end = stop == num_layers
+            if not self._kernels.decoder(self._layers, first, stop, ctypes.byref(step), is_end, num_threads):
+                raise IndexError("a token or a position is out of bounds")
             if on_layer is not None:
                 on_layer(stop)
             first = stop
-        return (
-            output_RD
-            if rows_R.equal(sampled_rows_R)
-            else torch.empty_like(output_RD).index_copy_(0, order_R, output_RD)
-        )
+        return output_RX if order_R is None else torch.empty_like(output_RX).index_copy_(0, order_R, output_RX)
 
     def _step(
         self,
+        token_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
         residual_TD: torch.Tensor,
-        cos_sin_T2H: torch.Tensor,
         sampled_rows_R: torch.Tensor,
-        output_RD: torch.Tensor,
+        output_RX: torch.Tensor,
         meta: AttentionMetadata,
     ) -> _Step:
-        shape = self._shape
+        shape, ends = self._shape, self._ends
+        assert token_ids_T.dtype == positions_T.dtype == sampled_rows_R.dtype == torch.int64, "int64 is needed"
         return _Step(
+            token_ids=token_ids_T.data_ptr(),
+            positions=positions_T.data_ptr(),
+            embedding=ends.embedding_VD.data_ptr(),
+            cos_sin=ends.rope_C2H.data_ptr(),
             residual=residual_TD.data_ptr(),
-            cos_sin=cos_sin_T2H.data_ptr(),
             page_table=meta.page_table_BP.data_ptr(),
             query_start=meta.query_start_B1.data_ptr(),
             context_lens=meta.context_lens_B.data_ptr(),
             slot_page=meta.slot_page_T.data_ptr(),
             slot_offset=meta.slot_offset_T.data_ptr(),
             sampled_rows=sampled_rows_R.data_ptr(),
-            final_norm=self._final_norm_D.data_ptr(),
-            output=output_RD.data_ptr(),
+            final_norm=ends.final_norm_D.data_ptr(),
+            head=None if self._head is None else ctypes.addressof(self._head),
+            output=output_RX.data_ptr(),
             page_stride=self._pool.stride(0) * self._pool.element_size(),
             num_tokens=residual_TD.shape[0],
             num_sampled=len(sampled_rows_R),
@@ -164,6 +186,8 @@ class DenseStack:
             intermediate=self._kept[0].down.num_inputs,
             kv_kind=self._kv_kind,
             is_float32=residual_TD.dtype == torch.float32,
+            vocab_size=ends.embedding_VD.shape[0],
+            num_positions=ends.rope_C2H.shape[0],
             eps=shape.eps,
             scale=shape.scale,
         )
@@ -174,19 +198,23 @@ def make_stack(
     shape: DenseShape,
     layers: Sequence[DenseLayer] | None,
     layer_pools: Sequence[KvLayer],
-    final_norm_D: torch.Tensor,
+    ends: DenseEnds,
 ) -> DenseStack | None:
-    """Binds the layers to their pool; returns None unless all are dense and packed for tiles and the attention backend
+    """Binds the decoder to its pool; returns None unless all are dense and packed for tiles and the attention backend
     is `NativeAttention`.
     """
     if layers is None or not isinstance(attention, NativeAttention) or shape.head_dim % _HEAD_DIM_MULTIPLE:
         return None
-    dtype = final_norm_D.dtype
+    dtype = ends.final_norm_D.dtype
     if dtype not in _DTYPES or (layer_pools[0].scales is None and layer_pools[0].pages.dtype != dtype):
         return None
-    if any(found != dtype for layer in layers for found in layer.dtypes):
+    if ends.rope_C2H.dtype != torch.float32 or not (
+        ends.rope_C2H.is_contiguous() and ends.embedding_VD.is_contiguous()
+    ):
         return None
-    return DenseStack(attention.kernels, shape, layers, layer_pools, final_norm_D)
+    if ends.embedding_VD.dtype != dtype or any(found != dtype for layer in layers for found in layer.dtypes):
+        return None
+    return DenseStack(attention.kernels, shape, layers, layer_pools, ends)
 
 
 def _describe(layer: DenseLayer, kv: KvLayer) -> _Layer:

@@ -36,6 +36,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "penstock_sample": [POINTER, INT],
     "penstock_decoder": [POINTER] + [INT] * 2 + [POINTER] + [INT] * 2,
 }
+_ANSWERING = {"penstock_decoder"}  # functions that return an int
 
 
 class NativeKernels:
@@ -46,7 +47,7 @@ class NativeKernels:
         self.has_tiles = bool(library.penstock_has_tiles())
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
-            function.argtypes, function.restype = arguments, None
+            function.argtypes, function.restype = arguments, INT if name in _ANSWERING else None
             setattr(self, name.removeprefix("penstock_"), function)
 
     def __getattr__(self, name: str) -> Any:  # only for names that `__init__` has not set

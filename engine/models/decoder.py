@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from engine.cpu.decoder_stack import DenseLayer, DenseShape, DenseStack, make_stack
+from engine.cpu.decoder_stack import DenseEnds, DenseLayer, DenseShape, DenseStack, make_stack
 from engine.kernels.backends import AttentionBackend
 from engine.kernels.layer_ops import LayerOps
 from engine.kernels.metadata import AttentionMetadata, KvLayer
@@ -84,14 +84,17 @@ class Decoder:
         overwrite(self._norm_D, read_norm(reader.read(FINAL_NORM), config.family.norm_offset))
 
     def fuse(self, layer_pools: Sequence[KvLayer], attention: AttentionBackend) -> DenseStack | None:
-        """Returns the layers as one call, or None if that is not supported: ranks, for instance, must exchange sums
+        """Returns the decoder as one call, or None if that is not supported: ranks, for instance, must exchange sums
         within each layer."""
-        if self._group.shard.num_ranks > 1 or self._local_rope_C2H is not None or self._softcap is not None:
+        if self._group.shard.num_ranks > 1 or self._local_rope_C2H is not None:
+            return None
+        if self._softcap is not None or self._embedding_scale is not None:
             return None
         layers = [layer.dense() for layer in self._layers]
         dense = [layer for layer in layers if layer is not None]
         whole = dense if len(dense) == len(layers) else None
-        return make_stack(attention, self._dense_shape, whole, layer_pools, self._norm_D)
+        ends = DenseEnds(self._embedding_VD, self._rope_C2H, self._norm_D, self._head.tiles)
+        return make_stack(attention, self._dense_shape, whole, layer_pools, ends)
 
     def forward(
         self,
@@ -111,12 +114,13 @@ class Decoder:
         Calls `on_layer(n)` when the K and V of the first n layers are written (on a GPU: when the writes are launched).
         `stack` is the result of `fuse`; a step with `adapters` runs layer by layer, which gives the same bits for rows
         without one."""
+        if stack is not None and adapters is None:
+            output_RX = stack.forward(token_ids_T, positions_T, sampled_rows_R, meta, on_layer)
+            return output_RX if stack.has_head else self._head(output_RX)
         cos_sin_T2H = local_T2H = self._rope_C2H[positions_T]
         if self._local_rope_C2H is not None:
             local_T2H = self._local_rope_C2H[positions_T]
         residual_TD = self._embed(token_ids_T)
-        if stack is not None and adapters is None:
-            return self._head(stack.forward(residual_TD, cos_sin_T2H, sampled_rows_R, meta, on_layer))
         first_norm_D = self._layers[0].input_norm_D
         x_TD = residual_TD if first_norm_D is None else ops.rms_norm(residual_TD, first_norm_D, self._eps)
         for index, layer in enumerate(self._layers):

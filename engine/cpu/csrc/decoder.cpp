@@ -1,4 +1,4 @@
-// All layers of a dense decoder in one call: bf16 or float32, packed weights, pages of the same dtype or quantized.
+// A dense decoder from token ids to logits in one call: bf16 or float32, packed weights, pages of the same dtype or quantized.
 // Reference: the same layers operation by operation (engine/models/decoder.py), with the same roundings.
 //
 // One thread runs the operations, and others share the tasks of each (thread_team.h). The input of a matrix product is
@@ -24,18 +24,22 @@ struct Layer {
 
 // `_Step` of engine/cpu/decoder_stack.py has the same fields.
 struct Step {
-  void* residual;            // [T, D], overwritten
-  const float* cos_sin;      // [T, 2, H / 2]
+  const int64_t *token_ids, *positions;  // [T]
+  const void* embedding;                 // [vocab_size, D]
+  const float* cos_sin;                  // [num_positions, 2, H / 2]
+  void* residual;                        // [T, D], written
   const int32_t *page_table, *query_start, *context_lens;
   const int64_t *slot_page, *slot_offset;
   const int64_t* sampled_rows;  // ascending
   const void* final_norm;       // the norm after the model's last layer
-  void* output;                 // [R, D]: the residual of the sampled rows, normalised by `final_norm`
+  const linear::PackedWeight* head;  // or null
+  void* output;  // of the sampled rows: logits, [R, V], or without a head their normalised residual, [R, D]
   int64_t page_stride;          // bytes
   int32_t num_tokens, num_sampled, num_sequences, table_width, page_size;
   int32_t hidden, num_heads, num_kv_heads, head_dim, intermediate;
   int32_t kv_kind;     // as in attention.h
-  int32_t is_float32;  // the dtype of residual, output, norms, biases and unquantized pages; else bf16
+  int32_t is_float32;  // the dtype of embedding, residual, output, norms, biases and unquantized pages; else bf16
+  int32_t vocab_size, num_positions;
   float eps, scale;
 };
 
@@ -73,6 +77,20 @@ template <class T> class Decoder {
     items = list_items_of<T>(shape, num_threads);
   }
 
+  // Looks up the tokens; returns false if an id or a position is out of bounds.
+  bool embed() {
+    for (int t = 0; t < num_rows; ++t)
+      if (uint64_t(step.token_ids[t]) >= uint64_t(step.vocab_size) ||
+          uint64_t(step.positions[t]) >= uint64_t(step.num_positions))
+        return false;
+    const Stored* const embedding = static_cast<const Stored*>(step.embedding);
+    for_rows(kSide, [&](int64_t row) {
+      std::memcpy(residual + row * step.hidden, embedding + step.token_ids[row] * step.hidden,
+                  step.hidden * sizeof(Stored));
+    });
+    return true;
+  }
+
   void normalise_first(const Layer& layer) { normalise_rows(layer.input_norm); }
 
   // Computes a layer. `next_norm` is null for the last layer of the model, after whose attention only sampled rows go
@@ -93,6 +111,7 @@ template <class T> class Decoder {
       normalise_rows(next_norm);
       return;
     }
+    if (step.head) return write_logits(*step.head);
     for_rows(kSide, [&](int64_t row) {
       normalise(static_cast<Stored*>(step.output) + row * step.hidden, residual + row * step.hidden,
                 static_cast<const Stored*>(step.final_norm), step.hidden, step.eps);
@@ -137,6 +156,14 @@ template <class T> class Decoder {
     });
   }
 
+  void write_logits(const linear::PackedWeight& head) const {
+    normalise_rows(step.final_norm);
+    Stored* const logits = static_cast<Stored*>(step.output);
+    multiply(head, intermediates.normed, [&](int row, int output, Floats sums) {
+      store_floats(logits + int64_t(row) * head.outputs + output, with_bias(sums, head, output), kLanes);
+    });
+  }
+
   void activate(const linear::PackedWeight& gate_up) const {
     Stored* const inner = intermediates.inner;
     const int width = step.intermediate;
@@ -169,7 +196,7 @@ template <class T> class Decoder {
     const auto *q_norm = static_cast<const Stored*>(layer.q_norm), *k_norm = static_cast<const Stored*>(layer.k_norm);
     for_rows(kTokens, [&](int64_t t) {
       Stored* const token = intermediates.qkv + t * layer.qkv.outputs;
-      const float* cosine = step.cos_sin + t * head_dim;
+      const float* cosine = step.cos_sin + step.positions[t] * head_dim;
       for (int head = 0; head < num_heads + num_kv_heads; ++head) {
         Stored* at = token + head * head_dim;
         if (q_norm) normalise(at, at, head < num_heads ? q_norm : k_norm, head_dim, step.eps);
@@ -219,21 +246,24 @@ template <class T> class Decoder {
 };
 
 template <class T>
-void run_layers(const Layer* layers, int first, int last, const Step& step, bool is_model_end, int num_threads) {
+bool run_layers(const Layer* layers, int first, int last, const Step& step, bool is_model_end, int num_threads) {
   Decoder<T> decoder(step, num_threads);
+  if (first == 0 && !decoder.embed()) return false;
   decoder.normalise_first(layers[first]);
   for (int layer = first; layer < last; ++layer) {
     const void* const last_norm = is_model_end ? nullptr : layers[layer].input_norm;
     decoder.run(layers[layer], layer + 1 < last ? layers[layer + 1].input_norm : last_norm);
   }
+  return true;
 }
 
 }  // namespace
 
-// Computes layers [first, last) of `layers`, beginning with the norm of the residual. With `is_model_end` the last of
-// them is the model's last: only sampled rows go through its feed-forward, and `output` is written.
-extern "C" void penstock_decoder(const Layer* layers, int32_t first, int32_t last, const Step* step,
-                                 int32_t is_model_end, int32_t num_threads) {
+// Computes layers [first, last) of `layers`; the first one begins with the embedding. With `is_model_end` the last of
+// them is the model's last: only sampled rows go through its feed-forward, and `output` is written. Returns 0 if a token
+// or a position is out of bounds; nothing is computed then.
+extern "C" int32_t penstock_decoder(const Layer* layers, int32_t first, int32_t last, const Step* step,
+                                    int32_t is_model_end, int32_t num_threads) {
   const auto run = step->is_float32 ? run_layers<Float32> : run_layers<BFloat16>;
-  run(layers, first, last, *step, is_model_end, num_threads);
+  return run(layers, first, last, *step, is_model_end, num_threads);
 }

@@ -142,7 +142,7 @@ template <class Finish> class Blocks {
 // Returns how many rows of `inputs` are computed together: as many as stay in L2 while panels are read.
 template <class Stored> int rows_in_cache(int inputs) {
   constexpr int kMaxInputs = kMaxInputsInCache * int(sizeof(uint16_t)) / int(sizeof(Stored));
-  return std::clamp(kMaxInputs / inputs / kBlock * kBlock, 256, 512);
+  return std::clamp(kMaxInputs / inputs / kBlock * kBlock, sizeof(Stored) == sizeof(float) ? 128 : 256, 512);
 }
 
 // Splits a product into tasks for the thread team; `finish` is called as by `Blocks`. With a pair distance above 1

@@ -62,7 +62,17 @@ template <class V> inline V load(const void* from) {
   return value;
 }
 template <class V> inline void store(void* to, V value) { std::memcpy(to, &value, sizeof(V)); }
-inline Floats splat(float value) { return Floats{} + value; }
+inline Floats splat(float value) {  // `Floats{} + value` would be an addition: the sum of 0 and -0 is 0
+#if defined(__AVX512F__)
+  return (Floats)_mm512_set1_ps(value);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_set1_ps(value);
+#elif defined(__aarch64__)
+  return (Floats)vdupq_n_f32(value);
+#else
+  return Floats{} + value;
+#endif
+}
 
 inline Floats widen(Shorts bits) { return (Floats)(__builtin_convertvector(bits, Words) << 16); }
 

@@ -28,7 +28,8 @@ template <> struct Products<Float32> {
   typedef float RowValue;
   static constexpr bool kReadsStrips = true;  // rows are read as they are
   static constexpr int kStepInputs = 1, kRowStep = 1, kRowStride = kDepth, kRowTileStride = kTile;
-  static constexpr int kChunkTiles = 4;  // of both panels of a pair: 16 KB
+  // With 32 registers a weight serves so many rows that it may come from L2, and sums stay in registers for longer.
+  static constexpr int kChunkTiles = kLanes == 16 ? 64 : 4;
   struct Weight {
     Floats value;
     Weight() = default;
@@ -42,7 +43,7 @@ template <> struct Products<Float32> {
 };
 
 template <> struct Products<BFloat16> {
-  static constexpr int kStepInputs = 2, kChunkTiles = 8;  // 16 KB too
+  static constexpr int kStepInputs = 2, kChunkTiles = 8;  // of both panels of a pair: 16 KB
 #if defined(PENSTOCK_DOTS)
   typedef uint32_t RowValue;  // a pair of bf16
   static constexpr bool kReadsStrips = true;
@@ -86,13 +87,17 @@ template <> struct Products<BFloat16> {
 // step of a tile.
 struct LinesAhead {
   const char *first = nullptr, *second = nullptr;
-  int per_step = 0;  // of each panel
+  int per_step = 0;  // of each panel, at most 2
 
   void prefetch_step() {
-    for (int line = 0; line < per_step; ++line, first += 64, second += 64) {
-      __builtin_prefetch(first, 0, 2);
-      __builtin_prefetch(second, 0, 2);
+    if (!per_step) return;
+    __builtin_prefetch(first, 0, 2);
+    __builtin_prefetch(second, 0, 2);
+    if (per_step > 1) {
+      __builtin_prefetch(first + 64, 0, 2);
+      __builtin_prefetch(second + 64, 0, 2);
     }
+    first += 64 * per_step, second += 64 * per_step;
   }
 };
 
@@ -182,7 +187,7 @@ template <class T, class Finish> class VectorBlocks {
     Lines<float> sums, totals;  // [rows][kBlock]
     Lines<float> rows;          // the rows at hand, widened
     Lines<float> input_sums;    // [rows][groups]
-    alignas(64) Stored panels[2][kChunkTiles * kTile];
+    alignas(64) uint16_t panels[2][Products<BFloat16>::kChunkTiles * kTile];  // decoded
   };
   static Buffers& buffers(size_t rows) {
     static thread_local Buffers* const kept = new Buffers;  // threads of the team never end

@@ -184,6 +184,19 @@ def test_a_token_is_the_same_in_every_batch_and_chunk(engine: Engine) -> None:
         torch.set_num_threads(threads)
 
 
+@needs_native
+@pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE])
+def test_a_token_outside_the_vocabulary_is_refused(token_id: int, tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path, dtype=torch.float32, head_dim=32)
+    engine = Engine.load(EngineConfig(model=str(folder), num_pages=64, page_size=8))
+    assert engine.runner.stack is not None
+    batch = mixed_batch(engine)
+    token_ids_T = batch.token_ids_T.clone()
+    token_ids_T[5] = token_id
+    with pytest.raises(IndexError):
+        engine.runner.forward(replace(batch, token_ids_T=token_ids_T))
+
+
 @on_every_isa
 def test_without_a_compiler_the_same_model_is_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path, dtype=torch.bfloat16, head_dim=32)

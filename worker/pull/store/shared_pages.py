@@ -8,6 +8,7 @@ between steps, a few megabytes at a time. Pages to be written are held only unti
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -117,6 +118,7 @@ class SharedPages:
         self._costs = ReadCosts()
         self._readings: list[_Reading] = []
         self._deferred: deque[tuple[Sequence[PageHash], int]] = deque()  # texts to be written, which hold no pages
+        self._is_closing = False
         self._num_held = 0  # pages held until they are copied
         self._waiting_bytes = 0  # of pages that are copied or to be copied, and not yet written
         self.metrics = WorkerMetrics()
@@ -126,8 +128,19 @@ class SharedPages:
         self._housekeeping.start()
 
     def close(self) -> None:
-        """Ends the threads. Pending writes have two seconds to finish. Blocks."""
+        """Ends the threads. Pending writes have two seconds to finish. Blocks.
+
+        Call it while the step loop runs, which afterwards holds no page for the store.
+        """
         self._housekeeping.close()
+        is_closing = threading.Event()
+
+        def close() -> None:
+            self._is_closing = True
+            is_closing.set()
+
+        self._post(close)
+        is_closing.wait(_CLOSE_S)
         self._threads.close(_CLOSE_S)
 
     def _form(self) -> RunFormat:
@@ -272,7 +285,7 @@ class SharedPages:
     def _write(self, hashes: Sequence[PageHash], num_pages: int) -> None:
         """Writes those of a text's leading pages that are not stored yet, now or once there is room."""
         form = self._form()
-        if num_pages < form.run_pages or not self._threads.is_usable:
+        if num_pages < form.run_pages or self._is_closing or not self._threads.is_usable:
             return
         size, cache = form.run_pages, self._engine.prefix_cache
         runs = choose_runs(

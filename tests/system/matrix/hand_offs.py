@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 
 from decode_worker.server import DecodeServer
-from penstock.config import LookasideConfig, RouterConfig, WorkerConfig
+from penstock.config import KvStoreConfig, LookasideConfig, RouterConfig, WorkerConfig
 from penstock.config.security import SecurityConfig
 from penstock.rpc.secret import ClusterSecret
 from penstock.rpc.server import make_channel
 from penstock.types import Role, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
+from penstock.worker_metrics import STORE_READ_PAGES
 from prefill_worker.server import PrefillServer
 from router.admission import admission_policy
 from router.server import RouterServer
@@ -214,6 +215,39 @@ async def pulled(group: Group) -> Results:
         if timing is stream.timings[0]:  # a second completion may find the first one's pages
             assert (timing.pull is not None) != stream.feature.scores_prompt, stream.feature.name
         assert timing.pull is None or (timing.pull.pulled_tokens > 0 and not timing.pull.problem)
+    return results
+
+
+def _count_objects(folder: str) -> int:
+    return sum(path.is_file() and len(path.name) == 32 for path in Path(folder).rglob("*"))
+
+
+async def stored(group: Group) -> Results:
+    """Each prompt's pages are in a store, where a worker that has ended has left them."""
+    settings: dict[str, Any] = {"decode": _LOCAL, "transfer": {"min_pull_tokens": 16, "max_pulls": 64}}
+    settings["engine"] = {"page_size": 4, "num_pages": 4096}  # a prompt has a run of pages, and none is evicted
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PullCosts, "plan", lambda *_: PullPlan(0.001, _TIMEOUT_S, _TIMEOUT_S))
+        shared = KvStoreConfig(url=f"file://{folder}", write="computed", listing_s=0.05)
+        results: Results = {}
+        for number in range(2):
+            config = _config(group, Role.DECODE, number, **settings).model_copy(update={"kv_store": shared})
+            async with workers(config) as [server]:
+                pages = server.shell._shared
+                assert pages is not None
+                num_stored = _count_objects(folder)
+                await until(lambda pages=pages, count=num_stored: len(pages._known._listed) >= count)
+                async with _router(group, [server.address], 1) as router, _streams(router, group.features) as streams:
+                    results = await streams.results()
+                await until(lambda pages=pages: not pages._deferred and not pages._waiting_bytes)  # all is written
+                await wait_until_empty(server)
+                values = server.shell._load().metrics
+            assert number or num_stored == 0
+            assert not number or values[STORE_READ_PAGES.name] > 0
+    for stream, timing in _timings(results):
+        if timing is stream.timings[0]:  # a second completion may find the first one's pages
+            assert (timing.pull is not None) != stream.feature.scores_prompt, stream.feature.name
+        assert timing.pull is None or (timing.pull.source == "shared store" and not timing.pull.problem)
     return results
 
 
@@ -411,6 +445,7 @@ ALONE: dict[str, Callable[[Group], Awaitable[Results]]] = {
     "chunked prefill": chunked,
     "prefix hit": prefix_hit,
     "pulled": pulled,
+    "stored": stored,
     "preempted": preempted,
     "lookaside": lookaside,
 }

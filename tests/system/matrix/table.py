@@ -18,6 +18,7 @@ SAME = "same"
 WHOLE = "same, computed whole"  # every token of the prompt, at the decode worker
 BREAKS = "breaks"  # the client's connection ends without `[DONE]`
 ABSENT = "absent"  # there is no such request
+_CACHED_OR_REMOTE = ("disaggregated", "split", "prefix hit", "pulled", "stored", "lookaside")
 _OVER_HTTP = {"lookaside": ABSENT, "router killed": BREAKS}
 
 
@@ -25,7 +26,7 @@ def cell(feature: str, hand_off: str) -> str:
     """Returns what a client gets: the answer of a single process, unless it says otherwise."""
     if FEATURES[feature].over_http and hand_off in _OVER_HTTP:
         return _OVER_HTTP[hand_off]
-    if FEATURES[feature].scores_prompt and hand_off in ("disaggregated", "split", "prefix hit", "pulled", "lookaside"):
+    if FEATURES[feature].scores_prompt and hand_off in _CACHED_OR_REMOTE:
         return WHOLE
     return SAME
 

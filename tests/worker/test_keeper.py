@@ -38,7 +38,7 @@ def test_a_lease_is_bounded_whatever_a_worker_asks_for(listener: socket.socket, 
 def test_each_worker_and_the_host_keep_a_bounded_number_of_pools() -> None:
     def kept(worker_id: str, until_s: float) -> KeptMemory:
         description: dict[str, object] = {"key": "k", "worker_id": worker_id, "pool_id": f"{worker_id}{until_s}"}
-        pool = KeptMemory(description, [], 60.0)
+        pool = KeptMemory(description, [], 60.0, 1)
         pool.until_s = until_s
         return pool
 

@@ -229,7 +229,7 @@ async def test_the_next_controller_finishes_what_was_decided_and_frees_what_was_
 async def test_impossible_updates_are_refused_with_the_reason(weights: LoadedWeightsConfig, tmp_path: Path) -> None:
     async with hosted(config(prefill=0, decode=1)) as deployment:
         for path, fields, problem in (
-            ("weights", {}, "path: is 'weights'; give the folder's whole path"),
+            ("weights", {}, "path: is 'weights'; give its absolute path"),
             (weights.path, {"mode": "never"}, "mode: is 'never'; give wait, abort, keep"),
         ):
             with pytest.raises(InvalidInput, match=problem):

@@ -140,7 +140,7 @@ def begin_of_answer(client: Client) -> list[int]:
 
 def test_streams_do_not_notice_that_the_control_store_is_lost(serving: Serving, undisturbed: list[int]) -> None:
     assert serving.answer(killing="gcs_server") == undisturbed
-    serving.until("control store (gcs_server) ended; it is started again")
+    serving.until("control store (gcs_server) ended; it is restarted")
     for each in _descendants(serving):  # the new one works: it starts a router and a worker
         with contextlib.suppress(psutil.NoSuchProcess):  # or it has ended and waits for its parent
             if "ServerActor" in " ".join(each.cmdline()):

@@ -297,7 +297,7 @@ async def test_targets_that_do_not_fit_are_refused(model: Path, tmp_path: Path) 
         assert pair.right.worker._engine.layout.digest() in refusal.message
         (failure,) = (await migrate(pair.left, pair.right, epoch=12345)).failed
         assert isinstance(from_status(failure.error), TransferError)
-        assert "for epoch 12345" in failure.error.message
+        assert "receiver epoch 12345" in failure.error.message
         assert (await stream).token_ids == single_process(model, PROMPT, LONG)
 
 

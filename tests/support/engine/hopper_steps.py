@@ -72,6 +72,7 @@ def main() -> int:
     with (
         mock.patch.object(join_splits, "_num_multiprocessors", return_value=132),
         mock.patch.object(sampler, "_kernel_for", return_value=sample_tokens),
+        mock.patch.object(sampler, "_cpu_kernels", return_value=None),
         mock.patch.object(engine_module, "saturating_tokens", return_value=2048),
     ):
         for argument in sys.argv[1:]:

@@ -15,8 +15,8 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
 	@echo "make serve          set up, serve $(MODEL) until Ctrl-C        (MODEL=DIR for another)"
-	@echo "make test           set up, run the whole test suite (about twelve minutes on two quiet cores)"
-	@echo "make test-fast      every test that starts no process and no Ray and is not slow: under two minutes on two cores"
+	@echo "make test           set up, run the whole test suite (about eleven minutes on two quiet cores)"
+	@echo "make test-fast      every test that starts no process and no Ray and is not slow: 90 s on two cores"
 	@echo "make test-deep      every property test with ten times the examples, other ones in each run"
 	@echo "make test-costs     the whole suite, recording what each file costs, by which later runs order them"
 	@echo "make setup          a virtual environment in .venv, which every other target makes where it is missing"

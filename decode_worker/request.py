@@ -39,7 +39,7 @@ class TokenDelta:
 
 @dataclass(slots=True, eq=False)
 class PlainTokens:
-    """One token for each of many sequences, and nothing else: most of a step's output. Never empty."""
+    """A token for each of many sequences, and nothing else: most of a step's output. Never empty."""
 
     stream_ids: np.ndarray  # uint64
     token_ids: np.ndarray  # int64, one for each stream

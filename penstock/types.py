@@ -32,7 +32,7 @@ def new_epoch() -> Epoch:
 
 
 class WorkerEnd(StrEnum):
-    """How a worker's life ended, as planned or not."""
+    """The way a worker's life ended, as planned or not."""
 
     DRAINED = "drained"  # an operator drained it
     SCALED_DOWN = "scaled down"
@@ -62,7 +62,7 @@ class Lane(StrEnum):
 
 
 class PauseMode(StrEnum):
-    """What happens to requests that run while the weights under them are replaced."""
+    """The fate of requests that run while the weights under them are replaced."""
 
     WAIT = "wait"  # they end first, within a deadline
     ABORT = "abort"  # they fail with an error that names the cause
@@ -129,12 +129,12 @@ class SamplingParams:
 
     @property
     def edits_every_token(self) -> bool:
-        """Whether the logits of every token are edited before it is sampled."""
+        """Returns whether the logits of every token are edited before it is sampled."""
         return self.grammar is not None or self.edits_beside_grammar
 
     @property
     def edits_beside_grammar(self) -> bool:
-        """Whether the logits are edited by more than a grammar."""
+        """Returns whether the logits are edited by more than a grammar."""
         return bool(self.has_penalties or self.logit_bias or self.allowed_token_ids or self.bad_sequences)
 
 

@@ -247,7 +247,7 @@ class RouterServer:
 
     @property
     def _needs_control_port(self) -> bool:
-        """Whether a supervisor must not use the public port: another router may answer there, or it demands
+        """Returns whether a supervisor must not use the public port: another router may answer there, or it demands
         certificates. Supervisors of encrypted routers know the cluster secret instead."""
         if self._config.tls:
             return bool(self._trust.secrets)

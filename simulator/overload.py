@@ -72,13 +72,13 @@ def run(offered_per_s: float, duration_s: float = 60.0, seed: int = 0, spec: Fle
 
 
 def is_good(outcome: Outcome) -> bool:
-    """Whether the request completed with its first token in time."""
+    """Returns whether the request completed with its first token in time."""
     longest_s = AdmissionConfig().lane(outcome.request.lane).target_wait_s + _SERVICE_S
     return outcome.is_complete and outcome.ttft_s is not None and outcome.ttft_s <= longest_s
 
 
 def has_hint(outcome: Outcome) -> bool:
-    """Whether a refusal says when to retry."""
+    """Returns whether a refusal says when to retry."""
     error = outcome.error
     return isinstance(error, Overloaded | Unavailable | DeadlineExceeded) and bool(error.retry_after_s)
 

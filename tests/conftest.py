@@ -1,4 +1,4 @@
-"""What must be settled before any test module is imported, the order of tests, and who may start processes."""
+"""Settles what must hold before any test module is imported, the order of tests, and which may start processes."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from simulator.report import percentile
 
 @dataclass(slots=True)
 class Answer:
-    """One client's view of its request."""
+    """A client's view of its request."""
 
     status: int = 0
     finish_reason: str | None = None

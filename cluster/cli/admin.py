@@ -86,7 +86,7 @@ def to_json(message: Message, indent: int | None = None) -> str:
 
 
 def all_ready(status: admin_pb2.StatusResponse) -> bool:
-    """Whether the deployment answers and every worker is ready."""
+    """Returns whether the deployment answers and every worker is ready."""
     return status.ready and all(worker.state == "ready" for worker in status.workers)
 
 

@@ -19,7 +19,7 @@ _COMMAND = re.compile(r'"""`penstock (?P<name>[a-z-]+)`: (?P<text>.+?)\.(?:""")?
 
 
 class CommandModule(Protocol):
-    """One command: `plan_memory.py` is `penstock plan-memory`. Its docstring begins with its name and its help line."""
+    """A command: `plan_memory.py` is `penstock plan-memory`. Its docstring begins with its name and its help line."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Adds the command's flags."""

@@ -173,7 +173,7 @@ class Controller:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would succeed now."""
+        """Returns whether a request would succeed now."""
         return self.readiness.is_ready
 
     def status(self) -> admin_pb2.StatusResponse:

@@ -46,7 +46,7 @@ class LoadReportStore:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a drain waits for a report."""
+        """Returns whether a drain waits for a report."""
         return bool(self._awaited)
 
     def is_here(self, member: Member) -> bool:

@@ -51,7 +51,7 @@ Descriptions = tuple[worker_pb2.WorkerDescription, worker_pb2.WorkerDescription]
 
 
 def carries_transfers(source: Member, descriptions: Descriptions) -> bool:
-    """Whether requests use this pair at all: equal layouts, and a decode worker that lets others prefill."""
+    """Returns whether requests use this pair at all: equal layouts, and a decode worker that lets others prefill."""
     target = descriptions[1]
     if descriptions[0].kv_digest != target.kv_digest:
         return False

@@ -46,7 +46,7 @@ class Readiness:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request would succeed now: a proven router answers and has a decode worker to send it to.
+        """Returns whether a request would succeed now: a proven router answers and has a decode worker to send it to.
 
         Without routers of its own, the deployment is ready while a router elsewhere would find a decode worker."""
         if not self._has_routers:

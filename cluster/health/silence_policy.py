@@ -34,7 +34,7 @@ class SilenceClock:
 
     @property
     def is_loss(self) -> bool:
-        """Whether the process counts as lost at the next look."""
+        """Returns whether the process counts as lost at the next look."""
         return self.silent_s >= LOST_AFTER_S - TICK_S
 
     @property

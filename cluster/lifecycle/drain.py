@@ -77,7 +77,7 @@ class WorkerLoads(Protocol):
     """The part of the deployment that a drain sees."""
 
     def is_here(self, member: Member) -> bool:
-        """Whether that incarnation still lives."""
+        """Returns whether that incarnation still lives."""
         ...
 
     def load_of(self, member: Member) -> worker_pb2.Load | None:

@@ -42,7 +42,7 @@ class DrainService:
 
     @property
     def is_active(self) -> bool:
-        """Whether a drain is in flight."""
+        """Returns whether a drain is in flight."""
         return bool(self._drains)
 
     def drain(

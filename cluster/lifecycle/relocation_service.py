@@ -155,7 +155,7 @@ class RelocationService:
 
     @property
     def is_moving(self) -> bool:
-        """Whether the controller and the routers leave their node."""
+        """Returns whether the controller and the routers leave their node."""
         return self._moving is not None and not self._moving.done()
 
     async def _move_controller(self, own: str) -> None:

@@ -52,7 +52,7 @@ _KEEPING_ORDER = {
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """One life of a worker. `number` counts the worker's lives from 1."""
+    """A life of a worker. `number` counts the worker's lives from 1."""
 
     worker_id: WorkerId
     number: int
@@ -148,8 +148,8 @@ class Pool:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every desired worker is ready and no other is left. Unplaced and quarantined workers count as ready,
-        since either state may last any time.
+        """Returns whether every desired worker is ready and no other is left. Unplaced and quarantined workers count as
+        ready, since either state may last any time.
         """
         settled = (WorkerState.READY, WorkerState.UNPLACED, WorkerState.QUARANTINED)
         return len(self._slots) == self._replicas == sum(slot.state in settled for slot in self._slots.values())

@@ -1,4 +1,4 @@
-"""What a worker's process is asked to do about its weights. Plain data."""
+"""Plain data: the changes of its weights that a worker's process is asked for."""
 
 from __future__ import annotations
 

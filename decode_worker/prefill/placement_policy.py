@@ -56,7 +56,7 @@ class PromptDemand:
 
 @dataclass(frozen=True, slots=True)
 class PricedPlace:
-    """One option for computing a prompt, and its predicted costs in seconds."""
+    """An option for computing a prompt, and its predicted costs in seconds."""
 
     place: PrefillPlace
     first_token_s: float

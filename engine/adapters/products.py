@@ -23,7 +23,7 @@ QKV, OUT, GATE_UP, DOWN = "qkv", "out", "gate_up", "down"
 
 @dataclass(frozen=True, slots=True)
 class ProductPart:
-    """One stored weight of a product."""
+    """A stored weight of a product."""
 
     module: str  # "model.layers.0.self_attn.q_proj", as adapters name it
     whole: tuple[int, int]  # outputs and inputs of the whole model's weight
@@ -33,7 +33,7 @@ class ProductPart:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedProduct:
-    """One product of one layer."""
+    """A product of one layer."""
 
     layer: int
     name: str  # QKV, OUT, GATE_UP or DOWN

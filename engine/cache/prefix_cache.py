@@ -178,7 +178,7 @@ class PrefixCache:
 
     @property
     def has_tiers(self) -> bool:
-        """Whether evicted pages are kept below the device."""
+        """Returns whether evicted pages are kept below the device."""
         return self._tiers is not None
 
     def keep_journal(self, journal: CacheJournal) -> None:

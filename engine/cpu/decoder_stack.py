@@ -84,7 +84,7 @@ class DenseShape:
 
 @dataclass(frozen=True, slots=True)
 class DenseEnds:
-    """What is before and after the layers."""
+    """The weights before and after the layers."""
 
     embedding_VD: torch.Tensor
     rope_C2H: torch.Tensor

@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """One product's matrices by slot. A smaller adapter fills the first rows of its part; the others are 0."""
+    """A product's matrices by slot. A smaller adapter fills the first rows of its part; the others are 0."""
 
     down_SQI: torch.Tensor  # A of each part, one after another: Q = P * R
     up_SRO: torch.Tensor  # B, transposed and times the adapter's scale; each part has a range of O

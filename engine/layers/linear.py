@@ -68,7 +68,7 @@ class Linear:
 
     @property
     def is_row_exact(self) -> bool:
-        """Whether a row's result has the same bits whatever rows are computed with it."""
+        """Returns whether a row's result has the same bits whatever rows are computed with it."""
         return self.tiles is not None or self._integers is not None
 
     @property

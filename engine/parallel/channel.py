@@ -36,7 +36,7 @@ class RankLost(Exception):
 
 
 class RankChannel:
-    """One end of the connection. Any thread may send; a single thread receives."""
+    """An end of the connection. Any thread may send; a single thread receives."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected

@@ -57,7 +57,7 @@ class RowEdits:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether these rows are edited only by grammars, if at all."""
+        """Returns whether these rows are edited only by grammars, if at all."""
         cells = (self.bias, self.seen, self.banned, self.allowed)
         return self.penalties_3E is None and all(one is None for one in cells)
 

@@ -43,7 +43,7 @@ class ModelRunner:
 
     @property
     def compiles(self) -> bool:
-        """Whether some steps use kernels that are compiled at their first use."""
+        """Returns whether some steps use kernels that are compiled at their first use."""
         return getattr(self._attention, "fallback", self._attention).name == "triton"
 
     @torch.inference_mode()

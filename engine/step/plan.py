@@ -185,7 +185,7 @@ class StepPlan(Seq[ScheduledSequence]):
 
     @property
     def speculates(self) -> bool:
-        """Whether it verifies proposed tokens, so that the number of its tokens is unknown until it is over."""
+        """Returns whether it verifies proposed tokens, so that the number of its tokens is unknown until it is over."""
         return any(chunk.proposed for chunk in self.chunks)
 
     def __len__(self) -> int:

@@ -92,14 +92,14 @@ class Sequence:
 
     @property
     def is_fast_forwarding(self) -> bool:
-        """Whether only output tokens lack their KV, but more than the last one, because a grammar forced them or the
-        sequence is being recomputed.
+        """Returns whether only output tokens lack their KV, but more than the last one, because a grammar forced them
+        or the sequence is being recomputed.
         """
         return self.matcher is not None and self.num_prompt_tokens <= self.num_computed_tokens < len(self.token_ids) - 1
 
     @property
     def sampling_needs_text(self) -> bool:
-        """Whether its next token can be scheduled only once the host knows every token before it.
+        """Returns whether its next token can be scheduled only once the host knows every token before it.
 
         With only a few allowed tokens, bad sequences may ban all of them, and that error names the position.
         """
@@ -113,7 +113,7 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of its prompt are still to be returned; they are sent with the first token."""
+        """Returns whether log-probabilities of its prompt are still to be sent, which happens with the first token."""
         return self.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
 
     def hash_full_pages(self, page_size: int) -> list[PageHash]:
@@ -168,7 +168,7 @@ class ScheduledSequence:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the step reaches the end of the text and samples the next token; valid like `start`."""
+        """Returns whether the step reaches the end of the text and samples the next token; valid like `start`."""
         return self.start + self.num_tokens == len(self.sequence.token_ids)
 
     @property
@@ -185,7 +185,7 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """One entry per scheduled sequence, in order; None for a chunk that does not reach the end of its text."""
+    """Has one entry per scheduled sequence, in order; None for a chunk that does not reach the end of its text."""
 
     tokens: tuple[SampledToken | None, ...]
     scores: Mapping[int, PromptScores] = field(default_factory=dict)  # by place in the list of scheduled sequences

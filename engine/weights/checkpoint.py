@@ -40,7 +40,7 @@ class StoredTensor:
 
 
 def has_weight_files(folder: Path) -> bool:
-    """Whether the folder holds weights, or an index of them."""
+    """Returns whether the folder holds weights, or an index of them."""
     return any((folder / name).exists() for name in (INDEX_FILE, SINGLE_FILE))
 
 

@@ -51,19 +51,19 @@ class ReshardPlan:
 
     @property
     def fills_pages(self) -> bool:
-        """Whether this sender fills the receiver's pages by itself."""
+        """Returns whether this sender fills the receiver's pages by itself."""
         return self.target == self.page
 
     @property
     def whole_pages(self) -> bool:
-        """Whether the sender's pages are byte for byte what the receiver needs."""
+        """Returns whether the sender's pages are byte for byte what the receiver needs."""
         source, target = self.source, self.target
         same_places = (source.page_size, source.layers, source.heads) == (target.page_size, target.layers, target.heads)
         return same_places and not self.converts
 
     @property
     def converts(self) -> bool:
-        """Whether the target stores values in another dtype."""
+        """Returns whether the target stores values in another dtype."""
         return self.source.kv_dtype != self.target.kv_dtype
 
     @property

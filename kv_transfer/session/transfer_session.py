@@ -72,7 +72,7 @@ class TransferSession:
 
     @property
     def landed(self) -> bool:
-        """Whether every page that the manifest names has landed, or without a manifest every reserved page."""
+        """Returns whether every page that the manifest names has landed, or without a manifest every reserved page."""
         return self._reserved and not self._missing
 
     @property
@@ -81,7 +81,7 @@ class TransferSession:
 
     @property
     def fenced(self) -> bool:
-        """Whether pages may still be written, so that they must not be reused."""
+        """Returns whether pages may still be written, so that they must not be reused."""
         return bool(self.pages) and Effect.LIFT not in self._done
 
     @property
@@ -93,7 +93,7 @@ class TransferSession:
 
     @property
     def releasable(self) -> bool:
-        """Whether the transfer is closed and can be forgotten."""
+        """Returns whether the transfer is closed and can be forgotten."""
         return Effect.CLOSE in self._done
 
     def on_reserved(self, pages: Sequence[PageId], now_s: float) -> tuple[Effect, ...]:

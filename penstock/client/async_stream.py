@@ -188,7 +188,7 @@ class AsyncRoutedCall:
 
     @property
     def has_failed_there(self) -> bool:
-        """Whether the call was routed to a worker but no token came."""
+        """Returns whether the call was routed to a worker but no token came."""
         return self._stream is not None and not self._has_answered
 
     def _release(self, *, broken: bool) -> Any | None:

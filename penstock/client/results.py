@@ -193,7 +193,7 @@ class ResultBuilder:
 
     @property
     def finished(self) -> bool:
-        """Whether the stream is complete: every completion has ended and the usage has arrived."""
+        """Returns whether the stream is complete: every completion has ended and the usage has arrived."""
         ended = all(parts.last is not None for parts in self._parts.values())
         return ended and self._last is not None and self._last.usage is not None
 

@@ -18,7 +18,7 @@ _MAX_CONNECT_DELAY_S = 1.0  # a successor is found within about a second of list
 
 
 class Failure(Enum):
-    """How far a failed attempt got."""
+    """The point at which an attempt failed."""
 
     ANSWERED = auto()  # a server answered with the error
     BROKEN = auto()  # the connection broke, so the server may have begun

@@ -10,7 +10,7 @@ from penstock.config.base import FrozenConfig
 
 
 class RetentionConfig(FrozenConfig):
-    """What KV hints may do to a worker's pool. Shares are those of its pages."""
+    """Limits of what KV hints may do to a worker's pool. Shares are those of its pages."""
 
     eviction: Literal["reuse", "lru"] = "reuse"
     """Whether the gaps between a session's turns decide how early its pages are evicted, or their last use alone; both

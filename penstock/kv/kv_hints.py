@@ -35,7 +35,7 @@ class HintOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HintAnswer:
-    """What became of one hint at one worker."""
+    """The outcome of a hint at a worker."""
 
     hint: Hint
     outcome: HintOutcome

@@ -29,7 +29,7 @@ class TextSource(Protocol):
 
 
 class PageText(NamedTuple):
-    """What a full page's hash was computed from."""
+    """The inputs of a full page's hash."""
 
     parent: PageHash  # ROOT for the first page of a text
     tokens: array[int]

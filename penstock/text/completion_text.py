@@ -27,7 +27,7 @@ class CompletionText:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found."""
+        """Returns whether a stop string was found."""
         return self._matcher.stopped
 
     def resume(self, before: Emitted) -> None:

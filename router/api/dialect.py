@@ -45,7 +45,7 @@ class DialectBody(Protocol):
 
     @property
     def streams(self) -> bool:
-        """Whether the answer is a stream of events."""
+        """Returns whether the answer is a stream of events."""
         ...
 
     @property

@@ -82,7 +82,7 @@ class Tenants:
 
     @property
     def are_configured(self) -> bool:
-        """Whether callers are distinguished."""
+        """Returns whether callers are distinguished."""
         return bool(self._directory().by_name)
 
     def limits_of(self, default: TenantLimits) -> Callable[[str], TenantLimits]:

@@ -84,7 +84,7 @@ class OutputParsing:
         return [*found, (text[start:], 1)]
 
     def keeps(self, event: ParserEvent) -> bool:
-        """Whether the client gets the event."""
+        """Returns whether the client gets the event."""
         if isinstance(event, ReasoningDelta):
             return self._form.include_reasoning
         if isinstance(event, ToolCallStart | ToolArgumentsDelta | ToolCallEnd):

@@ -36,7 +36,7 @@ _MAX_FINISHED = 1000  # batches of a tenant that are kept; a new one takes the p
 
 
 class BatchClaim:
-    """One router's right to run a batch, held until `close` or the end of the process."""
+    """A router's right to run a batch, held until `close` or the end of the process."""
 
     def __init__(self, folder: Path, lock: int) -> None:
         self._folder = folder
@@ -53,7 +53,7 @@ class BatchClaim:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether somebody has asked for its end."""
+        """Returns whether somebody has asked for its end."""
         return (self._folder / _CANCEL).exists()
 
     def path(self, name: str) -> Path:

@@ -9,7 +9,7 @@ from penstock.config.router import BatchConfig
 
 @dataclass(frozen=True, slots=True)
 class PoolUse:
-    """What everybody's requests do at the moment."""
+    """The requests of all callers at a moment."""
 
     num_lines: int  # of batches, in flight here
     num_others: int  # other requests, at this router or, as far as workers report them, at all

@@ -1,4 +1,4 @@
-"""What is stored of a file and of a batch, as OpenAI's API shows it. Pure."""
+"""Records of files and batches, as they are stored and as OpenAI's API shows them. Pure."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class _OpenBatch:
 
     @property
     def has_next(self) -> bool:
-        """Whether a line could start. A batch with too many refused lines leaves the room to other batches."""
+        """Returns whether a line could start. A batch with too many refused lines leaves the room to other batches."""
         return bool(self.upcoming) and len(self.refused) < _LINES
 
     @property
@@ -247,7 +247,7 @@ class BatchRunner:
                 pass
 
     def _may_start(self, batch: _OpenBatch) -> bool:
-        """Whether there is room for a line more, and it is this batch's turn: the one with the fewest in flight."""
+        """Returns whether another line fits and it is this batch's turn, as the one with the fewest in flight."""
         fewest = min(len(other.in_flight) for other in self._open if other.has_next)
         num_lines = self.num_in_flight
         return len(batch.in_flight) == fewest and num_lines < lines_at_once(self._pool_use(num_lines), self._config)

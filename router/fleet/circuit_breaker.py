@@ -102,7 +102,7 @@ class CircuitBreakers(Generic[KeyT]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no key has ever failed."""
+        """Returns whether no key has ever failed."""
         return not self._breakers
 
     def usable(self, keys: Sequence[KeyT], now_s: float, rng: random.Random) -> list[KeyT]:

@@ -89,7 +89,7 @@ class FleetWorker(ABC):
 
     @property
     def takes_work(self) -> bool:
-        """Whether a request sent now would be served."""
+        """Returns whether a request sent now would be served."""
         return self._has_reported and not self._retired
 
     def start(self) -> None:

@@ -33,7 +33,7 @@ class FleetHealth:
 
     @property
     def is_spotless(self) -> bool:
-        """Whether no worker has failed yet, so that all are usable."""
+        """Returns whether no worker has failed yet, so that all are usable."""
         return self._workers.is_empty
 
     def usable(self, epochs: Sequence[Epoch], now_s: float, rng: random.Random) -> list[Epoch]:

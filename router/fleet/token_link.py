@@ -1,4 +1,4 @@
-"""What carries requests to a worker: a stream to one of our own (`DecodeLink`) or HTTP to an engine (`EngineLink`)."""
+"""The interface that carries requests to a worker: a stream (`DecodeLink`), or HTTP to an engine (`EngineLink`)."""
 
 from __future__ import annotations
 

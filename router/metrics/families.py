@@ -23,7 +23,7 @@ _MOST_WAITING = 512  # values of a series, 12 KiB
 
 
 class BoundCounter:
-    """One series of a counter, bound to the values of its labels."""
+    """A series of a counter, bound to the values of its labels."""
 
     __slots__ = ("value",)
 
@@ -35,7 +35,7 @@ class BoundCounter:
 
 
 class BoundHistogram:
-    """One series of a histogram, bound to the values of its labels."""
+    """A series of a histogram, bound to the values of its labels."""
 
     __slots__ = ("_bounds", "_counts", "_sum", "_waiting")
 

@@ -37,7 +37,7 @@ class ParserChoice:
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Whether marks of a format are special tokens, which the text must then keep."""
+        """Returns whether marks of a format are special tokens, which the text must then keep."""
         return self.keeps_special_tokens(has_tools=True)
 
     def keeps_special_tokens(self, has_tools: bool) -> bool:

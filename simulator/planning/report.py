@@ -44,7 +44,7 @@ class PlanReport:
 
     @property
     def is_verified(self) -> bool:
-        """Whether the simulator agrees that the chosen plan meets the goal."""
+        """Returns whether the simulator agrees that the chosen plan meets the goal."""
         found = self.verification
         return found is not None and found.attainment >= self.goal.attainment
 

@@ -31,7 +31,7 @@ class _Watch:
 
 
 class PeerModel:
-    """One router's end of the exchange: it reports to those that follow it, and follows others by name forever."""
+    """A router's end of the exchange: it reports to those that follow it, and follows others by name forever."""
 
     def __init__(
         self, node: Node, network: Network, ledger: InflightLedger, find: Callable[[str], PeerModel | None]

@@ -202,7 +202,7 @@ class TransferModel:
 
     @property
     def awaits_pages(self) -> bool:
-        """Whether a transfer waits for its reservation."""
+        """Returns whether a transfer waits for its reservation."""
         return bool(self._requesting)
 
     def _grant(self, transfer: _Transfer, sequence: Sequence) -> bool:

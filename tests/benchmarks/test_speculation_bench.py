@@ -1,4 +1,4 @@
-"""What the speculation benchmark compares is the same text: replayed, in a model's own words, and with its draft."""
+"""Tests that the speculation benchmark compares equal texts: replayed, in a model's own words, and with its draft."""
 
 from __future__ import annotations
 

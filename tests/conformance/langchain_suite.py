@@ -18,7 +18,7 @@ URL = os.environ.get("PENSTOCK_URL", "http://127.0.0.1:8000")
 
 
 class BundledModelTests(ChatModelIntegrationTests):
-    """What both classes share: the model calls tools, and knows no right answers."""
+    """The settings of both classes: the model calls tools, and knows no right answers."""
 
     @property
     def has_tool_calling(self) -> bool:

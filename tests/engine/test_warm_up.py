@@ -1,4 +1,4 @@
-"""What an engine prepares before its first request, and what it must not fail of."""
+"""Tests what an engine prepares before its first request, and what must not make that fail."""
 
 from __future__ import annotations
 

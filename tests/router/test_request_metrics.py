@@ -1,4 +1,4 @@
-"""What a router counts of a request that has ended: stages, lanes, prompt lengths, targets and where prompts went."""
+"""Tests what a router counts of an ended request: stages, lanes, prompt lengths, targets, where prompts went."""
 
 from __future__ import annotations
 

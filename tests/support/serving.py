@@ -63,7 +63,7 @@ class Answer:
 
 
 class Caller:
-    """One router's call to one decode worker."""
+    """A router's call to a decode worker."""
 
     def __init__(self, address: str) -> None:
         self._channel = make_channel(address)

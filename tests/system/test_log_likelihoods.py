@@ -92,7 +92,7 @@ def log_likelihood(choice: dict[str, Any], num_context_tokens: int) -> tuple[flo
 
 
 async def test_log_likelihoods_of_a_harness_equal_those_of_transformers(deployment: Deployment, model: Any) -> None:
-    """Its requests: batches of token ids or text, greedy, an echo with one alternative, one token or none."""
+    """The harness sends batches of token ids or text, greedy, an echo with one alternative, one token or none."""
     tokenizer = Tokenizer.load(MODEL)
     try:
         prompts = [await tokenizer.encode(text) for text in TEXTS] + [LONG]

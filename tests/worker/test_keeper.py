@@ -1,4 +1,4 @@
-"""What the keeper of dead workers' pools takes from a worker, and when it lets go of it. No process is started."""
+"""Tests what the keeper takes from a worker, and when it releases the pool. No process is started."""
 
 from __future__ import annotations
 

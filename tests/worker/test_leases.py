@@ -105,7 +105,7 @@ async def test_an_idle_decode_worker_gives_up_a_silent_prefill_worker(model: Pat
 async def test_a_silent_sender_that_never_connected_costs_no_page_for_ever(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its machine is gone: nothing refuses and nothing answers. No time is proof, but it has no way into the pool."""
+    """The sender's machine is gone, so nothing answers. No wait proves that, but it has no way into the pool."""
     monkeypatch.setattr(fence_keeper, "_CALL_TIMEOUT_S", 0.2)
     silent = SilentPrefill()
     server = GrpcServer([worker_pb2.DESCRIPTOR.services_by_name["PrefillWorker"]])

@@ -105,7 +105,7 @@ class _Failed(Exception):
 
 
 class RollingUpgrade:
-    """One rolling upgrade. `run` completes it or rolls it back."""
+    """A rolling upgrade. `run` completes it or rolls it back."""
 
     def __init__(self, plan: UpgradePlan, fleet: UpgradeFleet) -> None:
         self.plan = plan
@@ -254,7 +254,7 @@ class RollingUpgrade:
                     await self._grow(role)
 
     def _lacks(self, role: Role) -> bool:
-        """Whether there are still too few new workers."""
+        """Returns whether there are still too few new workers."""
         return sum(slot.worker_id in self.new for slot in self._fleet.slots(role)) < self.replicas[role]
 
     def _old(self, role: Role) -> list[Slot]:

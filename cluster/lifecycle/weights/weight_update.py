@@ -1,4 +1,4 @@
-"""One update of the weights: prepared at every worker, then put in force.
+"""Updates the weights of a deployment: prepared at every worker, then put in force.
 
 Until every worker has read and checked the new weights, nothing changes: the first that cannot ends the update, and the
 old ones serve on everywhere. Once all have, the update is decided: workers pause side by side, and one that fails then

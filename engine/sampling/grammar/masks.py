@@ -222,7 +222,7 @@ class PendingMasks:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether its step has given up waiting and nothing has been computed since."""
+        """Returns whether its step has given up waiting and nothing has been computed since."""
         return self._is_given_up and self._done.locked()
 
     def wait(self) -> TokenMasks:

@@ -95,7 +95,7 @@ class SpeculationLedger:
 
     @property
     def is_open(self) -> bool:
-        """Whether speculation may be tried."""
+        """Returns whether speculation may be tried."""
         return self._has_begun and self._credit_s > 0
 
     def on_steps(self, num_steps: int, plain_s: float) -> None:

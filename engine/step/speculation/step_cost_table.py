@@ -45,7 +45,7 @@ class StepCostTable:
             self._first[num_tokens] = [elapsed_s]
 
     def knows(self, num_tokens: int) -> bool:
-        """Whether steps of exactly that many tokens have been measured often enough."""
+        """Returns whether steps of exactly that many tokens have been measured often enough."""
         return len(self._first.get(num_tokens, ())) == _FIRST
 
     def predict(self, num_tokens: int) -> float:
@@ -98,11 +98,11 @@ class SpeculationCosts:
             table.shrink_towards(1.0, _DOUBT)
 
     def knows(self, num_sequences: int) -> bool:
-        """Whether plain steps of exactly that many sequences have been measured often enough."""
+        """Returns whether plain steps of exactly that many sequences have been measured often enough."""
         return self._plain.knows(num_sequences)
 
     def knows_verifying(self, num_sequences: int) -> bool:
-        """Whether a step of about that many sequences has verified proposals."""
+        """Returns whether a step of about that many sequences has verified proposals."""
         return num_sequences.bit_length() in self._verifying
 
     def predict(self, num_sequences: int, num_proposed: int = 0) -> float:

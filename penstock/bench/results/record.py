@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Ending(Enum):
-    """How a request ended. All but the first two are failures and miss every SLO."""
+    """The end of a request. All but the first two are failures and miss every SLO."""
 
     COMPLETE = "complete"
     CANCELLED = "cancelled"  # by the generator itself on purpose

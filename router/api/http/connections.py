@@ -141,7 +141,7 @@ class HttpConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # cho
 
     @property
     def _is_serving(self) -> bool:
-        """Whether a request has begun whose response is not complete."""
+        """Returns whether a request has begun whose response is not complete."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _await_headers(self) -> None:

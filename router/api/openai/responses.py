@@ -170,7 +170,7 @@ class OpenAiResponse(CallResponse):
         return {**self._head, "object": self._chunk_object, "choices": [entry]}
 
     def _is_worth_sending(self, output: Output) -> bool:
-        """Whether a delta without content is sent nevertheless."""
+        """Returns whether a delta without content is sent nevertheless."""
         wants_tokens = self._wants_token_ids or (self._wants_logprobs and output.logprobs)
         return bool(output.finish_reason or (wants_tokens and output.token_ids))
 

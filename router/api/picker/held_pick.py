@@ -19,7 +19,7 @@ _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})|"cache_read_input
 
 
 class HeldPick:
-    """One request at the engine that was picked for it. The answer is read only as far as counting needs it."""
+    """A request at the engine that was picked for it. The answer is read only as far as counting needs it."""
 
     def __init__(self, slot: AdmissionSlot, placement: Placement, endpoint: str, context: DispatchContext) -> None:
         self._slot = slot

@@ -27,7 +27,7 @@ class JsonObject:
         self._rest: dict[str, Any] = {name: each for name, each in value.items() if each is not None}
 
     def __contains__(self, name: str) -> bool:
-        """Whether the field is given and has not been read yet."""
+        """Returns whether the field is given and has not been read yet."""
         return name in self._rest
 
     def error(self, name: str, problem: str) -> InvalidInput:

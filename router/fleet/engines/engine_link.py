@@ -47,7 +47,7 @@ class PrefillEnd:
 
 @dataclass(slots=True)
 class _Call:
-    """One completion at the engine."""
+    """A completion at the engine."""
 
     submit: worker_pb2.DecodeSubmit
     deliver: Deliver

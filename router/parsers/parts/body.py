@@ -118,7 +118,7 @@ class Repeated(Part):
 
 
 class Choice(Part):
-    """One of several bodies, chosen by the first character that is not white space; `""` stands for any other one."""
+    """Any of several bodies, chosen by the first character that is not white space; `""` stands for any other one."""
 
     FIELDS = ("case",)
 

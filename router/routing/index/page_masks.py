@@ -1,4 +1,4 @@
-"""One integer per page says who holds it, with three bits per worker: on any tier, in memory, on the device. Pure.
+"""Keeps an integer per page that says who holds it, three bits per worker: any tier, memory, the device. Pure.
 
 All work on many pages is done by single calls into the interpreter's C code, some 30 ns per page each. Pages held alike
 share one integer object, since a worker's change maps each mask object to one other (`MaskTransition`).

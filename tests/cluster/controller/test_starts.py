@@ -26,7 +26,7 @@ UPGRADES = "cluster.lifecycle.upgrade.upgrade_service"
 
 
 class FakeMachines:
-    """One machine. Each worker takes a place."""
+    """A machine. Each worker takes a place."""
 
     def __init__(self, num_places: int, num_cores: float = 2.0) -> None:
         self.num_cores = num_cores

@@ -1,4 +1,4 @@
-"""What `penstock doctor` finds out about a shared store."""
+"""Tests what `penstock doctor` finds out about a shared store."""
 
 from __future__ import annotations
 

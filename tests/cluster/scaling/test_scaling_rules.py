@@ -86,7 +86,7 @@ def test_a_pool_gives_a_worker_only_after_it_had_one_to_spare_for_long_enough() 
 
 @pytest.mark.parametrize("is_changing", [False, True])
 def test_a_pool_that_is_changing_gives_no_worker(is_changing: bool) -> None:
-    """Its worker count is about to change, so that a surplus now is none."""
+    """A surplus does not count while the number of workers is about to change."""
     fleet = World(AutoscalerPolicy(CONFIG, BOUNDS, 64), {Role.PREFILL: 2, Role.DECODE: 4})
     fleet.starting, fleet.starting_role = int(is_changing), Role.DECODE
     fleet.run(8, 2600, 4)

@@ -59,7 +59,7 @@ def single_process(model: Path, prompt: Sequence[int], sampling: SamplingParams)
 
 @dataclass
 class Streamed:
-    """What a client has received of one stream, wherever it ran."""
+    """All that a client has received of a stream, wherever it ran."""
 
     token_ids: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)  # of each token

@@ -1,4 +1,4 @@
-"""Which sequences migrate, how many pages they reserve, when they pause; and what migrates besides their pages."""
+"""Tests which sequences migrate, the pages they reserve, when they pause, and what migrates besides their pages."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ MAX_TOKENS = 40
 
 
 class Scene:
-    """One stream that migrates from `source` to `target`, as far as a test lets it."""
+    """A stream that migrates from `source` to `target`, as far as a test lets it."""
 
     def __init__(self, seed: int) -> None:
         self.world = World(seed)

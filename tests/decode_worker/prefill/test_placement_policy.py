@@ -43,7 +43,7 @@ LOCAL, REMOTE, SPLIT = PrefillPlace.LOCAL, PrefillPlace.REMOTE, PrefillPlace.SPL
 
 
 class TrueCosts:
-    """What this worker's steps really take."""
+    """The time that this worker's steps really take."""
 
     def __init__(self, token_s: float = 5e-4, row_s: float = 1e-4, fixed_s: float = 5e-3) -> None:
         self.token_s, self.row_s, self.fixed_s = token_s, row_s, fixed_s

@@ -1,4 +1,4 @@
-"""What adapter folders must hold, and what is refused by name."""
+"""Tests what adapter folders must hold, and what is refused by name."""
 
 from __future__ import annotations
 

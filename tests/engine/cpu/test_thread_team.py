@@ -40,7 +40,7 @@ def make_rows(count: int) -> torch.Tensor:
 
 @pytest.mark.usefixtures("three_threads")
 def test_concurrent_callers_each_get_their_own_results() -> None:
-    """One caller gets the workers, the others compute alone; with more threads than cores, all are often preempted."""
+    """The first caller gets the workers, others compute alone; with more threads than cores, all are preempted."""
     linear = make_linear()
     rows = [make_rows(count) for count in (1, 40, 300, 700)]
     expected = [linear(x) for x in rows]

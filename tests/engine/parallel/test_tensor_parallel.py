@@ -1,4 +1,4 @@
-"""One replica of several ranks: the same tokens as one rank, and whole or gone.
+"""Tests a replica of several ranks: it gives the same tokens as one rank, and is whole or gone.
 
 Most ranks here are threads of this process; like processes they share nothing but the channel and the group.
 """

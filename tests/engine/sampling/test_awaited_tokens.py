@@ -73,7 +73,7 @@ def test_the_tokens_are_those_of_a_host_that_knows_the_text(seed: int) -> None:
 
 
 def test_a_text_that_is_read_token_by_token_counts_like_one_that_is_read_at_once() -> None:
-    """Which is what happens to a sequence that moves to another worker."""
+    """A sequence that migrates has its text read at once by the other worker."""
     rng = np.random.default_rng(0)
     sampling = SamplingParams(max_tokens=99, repetition_penalty=1.5, frequency_penalty=0.25, temperature=0.0)
     grown = Sequence(RequestId("r"), [3, 3, 50], 3, sampling, b"salt")

@@ -1,4 +1,4 @@
-"""What may be dispatched, and how the router reacts to overload: levels, shedding, shorter answers."""
+"""Tests what may be dispatched, and how the router reacts to overload: levels, shedding, shorter answers."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_a_request_beyond_its_quota_is_refused_as_invalid_input():
 
 
 def test_a_request_without_max_tokens_is_charged_as_it_grows():
-    """Its context may hold more than the whole quota."""
+    """The context may hold more than the whole quota."""
     made = admission(limits_of=lambda tenant: TenantLimits(max_inflight_tokens=10_000))
     assert isinstance(made.offer(ask(1, tenant="a", max_tokens=100_000, open_ended=True), 0.0), Dispatched)
     assert made.inflight_tokens("a") == 100 + 4096

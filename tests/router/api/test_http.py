@@ -96,7 +96,7 @@ async def test_a_streamed_chat_with_two_choices(client, worker):
 
 
 async def test_a_chat_without_a_limit_is_not_bound_by_its_tenants_kv_quota():
-    """Its context is larger than the quota, of which it holds what it uses."""
+    """The context is larger than the quota; a request holds only what it uses of it."""
     worker = await FakeWorker(context_length=20_000, pause_at=1).start()
     admission = {"tenant": {"max_inflight_tokens": 5000}}
     async with running_router(worker, admission=admission) as router:

@@ -143,7 +143,7 @@ async def test_certificates_are_renewed_under_running_streams(tmp_path: Path, ca
     async with running_router(worker, tls=used) as router:
 
         async def trusts(number: int) -> tuple[bool, bool]:
-            """Whether gRPC and HTTP accept the authority's clients, and are accepted by them."""
+            """Returns whether gRPC and HTTP accept the authority's clients, and are accepted by them."""
             own = (client_old, client_new)[number]
             tls = ClientTls(authorities[number].ca, own.cert_file, own.key_file)
             async with AsyncClient(router.grpc_address, tls=tls, timeout_s=60.0) as client:

@@ -123,7 +123,7 @@ async def test_held_deltas_are_not_delivered_after_a_cancel():
 
 
 async def test_a_false_figure_of_a_worker_ends_at_the_link():
-    """One NaN would make the sums of the router's metrics NaN for ever."""
+    """A single NaN would make the sums of the router's metrics NaN for ever."""
     call = _Call()
     link = DecodeLink(WorkerId("w"), lambda: None)
     running = asyncio.create_task(link.run(call))

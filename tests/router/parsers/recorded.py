@@ -29,7 +29,7 @@ TOOLS = (WEATHER, NOW)
 
 @dataclass(frozen=True)
 class Recorded:
-    """One output and what parsers of these formats make of it."""
+    """An output and what parsers of these formats make of it."""
 
     id: str
     tools: str

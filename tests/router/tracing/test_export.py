@@ -29,7 +29,7 @@ TIMEOUT_S = 60.0
 
 @dataclass
 class Received:
-    """What a collector was sent."""
+    """The spans that a collector has received."""
 
     url: str = ""
     headers: dict[str, str] = field(default_factory=dict)

@@ -73,7 +73,7 @@ def test_a_local_prefill_has_no_transfer() -> None:
 
 
 def test_after_a_failover_the_prefill_is_that_of_the_second_worker() -> None:
-    """Its worker reports no wait at the router, which the lost one had."""
+    """The second worker reports no wait at the router, as the lost one did."""
     lost = WorkerLeg("decode-0", BEGAN_S + 0.006, lost_s=BEGAN_S + 0.07, error="UNAVAILABLE")
     second = WorkerLeg("decode-1", BEGAN_S + 0.08, LegCause.REDISPATCHED)
     found = stages_of(ended(timing(num_redispatches=1, queue_ms=4.0, prefill_ms=20.0, transfer_ms=0.0), lost, second))

@@ -29,7 +29,7 @@ class Call:
 
 
 class End(Protocol):
-    """One incarnation of a decode worker."""
+    """An incarnation of a decode worker."""
 
     epoch: Epoch
     worker: DecodeWorker

@@ -35,7 +35,7 @@ SHORT = TransferConfig(timeout_s=10.0, checksums=False)  # pages have no bytes h
 
 
 class Node:
-    """One incarnation of a decode worker."""
+    """An incarnation of a decode worker."""
 
     def __init__(self, world: World, epoch: int) -> None:
         self.world = world
@@ -112,7 +112,7 @@ class Node:
 
 @dataclass
 class Stream:
-    """One request, as the router sees it."""
+    """A request, as the router sees it."""
 
     number: int
     prompt: list[int]

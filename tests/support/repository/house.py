@@ -37,7 +37,7 @@ NOT_PROSE = (
     "models/",
     "tests/support/repository/schemas/",
 )
-FRAGMENT = re.compile(r"(As|Of|Where|Who|Whose|Whom|What becomes)\b")
+FRAGMENT = re.compile(r"(As|How|Its|Of|One|That|Those|What|Where|Whether|Which|Who|Whom|Whose)\b")
 
 
 @functools.cache
@@ -79,7 +79,7 @@ class Import:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What these checks look at in a file. The whole tree would take a hundred times the memory."""
+    """The parts of a file that these checks look at. The whole tree would take a hundred times the memory."""
 
     definitions: tuple[Definition, ...]
     imports: tuple[Import, ...]

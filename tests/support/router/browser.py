@@ -33,7 +33,7 @@ _FLAGS = (
 
 
 class Page:
-    """One tab. Every call waits at most a minute."""
+    """A browser tab. Every call waits at most a minute."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self._to_browser = to_browser

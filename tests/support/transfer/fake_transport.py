@@ -22,7 +22,7 @@ LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, page_size=4, head_dim=1, dtype="
 
 @dataclass
 class Write:
-    """One page in flight. It is read from the source when it completes, as a one-sided transport may do."""
+    """A page in flight. It is read from the source when it completes, as a one-sided transport may do."""
 
     index: int
     slices: PageSlices  # of the source's pages

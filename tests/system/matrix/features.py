@@ -104,7 +104,7 @@ class Feature:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the decode worker computes the whole prompt, whatever is cached."""
+        """Returns whether the decode worker computes the whole prompt, whatever is cached."""
         return "prompt_logprobs" in self.options
 
     @property

@@ -1,4 +1,4 @@
-"""What a single process answers: one engine, one sequence at a time, the whole prompt in one step."""
+"""Computes the answers of a single process: one engine, one sequence at a time, the whole prompt in one step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.system.matrix.features import (
 
 @dataclass
 class Answered:
-    """One completion. A log-probability is a token with its own and those of its alternatives, by token."""
+    """A completion. A log-probability is a token with its own and those of its alternatives, by token."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)

@@ -22,7 +22,7 @@ _TIMEOUT_S = 60.0
 
 @dataclass
 class Stream:
-    """One feature's request."""
+    """A feature's request."""
 
     feature: Feature
     answers: list[Answered] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Stream:
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether every completion has begun and the answer is not complete."""
+        """Returns whether every completion has begun and the answer is not complete."""
         return len(self.begun) == options_of(self.feature).get("n", 1) and not self.is_over
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""What is written into the shared store, what is deleted from it, when it is called, and what a worker knows of it."""
+"""Tests what is written into and deleted from the shared store, when it is called, and what a worker knows of it."""
 
 from __future__ import annotations
 

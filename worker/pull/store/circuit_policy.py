@@ -19,7 +19,7 @@ class Circuit:
 
     @property
     def is_open(self) -> bool:
-        """Whether the last calls have failed, so that the store is only called as a trial."""
+        """Returns whether the last calls have failed, so that the store is only called as a trial."""
         return self._num_failures >= _MAX_FAILURES
 
     def allows(self, now_s: float) -> bool:

@@ -32,7 +32,7 @@ _LEASE_INTERVALS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What was in the store when a listing began."""
+    """The contents of the store when a listing began."""
 
     folder: str
     begun_s: float  # monotonic

@@ -21,7 +21,7 @@ class StoredObject:
 
     @property
     def is_partial(self) -> bool:
-        """Whether its writer has not finished it, and may never do so."""
+        """Returns whether its writer has not finished it, and may never do so."""
         return self.name.endswith(PARTIAL_SUFFIX)
 
 

@@ -27,9 +27,7 @@ NUM_READERS = 4
 
 @dataclass(frozen=True, slots=True)
 class RunRead:
-    """How the read of an object ended: with its pages, without them because the object does not exist, or with a
-    problem.
-    """
+    """The result of reading an object: its pages, none because the object does not exist, or a problem."""
 
     pages: memoryview | None
     seconds: float
@@ -39,7 +37,7 @@ class RunRead:
 
 @dataclass(frozen=True, slots=True)
 class RunWrite:
-    """How the write of an object ended."""
+    """The result of writing an object."""
 
     num_bytes: int
     seconds: float
@@ -100,7 +98,7 @@ class StoreThreads:
 
     @property
     def is_usable(self) -> bool:
-        """Whether to read and write, because the last calls have not failed and none hangs."""
+        """Returns whether to read and write, because the last calls have not failed and none hangs."""
         now_s = self._clock()
         with self._lock:
             return not self._circuit.is_open and all(

@@ -147,7 +147,7 @@ class FunctionCallItem(OutputItem):
 
     @property
     def has_whole_arguments(self) -> bool:
-        """Whether the arguments are an object, as they are unless the output ended within them."""
+        """Returns whether the arguments are an object, as they are unless the output ended within them."""
         try:
             return isinstance(from_json(self.text), dict)
         except ValueError:

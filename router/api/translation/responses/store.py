@@ -75,7 +75,7 @@ class ResponseStore:
         self.num_bytes = 0
 
     def fits(self, given: CallInput) -> bool:
-        """Whether a response to such an input can be stored at all."""
+        """Returns whether a response to such an input can be stored at all."""
         return _ENTRY_BYTES + given.num_bytes <= min(self._config.tenant_bytes, self._config.total_bytes)
 
     def put(

@@ -1,4 +1,4 @@
-"""What sessions do to the order of eviction, and how each hint is answered."""
+"""Tests what sessions do to the order of eviction, and how each hint is answered."""
 
 from __future__ import annotations
 

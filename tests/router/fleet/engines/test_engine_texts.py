@@ -1,4 +1,4 @@
-"""What is written to an engine and read from it: fields of requests, events of streams, metrics; hostile answers."""
+"""Tests what is written to an engine and read from it: request fields, stream events, metrics; hostile answers."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def free_port() -> int:
 
 
 class VllmServer:
-    """One process, and its section of a router's configuration."""
+    """A process, and its section of a router's configuration."""
 
     def __init__(self, folder: Path, name: str, *, connector: str = "") -> None:
         self.name = name

@@ -25,6 +25,9 @@ PREEMPTED_TOKENS = WorkerMetric("preempted_tokens", "Tokens whose KV a preemptio
 OLDEST_FENCE_SECONDS = WorkerMetric(
     "oldest_fence_seconds", "Age of the oldest fence: since when a transfer may write pages here", is_counter=False
 )
+WEIGHTS_VERSION = WorkerMetric(
+    "weights_version", "Number of the update that the weights come from, 0: the checkpoint's own", is_counter=False
+)
 
 PAGES_SENT = WorkerMetric("pages_sent", "KV pages sent to other workers")
 BYTES_SENT = WorkerMetric("bytes_sent", "Bytes of the KV pages sent to other workers")

@@ -31,6 +31,7 @@ from penstock import wire
 from penstock.config import WorkerConfig
 from penstock.config.kv_store import KvStoreConfig
 from penstock.errors import ConfigError, PenstockError
+from penstock.kv.weights_version import weights_version
 from penstock.rpc.secret import STORE_OBJECTS
 from penstock.rpc.server import GrpcServer
 from penstock.rpc.trust import Trust
@@ -42,6 +43,7 @@ from penstock.worker_metrics import (
     PAGES_SENT,
     TRANSFER_FAILURES,
     TRANSPORT_FALLBACKS,
+    WEIGHTS_VERSION,
 )
 from worker.channels import Channels
 from worker.checkup import check_up, device_name
@@ -298,6 +300,7 @@ class WorkerShell:
         stats = self.sender.stats
         own = {
             OLDEST_FENCE_SECONDS.name: age_s,
+            WEIGHTS_VERSION.name: float(weights_version(self.description.model_revision)),
             PAGES_SENT.name: float(stats.num_pages),
             BYTES_SENT.name: float(stats.num_bytes),
             TRANSFER_FAILURES.name: float(stats.num_failures),

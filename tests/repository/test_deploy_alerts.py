@@ -78,6 +78,10 @@ SYMPTOMS: dict[str, tuple[Series, int]] = {
         {f'penstock:worker_handoff_mismatches_total{{{M}, worker="decode-0"}}': "0x5 2x100"},
         8,
     ),
+    "PenstockWeightsDiffer": (
+        {f'penstock:worker_weights_version{{{M}, worker="decode-{i}"}}': f"1x5 {1 + i}x100" for i in range(2)},
+        20,
+    ),
     "PenstockOutOfMemory": ({f'penstock:worker_oom_kills_total{{{M}, worker="decode-0"}}': "0x5 1x100"}, 8),
     "PenstockKeysRefused": ({f'penstock:credentials_refused{{{M}, setting="tls", instance="r1"}}': "1x100"}, 20),
     "PenstockPoolsOutOfBalance": (

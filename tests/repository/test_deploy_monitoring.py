@@ -113,7 +113,7 @@ def test_every_symptoms_page_has_an_alert_and_is_named_on_a_dashboard() -> None:
     text = " ".join(panel["description"] for panel in PANELS)
     alerted = {alert["annotations"]["runbook"].rpartition("/")[2].removesuffix(".md") for alert in ALERTS}
     # The loss of the Ray head shows in no router metric.
-    done_by_hand = {"drain-a-node", "upgrade-a-model", "replace-weights", "ray-head-lost"}
+    done_by_hand = {"drain-a-node", "upgrade-a-model", "ray-head-lost"}
     assert alerted == set(PAGES) - done_by_hand
     assert all(page in text for page in set(PAGES) - {"ray-head-lost"})
 

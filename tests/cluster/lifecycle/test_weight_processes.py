@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from tests.system.test_faults import GREEDY, MODEL, TIMEOUT_S
 pytestmark = pytest.mark.processes
 
 ENGINE = {"num_pages": 256, "dtype": "float32"}
-NUM_VERSIONS = 6
+NUM_VERSIONS = 7
 LONG = 1900  # tokens: more than are generated before a test has done what it is here for
 _NUMBERS = itertools.count(20)
 
@@ -182,6 +183,15 @@ async def test_after_an_update_tokens_are_those_of_a_fresh_worker_wherever_the_p
         for answer in answers:
             assert list(answer.token_ids) == fresh.tokens(version, asked, 30)
             assert answer.completions[0].weight_versions == (version,) * 30
+
+
+async def test_routers_export_which_weights_each_worker_serves(fleet: Fleet) -> None:
+    await fleet.update(PauseMode.WAIT)
+    async with asyncio.timeout(TIMEOUT_S), httpx.AsyncClient() as client:
+        exported: set[str] = set()
+        while exported != {str(float(fleet.version))}:
+            text = (await client.get(f"http://{fleet.router.http}/metrics")).text
+            exported = set(re.findall(r'penstock:worker_weights_version{[^}]*worker="[^"]+"[^}]*} (\S+)', text))
 
 
 async def test_tokens_go_in_and_out_with_log_probabilities_and_versions_over_both_apis(fleet: Fleet) -> None:

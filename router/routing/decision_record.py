@@ -1,7 +1,7 @@
-"""The decision record: why a request went where it did, how long that was expected to take, and how long it took. Pure.
+"""The decision record: why a request went to its workers, the predicted times, and the actual times. Pure.
 
-Plain data, in milliseconds. Bounded, because it travels in trailers: considered pairs are dropped first, then all
-completions but the first.
+Plain data, with times in milliseconds. Bounded, because it travels in trailers: considered pairs are dropped first,
+then completions, then attempts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from penstock.v1 import common_pb2
 from router.routing.policy.interface import PairChoice, PairScore
 
-MAX_BYTES = 6144  # of its JSON: gRPC peers accept 8 KiB of metadata in all
+MAX_BYTES = 6144  # as JSON; gRPC peers accept 8 KiB of metadata in all
 _MAX_COMPLETIONS = 8
 _STAGES = tuple(name.removesuffix("_s") for name in PairScore._fields if name.endswith("_s"))
 
@@ -28,8 +28,9 @@ def completion_record(
     stages_ms: Mapping[str, float] = MappingProxyType({}),
     weight_version: int = 0,
 ) -> DecisionRecord:
-    """Describes one completion: where it was sent, in order, and what it took by the names of its stages; `timing` is
-    None until it is known. `weight_version` is that of its last worker.
+    """Describes one completion: the workers that it was sent to, in order, and its actual times by stage.
+
+    `timing` is None until it is known. `weight_version` is that of the completion's last worker.
     """
     sent: DecisionRecord = {"index": index, "attempts": [_attempt(choice) for choice in choices]}
     if timing is None:
@@ -55,7 +56,7 @@ def completion_record(
 
 
 def decision_record(request_id: str, policy: str, completions: Sequence[DecisionRecord]) -> DecisionRecord:
-    """Describes a whole request in at most `MAX_BYTES`, marked as truncated where something was dropped."""
+    """Describes a whole request in at most `MAX_BYTES`; marks the record as truncated if anything was dropped."""
     kept = list(completions[:_MAX_COMPLETIONS])
     record: DecisionRecord = {"request_id": request_id, "policy": policy, "completions": kept}
     if len(kept) < len(completions):
@@ -74,12 +75,12 @@ def decision_record(request_id: str, policy: str, completions: Sequence[Decision
 
 
 def to_json(record: DecisionRecord) -> str:
-    """Returns ASCII, as metadata requires."""
+    """Returns JSON in ASCII, which gRPC metadata requires."""
     return json.dumps(record, separators=(",", ":"))
 
 
 def _placement(timing: common_pb2.Timing) -> DecisionRecord:
-    """Describes where the decode worker had the prompt computed, and its predictions for all alternatives."""
+    """Describes the decode worker's own decision: its predictions for each place of the prefill, and what happened."""
     return {
         "first_token_ms": round(timing.decode_first_token_ms, 3),
         "predicted": [

@@ -1,6 +1,6 @@
 """The pure core of placement: builds a policy's inputs and records its choices. Time is passed in.
 
-The router's shell (`router.dispatch.placement`) and the simulator's router both place requests with it.
+Both `router.dispatch.placement` and the simulator's router place requests with it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,14 @@ _OUTPUT_PRIOR = 128.0  # tokens
 _SMOOTHING = 0.02
 _MAX_TABLES = 64  # sets of workers whose views are kept
 _MAX_ADAPTERS = 4096
-_ADAPTER_REPORT_S = 5.0  # until a worker's reports show an adapter that it was sent requests for
-_MIN_PENDING_S = 0.02  # a prompt computed sooner is announced soon enough
-_NAMING_TOKENS = 2048  # leading tokens that identify a long prompt: many prompts share their first few hundred
+_ADAPTER_REPORT_S = 5.0  # the most time until a worker's reports show an adapter that requests were sent for
+_MIN_PENDING_S = 0.02  # a prompt computed sooner is announced soon enough without being recorded as pending
+_NAMING_TOKENS = 2048  # leading tokens that identify a long prompt; many prompts share their first few hundred
 _NAMING_PAGES = 4  # leading pages that identify a shorter one
 
 
 def num_naming_pages(num_tokens: int, page_size: int) -> int:
-    """Returns how many leading pages identify a prompt's prefix, by the hash of the last of them.
-
-    0 if the prompt is shorter than a page.
-    """
+    """Returns the number of leading pages whose last hash identifies a prompt's prefix; 0 without a full page."""
     num_full = num_tokens // page_size
     named = _NAMING_TOKENS // page_size
     return max(1, named) if num_full >= max(1, named) else min(_NAMING_PAGES, num_full)
@@ -46,17 +43,17 @@ def num_naming_pages(num_tokens: int, page_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Commitment:
-    """The load that a choice puts on its workers, and what it predicts for them."""
+    """The load that a choice puts on its workers, and what the choice assumes about them."""
 
     credits: list[WorkKey]
     step_s: float  # expected decode step
-    promised_prefill_tokens: int  # usable cached tokens, by the index, where the prompt is computed
-    promised_decode_tokens: int
-    link_bytes: int = 0  # its own and those that go over the link before
+    promised_prefill_tokens: int  # usable tokens that the index says are cached by the worker that computes the prompt
+    promised_decode_tokens: int  # the same for the decode worker
+    link_bytes: int = 0  # this request's and those ahead of it on the link
 
 
 class LearnedLinkPricing:
-    """Prices links by their learned costs and by what is in flight on them. Implements `LinkPricing`."""
+    """Prices links by their learned costs and the bytes in flight on them. Implements `LinkPricing`."""
 
     def __init__(self, links: LinkBook, ledger: InflightLedger) -> None:
         self._links = links
@@ -75,7 +72,7 @@ class SentAdapters:
     """Remembers which workers were recently sent requests for an adapter, until their reports show it."""
 
     def __init__(self) -> None:
-        self._sent: dict[str, dict[WorkerId, float]] = {}  # by revision, with the time of the last one
+        self._sent: dict[str, dict[WorkerId, float]] = {}  # by adapter revision: when each worker was last sent one
 
     def note(self, adapter: str, workers: Iterable[WorkerId], now_s: float) -> None:
         of_adapter = self._sent.setdefault(adapter, {})
@@ -90,21 +87,24 @@ class SentAdapters:
 
 
 class PlacementCore:
-    """Reads the ledger and the cost models, which others feed; owns what is learned from requests."""
+    """Builds demands and views for a policy, and records what it chooses.
+
+    Credits the ledger and reads the cost models; owns what it learns from requests.
+    """
 
     def __init__(self, ledger: InflightLedger, costs: CostBook, links: LinkBook, max_replicas: int = 8) -> None:
         self._ledger = ledger
         self._costs = costs
         self._links = links
         self._hot = HotPrefixes(max_replicas)
-        self._tables: dict[tuple[int, WorkerId, WorkerId] | None, ViewTable] = {}  # by number, first and last worker
+        self._tables: dict[tuple[int, WorkerId, WorkerId] | None, ViewTable] = {}  # by count, first and last worker
         self._output_tokens = _OUTPUT_PRIOR
         self._pending = PendingPrompts()
         self._adapters = SentAdapters()
         ledger.watch_settled(self._pending.release)
 
     def views(self, workers: Sequence[RoutableWorker], sent_to: Callable[[WorkerId], InflightWork]) -> ViewTable:
-        """Returns a view of each worker, reused while nothing about it changes.
+        """Returns a view of each worker; a view is reused until something about its worker changes.
 
         `sent_to` returns the in-flight work of this router and its peers. The table is valid until the next call for
         the same workers.
@@ -120,7 +120,7 @@ class PlacementCore:
         return table
 
     def pending_tokens(self, marks: Iterable[PageHash], page_size: int) -> Mapping[WorkerId, int]:
-        """Returns how many leading tokens of a prompt each worker will compute anyway, for prompts that wait there."""
+        """Returns how many leading tokens of a prompt each worker will compute anyway, for its pending prompts."""
         if not self._pending:
             return NOTHING_CACHED
         tokens = mark_pages(page_size) * page_size
@@ -146,8 +146,9 @@ class PlacementCore:
     ) -> PlacementDemand:
         """Describes a request to a policy and counts it as a use of its prefix.
 
-        The request emits at most `max_tokens` more. `cached_tokens` are those announced; `pending_tokens` are those
-        that waiting prompts will leave cached, announced or not. The other arguments are PlacementDemand's.
+        `max_tokens` bounds the tokens still to be emitted. `cached_tokens` are the cached tokens that workers have
+        announced; `pending_tokens` includes those that pending prompts will leave cached. The other arguments are
+        PlacementDemand's.
         """
         cached_tokens, ahead = _with_pending(cached_tokens, pending_tokens)
         cached = [tokens for worker_id in prefill if (tokens := cached_tokens.get(worker_id))]
@@ -179,10 +180,10 @@ class PlacementCore:
         marks: Callable[[], Sequence[PageHash]] = tuple,
         limits: WorkerLimits | None = None,
     ) -> Commitment:
-        """Credits the workers with what their next load reports do not show yet, and the link with its bytes.
+        """Records in the ledger the work that the choice sends to its workers and their link.
 
-        `marks` returns the prompt's marks; it is called only if the prompt is worth recording as pending. `limits` are
-        those of the decode worker.
+        `marks` returns the prompt's marks, and is called only if the prompt is worth recording as pending. `limits` are
+        the decode worker's.
         """
         ledger = self._ledger
         num_held = limits.held_tokens(demand.num_tokens) if limits else demand.num_tokens
@@ -214,7 +215,7 @@ class PlacementCore:
         self._output_tokens += _SMOOTHING * (num_output_tokens - self._output_tokens)
 
     def on_transfer(self, choice: PairChoice, commitment: Commitment, exposed_s: float) -> None:
-        """Learns how long after the prefill the pages arrived over the chosen link."""
+        """Learns how long after the end of the prefill the pages arrived over the chosen link."""
         if choice.prefill:
             self._links.observe(choice.prefill[0].worker_id, choice.decode, commitment.link_bytes, exposed_s)
 
@@ -222,7 +223,7 @@ class PlacementCore:
 def _with_pending(
     cached: Mapping[WorkerId, int], pending: Mapping[WorkerId, int]
 ) -> tuple[Mapping[WorkerId, int], Mapping[WorkerId, int]]:
-    """Returns the tokens that each worker holds or will have computed, and how many of them it does not hold yet."""
+    """Returns the tokens that each worker holds or will have computed, and how many of them are yet to be computed."""
     ahead = {
         worker_id: more for worker_id, tokens in pending.items() if (more := tokens - cached.get(worker_id, 0)) > 0
     }

@@ -1,9 +1,9 @@
 """Learns what a step costs on each worker while it serves. Pure: no clock, no I/O.
 
-A step takes a fixed time, a time for each token that it computes, and a time for each token of context that each of
-these attends to. Prefill and decode steps have separate models, because a GPU runs them at different limits. A model
-starts from the median of the fleet's and follows the totals that its worker reports, by recursive least squares with
-forgetting.
+A step takes a fixed time, a time for each token that it computes, and a time for each token of context that a computed
+token attends to. Prefill and decode steps have separate models, because they hit different limits of a GPU. A model
+starts from the median of the fleet's models and is fitted to the totals that its worker reports, by recursive least
+squares with forgetting.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.scheduling.linear_cost import ThreeTermCost, positive
 from penstock.types import StepTotals, WorkerId, WorkerLoad
 
 _SMOOTHING = 0.1
-_MIN_OBSERVED_S = 0.02  # of steps in one observation
+_MIN_OBSERVED_S = 0.02  # shorter steps are added up until they make one observation
 
 
 class StepCost(NamedTuple):
@@ -25,7 +25,7 @@ class StepCost(NamedTuple):
 
     fixed_s: float
     token_s: float  # for each token computed
-    context_s: float  # for each pair of a computed token and a token before it
+    context_s: float  # for each pair of a computed token and an earlier token
 
     def prefill_s(self, num_tokens: float, context: float, chunk_tokens: int) -> float:
         """Returns the time to compute the last `num_tokens` of `context` tokens in chunks."""
@@ -39,11 +39,11 @@ DECODE_PRIOR = StepCost(fixed_s=0.015, token_s=1e-4, context_s=1e-7)
 
 @dataclass(frozen=True, slots=True)
 class WorkerCosts:
-    """A worker's models at one moment."""
+    """A snapshot of a worker's models."""
 
     prefill: StepCost = PREFILL_PRIOR
     decode: StepCost = DECODE_PRIOR
-    queued_token_s: float = PREFILL_PRIOR.token_s  # for each token of waiting prompts, whatever their context
+    queued_token_s: float = PREFILL_PRIOR.token_s  # for each token of waiting prompts, averaged over contexts
 
 
 PRIOR_COSTS = WorkerCosts()
@@ -55,9 +55,9 @@ class _StepModel:
     seen: StepTotals = field(default_factory=StepTotals)
 
     def observe(self, totals: StepTotals) -> StepTotals | None:
-        """Learns from the steps since the last report and returns them; None where these are too few."""
+        """Learns from the steps since the last observation and returns their totals; None if they are too few."""
         seen = self.seen
-        if totals.steps < seen.steps:  # another epoch of the worker
+        if totals.steps < seen.steps:  # the worker has restarted
             self.seen = seen = StepTotals()
         if totals.seconds - seen.seconds < _MIN_OBSERVED_S or totals.steps == seen.steps:
             return None
@@ -77,7 +77,7 @@ class _WorkerModels:
         self.queued_token_s = prior.queued_token_s
         self._costs = prior
         self._num_known = 0  # observations that `_costs` includes
-        self.mark = 0  # when the book last compared it with its peers
+        self.mark = 0  # the book's mark when it last compared the worker with its peers
 
     @property
     def num_observed(self) -> int:
@@ -89,7 +89,7 @@ class _WorkerModels:
 
     @property
     def costs(self) -> WorkerCosts:
-        """Computed only when read, since reports are more frequent than placements."""
+        """The present costs, computed only when read: reports are more frequent than placements."""
         num_observed = self.prefill.linear.num_observed + self.decode.linear.num_observed
         if num_observed != self._num_known:
             self._num_known = num_observed
@@ -97,7 +97,7 @@ class _WorkerModels:
         return self._costs
 
     def assume(self, pooled: WorkerCosts) -> None:
-        """Starts from the peers' costs again in whatever has not been observed on this worker."""
+        """Resets each model that has no observations yet to the peers' costs."""
         if not self.prefill.linear.num_observed:
             self.prefill.linear = ThreeTermCost(positive(pooled.prefill, PREFILL_PRIOR))
             self.queued_token_s = pooled.queued_token_s
@@ -107,24 +107,25 @@ class _WorkerModels:
 
 
 class CostBook:
-    """The models of every worker. One that was not observed yet has the median of its peers, which one false report
-    cannot move.
+    """Holds the models of every worker.
+
+    A worker without observations gets the median of its peers' costs, which a single false report barely moves.
     """
 
     def __init__(self) -> None:
         self._models: dict[WorkerId, _WorkerModels] = {}
-        self._num_prompts = self._num_observed = 0  # observations of all workers: of steps with prompts, and of others
-        self._pool: tuple[int, WorkerCosts] = 0, PRIOR_COSTS  # the peers' median, and when it was taken
+        self._num_prefill = self._num_decode = 0  # observations over all workers; reported rates count as prefill
+        self._pool: tuple[int, WorkerCosts] = 0, PRIOR_COSTS  # the peers' median, after the mark when it was taken
 
     def costs(self, worker_id: WorkerId) -> WorkerCosts:
-        """Returns the same object until something is learned.
+        """Returns the worker's costs: the same object until something is learned.
 
-        A worker that was not observed follows its peers, each time that the number of observations has doubled.
-        Otherwise one that was idle at the start would keep the prior's costs, and a fast worker that is priced as slow
-        gets no work from which its costs could be learned.
+        A worker without observations takes its peers' median again whenever the number of observations has doubled.
+        Otherwise a fast worker that was idle at the start would stay priced by the prior, as slow, and get no work from
+        which its costs could be learned.
         """
         models = self._models.get(worker_id) or self._models_of(worker_id)
-        mark = self._num_prompts.bit_length() * 64 + self._num_observed.bit_length()
+        mark = self._num_prefill.bit_length() * 64 + self._num_decode.bit_length()
         if models.mark != mark:
             models.mark = mark
             if models.is_partly_unknown:
@@ -141,17 +142,17 @@ class CostBook:
         models = self._models_of(worker_id)
         before = models.num_observed
         _learn_rates(models, load, page_size)
-        self._num_prompts += models.num_observed - before
+        self._num_prefill += models.num_observed - before
 
     def on_steps(self, worker_id: WorkerId, prefill: StepTotals, decode: StepTotals) -> None:
         """Learns from the totals in a worker's report."""
         models = self._models.get(worker_id) or self._models_of(worker_id)
         if models.decode.observe(decode) is not None:
-            self._num_observed += 1
+            self._num_decode += 1
         since = models.prefill.observe(prefill)
         if since is None:
             return
-        self._num_prompts += 1
+        self._num_prefill += 1
         if since.tokens:
             _learn_queue(models, since.seconds / since.tokens)
 
@@ -177,7 +178,7 @@ class CostBook:
 
 
 def _learn_queue(models: _WorkerModels, token_s: float) -> None:
-    """Learns how fast a queue drains, bounded by the model, so that one odd report does not decide it."""
+    """Learns how fast a queue drains. The model bounds each sample, so that one odd report changes little."""
     cost = models.prefill.cost
     bounded_s = min(max(token_s, cost.token_s / 4), 4 * (cost.token_s + cost.fixed_s) + 1e5 * cost.context_s)
     weight = _SMOOTHING * 2 if models.prefill.linear.num_observed > 1 else 1.0

@@ -14,18 +14,20 @@ from typing import NamedTuple
 from penstock.types import Epoch, WorkerId
 
 STALE_S = 2.0  # a peer's report older than this is ignored; peers report every half second
-_REPORT_LAG_S = 0.05  # a load report left its worker up to this long before it arrived here
-_MAX_EARLIER = 8  # epochs of one address that are remembered as replaced
+_REPORT_LAG_S = 0.05  # the most time that a load report takes from its worker to this router
+_MAX_EARLIER = 8  # replaced epochs remembered for each address
 
 
 class InflightWork(NamedTuple):
-    """The load that one request puts on one worker or link. A plain tuple: several are made and summed for every
-    request."""
+    """The load that one request puts on one worker or link.
 
-    num_requests: int = 0  # to decode
-    num_pages: int = 0  # that decoding will hold
-    prefill_tokens: int = 0  # to compute
-    num_bytes: int = 0  # to move over a link
+    A plain tuple, because every request makes and sums several.
+    """
+
+    num_requests: int = 0  # that the worker decodes
+    num_pages: int = 0  # that they take there
+    prefill_tokens: int = 0  # that the worker computes
+    num_bytes: int = 0  # that the link moves
 
     def __add__(self, other: InflightWork) -> InflightWork:  # type: ignore[override]
         return InflightWork(self[0] + other[0], self[1] + other[1], self[2] + other[2], self[3] + other[3])
@@ -37,7 +39,7 @@ class InflightWork(NamedTuple):
 NO_WORK = InflightWork()
 
 
-WorkerPair = tuple[WorkerId, WorkerId]  # prefill and decode worker: the link between them
+WorkerPair = tuple[WorkerId, WorkerId]  # prefill and decode worker; names the link between them
 
 
 class WorkKey(NamedTuple):
@@ -57,8 +59,8 @@ class _Account:
 class InflightLedger:
     """Credits workers and links with what this router sends them.
 
-    An entry for a worker is removed when its request makes progress or ends (`settle`), or when the worker has reported
-    its load since. No report shows the bytes on links: only `settle` removes those entries. Work that a client has yet
+    An entry for a worker is removed when its request makes progress or ends (`settle`), or when a later load report
+    includes it. Load reports do not cover links, so only `settle` removes a link's entries. Work that a client has yet
     to send is pinned, and no report removes it until it is unpinned.
     """
 
@@ -69,11 +71,11 @@ class InflightLedger:
         self._settle_watchers: list[Callable[[WorkKey], None]] = []
 
     def watch(self, callback: Callable[[], None]) -> None:
-        """Registers a callback for every change of a total. It must be quick."""
+        """Registers a callback for every change of a total. The callback must be quick."""
         self._watchers.append(callback)
 
     def watch_settled(self, callback: Callable[[WorkKey], None]) -> None:
-        """Registers a callback for every settled key, whether or not its entry is still there. It must be quick."""
+        """Registers a callback for every settled key, even one whose entry is gone. The callback must be quick."""
         self._settle_watchers.append(callback)
 
     def totals(self) -> list[tuple[WorkerId, InflightWork]]:
@@ -89,7 +91,7 @@ class InflightLedger:
         return account.total if account else NO_WORK
 
     def link_bytes(self, link: WorkerPair) -> int:
-        """Returns the bytes announced for the link that are not known to have arrived."""
+        """Returns the bytes recorded for the link that are not known to have arrived."""
         account = self._accounts.get(link)
         return account.total.num_bytes if account else 0
 
@@ -116,7 +118,7 @@ class InflightLedger:
                 self._change(account, account.total - work)
 
     def pin(self, keys: Iterable[WorkKey]) -> None:
-        """Marks entries as not sent yet, since a client sends them later: until `unpin` no report can show them."""
+        """Marks entries as not sent yet, because a client sends them later; no report removes them before `unpin`."""
         for key in keys:
             account = self._accounts[key.owner]
             account.pinned[key.number] = account.entries.pop(key.number)[1]
@@ -130,7 +132,7 @@ class InflightLedger:
                 account.entries[key.number] = (now_s, work)
 
     def on_report(self, worker_id: WorkerId, now_s: float) -> None:
-        """Removes the entries that the worker's load report, just arrived, includes."""
+        """Removes the entries old enough to be included in the load report that has just arrived from the worker."""
         account = self._accounts.get(worker_id)
         if account is None:
             return
@@ -141,7 +143,7 @@ class InflightLedger:
             self._change(account, account.total - work)
 
     def forget(self, worker_id: WorkerId) -> None:
-        """Drops everything about a worker that has left, its links included."""
+        """Drops all entries of a worker that has left and of its links."""
         self._accounts.pop(worker_id, None)
         for link in [owner for owner in self._accounts if isinstance(owner, tuple) and worker_id in owner]:
             del self._accounts[link]
@@ -155,7 +157,7 @@ class InflightLedger:
 @dataclass(slots=True)
 class _Report:
     epoch: Epoch
-    earlier: tuple[Epoch, ...]  # of the same address, oldest first
+    earlier: tuple[Epoch, ...]  # previous epochs at the same address, oldest first
     number: int
     received_s: float
     work: Mapping[WorkerId, InflightWork]
@@ -164,7 +166,7 @@ class _Report:
 class PeerInflight:
     """The newest report of each other router, by its address.
 
-    Reports are whole states, not changes: a lost, late or repeated one does no harm, and a router that falls silent is
+    A report is a whole state, not a change: a lost, late or repeated one does no harm. A router that falls silent is
     ignored after `STALE_S`.
     """
 
@@ -172,8 +174,10 @@ class PeerInflight:
         self._reports: dict[str, _Report] = {}
 
     def apply(self, peer: str, epoch: Epoch, number: int, work: Mapping[WorkerId, InflightWork], now_s: float) -> None:
-        """Replaces the peer's previous report unless that one is newer. Epochs have no order: an unseen one means that
-        the router has restarted, and replaces the others for good.
+        """Replaces the peer's report, unless the known one is newer.
+
+        Epochs have no order: an unseen one means that the router has restarted, and reports of its earlier epochs are
+        ignored from then on.
         """
         known = self._reports.get(peer)
         earlier: tuple[Epoch, ...] = ()

@@ -1,7 +1,7 @@
-"""Knows how far apart two workers are and what transfers between them cost. Pure.
+"""Estimates how far apart two workers are and what transfers between them cost. Pure.
 
-Distance gives a link its prior; the cost of transfers is learned, first over all links of that distance, then for each
-link by itself. Only the exposed part is priced: a transfer hidden behind the prefill costs nothing.
+A link's prior depends on its distance; the cost of transfers is then learned, first over all links of that distance and
+later for each link by itself. Only the exposed part of a transfer is priced: what overlaps the prefill costs nothing.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import NamedTuple
 from penstock.scheduling.linear_cost import LinearCost, positive
 from penstock.types import Labels, WorkerId
 
-_REFRESH = 256  # transfers after which the lower bound on all links is recomputed: until then it only falls
-_MAX_LINKS = 65536  # with a model of their own
-_MIN_OWN = 3  # transfers before a link's own model is preferred to that of its distance
+_REFRESH = 256  # transfers after which the lower bound on all links is recomputed; in between it only falls
+_MAX_LINKS = 65536  # links with a model of their own
+_MIN_OWN = 3  # transfers before a link's own model is used instead of that of its distance
 
 
 class Distance(IntEnum):
     HOST = 0  # the same host
-    RACK = 1
-    ZONE = 2
-    FAR = 3
+    RACK = 1  # the same rack
+    ZONE = 2  # the same zone
+    FAR = 3  # different zones
     UNKNOWN = 4
 
 
@@ -34,7 +34,7 @@ class LinkCost(NamedTuple):
         return self.latency_s + num_bytes * self.byte_s
 
 
-# Orders of magnitude: shared memory, RDMA within a rack, a datacentre's Ethernet, between zones.
+# Orders of magnitude for shared memory, RDMA within a rack, Ethernet within a datacentre, and links between zones.
 PRIORS = {
     Distance.HOST: LinkCost(0.002, 1 / 8e9),
     Distance.RACK: LinkCost(0.003, 1 / 4e9),
@@ -45,7 +45,7 @@ PRIORS = {
 
 
 def distance(first: Labels, second: Labels) -> Distance:
-    """Returns the distance by the narrowest label that both have and share."""
+    """Returns the distance given by the narrowest label on which both workers agree."""
     if first.host and first.host == second.host:
         return Distance.HOST
     if first.zone and second.zone and first.zone != second.zone:
@@ -58,13 +58,13 @@ def distance(first: Labels, second: Labels) -> Distance:
 
 
 class LinkBook:
-    """The cost of every link, from a prefill to a decode worker."""
+    """The cost of every link from a prefill to a decode worker."""
 
     def __init__(self) -> None:
         self._labels: dict[WorkerId, Labels] = {}
         self._by_distance = {distance: LinearCost(prior) for distance, prior in PRIORS.items()}
         self._own: dict[tuple[WorkerId, WorkerId], LinearCost] = {}
-        self._costs: dict[tuple[WorkerId, WorkerId], LinkCost] = {}  # of links looked up since the last change
+        self._costs: dict[tuple[WorkerId, WorkerId], LinkCost] = {}  # of the links looked up since the last change
         self.fastest = _fastest(PRIORS.values())  # lower bound on every link, in latency and in seconds per byte
         self._num_observed = 0
 
@@ -85,16 +85,16 @@ class LinkBook:
         return found
 
     def observe(self, prefill: WorkerId, decode: WorkerId, num_bytes: float, seconds: float) -> None:
-        """Learns how long a transfer took beyond its prefill. `num_bytes` includes bytes in flight before it."""
+        """Learns how long a transfer took beyond its prefill. `num_bytes` includes the bytes in flight ahead of it."""
         link = (prefill, decode)
-        far = self._distance(link)
-        pooled = self._by_distance[far]
+        link_distance = self._distance(link)
+        pooled = self._by_distance[link_distance]
         pooled.observe((1, num_bytes), seconds)
         own = self._own.get(link)
         if own is None:
             if len(self._own) >= _MAX_LINKS:
                 self._own.clear()
-            own = self._own[link] = LinearCost(positive(pooled.coefficients, PRIORS[far]))
+            own = self._own[link] = LinearCost(positive(pooled.coefficients, PRIORS[link_distance]))
         own.observe((1, num_bytes), seconds)
         self._costs.clear()
         self._num_observed += 1

@@ -1,7 +1,7 @@
-"""Compares the predictions for each worker with what happened: its times, and how much of a prompt it caches. Pure.
+"""Compares each worker's predicted times and cached tokens with the actual ones. Pure.
 
-A cache may have lost pages since the prompt was placed, so one miss proves nothing. If the index keeps promising more
-than there is, its picture of the worker is wrong and has to be fetched again.
+A cache may have evicted pages since the prompt was placed, so one miss proves nothing. If the index keeps promising
+more than the worker has, it is wrong about the worker and needs a new snapshot.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from penstock.types import WorkerId
 
 _SMOOTHING = 0.1
-_MIN_PROMISES = 12  # since the last alarm, before the next
-_MAX_SHORTFALL = 0.5  # mean share of promised tokens that are missing; above it the index is wrong
-_ALARM_INTERVAL_S = 30.0  # a fresh snapshot has to show that it is right
+_MIN_PROMISES = 12  # after an alarm, before the next one
+_MAX_SHORTFALL = 0.5  # mean share of promised tokens that are missing; from here on the index is wrong
+_ALARM_INTERVAL_S = 30.0  # gives a new snapshot time to take effect
 _MAX_RATIO = 100.0
 
 
@@ -41,7 +41,7 @@ class Predictions:
         return self._workers
 
     def keep(self, workers: set[WorkerId]) -> None:
-        """Forgets all other workers: they have left."""
+        """Forgets all other workers, which have left."""
         self._workers = {worker_id: errors for worker_id, errors in self._workers.items() if worker_id in workers}
 
     def on_time(self, worker_id: WorkerId, predicted_s: float, actual_s: float) -> None:
@@ -54,7 +54,7 @@ class Predictions:
         errors.num_times += 1
 
     def on_cache(self, worker_id: WorkerId, promised_tokens: int, actual_tokens: int, now_s: float) -> bool:
-        """Returns whether the index has just been found wrong about this worker's cache."""
+        """Returns whether this comparison shows that the index is wrong about the worker's cache."""
         if promised_tokens <= 0:
             return False
         errors = self._errors(worker_id)

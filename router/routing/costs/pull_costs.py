@@ -1,8 +1,8 @@
-"""Learns what pulls between workers cost, and how often the workers carry out the expected pull. Pure.
+"""Learns what pulls between workers cost, and how often workers carry out the expected pull. Pure.
 
-A pull is exposed in full, whereas a transfer hides behind its prefill, so their link costs are learned separately. A
-worker may know better than the router and compute what it was expected to pull. If most pulls end that way, only a few
-requests are still priced with one, to notice when that changes.
+Nothing overlaps a pull, whereas a transfer overlaps its prefill, so their link costs are learned separately. A worker
+that knows better than the router may compute what it was expected to pull. If most pulls end that way, only a few
+requests are still priced with a pull, to notice when that changes.
 """
 
 from __future__ import annotations
@@ -14,23 +14,26 @@ from penstock.v1 import common_pb2
 from router.routing.costs.link_costs import LinkBook
 from router.routing.policy.interface import PlannedPull, PullOffer
 
-MIN_TOKENS = 512  # fewer are not worth a pull
+MIN_TOKENS = 512  # shorter prefixes are not worth a pull
 _SMOOTHING = 0.1
-_MIN_KEPT = 0.5  # share of pulls that happened; below it, pulls are not expected any more
-_PROBE_EVERY = 16  # of the requests that could be priced with a pull
-_UNFINISHED = 2.0  # times its prediction or its duration, whichever is more: what a failed pull would have taken
+_MIN_KEPT = 0.5  # share of expected pulls that happened; below it, requests are no longer priced with pulls
+_PROBE_EVERY = 16  # below `_MIN_KEPT`, one in this many requests is still priced with a pull
+_UNFINISHED = 2.0  # a failed pull counts as this many times its prediction or its duration, whichever is longer
 
 
 class PullBook:
-    """The knowledge about pulls. Owns the costs of their links."""
+    """Holds what is learned about pulls, and owns the costs of their links."""
 
     def __init__(self) -> None:
         self.links = LinkBook()
-        self._kept = 1.0  # running share of the expected pulls that brought their pages
+        self._kept = 1.0  # running share of the expected pulls that were completed
         self._num_offers = 0
 
     def offer(self, on_device: Mapping[WorkerId, int]) -> PullOffer | None:
-        """Returns the worker to pull a prompt's prefix from, given how many leading tokens each holds on its device."""
+        """Returns the worker to pull a prompt's prefix from, or None if pulls are not worth it.
+
+        `on_device` says how many leading tokens each worker holds on its device.
+        """
         most = max(on_device.values(), default=0)
         if most < MIN_TOKENS:
             return None
@@ -43,9 +46,7 @@ class PullBook:
     def on_end(
         self, plan: PlannedPull | None, worker: WorkerId, pull: common_pb2.Pull | None, token_bytes: float
     ) -> None:
-        """Learns from a prompt that `worker` has computed. `plan` is the pull that was expected, `pull` the one that
-        the worker reports.
-        """
+        """Learns from a prompt that `worker` has computed: `plan` is the expected pull, `pull` the reported one."""
         if pull is not None and pull.wanted_tokens:
             seconds, source = pull.pull_ms / 1e3, WorkerId(pull.source)
             num_bytes = pull.wanted_tokens * token_bytes

@@ -1,12 +1,12 @@
 """Keeps an integer per page that says who holds it, three bits per worker: any tier, memory, the device. Pure.
 
-All work on many pages is done by single calls into the interpreter's C code, some 30 ns per page each. Pages held alike
-share one integer object, since a worker's change maps each mask object to one other (`MaskTransition`).
+Work on many pages is done by single calls into the interpreter's C code, each at some 30 ns per page. Pages with equal
+masks share one integer object, since a worker's change maps each mask object to one other (`MaskTransition`).
 
-A worker's bit is set on a page that it holds on that tier or a better one. Along a prompt, a bit counts only as long as
-it has not been lost, so that the AND over a prompt's pages is all that a match needs. Where no page of a worker strays
-from its parent (`penstock.kv.page_places`), the AND over the first pages equals the mask of the last of them, and
-bisection finds where it changes.
+A worker's bit is set on a page that it holds on that tier or a better one. A match is the AND of the masks along a
+prompt: once a page lacks a bit, later pages no longer count for it. If a worker has no stray pages
+(`penstock.kv.page_places`), the AND over the first n pages equals the mask of the n-th, and bisection finds where it
+changes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RANK_OF_BITS = {bits: rank for rank, bits in enumerate(RANK_BITS)}
 
 Losses = list[tuple[int, int]]  # bits lost along a prompt, and the number of pages before the loss
 
-_MAX_CHANGES = 6  # found by bisection; with more, scanning every page is quicker
+_MAX_CHANGES = 6  # changes searched for by bisection; with more, scanning every page is quicker
 _MAX_CACHED = 10_000  # masks cached by one transition
 
 
@@ -52,11 +52,11 @@ class PageMasks:
 
     def transition(self, shift: int, rank: int) -> MaskTransition:
         if len(self._shared) > 4 * _MAX_CACHED:
-            self._shared.clear()  # costs only memory: equal masks may be two objects from then on
+            self._shared.clear()  # from then on equal masks may be two objects, which costs only memory
         return MaskTransition(shift, rank, self._shared)
 
     def put(self, hashes: Mapping[PageHash, object], transition: MaskTransition) -> Mapping[int, int]:
-        """Applies a transition to each page. Returns how many pages had which mask before."""
+        """Applies a transition to each page. Returns the number of pages by their previous mask."""
         masks = self.masks
         old = list(map(masks.get, hashes, repeat(0)))
         counts = _counted(old)
@@ -67,7 +67,7 @@ class PageMasks:
         return counts
 
     def remove(self, hashes: Sequence[PageHash], transition: MaskTransition) -> Mapping[int, int]:
-        """Works like `put` for a transition that clears bits: a page without any bits is forgotten."""
+        """Applies a transition that clears bits, and forgets pages without any bits left. Returns what `put` does."""
         masks = self.masks
         old = list(map(masks.pop, hashes, repeat(0)))
         counts = _counted(old)
@@ -81,7 +81,7 @@ def _counted(masks: list[int]) -> Mapping[int, int]:
 
 
 def bisect_masks(get: Callable[[PageHash, int], int], hashes: Sequence[PageHash], alive: int, losses: Losses) -> None:
-    """Appends when each bit is lost, for workers without strays. `alive` are the bits of the first page."""
+    """Appends to `losses` where each bit is lost, for workers without strays. `alive` are the first page's bits."""
     low, last = 0, len(hashes) - 1  # page `low` has every bit in `alive`
     for _ in range(_MAX_CHANGES):
         at_end = get(hashes[last], 0) & alive
@@ -89,7 +89,7 @@ def bisect_masks(get: Callable[[PageHash, int], int], hashes: Sequence[PageHash]
             losses.append((alive, last + 1))
             return
         high, at_high = last, at_end  # page `high` lacks some of them
-        start = low
+        start = low  # page `start` has all of them
         while high - start > 1:
             middle = (start + high) >> 1
             held = get(hashes[middle], 0) & alive
@@ -107,10 +107,10 @@ def bisect_masks(get: Callable[[PageHash, int], int], hashes: Sequence[PageHash]
 def scan_masks(
     get: Callable[[PageHash, int], int], hashes: Sequence[PageHash], low: int, alive: int, losses: Losses
 ) -> None:
-    """Appends the same for any bits, page by page from `low` on."""
+    """Appends to `losses` where each bit of `alive` is lost, for any worker, looking at each page from `low` on."""
     before: int | None = None
     for depth, held in enumerate(map(get, _from(hashes, low), repeat(0)), low):
-        if held is before:  # most pages are held like their predecessor
+        if held is before:  # most pages have the same mask object as their predecessor
             continue
         before = held
         left = alive & held

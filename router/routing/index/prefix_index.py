@@ -1,11 +1,13 @@
-"""Knows which worker's prefix cache holds which page, and on which tier: the router's picture of the workers' caches.
+"""Tracks which worker's prefix cache holds which page, and on which tier.
 
-Pure and synchronous. The workers can report everything it holds again: a snapshot repairs a gap in the events or a
-worker's new epoch. For a worker that sends no events, it remembers for a while what was sent there (`note`).
+Pure and synchronous. Workers can report all of its contents again: a snapshot repairs a gap in a worker's events and
+replaces the pages of an earlier epoch. For a worker that sends no events, the index remembers for a while the prompts
+sent to it (`note`).
 
-Memory is bounded over all workers: beyond `max_pages`, the worker with the most pages loses the leaves of its oldest
-ones, except what requests have looked up recently. Evictions, snapshots and leaving workers are processed in bounded
-pieces: removing a million pages does not block the event loop, yet no request matches them from the first moment on.
+Memory is bounded over all workers: beyond `max_pages`, pages of the worker with the most are evicted, oldest first and
+leaves before their parents, except pages that requests have looked up recently. Evictions and the pages of replaced
+snapshots and lost workers are processed in bounded pieces, so that removing a million pages does not block the event
+loop; requests stop matching them at once.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from router.routing.index.prefix_match import MaskSlots, PrefixMatch
 from router.routing.index.worker_pages import WorkerPages
 
 DEFAULT_CONFIG = IndexConfig()
-_KEY_BYTES = 64  # of a page hash as an object
+_KEY_BYTES = 64  # memory of one page hash
 _TIDY_PAGES = 2048  # examined in one call, some 0.5 ms
-_TIGHT_SHARE = 0.8  # of max_pages: beyond it, new pages and pages that requests look up are protected
-_TTL_PARTS = 8  # a noted page lives for this many parts of its lifetime, and at most one more
+_TIGHT_SHARE = 0.8  # share of max_pages beyond which new pages and pages that requests look up are protected
+_TTL_PARTS = 8  # noted pages expire by generation, so a page may outlive its lifetime by one part in this many
 
 
 @dataclass(slots=True)
@@ -37,11 +39,11 @@ class IndexStats:
     gaps: int = 0
     replays: int = 0  # gaps closed by events that the worker sent again
     snapshots: int = 0
-    evicted_pages: int = 0  # to stay within `max_pages`
+    evicted_pages: int = 0  # evicted to stay within `max_pages`
 
 
 class _PartialSnapshot(NamedTuple):
-    """A snapshot of which some parts have arrived."""
+    """A snapshot whose first parts have arrived."""
 
     pages: WorkerPages
     first_seq: int
@@ -52,7 +54,7 @@ class PrefixIndex:
     """Follows the workers' caches. A worker joins with its first batch and leaves with `drop`."""
 
     def __init__(self, config: IndexConfig = DEFAULT_CONFIG, on_leaving: Callable[[], None] = lambda: None) -> None:
-        """`on_leaving` is called when there is something to `tidy`."""
+        """`on_leaving` is called when pages wait to be removed by `tidy`."""
         self.stats = IndexStats()
         self._max_pages = config.max_pages
         self._ttl_s = config.approximate_ttl_s
@@ -63,20 +65,20 @@ class PrefixIndex:
         self._leaving: deque[WorkerPages] = deque()
         self._slots = MaskSlots()
         self._live = 0  # bits of `_workers`
-        self._sure = 0  # of `_live`, the bits of workers without strays
-        self._num_entries = 0  # invariant: the sum over workers, leaving ones and partial snapshots
-        self._recent: set[PageHash] = set()  # looked up by requests recently
+        self._sure = 0  # bits of workers without strays; a subset of `_live`
+        self._num_entries = 0  # invariant: the sum over workers, leaving workers and partial snapshots
+        self._recent: set[PageHash] = set()  # pages that requests have looked up recently
 
     # ---- lookups -------------------------------------------------------------------------------------------------
 
     @property
     def num_pages(self) -> int:
-        """Returns the number of distinct pages known, including those of workers that have just left."""
+        """The number of distinct pages known, including pages of leaving workers that are not removed yet."""
         return len(self._masks.masks)
 
     @property
     def num_bytes(self) -> int:
-        """Estimates the memory used: tables by their size, keys by their number."""
+        """The estimated memory: the tables' sizes, and a fixed size for each key."""
         tables = sum(sys.getsizeof(part.pages) for pages in self._all_pages() for part in pages.generations)
         return tables + sys.getsizeof(self._masks.masks) + _KEY_BYTES * self._num_entries
 
@@ -88,20 +90,18 @@ class PrefixIndex:
         return sum(self.pages_by_tier(worker_id))
 
     def pages_by_tier(self, worker_id: WorkerId) -> tuple[int, int, int]:
-        """Returns the number of pages on the device, on the host and on disk, each counted on the best tier that has
-        it.
-        """
+        """Returns the number of pages on the device, the host and disk; each page counts only on its best tier."""
         pages = self._workers.get(worker_id)
         device, host, disk = pages.num_by_rank if pages else (0, 0, 0)
         return device, host, disk
 
     def next_seq(self, worker_id: WorkerId) -> int:
-        """Returns the worker's first event that is not applied yet; 0 for an unknown worker."""
+        """Returns the number of the worker's first event that is not applied yet; 0 for an unknown worker."""
         pages = self._workers.get(worker_id)
         return pages.next_seq if pages else 0
 
     def match(self, hashes: Sequence[PageHash]) -> Mapping[WorkerId, PrefixMatch]:
-        """Returns how much of a prompt each worker holds without a gap; leaves out workers that hold none of it."""
+        """Returns how many leading pages of a prompt each worker holds; leaves out workers without the first page."""
         get = self._masks.masks.get
         alive = get(hashes[0], 0) & self._live if hashes else 0
         losses: Losses = []
@@ -125,7 +125,7 @@ class PrefixIndex:
     # ---- events from workers -------------------------------------------------------------------------------------
 
     def apply(self, worker_id: WorkerId, batch: KvEventBatch) -> bool:
-        """Applies a batch's news. Returns False on a gap: nothing is applied, and `next_seq` says what to request."""
+        """Applies a batch of events. Returns False on a gap: nothing is applied; request events from `next_seq` on."""
         pages = self._workers.get(worker_id) or self._join(worker_id)
         if batch.snapshot:
             return self._apply_snapshot(worker_id, batch)
@@ -133,7 +133,8 @@ class PrefixIndex:
         if batch.first_seq > expected:
             return self._miss(pages)
         if batch.next_seq > expected:
-            # Applied whole, even if its beginning is known: an event states where pages are, so repeats do no harm.
+            # Applies the whole batch, even if its beginning is known: an event says where pages are, so a repeat is
+            # harmless.
             self._put(pages, batch.events)
             self._set_sure(pages, batch.num_strays)
         pages.next_seq = max(expected, batch.next_seq)
@@ -148,7 +149,7 @@ class PrefixIndex:
         return False
 
     def _apply_snapshot(self, worker_id: WorkerId, batch: KvEventBatch) -> bool:
-        """Applies a part of a snapshot. The known pages stay in force until the snapshot is complete."""
+        """Applies a part of a snapshot. Requests match the known pages until the snapshot is complete."""
         if batch.part == 0:
             self._discard_snapshot(worker_id)
             self._snapshots[worker_id] = _PartialSnapshot(self._new_pages(worker_id), batch.first_seq, 0)
@@ -170,7 +171,7 @@ class PrefixIndex:
         return True
 
     def drop(self, worker_id: WorkerId) -> None:
-        """Stops matching the pages of a worker that has left or restarted, from now on."""
+        """Forgets a worker that has left or restarted. No request matches its pages any more; `tidy` removes them."""
         self._discard_snapshot(worker_id)
         pages = self._workers.pop(worker_id, None)
         if pages is not None:
@@ -180,7 +181,7 @@ class PrefixIndex:
     def _put(self, pages: WorkerPages, events: Sequence[KvEvent]) -> None:
         before = pages.num_entries
         if self._is_tight and 2 * len(pages.generations[-1].pages) >= before:
-            pages.begin_generation(pages.generations[-1].started_s)  # new pages must not be evicted first
+            pages.begin_generation(pages.generations[-1].started_s)  # so that new pages are not evicted first
         for kind, hashes in events:
             pages.put(hashes, kind.rank)
         self._num_entries += pages.num_entries - before
@@ -194,7 +195,7 @@ class PrefixIndex:
     # ---- workers without events ----------------------------------------------------------------------------------
 
     def note(self, worker_id: WorkerId, hashes: Sequence[PageHash], now_s: float) -> None:
-        """Records a prompt, from its first page on, sent to a worker without events: it will hold the pages."""
+        """Records the leading pages of a prompt that is sent to a worker without events, which will cache them."""
         pages = self._workers.get(worker_id) or self._join(worker_id)
         pages.is_noted = True
         self._set_sure(pages, 0)  # a page is noted together with its parents, and leaves are evicted first
@@ -204,7 +205,7 @@ class PrefixIndex:
         self._bound()
 
     def _expire(self, now_s: float, max_pages: int) -> bool:
-        """Forgets pages noted too long ago. Returns whether there are more."""
+        """Forgets noted pages past their lifetime, `max_pages` at most. Returns whether more are left."""
         oldest_s = now_s - self._ttl_s * (1 + 1 / _TTL_PARTS)
         for pages in self._workers.values():
             while pages.is_noted and pages.num_entries and pages.generations[0].started_s <= oldest_s:
@@ -213,12 +214,12 @@ class PrefixIndex:
                 max_pages -= self._evict(pages, max_pages)
         return False
 
-    # ---- room ----------------------------------------------------------------------------------------------------
+    # ---- eviction ------------------------------------------------------------------------------------------------
 
     def tidy(self, now_s: float | None = None, max_pages: int = _TIDY_PAGES) -> bool:
-        """Forgets some pages of workers that have left and, given the time, some noted too long ago.
+        """Removes some pages of workers that have left and, given the time, some noted pages past their lifetime.
 
-        Returns whether there are more.
+        Returns whether more are left.
         """
         while self._leaving and max_pages > 0:
             pages = self._leaving[0]
@@ -236,7 +237,7 @@ class PrefixIndex:
         return num_seen
 
     def _bound(self) -> None:
-        """Evicts down to `max_pages`; examines a few times as many pages as there are in excess."""
+        """Evicts down to `max_pages`. Spares recent pages until it has examined four times the excess."""
         if self._leaving:
             self.tidy()
         budget = 4 * (self._num_entries - self._max_pages)

@@ -1,4 +1,4 @@
-"""Translates the bits lost along a prompt into how much of it each worker holds. Pure."""
+"""Translates the bits lost along a prompt into the leading pages that each worker holds. Pure."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _MAX_CACHED = 10_000
 
 
 class PrefixMatch(NamedTuple):
-    """Leading pages of a prompt that one worker holds, first on its device, then in host memory, then on disk."""
+    """How many leading pages of a prompt one worker holds: first on its device, then in host memory, then on disk."""
 
-    num_pages: int
+    num_pages: int  # on any tier
     num_device_pages: int
-    num_host_pages: int = 0  # after those on the device
+    num_host_pages: int = 0  # that follow those on the device
 
 
 class MaskSlots:
     """Assigns each worker its slot of bits in the masks.
 
-    The same sets of bits recur, so each is split by worker only once.
+    The same sets of bits recur, so their split by worker is cached.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class MaskSlots:
         return found
 
     def _split(self, bits: int) -> tuple[list[WorkerId], list[tuple[WorkerId, int]]]:
-        """Returns the workers all of whose bits these are, and worker and bit number of the other bits."""
+        """Returns the workers with all their bits among these, and the (worker, bit number) of each other bit."""
         whole: list[WorkerId] = []
         parts: list[tuple[WorkerId, int]] = []
         for slot, worker_id in self._worker_by_slot.items():

@@ -1,7 +1,7 @@
-"""A worker's part of the prefix index: its bits in the masks, and the order in which its pages are evicted. Pure.
+"""Keeps one worker's part of the prefix index: its bits in the masks, and the eviction order of its pages. Pure.
 
-Pages belong to generations, each ordered by arrival. The oldest generation gives up its newest page first: a page
-arrives after its parent, so leaves are evicted before the pages that they extend.
+Pages belong to generations, each ordered by arrival. Eviction takes the oldest generation, its newest page first: a
+page arrives after its parent, so leaves are evicted before the pages that they extend.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class WorkerPages:
 
     def __init__(self, slot: int, masks: PageMasks) -> None:
         self.slot = slot
-        self.next_seq = 0  # the next event wanted; 0: none seen yet, and a snapshot may follow
-        self.in_gap = False  # missing events have been requested again
-        self.is_noted = False  # its pages are those sent there, not those in events
-        self.is_thinned = False  # pages that the worker may still have were evicted, so there may be gaps
+        self.next_seq = 0  # the next event to apply; 0: none seen yet
+        self.in_gap = False  # events are missing
+        self.is_noted = False  # the worker sends no events; its pages come from `PrefixIndex.note`
+        self.is_thinned = False  # the index evicted pages that the worker may still hold, so gaps are possible
         self.num_by_rank = [0] * NUM_RANKS
         self.num_entries = 0  # invariant: the sum over all generations; a page may be in two of them
         self.generations = deque([PageGeneration()])
@@ -54,7 +54,7 @@ class WorkerPages:
             newest.started_s = now_s
 
     def put(self, hashes: Iterable[PageHash], rank: int) -> None:
-        """Records that the worker has the pages on the tier of this rank; NUM_RANKS: nowhere."""
+        """Records that the worker holds the pages on the tier of this rank; NUM_RANKS: nowhere."""
         if rank == NUM_RANKS:
             self._remove(tuple(hashes))
             return
@@ -73,7 +73,7 @@ class WorkerPages:
         self._count(self._masks.remove(hashes, self._transitions[NUM_RANKS]), NUM_RANKS)
 
     def _count(self, old: Mapping[int, int], rank: int) -> None:
-        """Updates the counts by rank; `old` says how many pages had which mask before."""
+        """Updates the counts by rank. `old` is the number of pages by their previous mask."""
         for mask, count in old.items():
             before = RANK_OF_BITS[(mask >> self._shift) & RANK_BITS[0]]
             if before < NUM_RANKS:
@@ -82,9 +82,9 @@ class WorkerPages:
                 self.num_by_rank[rank] += count
 
     def evict(self, max_pages: int, kept: set[PageHash] | None = None) -> int:
-        """Forgets pages of the oldest generation, leaves first; pages in `kept` move to the youngest one instead.
+        """Forgets pages of the oldest generation, leaves first; pages in `kept` move to the newest one instead.
 
-        Returns how many pages it looked at, 0 only where that generation was empty.
+        Returns how many pages it examined; 0 only if the generation was empty.
         """
         if kept and len(self.generations) == 1:
             self.generations.append(PageGeneration(self.generations[0].started_s))

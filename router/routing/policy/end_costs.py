@@ -1,7 +1,7 @@
 """Prices each end of a (prefill, decode) pair: every cost term of the kv-aware policy, weighted and summed. Pure.
 
-The terms in seconds come from `prices`, their weights from `penstock.config.KvAwareConfig`. To add a cost term: compute
-it here (or in `prices`, if other policies should be compared by it), add it to the sum of its end in `prefill`,
+The terms, in seconds, come from `prices`; their weights come from `penstock.config.KvAwareConfig`. To add a cost term,
+compute it here (or in `prices`, if it also prices the choices of other policies), add it to the sum in `prefill`,
 `decode` or `local_s` and to the same sum over columns in `wide_ends`, add its weight to KvAwareConfig, and test it.
 """
 
@@ -16,8 +16,8 @@ from router.routing.policy import prices, pulls
 from router.routing.policy.interface import PlacementDemand, WorkerView
 from router.routing.policy.rendezvous import preferred
 
-# Cost in seconds, a random tie-breaker, the worker, the bonus subtracted from the cost, and the seconds to compute the
-# prompt there (0 for decode workers). A plain tuple: one is made for every worker of every request.
+# Cost in seconds, a random tie-breaker, the worker, the bonus already subtracted from the cost, and the seconds that
+# the worker takes to compute the prompt (0 for decode workers). A plain tuple: every request makes one per worker.
 End = tuple[float, float, WorkerView, float, float]
 
 
@@ -27,9 +27,9 @@ DEFAULT_WEIGHTS = KvAwareConfig()
 class PrefillContention:
     """Estimates how many prompts wait behind the one that a prefill worker computes.
 
-    The cheapest worker for one request is often not the cheapest for all: if it computes what another has cached, it
-    delays whatever is sent there next. While nothing waits this costs nothing; the fuller the queues are, the more a
-    cached prefix is worth. docs/lab-notes/ shows what this term gains.
+    The cheapest worker for one request is often not the cheapest for all: a worker that computes what another has
+    cached delays the prompts behind this one. While nothing waits the delay costs nothing; the longer the queues, the
+    more a cached prefix is worth. docs/lab-notes/ shows what this term gains.
     """
 
     def __init__(self) -> None:
@@ -41,20 +41,20 @@ class PrefillContention:
         return self._queue.num_prompts
 
     def observe(self, views: Sequence[WorkerView]) -> None:
-        """Learns from the queues that a request finds."""
+        """Learns from the queues at a request's arrival."""
         self.observe_share(sum([view.queue_s > 0.0 for view in views]) / len(views))
 
     def observe_share(self, share: float) -> None:
-        """Learns from the share of workers with a queue that a request finds."""
+        """Learns from the share of workers that have a queue at a request's arrival."""
         self._queue.observe(share)
 
     def delays_s(
         self, demand: PlacementDemand, views: Sequence[WorkerView], computes_s: Sequence[float]
     ) -> list[float]:
-        """Returns, for each view, how long waiting prompts are delayed if this one is computed there.
+        """Returns, for each view, how long waiting prompts are delayed if that worker computes this one.
 
-        All are priced by the costs of one worker, the fastest: otherwise a small error in the learned costs of a worker
-        would count several times and drive work away from it although no cache is gained.
+        The costs of the fastest worker price all of them. Otherwise a small error in a worker's learned costs would
+        count several times and drive work away from it, to workers that have no more of the prompt cached.
         """
         waiting = self.num_waiting
         if not waiting:
@@ -71,7 +71,7 @@ class EndCosts:
         self.contention = PrefillContention()
 
     def prefill(self, demand: PlacementDemand, views: Sequence[WorkerView], rng: random.Random) -> list[End]:
-        """Prices prefill workers by the time until they have computed the prompt and the delay of those behind it.
+        """Prices prefill workers by the time until the prompt is computed and the delay of the prompts behind it.
 
         Returns them cheapest first.
         """
@@ -94,9 +94,9 @@ class EndCosts:
         )
 
     def decode(self, demand: PlacementDemand, views: Sequence[WorkerView], rng: random.Random) -> list[End]:
-        """Prices decoding on each worker, and the delay of those that wait there for pages.
+        """Prices decoding on each worker, and the delay of the requests that wait for pages on it.
 
-        The transfer belongs to the pair and is not included.
+        Excludes the transfer, whose cost depends on both ends.
         """
         tie_breaker = rng.random
         weights = self._weights
@@ -109,10 +109,10 @@ class EndCosts:
         ]
 
     def local_s(self, demand: PlacementDemand, ends: Sequence[End], has_prefill: bool) -> list[float]:
-        """Returns the total cost of each decode end that computes the prompt itself.
+        """Returns the total cost of each decode end if it computes the prompt itself.
 
-        Its chunks delay every sequence that decodes there. The prompts waiting behind it count only if there are no
-        prefill workers to send them to.
+        Includes the delay of every sequence that the worker decodes, and that of the prompts waiting behind this one
+        only if there are no prefill workers to take them.
         """
         views = [end[2] for end in ends]
         pulled, plans = pulls.with_pulls(demand, views)
@@ -134,7 +134,7 @@ class EndCosts:
         return [weight * delay_s for delay_s in delays]
 
     def _session_bonuses(self, demand: PlacementDemand, views: Sequence[WorkerView]) -> list[float]:
-        """Makes the session's worker cheaper: others serve the session only when it costs this much more."""
+        """Returns a bonus for the session's worker: another one serves the session only if it is cheaper by more."""
         bonuses = [0.0] * len(views)
         if demand.session and views:
             bonuses[preferred(demand.session.encode(), [view.worker_id for view in views])] = self._weights.affinity_s
@@ -143,9 +143,9 @@ class EndCosts:
     def _add_replica_bonuses(
         self, demand: PlacementDemand, views: Sequence[WorkerView], computes: list[float], bonuses: list[float]
     ) -> None:
-        """Makes workers without the prefix cheaper by the time to compute it, up to `replica_s`.
+        """Makes workers without the prefix cheaper by the extra time to compute it, up to `replica_s`.
 
-        The request leaves a copy there that serves others.
+        The request then leaves a copy of the prefix on one of them, which serves later requests.
         """
         cached = [demand.cached_tokens.get(view.worker_id, 0) for view in views]
         most, least_s = max(cached), min(computes)

@@ -1,7 +1,7 @@
 """Defines what a placement policy takes and returns: workers as views, a request as a demand, and a choice. Pure data.
 
-Placement, the simulator and every policy share this one protocol. A view is rebuilt when its worker's load, in-flight
-work or costs change and reused until then, so whatever depends only on the worker is computed once.
+Placement, the simulator and every policy share this protocol. A view is reused until its worker's load, in-flight work
+or costs change, so whatever depends only on the worker is computed once.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from router.routing.costs.cost_model import PRIOR_COSTS, WorkerCosts
 from router.routing.costs.inflight import NO_WORK, InflightWork
 from router.routing.costs.link_costs import PRIORS, Distance, LinkCost
 
-MAX_CANDIDATES = 3  # prefill workers named for one request
-DEFAULT_CHUNK_TOKENS = 2048  # for a worker that does not describe its own
+MAX_CANDIDATES = 3  # prefill workers proposed for one request
+DEFAULT_CHUNK_TOKENS = 2048  # for a worker that does not report its own
 
 
 class LinkPricing(Protocol):
@@ -32,7 +32,7 @@ class LinkPricing(Protocol):
     def cost(self, prefill: WorkerId, decode: WorkerId) -> LinkCost: ...
 
     def bytes_ahead(self, prefill: WorkerId, decode: WorkerId) -> int:
-        """Returns the bytes in flight on the link or announced for it."""
+        """Returns the bytes that the link has yet to move for requests already placed."""
         ...
 
 
@@ -51,15 +51,15 @@ class UniformLinkPricing:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """Limits of one worker as it describes them; 0 or None if it does not."""
+    """Limits of one worker as it reports them; 0 or None if it does not."""
 
-    chunk_tokens: int = 0  # of prompts, in one step
+    chunk_tokens: int = 0  # prompt tokens in one step
     max_running: int = 0  # sequences
-    max_local_tokens: int | None = None  # longest prompt to compute itself if there are prefill workers
-    max_held_tokens: int = 0  # of one sequence whose KV it holds at once
+    max_local_tokens: int | None = None  # the longest prompt that it computes itself if there are prefill workers
+    max_held_tokens: int = 0  # the most tokens of one sequence whose KV it holds at once
 
     def held_tokens(self, num_tokens: int) -> int:
-        """Returns how many of a sequence's tokens take pages there."""
+        """Returns how many of a sequence's tokens take pages on the worker."""
         return min(num_tokens, self.max_held_tokens or num_tokens)
 
 
@@ -70,14 +70,14 @@ class WorkerView:
     worker_id: WorkerId
     load: WorkerLoad
     page_size: int  # tokens
-    sent: InflightWork = NO_WORK  # beyond what `load` shows
+    sent: InflightWork = NO_WORK  # work in flight that `load` does not show yet
     costs: WorkerCosts = PRIOR_COSTS
     limits: WorkerLimits = WorkerLimits()
     queue_s: float = field(init=False)  # until a prompt that arrives now is started
-    num_requests: int = field(init=False)  # to decode, waiting ones included
-    kv_tokens: int = field(init=False)  # held by them
-    token_price: float = field(init=False)  # seconds for all, if a new sequence decodes one more token here
-    context_price: float = field(init=False)  # the same for each token of its context
+    num_requests: int = field(init=False)  # decoding or waiting to
+    kv_tokens: int = field(init=False)  # in used pages
+    token_price: float = field(init=False)  # seconds, summed over all sequences, for each token that a new one decodes
+    context_price: float = field(init=False)  # what each token of the new one's context adds to `token_price`
 
     def __post_init__(self) -> None:
         load, sent = self.load, self.sent
@@ -92,7 +92,7 @@ class WorkerView:
 
     @property
     def step_s(self) -> float:
-        """Returns the decode step's time with one sequence more than now, without that sequence's context."""
+        """The time of a decode step with one more sequence than now, without that sequence's context."""
         running = self.num_requests + 1
         if self.limits.max_running:
             running = min(running, self.limits.max_running)
@@ -106,20 +106,20 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class PullOffer:
-    """A worker that holds more of a prompt than most, so that others may pull its pages instead of computing them."""
+    """A worker that holds more of a prompt than any other; the others may pull its pages instead of computing them."""
 
     source: WorkerId
-    tokens: int  # leading ones, on its device
-    cost: Callable[[WorkerId, WorkerId], LinkCost]  # of a pull from one worker by another
+    tokens: int  # the prompt's leading tokens on the source's device
+    cost: Callable[[WorkerId, WorkerId], LinkCost]  # of a pull, by source and by the worker that pulls
 
 
 class PlannedPull(NamedTuple):
     """The part of a prompt that a worker would pull before it computes the rest."""
 
     source: WorkerId
-    tokens: int  # leading ones at the source
+    tokens: int  # leading tokens of the prompt at the source
     pull_s: float
-    compute_s: float  # to compute what is pulled
+    compute_s: float  # what computing the pulled tokens would take
 
 
 NOTHING_CACHED: Mapping[WorkerId, int] = MappingProxyType({})
@@ -127,27 +127,27 @@ NOTHING_CACHED: Mapping[WorkerId, int] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class PlacementDemand:
-    """The needs of a request, and what is known about its prompt."""
+    """What a request needs, and what is known about its prompt."""
 
-    num_tokens: int  # to have KV for: the prompt and what was emitted before
-    token_bytes: float  # of KV
-    # Leading tokens whose pages a worker holds, on any tier; and those of them to be copied back from host memory.
+    num_tokens: int  # that need KV: the prompt and the tokens already emitted
+    token_bytes: float  # of KV, for each token
+    # Leading tokens whose pages a worker holds on any tier, and how many of these it must copy back to its device.
     cached_tokens: Mapping[WorkerId, int] = field(default_factory=lambda: NOTHING_CACHED)
     host_tokens: Mapping[WorkerId, int] = field(default_factory=lambda: NOTHING_CACHED)
-    # Those of `cached_tokens` that the worker has yet to compute, for prompts that wait there or are being computed.
+    # How many of `cached_tokens` the worker has yet to compute, for its pending prompts.
     pending_tokens: Mapping[WorkerId, int] = field(default_factory=lambda: NOTHING_CACHED)
     links: LinkPricing = field(default_factory=UniformLinkPricing)
     output_tokens: float = 128.0  # expected
     session: str = ""  # requests of one session prefer one pair of workers
-    prefix: bytes = b""  # identifies the beginning of the prompt; empty if that is shorter than a page
-    replicate: bool = False  # the prefix is requested more often than its holders should serve
+    prefix: bytes = b""  # identifies the beginning of the prompt; empty if the prompt is shorter than a page
+    replicate: bool = False  # the prefix is requested so often that another worker should hold it
     explain: bool = False  # the choice lists the pairs considered
     pull: PullOffer | None = None
     adapter: str = ""  # revision; empty: the base model
-    adapter_sent: frozenset[WorkerId] = frozenset()  # workers that load it, though their reports do not show it yet
+    adapter_sent: frozenset[WorkerId] = frozenset()  # workers that are loading it but do not report it yet
 
     def uncached_on(self, worker_id: WorkerId) -> int:
-        """Returns the tokens to compute there: at least the last one, whose logits are needed whatever is cached."""
+        """Returns the tokens that the worker must compute: at least the last one, whose logits are always needed."""
         return max(1, self.num_tokens - self.cached_tokens.get(worker_id, 0))
 
 
@@ -155,8 +155,8 @@ class PrefillEstimate(NamedTuple):
     worker_id: WorkerId
     queue_s: float
     prefill_s: float
-    cached_tokens: int = 0  # of the prompt, there
-    pull: PlannedPull | None = None  # included in its times, but not in its cached tokens
+    cached_tokens: int = 0  # of the prompt, by the worker
+    pull: PlannedPull | None = None  # included in the times, but not in `cached_tokens`
 
     @property
     def total_s(self) -> float:
@@ -164,7 +164,7 @@ class PrefillEstimate(NamedTuple):
 
 
 class PairScore(NamedTuple):
-    """The estimated cost of one pair by stage, in seconds. The client waits for the first four."""
+    """The estimated cost of one pair by stage, in seconds. The client waits for the first four stages."""
 
     prefill: WorkerId | None  # None: the decode worker computes the prompt
     decode: WorkerId
@@ -172,10 +172,10 @@ class PairScore(NamedTuple):
     prefill_s: float
     transfer_s: float
     decode_queue_s: float  # until the decode worker has pages and a slot
-    decode_s: float  # of this request's own tokens
-    harm_s: float  # delay of all other sequences that decode there, summed
-    bonus_s: float  # subtracted for the session's worker and for replicas
-    total_s: float  # what the policy compares; it may weight the stages
+    decode_s: float  # to decode this request's own tokens
+    harm_s: float  # the summed delay of all other sequences on the decode worker
+    bonus_s: float  # already subtracted, for the session's workers and for copies of the prefix
+    total_s: float  # the cost that the policy compares, which may weight the stages
     prefill_cached_tokens: int
     decode_cached_tokens: int
     pull: PlannedPull | None = None  # by the worker that computes the prompt; its wait is part of `queue_s`
@@ -191,15 +191,15 @@ class PairChoice:
 
     decode: WorkerId
     prefill: tuple[PrefillEstimate, ...]  # best first; empty: the decode worker computes the prompt
-    uncached_tokens: int  # on the first of them
+    uncached_tokens: int  # that the worker chosen to compute the prompt has to compute
     score: PairScore  # of the chosen pair
     considered: tuple[PairScore, ...] = ()  # with `explain`: the cheapest pairs, cheapest first
-    instead: tuple[PrefillEstimate, ...] = ()  # if `prefill` is empty: workers that the decode worker may still ask
-    decode_pull: PlannedPull | None = None  # by the decode worker, if it computes the prompt after all
+    instead: tuple[PrefillEstimate, ...] = ()  # if `prefill` is empty: workers that the decode worker may still use
+    decode_pull: PlannedPull | None = None  # what the decode worker pulls if it computes the prompt itself
 
     @property
     def candidates(self) -> tuple[PrefillEstimate, ...]:
-        """The prefill workers that are proposed to the decode worker, best first; it decides."""
+        """The prefill workers proposed to the decode worker, best first. The decode worker decides."""
         return self.prefill or self.instead
 
 

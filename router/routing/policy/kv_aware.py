@@ -1,8 +1,8 @@
-"""The kv-aware policy: chooses the (prefill, decode) pair whose ends and link together cost least.
+"""The kv-aware policy: chooses the (prefill, decode) pair whose ends and link together cost least. Pure.
 
-Pure. A pair costs what its ends cost (`end_costs`) plus the transfer over its link, so the search walks both ends
+A pair costs the sum of its ends (`end_costs`) and of the transfer over its link. The search therefore takes both ends
 cheapest first and stops when even the fastest link could not make up the difference: it is exact, and prices a few
-pairs of a thousand. A decode worker that computes the prompt itself is one more candidate, priced by the same models.
+pairs in a thousand. A decode worker that computes the prompt itself is one more candidate, priced by the same models.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from router.routing.policy.view_table import ViewTable
 from router.routing.policy.wide_ends import Floor, WideEndCosts, is_plain
 
 _MAX_PAIRS = 256  # priced for one request; reached only if links differ much, or with a temperature
-_TIE_S = 1e-9
+_TIE_S = 1e-9  # pairs whose costs differ by no more than this tie
 _MAX_TEMPERATURES = 8  # a pair that costs this many temperatures more than the best is never chosen
-_NUM_CONSIDERED = 8
-# Workers of two pools from which on pricing columns is as quick as pricing views, measured on an AMD EPYC on 2026-11-24
-# (docs/lab-notes/policies.md). Without prefill workers a quarter of that suffices.
+_NUM_CONSIDERED = 8  # pairs listed to explain a choice
+# With this many workers in both pools together, pricing columns is as quick as pricing views. Without prefill workers a
+# quarter suffices. Measured on an AMD EPYC on 2026-11-24 (docs/lab-notes/policies.md).
 _WIDE_FROM = 128
-_NUM_FALLBACKS = 5  # cheapest prefill workers among which the fallbacks are chosen
+_NUM_FALLBACKS = 5  # the fallbacks are chosen among this many of the cheapest prefill workers
 
 
 class _Pair(NamedTuple):
@@ -45,10 +45,10 @@ class _Pair(NamedTuple):
 
 
 class KvAwarePolicy:
-    """Chooses the pair of least estimated seconds, or with a temperature a random one near it."""
+    """Chooses the pair with the lowest estimated cost or, with a temperature, samples a pair near it."""
 
     def __init__(self, weights: KvAwareConfig = DEFAULT_WEIGHTS, wide_from: int = _WIDE_FROM) -> None:
-        """Prices workers in columns where there are at least `wide_from`, or a quarter without prefill workers.
+        """Prices workers in columns if there are at least `wide_from`, or a quarter of that without prefill workers.
 
         The choice is the same either way.
         """
@@ -80,7 +80,7 @@ class KvAwarePolicy:
     def _wide_ends(
         self, demand: PlacementDemand, decode: ViewTable, prefill: ViewTable, rng: random.Random
     ) -> tuple[list[End], list[Floor], list[_Pair]]:
-        """Returns the ends that a search may reach, and the local pairs that may be the best pair."""
+        """Returns the prefill ends, the decode ends and the local pairs among which the best pair is."""
         wide = self._wide
         senders = wide.cheapest_prefill(demand, prefill, rng, _MAX_PAIRS)
         ends = wide.decode(demand, decode, rng)
@@ -88,7 +88,10 @@ class KvAwarePolicy:
         return senders, wide.cheapest_floors(demand, ends, _MAX_PAIRS) if senders else [], pairs
 
     def _local_pairs(self, demand: PlacementDemand, receivers: list[End], has_prefill: bool) -> list[_Pair]:
-        """Returns decode workers that may compute the prompt: up to `max_local_tokens` if there are prefill workers."""
+        """Returns the decode workers that may compute the prompt themselves.
+
+        If there are prefill workers, a decode worker computes up to its `max_local_tokens`.
+        """
         if has_prefill:
             num_tokens, cached = demand.num_tokens, demand.cached_tokens.get
             receivers = [
@@ -110,7 +113,7 @@ class KvAwarePolicy:
 
 
 def _floors(demand: PlacementDemand, receivers: list[End]) -> list[Floor]:
-    """Returns the decode ends by their cost with the fastest link, cheapest first."""
+    """Returns the decode ends with their cost over the fastest link, cheapest first."""
     least_latency_s, least_byte_s = demand.links.fastest
     num_tokens, token_bytes, cached = demand.num_tokens, demand.token_bytes, demand.cached_tokens.get
     floors = []
@@ -124,7 +127,7 @@ def _floors(demand: PlacementDemand, receivers: list[End]) -> list[Floor]:
 def _search(
     demand: PlacementDemand, senders: list[End], floors: list[Floor], slack_s: float, found: list[_Pair]
 ) -> None:
-    """Appends the pairs that may be the best one, or within `slack_s` of it, to `found`."""
+    """Appends to `found` every pair that may be the best one or within `slack_s` of it."""
     links = demand.links
     best_s = min((pair.total_s for pair in found), default=math.inf)
     remaining = _MAX_PAIRS
@@ -170,7 +173,7 @@ def _after_pull(demand: PlacementDemand, view: WorkerView, pull: PlannedPull | N
 
 
 def _ranked(demand: PlacementDemand, chosen: _Pair, senders: list[End]) -> list[End]:
-    """Returns the chosen prefill worker, if any, and then the others that are cheapest for its decode worker."""
+    """Returns the chosen prefill worker, if any, followed by those that are cheapest for the chosen decode worker."""
     view, first = chosen.decode[2], [chosen.prefill] if chosen.prefill is not None else []
     others = [
         (end[0] + prices.transfer_between_s(demand, end[2].worker_id, view), end[1], end)

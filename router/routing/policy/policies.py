@@ -23,7 +23,10 @@ _MAX_OVER_MEAN = 1.25  # times the mean load; above it, a worker's keys go to th
 
 
 class LeastLoadedPolicy:
-    """Chooses the fewest requests on decode and the fewest tokens in the prefill queue; ignores caches."""
+    """Chooses the decode worker with the fewest requests and the prefill worker with the fewest queued tokens.
+
+    Ignores caches.
+    """
 
     def choose(
         self, demand: PlacementDemand, decode: Sequence[WorkerView], prefill: Sequence[WorkerView], rng: random.Random
@@ -34,7 +37,7 @@ class LeastLoadedPolicy:
 
 
 class RoundRobinPolicy:
-    """Takes workers in turn, in order of worker id."""
+    """Chooses workers in turn, in order of worker id."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -59,10 +62,10 @@ class RandomPolicy:
 
 
 class ConsistentHashPolicy:
-    """Keeps a session, or else a prompt's prefix, on its workers while these have no more than a fair load.
+    """Keeps a session, or else a prompt's prefix, on its workers while they have no more than a fair load.
 
-    Consistent hashing with bounded loads (Mirrokni et al., 2016). Needs no KV events; a prompt shorter than a page goes
-    anywhere.
+    Consistent hashing with bounded loads (Mirrokni et al., 2016). Needs no KV events. A prompt shorter than a page,
+    without a session, goes anywhere.
     """
 
     def choose(
@@ -74,7 +77,10 @@ class ConsistentHashPolicy:
 
 
 def make_policy(name: str, weights: KvAwareConfig = DEFAULT_WEIGHTS) -> PlacementPolicy:
-    """Makes the policy that RouterConfig's `policy` names; `weights` are the kv-aware policy's."""
+    """Makes the policy of this name, one of those that RouterConfig's `policy` allows.
+
+    `weights` apply to the kv-aware policy only.
+    """
     policies: dict[str, Callable[[], PlacementPolicy]] = {
         "kv-aware": lambda: KvAwarePolicy(weights),
         "least-loaded": LeastLoadedPolicy,
@@ -86,7 +92,7 @@ def make_policy(name: str, weights: KvAwareConfig = DEFAULT_WEIGHTS) -> Placemen
 
 
 def _choice(demand: PlacementDemand, decode: WorkerView, ranked: Sequence[WorkerView]) -> PairChoice:
-    """Lets the first of `ranked` compute the prompt, or the decode worker if there is none."""
+    """Returns a choice in which the first of `ranked` computes the prompt, or the decode worker if it is empty."""
     first = ranked[0] if ranked else None
     score = prices.price(demand, decode, first)
     return PairChoice(
@@ -107,7 +113,7 @@ def _choice(demand: PlacementDemand, decode: WorkerView, ranked: Sequence[Worker
 
 
 def _bounded(key: bytes, views: Sequence[WorkerView], load: Callable[[WorkerView], int]) -> list[WorkerView]:
-    """Returns the key's workers in order, those with more than their share last."""
+    """Returns the workers in the key's order, but those with more than their share of the load last."""
     ranked = [views[position] for position in order(key, [view.worker_id for view in views])]
     limit = _MAX_OVER_MEAN * (sum(map(load, ranked)) + 1) / max(1, len(ranked))
     return sorted(ranked, key=lambda view: load(view) > limit)

@@ -1,9 +1,8 @@
-"""Prices a pair of workers for one request, in seconds and by stage. Pure; the choice of every policy is priced with
-it.
+"""Prices a pair of workers for one request, in seconds and by stage. Pure. It prices the choices of every policy.
 
-The stages: wait in the prefill queue, compute the uncached tokens, transfer what the decode worker lacks, wait there
-for pages and a slot, decode. One more sequence also lengthens the steps of all others there; that harm counts.
-`end_costs` weighs these stages, and the `all_*` functions compute one for every worker of a request at once.
+The stages: wait in the prefill queue, compute the uncached tokens, transfer what the decode worker lacks, wait on the
+decode worker for pages and a slot, decode. One more sequence also lengthens the decode worker's steps for all others;
+that harm counts as well. `end_costs` weighs these stages, and each `all_*` function computes one for every worker.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from collections.abc import Sequence
 from penstock.types import WorkerId
 from router.routing.policy.interface import DEFAULT_CHUNK_TOKENS, PairScore, PlacementDemand, WorkerView
 
-_ADAPTER_LOAD_S = 0.2  # seconds, for a worker that has not loaded an adapter yet
-_HOST_BYTE_S = 1 / 8e9  # seconds to copy one byte back from host memory
+_ADAPTER_LOAD_S = 0.2  # assumed for a worker that has not loaded an adapter yet
+_HOST_BYTE_S = 1 / 8e9  # to copy one byte back from host memory
 
 
 def prefill_s(demand: PlacementDemand, view: WorkerView) -> float:
-    """Returns the time to compute the prompt there, including copies back from lower tiers."""
+    """Returns the time in which the worker computes the prompt, including copies back from lower tiers."""
     return all_prefill_s(demand, [view])[0]
 
 
@@ -28,7 +27,7 @@ def all_prefill_s(demand: PlacementDemand, views: Sequence[WorkerView]) -> list[
     costs = []
     for view in views:
         cost = view.costs.prefill
-        uncached = num_tokens - cached(view.worker_id, 0) or 1  # no more can be cached than there is
+        uncached = num_tokens - cached(view.worker_id, 0) or 1  # never negative: it caches at most the prompt
         steps = -(-uncached // (view.limits.chunk_tokens or DEFAULT_CHUNK_TOKENS))
         costs.append(steps * cost.fixed_s + uncached * (cost.token_s + cost.context_s * (num_tokens - uncached / 2)))
     if copied := demand.host_tokens:
@@ -38,7 +37,7 @@ def all_prefill_s(demand: PlacementDemand, views: Sequence[WorkerView]) -> list[
 
 
 def all_prefill_like_s(demand: PlacementDemand, views: Sequence[WorkerView], like: WorkerView) -> list[float]:
-    """Returns each view's prefill time if it had its own cache but computed as fast as `like`."""
+    """Returns each view's prefill time with its own cache but the speed of `like`."""
     num_tokens, cached, chunk_tokens = demand.num_tokens, demand.cached_tokens.get, like.chunk_tokens
     cost = like.costs.prefill
     fixed_s, context_s, token_s = cost.fixed_s, cost.context_s / 2, cost.token_s + cost.context_s * num_tokens
@@ -51,8 +50,11 @@ def all_prefill_like_s(demand: PlacementDemand, views: Sequence[WorkerView], lik
 def all_decode_s(
     demand: PlacementDemand, views: Sequence[WorkerView], weight: float, delay_weight: float
 ) -> list[float]:
-    """Returns each view's `decode_queue_s`, `weight` times the cost of decoding there, harm included, and
-    `delay_weight` times `page_delay_s`."""
+    """Returns the sum, for each view, of the waiting time, the weighted decoding time and the weighted page delay.
+
+    These are `decode_queue_s`, `weight` times the time to decode, harm included, and `delay_weight` times
+    `page_delay_s`.
+    """
     output_tokens, num_tokens = demand.output_tokens * weight, demand.num_tokens
     cached = demand.cached_tokens.get
     costs = []
@@ -67,7 +69,7 @@ def all_decode_s(
 
 
 def adapter_waits_s(demand: PlacementDemand, views: Sequence[WorkerView]) -> list[float]:
-    """Returns how long each worker takes to load the request's adapter, as it reports; 0 if it is loaded."""
+    """Returns how long each worker takes to load the request's adapter; 0 if it is loaded or being loaded."""
     if not demand.adapter:
         return [0.0] * len(views)
     return [
@@ -84,15 +86,15 @@ def transfer_bytes(demand: PlacementDemand, view: WorkerView) -> float:
 
 
 def decode_queue_s(demand: PlacementDemand, view: WorkerView) -> float:
-    """Returns the time until the sequences running there have freed enough pages and a slot.
+    """Returns the time until the worker's running sequences have freed enough pages and a slot.
 
-    Requests already waiting there come first, and each is assumed to need as many pages as a running one holds.
+    Requests already waiting come first, and each is assumed to need as many pages as a running one holds.
     """
     load, num_requests = view.load, view.num_requests
     if not num_requests:
         return 0.0
     wait_s = 0.0
-    # A running sequence has half its output ahead of it on average; the sequences end one by one until then.
+    # A running sequence has half its output left on average, and the sequences end evenly over that time.
     remaining_s = demand.output_tokens * view.step_s / 2
     if load.total_pages:
         missing = _num_pages(demand, view) + view.sent.num_pages - load.free_pages
@@ -107,7 +109,7 @@ def decode_queue_s(demand: PlacementDemand, view: WorkerView) -> float:
 
 
 def page_delay_s(demand: PlacementDemand, view: WorkerView) -> float:
-    """Returns the summed delay of requests that wait there for pages, since this one takes pages from them."""
+    """Returns the summed delay of the requests that wait for pages, caused by the pages that this one takes."""
     load = view.load
     pages = _num_pages(demand, view)
     if not load.num_waiting or pages + view.sent.num_pages <= load.free_pages:
@@ -116,19 +118,19 @@ def page_delay_s(demand: PlacementDemand, view: WorkerView) -> float:
 
 
 def _num_pages(demand: PlacementDemand, view: WorkerView) -> int:
-    """Returns the pages that the request would take there, beyond those cached."""
+    """Returns the pages that the request would take on the worker, beyond its cached ones."""
     return -(-view.limits.held_tokens(demand.uncached_on(view.worker_id)) // view.page_size)
 
 
 def harm_s(demand: PlacementDemand, view: WorkerView) -> float:
-    """Returns the delay of all sequences running there: longer steps for half their output, on average."""
+    """Returns the summed delay of the worker's sequences: longer steps for half their output, on average."""
     cost = view.costs.decode
     longer_s = cost.token_s + cost.context_s * demand.num_tokens
     return view.num_requests * longer_s * demand.output_tokens / 2
 
 
 def transfer_between_s(demand: PlacementDemand, prefill: WorkerId, decode: WorkerView) -> float:
-    """Returns the transfer time. Bytes that go over the link before this request's count as its own."""
+    """Returns the time until the link has moved the request's bytes and all bytes ahead of them."""
     links = demand.links
     num_bytes = transfer_bytes(demand, decode) + links.bytes_ahead(prefill, decode.worker_id)
     return links.cost(prefill, decode.worker_id).transfer_s(num_bytes)

@@ -1,7 +1,7 @@
-"""Prices a prompt's prefix that is pulled from another worker's cache instead of being computed. Pure.
+"""Prices pulling a prompt's prefix from another worker's cache instead of computing it. Pure.
 
-A prompt is queued after its pull: the pull delays its start and saves the worker computing the tokens that it brings.
-With a pull, a worker without the prefix costs little more than its holder, so load decides between them.
+A prompt is queued after its pull: the pull delays the start and saves the worker from computing the pulled tokens. With
+a pull, a worker without the prefix costs little more than its holder, so load decides between them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from router.routing.policy.interface import (
     WorkerView,
 )
 
-_ADVANTAGE = 0.4  # a pull is planned if it takes less than this share of the time to compute (2026-11-24)
+_ADVANTAGE = 0.4  # a pull is planned if it takes less than this share of the compute time (2026-11-24)
 _MIN_TOKENS = 512
 
 
 def plan(demand: PlacementDemand, view: WorkerView) -> PlannedPull | None:
-    """Returns what the worker would pull, or None if computing is about as fast."""
+    """Returns what the worker would pull, or None if pulling would gain too little."""
     return None if demand.pull is None else _plans(demand, demand.pull, (view,)).get(view.worker_id)
 
 
 def with_pulls(
     demand: PlacementDemand, views: Sequence[WorkerView]
 ) -> tuple[PlacementDemand, dict[WorkerId, PlannedPull]]:
-    """Returns the demand after every worker that gains from a pull has pulled, and these pulls."""
+    """Returns the pulls of all workers that gain from one, preceded by the demand as it stands after them."""
     if demand.pull is None:
         return demand, {}
     plans = _plans(demand, demand.pull, views)
@@ -38,7 +38,7 @@ def with_pulls(
 
 
 def _plans(demand: PlacementDemand, offer: PullOffer, views: Sequence[WorkerView]) -> dict[WorkerId, PlannedPull]:
-    """Inlined like `prices.all_prefill_s`, because a request evaluates it for every worker."""
+    """Returns the pull of each worker that gains from one. Inlined, like `prices.all_prefill_s`."""
     source, link, cached, token_bytes = offer.source, offer.cost, demand.cached_tokens.get, demand.token_bytes
     tokens = min(offer.tokens, demand.num_tokens - 1)
     found: dict[WorkerId, PlannedPull] = {}
@@ -58,7 +58,7 @@ def _plans(demand: PlacementDemand, offer: PullOffer, views: Sequence[WorkerView
 
 
 def after(demand: PlacementDemand, plans: dict[WorkerId, PlannedPull]) -> PlacementDemand:
-    """Returns the demand after these workers have pulled."""
+    """Returns the demand as it stands after these pulls: what is pulled counts as cached."""
     if not plans:
         return demand
     pulled = {worker_id: each.tokens for worker_id, each in plans.items()}
@@ -66,7 +66,7 @@ def after(demand: PlacementDemand, plans: dict[WorkerId, PlannedPull]) -> Placem
 
 
 def waits_s(views: Sequence[WorkerView], plans: dict[WorkerId, PlannedPull]) -> list[float]:
-    """Returns, for each view, how long a prompt waits for its pull; 0 without one."""
+    """Returns how long a prompt waits on each worker for its pull; 0 without a pull."""
     if not plans:
         return [0.0] * len(views)
     return [found.pull_s if (found := plans.get(view.worker_id)) is not None else 0.0 for view in views]

@@ -1,6 +1,6 @@
-"""Decides which of several workers a key belongs to: the highest hash of key and worker (Thaler and Ravishankar, 1998).
+"""Assigns a key to the worker with the highest hash of key and worker (Thaler and Ravishankar, 1998).
 
-Every router computes the same answer without asking, and a worker that joins or leaves moves only its own keys.
+All routers compute the same assignment without communicating. A worker that joins or leaves moves only its own keys.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MASK = (1 << 64) - 1
 
 
 def order(key: bytes, workers: Sequence[WorkerId]) -> list[int]:
-    """Returns the positions of the workers, the key's own first, then its fallbacks."""
+    """Returns the workers' positions: first that of the key's worker, then its fallbacks in order."""
     weights = _weights(key, workers)
     return sorted(range(len(workers)), key=weights.__getitem__, reverse=True)
 
@@ -32,7 +32,7 @@ def _weights(key: bytes, workers: Sequence[WorkerId]) -> list[int]:
 
 
 def _mix(value: int) -> int:
-    """The finalizer of splitmix64 (Steele et al., 2014)."""
+    """Applies the finalizer of splitmix64 (Steele et al., 2014)."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
     return value ^ (value >> 31)

@@ -1,7 +1,8 @@
 """Decides which prefixes are requested so often that more workers should hold them. Pure: time is passed in.
 
-A prefix that a share f of all requests begins with keeps f * N of N workers busy. With fewer holders, either these get
-more than their share or others recompute it again and again. Copies are requested one at a time, up to a limit.
+If a share f of all requests begins with one prefix, these requests keep f * N of N workers busy. With fewer holders,
+either the holders get more than their share of requests or other workers recompute the prefix repeatedly. Copies are
+requested one at a time, up to a limit.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from dataclasses import dataclass
 
 _HALF_LIFE_S = 60.0
 _MAX_PREFIXES = 4096  # beyond this, the least recently requested prefix is forgotten
-_MIN_COUNT = 4.0  # recent requests, before a prefix is worth a copy
-_INTERVAL_S = 1.0  # between two copies of one prefix: the first is not cached before it is computed
+_MIN_COUNT = 4.0  # recent requests from which on a prefix is worth a copy
+_INTERVAL_S = 1.0  # between two copies of one prefix, since a copy is not cached until it is computed
 
 
 @dataclass(slots=True)
 class _Count:
-    value: float = 0.0  # requests, older ones counting less
+    value: float = 0.0  # requests, with a weight that halves every `_HALF_LIFE_S`
     at_s: float = 0.0
     copied_s: float = -math.inf
 
@@ -37,7 +38,7 @@ class HotPrefixes:
         self._counts: OrderedDict[bytes, _Count] = OrderedDict()
 
     def wants_copy(self, prefix: bytes, num_holders: int, num_workers: int, now_s: float) -> bool:
-        """Counts a request and returns whether a worker without the prefix should serve it, if that costs little."""
+        """Counts a request. Returns whether a worker without the prefix should serve it if that costs little."""
         total = self._all.add(now_s)
         if not prefix:
             return False

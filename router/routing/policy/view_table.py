@@ -1,8 +1,8 @@
-"""The views of one pool, kept from request to request, and their figures in columns for numpy.
+"""Keeps the views of one pool from request to request, and their figures in numpy columns.
 
-A router of a thousand workers would spend most of a placement on walking its views one by one. Here a refresh compares
-each worker's reports with those that its view was made of, by calls into the interpreter's C code, and rebuilds only
-the views that differ; `wide_ends` prices all of them at once. Owned by `router.routing.placement_core`.
+With a thousand workers, most of a placement would go into visiting the views one by one. Instead, a refresh compares
+what each view was made of with its worker's newest reports, by calls into the interpreter's C code, and rebuilds only
+the views that differ; `wide_ends` prices all of them at once. `router.routing.placement_core` owns the tables.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOAD, _LIMITS = attrgetter("load"), attrgetter("limits")
 
 
 class RoutableWorker(Protocol):
-    """A worker that takes requests."""
+    """A worker that takes requests, with what its view is made of."""
 
     @property
     def worker_id(self) -> WorkerId: ...
@@ -41,15 +41,18 @@ class RoutableWorker(Protocol):
 
 
 class ViewColumns:
-    """The figures of views that pricing needs. Counts are integers, so that divisions round as they do for one view."""
+    """The figures of the views that pricing needs.
+
+    Counts are integers, so that divisions round as they do for a single view.
+    """
 
     def __init__(self, views: Sequence[WorkerView]) -> None:
         size = len(views)
         self.queue_s, self.token_price, self.context_price = np.empty(size), np.empty(size), np.empty(size)
         self.prefill_fixed_s, self.prefill_token_s, self.prefill_context_s = (np.empty(size) for _ in range(3))
         self.num_requests, self.chunk_tokens = np.empty(size, np.int64), np.empty(size, np.int64)
-        self.free_tokens = np.empty(size, np.int64)  # of the page pool, beyond what was sent
-        self.max_running = np.empty(size, np.int64)  # a huge number if there is no limit
+        self.free_tokens = np.empty(size, np.int64)  # in the free pages that work in flight will not take
+        self.max_running = np.empty(size, np.int64)  # the largest integer if there is no limit
         self.max_local_tokens = np.empty(size)  # infinite if there is no limit
         for place, view in enumerate(views):
             self.put(place, view)
@@ -78,8 +81,8 @@ class ViewTable(Sequence[WorkerView]):
         self._places = {worker_id: place for place, worker_id in enumerate(self.ids)}
         self._views: list[WorkerView] = []
         self._columns: ViewColumns | None = None
-        self._stale: set[int] = set()  # places whose figures in the columns are old
-        self._made_of: tuple[list[object], ...] = ()  # by place: load, limits, costs and work in flight
+        self._stale: set[int] = set()  # places whose columns are out of date
+        self._made_of: tuple[list[object], ...] = ()  # loads, limits, costs and work in flight, each by place
 
     def __len__(self) -> int:
         return len(self._views)
@@ -102,7 +105,7 @@ class ViewTable(Sequence[WorkerView]):
         costs_of: Callable[[WorkerId], WorkerCosts],
         sent_to: Callable[[WorkerId], InflightWork],
     ) -> None:
-        """Rebuilds the views of workers about which something has changed."""
+        """Rebuilds the views of workers whose load, limits, costs or work in flight have changed."""
         loads: list[WorkerLoad] = list(map(_LOAD, workers))
         limits: list[WorkerLimits] = list(map(_LIMITS, workers))
         costs, sent = list(map(costs_of, self.ids)), list(map(sent_to, self.ids))
@@ -125,7 +128,7 @@ class ViewTable(Sequence[WorkerView]):
 
     @property
     def columns(self) -> ViewColumns:
-        """The views' figures; made when they are first asked for and kept up to date from then on."""
+        """The views' figures, made on first use and kept up to date from then on."""
         if self._columns is None:
             self._columns = ViewColumns(self._views)
         for place in self._stale:
@@ -137,7 +140,7 @@ class ViewTable(Sequence[WorkerView]):
         return list(map(self._views.__getitem__, places))
 
     def tokens(self, of_workers: Mapping[WorkerId, int]) -> Figures:
-        """Returns a number for each worker, 0 for those that the mapping lacks."""
+        """Returns the mapping as a column; 0 for workers that it lacks."""
         figures, find = np.zeros(len(self), np.int64), self._places.get
         for worker_id, tokens in of_workers.items():
             place = find(worker_id)

@@ -1,8 +1,8 @@
 """Prices the ends of pairs for hundreds of workers at once. Pure.
 
-Computes the same sums as `end_costs` and `prices`, in the same order, but over columns instead of one view after the
-other. The results are equal to the last bit, which a property test checks. It covers most requests; one with an
-adapter, a pull, a temperature, copies in host memory or a request for an explanation is priced view by view.
+Computes the same sums as `end_costs` and `prices`, in the same order, but over columns instead of view by view. The
+results are equal to the last bit, which a property test checks. It covers most requests; those with an adapter, a
+pull, a temperature, pages in host memory or an explanation are priced view by view.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from router.routing.policy.interface import PlacementDemand
 from router.routing.policy.rendezvous import preferred
 from router.routing.policy.view_table import Figures, ViewTable
 
-Floor = tuple[float, float, End, float]  # least total with the fastest link, tie-breaker, end, bytes to transfer
+Floor = tuple[float, float, End, float]  # the end's cost over the fastest link, tie-breaker, end, bytes to transfer
 
 
 def is_plain(demand: PlacementDemand) -> bool:
-    """Returns whether this module prices everything that the demand needs."""
+    """Returns whether this module covers all cost terms of the demand."""
     return not (demand.explain or demand.adapter or demand.host_tokens or demand.pull is not None)
 
 
@@ -45,7 +45,7 @@ class WideEnds:
 
 
 class WideEndCosts:
-    """Prices ends as `EndCosts` does, and shares its contention."""
+    """Prices ends as `EndCosts` does, and shares its `PrefillContention`."""
 
     def __init__(self, weights: KvAwareConfig, contention: PrefillContention) -> None:
         self._weights = weights
@@ -70,7 +70,7 @@ class WideEndCosts:
         return WideEnds(views, cost_s, ties, bonus_s, compute_s, uncached).take(np.lexsort((ties, cost_s))[:max_ends])
 
     def decode(self, demand: PlacementDemand, views: ViewTable, rng: random.Random) -> WideEnds:
-        """Prices decoding on each worker, without the transfer."""
+        """Prices decoding on each worker, excluding the transfer."""
         columns, weights = views.columns, self._weights
         output_tokens, num_tokens = demand.output_tokens * weights.decode_weight, demand.num_tokens
         cost_s = output_tokens * (columns.token_price + num_tokens * columns.context_price)
@@ -87,10 +87,10 @@ class WideEndCosts:
     def cheapest_local(
         self, demand: PlacementDemand, ends: WideEnds, has_prefill: bool, tie_s: float
     ) -> list[tuple[float, End]]:
-        """Returns the totals and ends of the workers that compute the prompt themselves at the least cost.
+        """Returns the decode workers that compute the prompt themselves at the lowest total cost, and that cost.
 
-        If there are prefill workers, these compute up to `max_local_tokens`. All within `tie_s` of the least are
-        returned, in the order of the views.
+        All within `tie_s` of the lowest cost are returned, in the order of the views. If there are prefill workers, a
+        decode worker computes up to its `max_local_tokens`.
         """
         views, columns, uncached = ends.views, ends.views.columns, ends.uncached
         compute_s = _compute_s(demand, views, uncached)
@@ -107,7 +107,7 @@ class WideEndCosts:
         return list(zip(total_s[places].tolist(), ends.take(places), strict=True))
 
     def cheapest_floors(self, demand: PlacementDemand, ends: WideEnds, max_ends: int) -> list[Floor]:
-        """Returns the decode ends that are cheapest with the fastest link, cheapest first."""
+        """Returns the decode ends that are cheapest over the fastest link, cheapest first."""
         latency_s, byte_s = demand.links.fastest
         num_bytes = ends.uncached * demand.token_bytes
         floor_s = ends.cost_s + latency_s + num_bytes * byte_s
@@ -119,7 +119,7 @@ class WideEndCosts:
         ]
 
     def _delays_s(self, demand: PlacementDemand, views: ViewTable, uncached: Figures, compute_s: Figures) -> Figures:
-        """Returns the weighted delay of the prompts that wait, and learns from the queues."""
+        """Returns the weighted delay of waiting prompts, and learns from the queues."""
         waiting = self._contention.num_waiting
         self._contention.observe_share(np.count_nonzero(views.columns.queue_s > 0.0) / len(views))
         if not waiting:
@@ -139,7 +139,7 @@ class WideEndCosts:
 
 
 def _uncached(demand: PlacementDemand, cached: Figures) -> Figures:
-    """Returns the tokens that each worker lacks: at least the last one."""
+    """Returns the tokens that each worker must compute: at least the last one."""
     uncached: Figures = demand.num_tokens - cached
     uncached[uncached == 0] = 1
     return uncached
@@ -154,6 +154,6 @@ def _compute_s(demand: PlacementDemand, views: ViewTable, uncached: Figures) -> 
 
 
 def _ties(rng: random.Random, count: int) -> Figures:
-    """Returns random tie-breakers, in the order in which they would be taken view by view."""
+    """Returns the same random tie-breakers as pricing view by view would take."""
     pick = rng.random
     return np.array([pick() for _ in range(count)])

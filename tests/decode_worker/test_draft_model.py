@@ -1,4 +1,5 @@
-"""A draft model's tokens are those that it says by itself, whatever became of earlier drafts; its pages come back."""
+"""Tests that a draft model proposes what it generates alone, whatever happened to earlier drafts, and frees its
+pages."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def make_sequence(number: int, **sampling: object) -> Sequence:
 
 
 def continuation(engine: Engine, sequence: Sequence, count: int) -> tuple[int, ...]:
-    """Returns what a model by itself says after the text."""
+    """Returns what the model generates alone after the text."""
     own = sequence.continued([])
     own.pages = engine.pool.allocate(-(-(len(own.token_ids) + count) // engine.layout.page_size))
     for _ in range(count):
@@ -57,10 +58,10 @@ def continuation(engine: Engine, sequence: Sequence, count: int) -> tuple[int, .
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9, "seed": 4}])
-def test_drafts_are_what_the_model_says_by_itself(
+def test_drafts_are_what_the_model_generates_alone(
     draft: DraftModel, alone: Engine, sampling: dict[str, object]
 ) -> None:
-    """Some tokens of each draft come true, others do not; sequences join, pause and leave."""
+    """Some tokens of each draft are accepted, others are not; sequences join, pause and leave."""
     rng = random.Random(1)
     sequences = [make_sequence(number, **sampling) for number in range(3)]
     for turn in range(8):
@@ -78,7 +79,7 @@ def test_drafts_are_what_the_model_says_by_itself(
         draft.forget(sequence)
 
 
-def test_a_long_text_is_read_in_parts_and_drafted_for_once_it_is_read(draft: DraftModel, alone: Engine) -> None:
+def test_a_long_text_is_drafted_for_once_all_its_chunks_are_computed(draft: DraftModel, alone: Engine) -> None:
     sequence, short = make_sequence(0, temperature=0.0), make_sequence(1, temperature=0.0)
     sequence.token_ids = [PROMPT[place % len(PROMPT)] for place in range(300)]
     assert draft.propose({sequence: 3}) == {}
@@ -89,8 +90,8 @@ def test_a_long_text_is_read_in_parts_and_drafted_for_once_it_is_read(draft: Dra
     draft.forget(short)
 
 
-def test_nothing_is_drafted_without_pages_or_beyond_the_drafts_context(draft: DraftModel) -> None:
-    many = [make_sequence(number, temperature=0.0) for number in range(20)]  # five pages each, of 64
+def test_no_draft_without_pages_or_beyond_the_drafts_context(draft: DraftModel) -> None:
+    many = [make_sequence(number, temperature=0.0) for number in range(20)]  # each needs five of the 64 pages
     found = draft.propose(dict.fromkeys(many, 4))
     assert 0 < len(found) < len(many)
     for sequence in many:
@@ -100,7 +101,7 @@ def test_nothing_is_drafted_without_pages_or_beyond_the_drafts_context(draft: Dr
     draft.forget(many[0])
 
 
-def test_room_is_what_pages_and_the_drafts_context_leave(draft: DraftModel) -> None:
+def test_room_is_limited_by_free_pages_and_the_drafts_context(draft: DraftModel) -> None:
     first, second = make_sequence(0, temperature=0.0), make_sequence(1, temperature=0.0)
     assert draft.propose({first: 4})[first].token_ids
     assert draft.num_held_pages == 5
@@ -114,7 +115,7 @@ def test_room_is_what_pages_and_the_drafts_context_leave(draft: DraftModel) -> N
     assert draft.has_room(second, 5)
 
 
-def test_another_vocabulary_is_refused_by_name(tmp_path: Path) -> None:
+def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(DRAFT, other)
     text = json.loads((other / "tokenizer.json").read_text())
@@ -130,7 +131,7 @@ def test_another_vocabulary_is_refused_by_name(tmp_path: Path) -> None:
         DraftModel.load(str(other), CONFIG, 64)
 
 
-def test_eagle_heads_are_refused_by_name(tmp_path: Path) -> None:
+def test_eagle_heads_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"]}))
     with pytest.raises(
         ConfigError, match=r"is LlamaForCausalLMEagle3, a head over .* \(EAGLE\), which is not supported"

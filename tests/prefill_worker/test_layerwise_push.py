@@ -1,4 +1,5 @@
-"""Layer-wise push: which groups of layers are sent while a step computes, in what order, and after a failed step."""
+"""Tests layer-wise push: which groups of layers are sent while a step computes, in what order, and after a
+failed step."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def step_of(num_layers: int, fails_after: int | None = None) -> Callable[..., St
 
 
 @pytest.mark.parametrize(("num_layers", "num_groups"), [(4, 2), (6, 3), (4, 4), (32, 4), (30, 3), (2, 2)])
-def test_all_groups_but_the_last_are_sent_in_order(num_layers: int, num_groups: int) -> None:
+def test_all_groups_but_the_last_are_sent_during_the_step(num_layers: int, num_groups: int) -> None:
     sent: list[LayerGroup] = []
     push = LayerwisePush(sent.append, num_groups)
     LayerwiseStep(step_of(num_layers), num_layers, [push])([])
@@ -43,18 +44,18 @@ def test_each_transfer_has_its_own_number_of_groups() -> None:
 
 
 @pytest.mark.parametrize("fails_after", [0, 2, 3])
-def test_a_batch_that_fails_is_pushed_whole_afterwards(fails_after: int) -> None:
+def test_after_a_failed_step_whole_pages_are_pushed(fails_after: int) -> None:
     sent: list[LayerGroup] = []
     push = LayerwisePush(sent.append, 2)
     step = LayerwiseStep(step_of(4, fails_after), 4, [push])
     with pytest.raises(InternalError):
         step([])
     early = list(sent)
-    step([])  # one by one, without layer-wise push
+    step([])  # recomputed one by one, without layer-wise push
     assert sent == early
     assert push.last_group() is None
     assert (push.last_group() or ALL_LAYERS).is_last
 
 
-def test_pages_of_which_nothing_was_sent_are_pushed_whole() -> None:
+def test_pages_without_a_sent_group_are_pushed_whole() -> None:
     assert LayerwisePush(lambda group: None, 4).last_group() is None

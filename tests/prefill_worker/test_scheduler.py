@@ -1,4 +1,4 @@
-"""Prefill scheduling: the token budget, lanes and lengths, nobody starves, pages taken once, prefixes computed once."""
+"""Tests prefill scheduling: the token budget, lanes and lengths, no starvation, and prefixes computed once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shares(work: list[ScheduledSequence]) -> dict[str, int]:
     return {item.sequence.request_id: item.num_tokens for item in work}
 
 
-def test_chunks_fill_the_budget_with_what_ends_soonest() -> None:
+def test_chunks_fill_the_budget_with_the_prompts_that_end_soonest() -> None:
     scheduler, _ = make_scheduler(20)
     for name, length in (("a", 10), ("b", 3), ("c", 6)):
         scheduler.add(make_sequence(name, list(range(ord(name) * 100, ord(name) * 100 + length))))
@@ -44,16 +44,16 @@ def test_chunks_fill_the_budget_with_what_ends_soonest() -> None:
     assert complete == ["b", "c", "a"]
 
 
-def test_no_more_prompts_run_than_a_step_may_hold() -> None:
+def test_at_most_the_configured_number_of_prompts_run_in_a_step() -> None:
     scheduler, _ = make_scheduler(20, max_batch_tokens=100)
     for number in range(4):
         scheduler.add(make_sequence(f"s{number}", list(range(100 * number, 100 * number + 2))))
     assert scheduler.num_uncomputed_tokens == 8
-    assert shares(scheduler.schedule()) == {"s0": 2, "s1": 2, "s2": 2}  # three at most
+    assert shares(scheduler.schedule()) == {"s0": 2, "s1": 2, "s2": 2}  # at most three
     assert (scheduler.num_running, scheduler.num_queued, scheduler.num_uncomputed_tokens) == (3, 1, 8)
 
 
-def test_tokens_count_as_uncomputed_until_they_are_computed_or_dropped() -> None:
+def test_tokens_count_as_uncomputed_until_they_are_computed_or_removed() -> None:
     scheduler, _ = make_scheduler(20)
     long, queued = make_sequence("long", list(range(12))), make_sequence("queued", list(range(100, 120)))
     for sequence in (long, queued):
@@ -66,7 +66,7 @@ def test_tokens_count_as_uncomputed_until_they_are_computed_or_dropped() -> None
     assert scheduler.num_uncomputed_tokens == 0
 
 
-def test_a_short_interactive_prompt_goes_ahead_of_a_long_one_that_has_begun() -> None:
+def test_a_short_interactive_prompt_overtakes_a_long_one_that_has_begun() -> None:
     scheduler, _ = make_scheduler(20)
     scheduler.add(make_sequence("long", list(range(40)), Lane.BULK))
     scheduler.commit(scheduler.schedule())
@@ -75,7 +75,7 @@ def test_a_short_interactive_prompt_goes_ahead_of_a_long_one_that_has_begun() ->
     assert list(shares(scheduler.schedule()).items()) == [("short", 4), ("standard", 3), ("long", 1)]
 
 
-def test_prompts_that_have_begun_go_on_while_a_large_one_waits_for_pages() -> None:
+def test_prompts_that_have_begun_continue_while_a_large_one_waits_for_pages() -> None:
     scheduler, pool = make_scheduler(6)
     scheduler.add(make_sequence("begun", list(range(12))))
     scheduler.commit(scheduler.schedule())
@@ -91,8 +91,10 @@ def test_prompts_that_have_begun_go_on_while_a_large_one_waits_for_pages() -> No
     length=st.integers(1, 60),
     flood=st.lists(st.tuples(st.sampled_from(Lane), st.integers(1, 16)), min_size=1, max_size=8),
 )
-def test_no_flood_keeps_a_prompt_waiting_for_ever(lane: Lane, length: int, flood: list[tuple[Lane, int]]) -> None:
-    """However many come after it: once its handicap and its own length were computed, no newcomer goes before it."""
+def test_later_prompts_cannot_keep_a_prompt_waiting_forever(
+    lane: Lane, length: int, flood: list[tuple[Lane, int]]
+) -> None:
+    """Once as many tokens as its handicap and its own length are computed, no newcomer goes before it."""
     budget = 8
     scheduler, pool = make_scheduler(80, max_batch_tokens=budget)
     for number in range(4):
@@ -103,7 +105,7 @@ def test_no_flood_keeps_a_prompt_waiting_for_ever(lane: Lane, length: int, flood
     bound = HANDICAP_STEPS[lane] * budget + length
     while True:
         if computed < bound:
-            backlog = scheduler.num_uncomputed_tokens  # the last moment at which there is somebody else to wait for
+            backlog = scheduler.num_uncomputed_tokens  # from `bound` on it waits for nothing but this backlog
         late = set[Sequence]()
         while scheduler.num_queued < 5:
             newcomer_lane, tokens = flood[number % len(flood)]
@@ -138,7 +140,7 @@ def test_a_prompt_that_does_not_fit_waits_and_holds_nothing() -> None:
     pool.check_integrity()
 
 
-def test_a_cached_prefix_is_not_computed_again_but_the_last_token_is() -> None:
+def test_a_cached_prefix_is_not_recomputed_except_for_its_last_token() -> None:
     scheduler, _ = make_scheduler(20)
     scheduler.add(make_sequence("first", list(range(8))))
     scheduler.commit(scheduler.schedule())
@@ -150,14 +152,14 @@ def test_a_cached_prefix_is_not_computed_again_but_the_last_token_is() -> None:
 
 @examples(60)
 @given(data=st.data(), num_pages=st.integers(6, 16))
-def test_any_history_balances_and_ends(data: st.DataObject, num_pages: int) -> None:
+def test_every_history_balances_pages_and_completes(data: st.DataObject, num_pages: int) -> None:
     scheduler, pool = make_scheduler(num_pages)
     live: list[Sequence] = []
     done: list[Sequence] = []
     for number in range(data.draw(st.integers(1, 30))):
         action = data.draw(st.sampled_from(["add", "cancel", "finish", "step", "step"]))
         if action == "add":
-            start = data.draw(st.sampled_from([0, 100]))  # few starts: prefixes repeat
+            start = data.draw(st.sampled_from([0, 100]))  # few beginnings, so that prefixes repeat
             length = data.draw(st.integers(1, num_pages * PAGE_SIZE))
             lane = data.draw(st.sampled_from(Lane))
             live.append(make_sequence(f"s{number}", list(range(start, start + length)), lane))
@@ -186,14 +188,14 @@ def test_any_history_balances_and_ends(data: st.DataObject, num_pages: int) -> N
 
 @examples(60)
 @given(length=st.integers(1, 40), flood=st.lists(st.integers(1, 12), min_size=1, max_size=6))
-def test_a_lane_gets_its_share_whatever_others_bring(length: int, flood: list[int]) -> None:
-    """A quarter of 8 tokens is reserved: so a bulk prompt is computed by two tokens a step from the first on."""
+def test_a_lane_gets_its_reserved_share_beside_any_load(length: int, flood: list[int]) -> None:
+    """A quarter of 8 tokens is reserved, so a bulk prompt gets at least two tokens in each step."""
     scheduler, pool = make_scheduler(80, reserved={Lane.BULK: 0.25})
     bulk = make_sequence("bulk", list(range(length)), Lane.BULK)
     scheduler.add(bulk)
     for step in range(-(-length // 2)):
         if bulk.num_computed_tokens == length:
-            break  # others left it more
+            break  # other prompts left it more than its share
         for number, tokens in enumerate(flood):
             first = 1000 * (step * len(flood) + number + 1)
             if scheduler.num_queued < 4:
@@ -210,7 +212,7 @@ def test_a_lane_gets_its_share_whatever_others_bring(length: int, flood: list[in
     assert bulk.num_computed_tokens == length
 
 
-def test_a_reserved_share_takes_no_pages_from_those_who_wait_for_them() -> None:
+def test_a_reserved_share_takes_no_pages_from_a_prompt_that_waits_for_them() -> None:
     scheduler, _ = make_scheduler(6, reserved={Lane.BULK: 0.5})
     scheduler.add(make_sequence("begun", list(range(12))))
     scheduler.commit(scheduler.schedule())
@@ -219,6 +221,6 @@ def test_a_reserved_share_takes_no_pages_from_those_who_wait_for_them() -> None:
     assert shares(scheduler.schedule()) == {"begun": 4}
 
 
-def test_shares_of_a_step_are_shares() -> None:
+def test_reserved_shares_outside_their_range_are_refused() -> None:
     with pytest.raises(ValueError, match="give each 0 or more, and 1 at most together"):
         PrefillConfig(reserved={Lane.BULK: 0.6, Lane.STANDARD: 0.5})

@@ -40,7 +40,7 @@ async def test_chunks_are_joined_in_order_and_sent_once(request_: DecodeRequest)
 
 
 async def test_a_prompt_that_is_recomputed_is_scored_from_the_start(request_: DecodeRequest) -> None:
-    """A sequence that is preempted before its first token loses its pages, and its scores are found again."""
+    """A sequence that is preempted before its first token loses its pages; its prompt is scored again with them."""
     request_.add_scores(scores(1, 4, 5))
     request_.add_scores(scores(1, 4))
     request_.add_scores(scores(2, 5))
@@ -48,7 +48,7 @@ async def test_a_prompt_that_is_recomputed_is_scored_from_the_start(request_: De
     assert [each.token_id for part in parts for each in part.prompt_logprobs] == [4, 5]
 
 
-async def test_many_scores_leave_in_several_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_scores_are_sent_in_several_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_stream, "_FRAME_SCORES_BYTES", 100)
     stream = RouterStream()
     sizes = [0, 60, 30, 0, 60, 500, 0, 40]
@@ -59,7 +59,7 @@ async def test_many_scores_leave_in_several_frames(monkeypatch: pytest.MonkeyPat
     assert [[delta.stream_id for delta in part] for part in parts] == [[0, 1, 2, 3], [4], [5, 6], [7]]  # type: ignore[union-attr]
 
 
-async def test_a_stream_that_is_closed_ends_after_its_last_frame() -> None:
+async def test_a_closed_stream_ends_after_its_last_frame() -> None:
     stream = RouterStream()
     stream._append([TokenDelta(1, SampledToken(5))])
     stream.close()

@@ -1,4 +1,4 @@
-"""A ticket's stream at its decode worker says what the router has granted."""
+"""Tests that a ticket's stream ends at its decode worker within the limits that the router has granted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODEL = Path(__file__).resolve().parents[3] / "models" / "penstock-tiny"
 
 
 class TwoTokenIntake:
-    """Stands in for `decode_worker.request_intake.RequestIntake`: answers two tokens, the second of them the last."""
+    """Stands in for `decode_worker.request_intake.RequestIntake`: answers each request with two tokens and ends it."""
 
     def submit(self, message: worker_pb2.DecodeSubmit, stream: RouterStream) -> object:
         end = common_pb2.Timing(decode_ms=1.0)

@@ -1,4 +1,4 @@
-"""Tokens of a step reach the streams of their requests, whatever else begins and ends meanwhile."""
+"""Tests that the tokens of a step reach the streams of their requests while other requests begin and end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.suite.examples import examples
 
 
 class NoTransfers:
-    """Stands in for `decode_worker.prefill.transfer_table.TransferTable`: everything is computed here."""
+    """Stands in for `decode_worker.prefill.transfer_table.TransferTable`: every prompt is computed locally."""
 
     num_mismatches = 0
 
@@ -39,7 +39,7 @@ class Router:
 
     def __init__(self) -> None:
         self.deltas: dict[int, list[TokenDelta]] = {}
-        self.num_batches: list[int] = []  # of plain tokens, in each step
+        self.num_batches: list[int] = []  # the number of plain-token batches in each step
 
     def send(self, deltas: list[Delta]) -> None:
         self.num_batches.append(sum(isinstance(delta, PlainTokens) for delta in deltas))
@@ -122,8 +122,8 @@ def test_the_tokens_of_each_router_travel_together() -> None:
     assert [router.num_batches for router in routers] == [[0, 1, 1, 1]] * 2
 
 
-def test_a_first_token_that_is_sampled_in_a_row_is_noted() -> None:
-    """The last token of a prompt that is a token longer than its chunks is computed in a row."""
+def test_a_first_token_that_is_sampled_in_a_row_sets_its_time() -> None:
+    """When a prompt is one token longer than its chunks, its last token is computed in a decode row."""
     (worker, steps), router = make_worker(), Router()
     request = make_request(1, list(range(30, 47)), 4, router)
     worker.submit(request)
@@ -134,7 +134,7 @@ def test_a_first_token_that_is_sampled_in_a_row_is_noted() -> None:
     assert request.times.first_token_s > request.times.started_s > 0
 
 
-def test_a_cancellation_during_a_step_of_prompts_costs_the_others_no_token() -> None:
+def test_a_cancellation_during_a_prompt_step_loses_no_token_of_others() -> None:
     (worker, steps), router = make_worker(), Router()
     first, second = (make_request(number, [20 + number, 21, 22], 2, router) for number in range(2))
     worker.submit(first)

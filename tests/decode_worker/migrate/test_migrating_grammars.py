@@ -1,4 +1,4 @@
-"""Migrates sequences in the middle of their grammars, also between forced tokens whose KV no step has computed yet."""
+"""Migrates sequences in the middle of their grammars, also while forced tokens still have no KV."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LEVELS = {
     "x-guidance": {"whitespace_flexible": False},
 }
 SAMPLING = SamplingParams(max_tokens=400, temperature=0.75, top_p=0.875, seed=7)
-ENOUGH = 12  # migrations: each is elsewhere in its grammar
+ENOUGH = 12  # migrations, each at another place of a grammar
 GRAMMARS = {"forced": schema(LEVELS), "sampled": regex("([a-z]{1,8} [0-9]{2,4}; ){60,90}")}
 
 
@@ -41,7 +41,7 @@ async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-async def test_a_migrated_output_goes_on_in_its_grammar(pair: Pair, name: str) -> None:
+async def test_a_migrated_output_continues_in_its_grammar(pair: Pair, name: str) -> None:
     prompts = [[(7 * place) % 900 + 20 for place in range(length)] for length in (3, 16, 40, 150)]
     requests = [
         (prompt, replace(SAMPLING, grammar=GRAMMARS[name], seed=number)) for number, prompt in enumerate(prompts)

@@ -28,7 +28,7 @@ from tests.support.engine.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.serving import GREEDY, SALT, TIMEOUT_S, Caller, caller, wait_until_empty, worker_config, workers
 
 LONG = replace(GREEDY, max_tokens=300)
-# Exact in single precision, as they travel.
+# These values are exact in single precision, the precision of the wire format.
 PENALIZED = SamplingParams(
     max_tokens=300,
     temperature=0.75,
@@ -40,7 +40,7 @@ PENALIZED = SamplingParams(
     presence_penalty=0.25,
 )
 PROMPT = [(5 * i) % 300 + 2 for i in range(150)]
-LEASE_S = 0.5  # where a sequence without its router is to be dropped; elsewhere nothing may depend on time
+LEASE_S = 0.5  # set only where a sequence without its router must be dropped; no other test may depend on time
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +59,10 @@ def single_process(model: Path, prompt: Sequence[int], sampling: SamplingParams)
 
 @dataclass
 class Streamed:
-    """All that a client has received of a stream, wherever it ran."""
+    """Records what a client has received of one stream, on whichever worker it ran."""
 
     token_ids: list[int] = field(default_factory=list)
-    times_s: list[float] = field(default_factory=list)  # of each token
+    times_s: list[float] = field(default_factory=list)  # the arrival time of each token
     finish_reason: int = 0
     timing: common_pb2.Timing | None = None
     error: Exception | None = None
@@ -103,7 +103,7 @@ class Router:
 
 @dataclass
 class Pair:
-    """Two decode workers, and a router that is connected to both."""
+    """Holds two decode workers and a router that is connected to both."""
 
     left: DecodeServer
     right: DecodeServer
@@ -114,7 +114,7 @@ class Pair:
 async def running_pair(
     model: Path, other: Path | None = None, num_pages: int = 256, page_size: int = 16
 ) -> AsyncIterator[Pair]:
-    """`other`, `num_pages` and `page_size` configure the right worker."""
+    """Runs two decode workers; `other`, `num_pages` and `page_size` configure the right one."""
     checked, pages = {"checksums": True}, {"num_pages": num_pages, "page_size": page_size}
     async with workers(
         worker_config(Role.DECODE, model, "left", engine={"num_pages": 256}, transfer=checked),
@@ -130,14 +130,14 @@ async def running_pair(
 
 @pytest.fixture
 async def pair(model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
-    monkeypatch.setattr(decode_server, "LEASE_S", TIMEOUT_S)  # on a busy machine the router comes late
+    monkeypatch.setattr(decode_server, "LEASE_S", TIMEOUT_S)  # on a busy machine the router connects late
     async with running_pair(model) as made:
         yield made
 
 
 @pytest.fixture
 async def hasty_pair(model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
-    """Yields workers that wait only briefly for routers."""
+    """Yields workers that wait only briefly for a router."""
     monkeypatch.setattr(decode_server, "LEASE_S", LEASE_S)
     async with running_pair(model) as made:
         yield made
@@ -181,7 +181,7 @@ async def test_migrations_under_load_lose_and_repeat_nothing(
         source, target = pair.left, pair.right
         while num_migrations < enough and not all(stream.done() for stream in streams):
             response = await migrate(source, target)
-            # A sequence that stays continues here; on a busy machine some migrations take too long.
+            # A sequence that does not migrate continues here; on a busy machine some migrations time out.
             reasons = ("has ended", "within", "no room", "outgrew", "preempted")
             assert all(any(reason in failure.error.message for reason in reasons) for failure in response.failed), (
                 response
@@ -214,7 +214,7 @@ async def test_timing_counts_what_both_workers_did(pair: Pair) -> None:
     assert timing.prefill_ms > 0
 
 
-async def test_a_few_are_chosen_and_the_rest_stays(pair: Pair, model: Path) -> None:
+async def test_max_sequences_limits_how_many_migrate(pair: Pair, model: Path) -> None:
     streams = [asyncio.create_task(pair.router.stream(pair.left, PROMPT[:n], LONG)) for n in (20, 30, 40)]
     await until_running(pair.left, 3)
     response = await migrate(pair.left, pair.right, max_sequences=1)
@@ -225,11 +225,11 @@ async def test_a_few_are_chosen_and_the_rest_stays(pair: Pair, model: Path) -> N
 
 
 async def test_two_sequences_of_one_request_both_migrate(hasty_pair: Pair) -> None:
-    # As when a sequence waits for its router while the same request is submitted again.
+    # This happens when a sequence waits for its router while the same request is submitted again.
     pair = hasty_pair
     async with caller(pair.left) as one, caller(pair.left) as other:
         number = one.submit(PROMPT, LONG)
-        assert other.submit(PROMPT, LONG) == number  # so that they share the request id, too
+        assert other.submit(PROMPT, LONG) == number  # makes both sequences share the request id, too
         await one.next_delta(number)
         await other.next_delta(number)
         response = await migrate(pair.left, pair.right)
@@ -250,7 +250,7 @@ async def test_sequences_migrate_between_workers_of_different_page_sizes(
         assert (seen.token_ids, seen.num_migrations) == (single_process(model, PROMPT, PENALIZED), 4)
 
 
-async def test_a_worker_on_every_interface_is_announced_as_its_caller_knows_it(model: Path) -> None:
+async def test_a_worker_that_listens_on_every_interface_migrates_under_the_callers_address(model: Path) -> None:
     left, right = (worker_config(Role.DECODE, model, name) for name in ("left", "right"))
     async with workers(left.model_copy(update={"host": "0.0.0.0"}), right) as (source, target):
         assert isinstance(source, DecodeServer)
@@ -274,7 +274,8 @@ async def test_a_worker_on_every_interface_is_announced_as_its_caller_knows_it(m
 
 async def test_a_full_target_refuses_and_the_stream_goes_on(model: Path) -> None:
     async with running_pair(model) as pair:
-        pool = pair.right.worker._engine.pool  # its worker is idle; its context holds the stream at any length
+        # nothing else runs on this worker, and its context holds the stream whatever its length
+        pool = pair.right.worker._engine.pool
         held = pool.allocate(pool.num_free - 1)
         stream = asyncio.create_task(pair.router.stream(pair.left, PROMPT[:110], LONG))
         await until_running(pair.left, 1)
@@ -285,7 +286,7 @@ async def test_a_full_target_refuses_and_the_stream_goes_on(model: Path) -> None
         assert (seen.token_ids, seen.num_migrations) == (single_process(model, PROMPT[:110], LONG), 0)
 
 
-async def test_targets_that_do_not_fit_are_refused(model: Path, tmp_path: Path) -> None:
+async def test_targets_with_another_layout_or_epoch_are_refused(model: Path, tmp_path: Path) -> None:
     other = make_checkpoint("llama", tmp_path / "other", num_hidden_layers=3)
     async with running_pair(model, other) as pair:
         stream = asyncio.create_task(pair.router.stream(pair.left, PROMPT, LONG))
@@ -306,7 +307,7 @@ async def test_a_client_that_leaves_during_a_migration_leaves_no_page_behind(has
     outcomes = [0, 0, 0]
 
     async def leave_once(has_come: Callable[[], bool]) -> None:
-        """The client leaves as soon as the migrations have come that far."""
+        """Lets the client cancel two of its streams as soon as the migrations have reached a stage."""
         nonlocal outcomes
         async with caller(source) as leaving:
             numbers = [leaving.submit([*PROMPT, number], LONG) for number in range(3)]
@@ -329,14 +330,14 @@ async def test_a_client_that_leaves_during_a_migration_leaves_no_page_behind(has
     await leave_once(lambda: some(lambda migration: migration.num_landed > 0))
     await leave_once(lambda: some(lambda migration: migration.phase is CopyPhase.PAUSED))
     async with asyncio.timeout(TIMEOUT_S):
-        while not outcomes[0]:  # on a busy machine a migration may take too long and fail
+        while not outcomes[0]:  # on a busy machine a migration may time out
             num_before = source.outgoing.num_migrated
             await leave_once(lambda num_before=num_before: source.outgoing.num_migrated > num_before)  # type: ignore[misc]
     assert outcomes[0] > 0
     assert outcomes[0] < sum(outcomes)
 
 
-async def test_a_deadline_holds_wherever_the_sequence_is(hasty_pair: Pair) -> None:
+async def test_a_deadline_holds_on_either_worker(hasty_pair: Pair) -> None:
     for timeout_s in (0.1, 0.15, 0.2):
         streams = [
             asyncio.create_task(hasty_pair.router.stream(hasty_pair.left, PROMPT[: 20 + n], LONG, timeout_s))
@@ -353,7 +354,7 @@ async def test_a_deadline_holds_wherever_the_sequence_is(hasty_pair: Pair) -> No
         await wait_until_empty(hasty_pair.left, hasty_pair.right)
 
 
-async def test_a_request_with_an_unknown_ticket_is_an_ordinary_request(pair: Pair, model: Path) -> None:
+async def test_a_request_with_an_unknown_ticket_is_served_as_an_ordinary_request(pair: Pair, model: Path) -> None:
     wanted = single_process(model, PROMPT, LONG)
     async with caller(pair.right) as router:
         number = router.submit([*PROMPT, *wanted[:5]], LONG, num_prompt_tokens=len(PROMPT), ticket="unknown")

@@ -1,9 +1,9 @@
-"""Migrates sequences between decode cores under every order of events that networks and dying workers cause.
+"""Migrates sequences between decode cores under random orders of events, including network faults and dying workers.
 
-Two real cores, with pages of one size or of two, a router and a fake one-sided wire in one thread
-(migration_world.py). Random seeds pick what happens next: a step, a message, a write, a migration, an overdue answer,
+Two real cores, with pages of one size or of two, a router and a fake one-sided transport run in one thread
+(migration_world.py). A random seed picks each next event: a step, a message, a write, a migration, an overdue answer,
 time that passes, a cancellation, a broken call, a killed worker. The fake engine fails on any page that holds another
-sequence's KV; every stream must be exact and every page come back.
+sequence's KV; each stream must get exactly its tokens, and every page must be freed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ def play(seed: int, mishaps: bool) -> World:
     world = World(seed)
     rng = world.rng
     for _ in range(rng.randint(1, 5)):
-        base = [rng.choice([1, 2]) * 10 + i for i in range(rng.randint(1, 20))]  # two stems: prefixes repeat
+        # only two beginnings, so that prefixes repeat
+        base = [rng.choice([1, 2]) * 10 + i for i in range(rng.randint(1, 20))]
         world.submit(base, rng.randint(1, 40))
         for _ in range(rng.randint(20, 120)):
             rng.choice(world.actions())()
@@ -46,9 +47,9 @@ def play(seed: int, mishaps: bool) -> World:
 
 @examples(60)
 @given(seed=st.integers(0, 2**32), mishaps=st.booleans())
-def test_every_stream_is_exact_and_every_page_comes_back(seed: int, mishaps: bool) -> None:
+def test_every_stream_is_exact_and_every_page_is_freed(seed: int, mishaps: bool) -> None:
     play(seed, mishaps)
 
 
-def test_sequences_do_migrate() -> None:
+def test_some_sequences_migrate_in_the_random_histories() -> None:
     assert sum(play(seed, mishaps=False).num_migrated for seed in range(20)) > 20

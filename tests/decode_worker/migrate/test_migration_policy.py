@@ -1,4 +1,4 @@
-"""Tests which sequences migrate, the pages they reserve, when they pause, and what migrates besides their pages."""
+"""Tests which sequences migrate, how many pages they reserve, when they pause, and what state they carry."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def candidate(name: str, num_tokens: int, num_tokens_left: int) -> MigrationCand
     return MigrationCandidate(RequestId(name), num_tokens, num_tokens_left)
 
 
-def test_most_work_for_the_least_kv_migrates_first() -> None:
+def test_the_most_work_for_the_least_kv_migrates_first() -> None:
     long, short, ending = candidate("long", 1000, 100), candidate("short", 50, 100), candidate("ending", 50, 3)
     assert choose_sequences([long, short, ending], (), None) == [short, long]
     assert choose_sequences([long, short, ending], (), 1) == [short]
     assert choose_sequences([long, short, ending], {RequestId("ending")}, None) == [ending]
 
 
-def test_a_sequence_with_a_last_few_tokens_left_stays() -> None:
+def test_a_sequence_with_few_tokens_left_stays() -> None:
     stays, goes = candidate("stays", 50, 16), candidate("goes", 50, 17)
     assert choose_sequences([stays, goes], (), None) == [goes]
 
@@ -45,7 +45,7 @@ def test_a_sequence_with_a_last_few_tokens_left_stays() -> None:
     num_tokens_left=st.integers(0, 5000),
     page_size=st.sampled_from([1, 4, 16, 64]),
 )
-def test_the_reservation_covers_what_exists_and_no_more_than_can_come(
+def test_the_reservation_covers_current_tokens_and_at_most_those_left(
     num_tokens: int, num_tokens_left: int, page_size: int
 ) -> None:
     wanted = num_tokens_to_reserve(num_tokens, num_tokens_left, page_size)
@@ -54,8 +54,10 @@ def test_the_reservation_covers_what_exists_and_no_more_than_can_come(
 
 
 @given(page_size=st.sampled_from([1, 4, 16]), num_prompt=st.integers(1, 400), pages_a_step=st.floats(0.01, 3.0))
-def test_every_copy_ends_and_fits(page_size: int, num_prompt: int, pages_a_step: float) -> None:
-    """Pages may land faster or slower than tokens come."""
+def test_every_copy_reaches_its_pause_within_its_reservation(
+    page_size: int, num_prompt: int, pages_a_step: float
+) -> None:
+    """Pages land faster or slower than tokens are added."""
     num_computed, num_left = num_prompt, 1000
     reserved = -(-num_tokens_to_reserve(num_computed + 1, num_left, page_size) // page_size)
     landed = 0.0
@@ -71,16 +73,17 @@ def test_every_copy_ends_and_fits(page_size: int, num_prompt: int, pages_a_step:
 @pytest.mark.parametrize(
     ("progress", "pauses"),
     [
-        (CopyProgress(num_full=0, num_held=0, num_landed=0, num_reserved=3), True),  # nothing to copy before the pause
+        # nothing to copy before the pause; the target may not be connected yet
+        (CopyProgress(num_full=0, num_held=0, num_landed=0, num_reserved=3), True),
         (CopyProgress(num_full=1, num_held=0, num_landed=0, num_reserved=4), False),  # not connected yet, maybe
         (CopyProgress(num_full=10, num_held=0, num_landed=8, num_reserved=14), False),
         (CopyProgress(num_full=10, num_held=0, num_landed=9, num_reserved=14), True),
         (CopyProgress(num_full=10, num_held=9, num_landed=9, num_reserved=14), False),
         (CopyProgress(num_full=10, num_held=10, num_landed=10, num_reserved=14), True),
-        (CopyProgress(num_full=10, num_held=0, num_landed=0, num_reserved=11), True),  # no room to continue
+        (CopyProgress(num_full=10, num_held=0, num_landed=0, num_reserved=11), True),  # no room for another token
     ],
 )
-def test_when_a_sequence_pauses(progress: CopyProgress, pauses: bool) -> None:
+def test_a_sequence_pauses_when_little_is_left_to_copy_or_no_room_remains(progress: CopyProgress, pauses: bool) -> None:
     assert should_pause(progress) is pauses
 
 
@@ -90,7 +93,7 @@ SAMPLING = SamplingParams(
 
 
 class Unread:
-    """Stands in for a router's stream."""
+    """Stands in for a router's stream that is never read."""
 
     def send(self, deltas: list[Delta]) -> None: ...
 
@@ -126,7 +129,7 @@ def test_a_state_rebuilds_the_same_sequence() -> None:
     timing = request.timing(decode_worker=WorkerId("d"), cached_tokens=0, num_preemptions=1, now_s=now_s)
     state = sequence_state.to_wire(request, timing, now_s)
     received = worker_pb2.SequenceState.FromString(state.SerializeToString())
-    made = sequence_state.from_wire(received, Unread(), now_s + 100.0)  # another clock
+    made = sequence_state.from_wire(received, Unread(), now_s + 100.0)  # the target's clock differs
     for field in ("request_id", "token_ids", "num_prompt_tokens", "sampling", "salt"):
         assert getattr(made.sequence, field) == getattr(request.sequence, field)
     assert made.deadline_s - (now_s + 100.0) == pytest.approx(9.0, abs=0.01)
@@ -138,7 +141,7 @@ def test_a_state_rebuilds_the_same_sequence() -> None:
         assert getattr(again, field) == pytest.approx(getattr(wanted, field))
     for field in ("prefill_worker", "cached_tokens", "pages_moved", "num_preemptions", "num_migrations"):
         assert getattr(again, field) == getattr(wanted, field)
-    assert list(again.preempted_ms) == pytest.approx([3000.0])  # since the submission
+    assert list(again.preempted_ms) == pytest.approx([3000.0])  # counted from the submission
 
 
 def test_a_later_state_carries_only_new_tokens() -> None:

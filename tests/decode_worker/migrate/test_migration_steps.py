@@ -1,4 +1,4 @@
-"""Stops a migration at single moments: what each side holds then, and what it gives back."""
+"""Stops a migration at single moments and tests what each worker holds then and what it frees."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_TOKENS = 40
 
 
 class Scene:
-    """A stream that migrates from `source` to `target`, as far as a test lets it."""
+    """Runs one stream that migrates from `source` to `target`, up to the moment that a test chooses."""
 
     def __init__(self, seed: int) -> None:
         self.world = World(seed)
@@ -46,7 +46,7 @@ class Scene:
             self.world.rng.choice(self.world.actions())()
         raise AssertionError("the condition never came true")
 
-    def held(self, node: Node) -> int:
+    def num_held(self, node: Node) -> int:
         return node.engine.pool.num_pages - node.engine.pool.num_available
 
 
@@ -55,30 +55,30 @@ def scene(request: pytest.FixtureRequest) -> Scene:
     return Scene(request.param)
 
 
-def test_pages_in_flight_outlive_their_sequence(scene: Scene) -> None:
+def test_pages_of_unfinished_writes_outlive_their_sequence(scene: Scene) -> None:
     scene.run_until(lambda: scene.migration.phase is CopyPhase.PAUSED or scene.stream.over)
     assert not scene.stream.over
     assert scene.stream.request is not None
     scene.source.worker.cancel(scene.stream.request)
     scene.stream.cancelled = True
-    assert scene.held(scene.source) == len(scene.migration.shared) > 0
+    assert scene.num_held(scene.source) == len(scene.migration.shared) > 0
     scene.run_until(lambda: not scene.source.wire.links)
-    assert scene.held(scene.source) == 0
+    assert scene.num_held(scene.source) == 0
     scene.run_until(lambda: not scene.world.busy())
-    assert (scene.held(scene.target), scene.target.incoming.num_kept) == (0, 0)
+    assert (scene.num_held(scene.target), scene.target.incoming.num_kept) == (0, 0)
 
 
-def test_a_sequence_that_its_source_took_back_does_not_wait_for_its_lease(scene: Scene) -> None:
+def test_a_target_frees_a_sequence_as_soon_as_its_source_resumes_it(scene: Scene) -> None:
     scene.run_until(lambda: scene.target.incoming.num_kept == 1)
     scene.source.outgoing.on_failed(scene.key, DeadlineExceeded("no answer"))
     scene.run_until(lambda: not scene.world.network.calls and not scene.target.steps.is_busy)
-    assert (scene.held(scene.target), scene.target.incoming.num_kept) == (0, 0)
+    assert (scene.num_held(scene.target), scene.target.incoming.num_kept) == (0, 0)
     scene.run_until(lambda: scene.stream.over)
     assert scene.stream.tokens == expected_tokens(PROMPT, MAX_TOKENS)[0]
     assert scene.stream.node is scene.source
 
 
-def test_a_ticket_for_other_tokens_gets_nothing(scene: Scene) -> None:
+def test_a_ticket_for_other_tokens_is_refused(scene: Scene) -> None:
     scene.run_until(lambda: scene.target.incoming.num_kept == 1)
     sequence = Sequence(RequestId("r"), PROMPT, len(PROMPT), SamplingParams(max_tokens=1), b"salt")
     request = DecodeRequest(0, sequence, scene.source, deque(), deadline_s=1e6)
@@ -90,7 +90,7 @@ def test_a_ticket_for_other_tokens_gets_nothing(scene: Scene) -> None:
 
 
 class LyingSource:
-    """Notes what the target answers."""
+    """Records what the target answers to a source whose state is inconsistent."""
 
     def __init__(self) -> None:
         self.error: PenstockError | None = None
@@ -120,7 +120,7 @@ class LyingSource:
         (None, 0, 0, InvalidInput, "num_tokens: is 0; give at least the sequence's own 33"),
     ],
 )
-def test_a_source_that_lies_about_its_tokens_is_refused_by_name(
+def test_a_source_with_inconsistent_token_counts_is_refused_by_field(
     window: int | None, num_tokens: int, num_dropped_tokens: int, kind: type[PenstockError], why: str
 ) -> None:
     world = World(0)
@@ -132,7 +132,7 @@ def test_a_source_that_lies_about_its_tokens_is_refused_by_name(
     state.sampling.max_tokens = 40
     start = worker_pb2.MigrationStart(state=state, num_tokens=num_tokens, num_dropped_tokens=num_dropped_tokens)
     source = LyingSource()
-    # A prefix is cached here, so that a refused reservation could keep references.
+    # Caches a prefix here, since a refused reservation might keep references to its pages.
     cached = node.engine.pool.allocate(4)
     node.engine.prefix_cache.insert(hash_pages(list(range(16)), 4, b""), cached)
     node.engine.pool.release(cached)
@@ -149,8 +149,8 @@ def test_a_source_that_lies_about_its_tokens_is_refused_by_name(
     ("token_ids", "why"),
     [([10**6], "token_ids: hold 1000000; the vocabulary ends at"), ([5] * CONTEXT, "token_ids: are [0-9]+, but this")],
 )
-def test_a_last_state_that_no_step_can_compute_is_refused_by_name(token_ids: list[int], why: str) -> None:
-    """A token beyond the model's tables would end the step loop, and with it every other request."""
+def test_a_last_state_that_no_step_can_compute_is_refused_by_field(token_ids: list[int], why: str) -> None:
+    """A token outside the model's vocabulary would end the step loop, and with it every other request."""
     node, source, key = World(0).start_node(7), LyingSource(), TransferKey(TransferId("t"), Epoch(1), Epoch(7))
     state = worker_pb2.SequenceState(request_id="r", token_ids=range(9), num_prompt_tokens=8, timeout_ms=1_000_000)
     state.sampling.max_tokens = 40

@@ -1,9 +1,9 @@
-"""Runs prefill and decode cores against each other under every order of events that networks and dying workers cause.
+"""Runs prefill and decode cores against each other under random orders of events, with network faults and dying
+workers.
 
-The two real cores, with pages of one size or of two, run in one thread (handoff_world.py). Random seeds pick what
-happens next: a step, a message, a write, the passing of time, a cancellation, a broken call, a killed prefill worker,
-one of the two frozen for longer than any lease. The fake engine fails on any page that holds another sequence's
-KV.
+The two real cores, with pages of one size or of two, run in one thread (handoff_world.py). A random seed picks each
+next event: a step, a message, a write, the passing of time, a cancellation, a broken call, a killed prefill worker, or
+either worker frozen for longer than any lease. The fake engine fails on any page that holds another sequence's KV.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tests.support.suite.examples import examples
 
 @examples(75)
 @given(seed=st.integers(0, 2**32), faults=st.booleans())
-def test_every_stream_is_exact_and_every_page_comes_back(seed: int, faults: bool) -> None:
+def test_every_stream_is_exact_and_every_page_is_freed(seed: int, faults: bool) -> None:
     world = World(seed)
     rng = world.rng
     prompts: dict[int, tuple[list[int], int]] = {}
     for stream_id in range(rng.randint(1, 12)):
-        stem = rng.randint(0, 3)  # few: prefixes repeat
+        stem = rng.randint(0, 3)  # few prompts, so that prefixes repeat
         base = [stem * 40 + i for i in range(rng.randint(1, 30))]
         prompts[stream_id] = (base, rng.randint(1, 8))
         world.submit(stream_id, base, SamplingParams(max_tokens=prompts[stream_id][1]))
@@ -68,7 +68,7 @@ def test_every_stream_is_exact_and_every_page_comes_back(seed: int, faults: bool
         assert engine.pool.num_available == engine.pool.num_pages
 
 
-def test_a_sender_that_is_forgotten_before_its_pages_are_reserved_costs_no_token_and_no_page() -> None:
+def test_a_sender_forgotten_before_its_reservation_loses_no_token_and_no_page() -> None:
     for seed in range(20):
         world = World(seed)
         prompt = list(range(20))
@@ -83,8 +83,8 @@ def test_a_sender_that_is_forgotten_before_its_pages_are_reserved_costs_no_token
 
 @examples(40)
 @given(seed=st.integers(0, 2**32), num_before=st.integers(0, 40))
-def test_a_frozen_prefill_worker_costs_its_lease_and_keeps_its_fences(seed: int, num_before: int) -> None:
-    """Without any other event, the decode worker's sweep notices, and the request is served to its end."""
+def test_a_frozen_prefill_worker_loses_its_lease_but_its_fences_stay(seed: int, num_before: int) -> None:
+    """No other event comes: the decode worker's sweep notices the lost lease, and the request completes."""
     world = World(seed)
     prompt = list(range(20))
     world.submit(0, prompt, SamplingParams(max_tokens=5))
@@ -93,7 +93,7 @@ def test_a_frozen_prefill_worker_costs_its_lease_and_keeps_its_fences(seed: int,
     world.freeze(world.prefill)
     fenced = world.decode_engine.pool.num_fenced
     for queue in world.to_decode.values():
-        queue.clear()  # none of its messages is in flight
+        queue.clear()  # none of its messages stays in flight
     for link in world.sender.links.values():
         link.writes = deque(list(link.writes)[:1])
     for _ in range(60):
@@ -113,8 +113,9 @@ def test_a_frozen_prefill_worker_costs_its_lease_and_keeps_its_fences(seed: int,
 
 @examples(40)
 @given(seed=st.integers(0, 2**32), num_before=st.integers(0, 40))
-def test_a_frozen_decode_worker_gets_no_pages_kept_for_it(seed: int, num_before: int) -> None:
-    """The prefill worker takes its pages back on its own, idle or not; the decode worker finds its transfers over."""
+def test_a_prefill_worker_frees_its_pages_when_the_decode_worker_freezes(seed: int, num_before: int) -> None:
+    """The prefill worker frees its pages whether or not it is idle; the decode worker later finds its transfers
+    ended."""
     world = World(seed)
     for stream_id in range(3):
         world.submit(stream_id, list(range(100 * stream_id, 100 * stream_id + 20)), SamplingParams(max_tokens=5))
@@ -122,7 +123,7 @@ def test_a_frozen_decode_worker_gets_no_pages_kept_for_it(seed: int, num_before:
         world.rng.choice(world.actions())()
     world.freeze(world.decode)
     while any(world.to_prefill.values()):
-        world.deliver(world.to_prefill)  # its messages sent before
+        world.deliver(world.to_prefill)  # delivers what it sent before it froze
     for _ in range(8):
         world.pass_time(LEASE_S / 4)
         world.prefill.step()
@@ -140,7 +141,7 @@ def test_a_frozen_decode_worker_gets_no_pages_kept_for_it(seed: int, num_before:
         assert world.tokens(stream_id) == expected_tokens(prompt, 5)[0]
 
 
-def test_a_landed_sequence_waits_until_its_first_step_and_no_longer() -> None:
+def test_queue_time_ends_with_the_first_step_of_a_landed_sequence() -> None:
     num_landed = 0
     for seed in range(40):
         world = World(seed)
@@ -157,13 +158,13 @@ def test_a_landed_sequence_waits_until_its_first_step_and_no_longer() -> None:
     assert num_landed
 
 
-def test_a_key_survives_the_wire() -> None:
+def test_a_transfer_key_survives_its_wire_format() -> None:
     key = TransferKey("t", Epoch(2**63), Epoch(5))  # type: ignore[arg-type]
     assert wire.transfer_key_from_wire(wire.transfer_key_to_wire(key)) == key
 
 
 class QuietSender:
-    """Stands in for `kv_transfer.endpoints.KvSender`, towards a receiver with pages of that size."""
+    """Stands in for `kv_transfer.endpoints.KvSender`: sends nothing, to a receiver with pages of `page_size` tokens."""
 
     def __init__(self, page_size: int = 4) -> None:
         self._page_size = page_size
@@ -174,8 +175,8 @@ class QuietSender:
     def abort(self, key: TransferKey) -> None: ...
 
 
-def test_a_destination_that_nobody_asked_for_is_refused_by_name() -> None:
-    """It might begin at pages that the prompt, once it begins, is found not to need."""
+def test_a_destination_that_was_not_requested_is_refused_by_field() -> None:
+    """Its first page may be one that the prompt turns out not to need when it starts."""
     engine = FakeEngine(40, 4)
     config = SimpleNamespace(transfer=TransferConfig(checksums=False), prefill=PrefillConfig(max_batch_tokens=64))
     worker = PrefillWorker(cast(Any, engine), cast(Any, QuietSender()), cast(Any, config), CONTEXT)
@@ -191,8 +192,8 @@ def test_a_destination_that_nobody_asked_for_is_refused_by_name() -> None:
     assert not worker.step()
 
 
-def test_a_prompt_that_a_receivers_pages_make_too_large_is_refused_by_name() -> None:
-    """It would hold its pages for ever, and no prompt would begin after it."""
+def test_a_prompt_that_a_receivers_page_size_makes_too_large_is_refused_by_field() -> None:
+    """Without the refusal it would hold its pages for ever, and no later prompt would start."""
     engine = FakeEngine(10, 4, window=9)
     config = SimpleNamespace(transfer=TransferConfig(checksums=False), prefill=PrefillConfig(max_batch_tokens=8))
     worker = PrefillWorker(cast(Any, engine), cast(Any, QuietSender(64)), cast(Any, config), CONTEXT)
@@ -211,7 +212,7 @@ def test_a_prompt_that_a_receivers_pages_make_too_large_is_refused_by_name() -> 
     assert engine.pool.num_available == 10
 
 
-def test_prompts_that_share_pages_may_all_end_while_a_step_computes_them() -> None:
+def test_prompts_that_share_pages_can_all_end_while_a_step_computes_them() -> None:
     engine = FakeEngine(40, 4)
     engine.runs_ahead = True
     config = SimpleNamespace(transfer=TransferConfig(checksums=False), prefill=PrefillConfig(max_batch_tokens=64))
@@ -231,7 +232,7 @@ def test_prompts_that_share_pages_may_all_end_while_a_step_computes_them() -> No
     worker.step()
     worker.step()
     end(first)
-    others = [submit(2), submit(3)]  # both begin with its pages
+    others = [submit(2), submit(3)]  # both start with the first prompt's pages
     worker.step()
     for key in others:
         end(key)

@@ -1,4 +1,4 @@
-"""Tests that a hand-off is used only if its manifest fits the request and the pages that arrived."""
+"""Tests that a hand-off is accepted only if its manifest fits the request and the pages that arrived."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from penstock.types import PageHash, PageId, RequestId, SamplingParams, Transfer
 from tests.support.transfer.transfer_pair import key
 
 PAGE_SIZE = 4
-NUM_TOKENS = 14  # three full pages and a part of a fourth
+NUM_TOKENS = 14  # three full pages and a part of a fourth; the first page is already cached here
 NUM_HELD = 1  # the first page is cached here already
 PAGES = [PageId(page) for page in (7, 5, 6)]
 
 
-class SumsOfPages:
-    """Stands in for the receiver: a page's checksum is its number."""
+class FakeChecksums:
+    """Stands in for the receiver: the checksum of a page is its number."""
 
     def checksums(self, key: TransferKey, pages: tuple[PageId, ...]) -> list[int]:
         return [int(page) for page in pages]
@@ -47,12 +47,12 @@ def mismatch(manifest: Manifest, *, with_checksums: bool = True, num_reserved: i
     session.on_manifest(manifest)
     request = cast(DecodeRequest, SimpleNamespace(sequence=sequence()))
     attempt = TransferAttempt(session, request, sender=None, num_tokens=NUM_TOKENS, num_held=NUM_HELD)  # type: ignore[arg-type]
-    return attempt.mismatch(PAGE_SIZE, cast(KvReceiver, SumsOfPages()) if with_checksums else None)
+    return attempt.mismatch(PAGE_SIZE, cast(KvReceiver, FakeChecksums()) if with_checksums else None)
 
 
 def test_a_manifest_that_fits_is_accepted() -> None:
     assert mismatch(RIGHT) is None
-    assert mismatch(RIGHT, num_reserved=5) is None  # a migrating sequence reserves room to grow
+    assert mismatch(RIGHT, num_reserved=5) is None  # a migrating sequence reserves pages for later tokens
     assert mismatch(replace(RIGHT, checksums=()), with_checksums=False) is None
 
 

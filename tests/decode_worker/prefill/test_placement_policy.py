@@ -1,6 +1,6 @@
-"""Tests where prompts are computed: the break-evens, the objective, and that a wrong estimate is not believed for ever.
+"""Tests where prompts are computed: the break-even points, the objective, and how wrong estimates are corrected.
 
-A fleet of true costs stands in for the workers: the policy predicts, the fleet answers, the policy learns.
+`TrueCosts` stands in for the workers: the policy predicts, the true cost answers, and the policy learns.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LOCAL, REMOTE, SPLIT = PrefillPlace.LOCAL, PrefillPlace.REMOTE, PrefillPlace.SPL
 
 
 class TrueCosts:
-    """The time that this worker's steps really take."""
+    """Gives the time that this worker's steps really take."""
 
     def __init__(self, token_s: float = 5e-4, row_s: float = 1e-4, fixed_s: float = 5e-3) -> None:
         self.token_s, self.row_s, self.fixed_s = token_s, row_s, fixed_s
@@ -59,7 +59,7 @@ class TrueCosts:
                 continue
             elapsed_s = self.step_s(chunk, rows) * (1 + noise * rng.random())
             if rng.random() < noise / 10:
-                elapsed_s *= 50  # another process had the core
+                elapsed_s *= 50  # another process held the core
             policy.steps.skips(chunk)
             policy.steps.on_step(StepWork(chunk, chunk * 100.0, rows, rows * 200.0), elapsed_s)
 
@@ -87,13 +87,13 @@ def place(policy: PrefillPlacement, demand: PromptDemand, *options: RemoteOption
         ("auto", (), LOCAL),
     ],
 )
-def test_a_mode_decides_whatever_the_costs_are(mode: Any, options: tuple[RemoteOption, ...], wanted: str) -> None:
+def test_a_configured_mode_overrides_the_costs(mode: Any, options: tuple[RemoteOption, ...], wanted: str) -> None:
     assert place(taught(DecodeConfig(placement=mode)), replace(IDLE, num_running=10), *options) is wanted
 
 
-def test_an_idle_worker_computes_what_a_busy_one_gives_away() -> None:
+def test_an_idle_worker_computes_a_prompt_that_a_busy_one_gives_away() -> None:
     policy = taught()
-    assert place(policy, IDLE, FREE) is LOCAL  # the hand-off takes longer than nothing
+    assert place(policy, IDLE, FREE) is LOCAL  # the hand-off alone takes longer than computing
     assert place(policy, replace(IDLE, num_running=20), FREE) is REMOTE
     assert place(policy, replace(IDLE, num_running=20), replace(FREE, queue_s=60.0)) is not REMOTE
     assert place(policy, replace(IDLE, queued_tokens=2000), FREE) is REMOTE
@@ -101,19 +101,20 @@ def test_an_idle_worker_computes_what_a_busy_one_gives_away() -> None:
     assert place(policy, replace(IDLE, token_bytes=1e9, num_running=3), FREE) is LOCAL  # the transfer alone takes 512 s
 
 
-def test_a_prompt_that_must_be_remote_is() -> None:
+def test_must_be_remote_overrides_the_costs() -> None:
     assert taught().choose(IDLE, [FREE], 0.0, must_be_remote=True).chosen.place is REMOTE
 
 
-def test_the_first_candidate_is_asked_because_routers_count_more_than_seconds() -> None:
+def test_the_routers_first_candidate_is_preferred_over_a_faster_one() -> None:
     policy = taught()
     slower = replace(FREE, worker_id="slower", queue_s=0.1)
     chosen = policy.choose(replace(IDLE, num_running=20), [slower, FREE], 0.0).chosen
     assert (chosen.place, chosen.option) == (REMOTE, slower)
 
 
-def test_a_split_shares_the_work_where_both_ends_are_busy() -> None:
-    """The prompt's first half waits for nothing here, and prompts behind it at the prefill worker wait half as long."""
+def test_a_split_shares_a_prompt_between_two_busy_workers() -> None:
+    """The first half of the prompt delays nobody here, and prompts behind it at the prefill worker wait half as
+    long."""
     policy = taught()
     crowded = replace(FREE, queue_s=1e-3, cached_tokens=256, prefill_s=256 * 5e-4)
     for _ in range(200):
@@ -123,15 +124,15 @@ def test_a_split_shares_the_work_where_both_ends_are_busy() -> None:
     assert {decision.chosen.place, *(other.place for other in decision.others)} == {LOCAL, REMOTE, SPLIT}
 
 
-def test_a_target_for_first_tokens_comes_before_the_delay_of_others() -> None:
+def test_the_ttft_target_takes_precedence_over_harm() -> None:
     busy, queued = replace(IDLE, num_running=20), replace(FREE, queue_s=1.5)
     assert place(taught(), busy, queued) is REMOTE
     assert place(taught(DecodeConfig(ttft_target_s=1.0)), busy, queued) is not REMOTE
-    # Where no way meets it, the least total decides.
+    # If no place meets the target, the smallest total decides.
     assert place(taught(DecodeConfig(ttft_target_s=0.01)), busy, queued) is REMOTE
 
 
-def test_a_limit_keeps_long_prompts_away() -> None:
+def test_prompts_over_the_limit_stay_local() -> None:
     policy = taught(DecodeConfig(max_local_tokens=100))
     assert place(policy, IDLE, FREE) is REMOTE
     assert place(policy, replace(IDLE, cached_tokens=448), FREE) is LOCAL
@@ -141,7 +142,7 @@ def test_a_limit_keeps_long_prompts_away() -> None:
         assert (described.max_local_tokens if described.HasField("max_local_tokens") else None) == limit
 
 
-def test_a_worker_without_a_measured_chunk_expects_to_be_as_fast_as_its_peers() -> None:
+def test_a_worker_without_a_measured_chunk_assumes_the_speed_of_its_peers() -> None:
     for token_s in (1e-6, 1e-2):
         policy = PrefillPlacement(DecodeConfig())
         option = replace(FREE, prefill_s=512 * token_s)
@@ -161,7 +162,7 @@ def test_steps_are_predicted_within_a_tenth_despite_outliers() -> None:
             assert costs.added_s == pytest.approx(tokens * truth.token_s, rel=0.2, abs=2e-3)
 
 
-def test_what_a_prefill_worker_takes_is_learned_and_fades() -> None:
+def test_measured_prefill_times_are_learned_and_fade() -> None:
     policy = taught()
     for _ in range(20):
         policy.remote.on_first_token("p", RemoteTimes(1.05, 0.0, 1.0, FREE.prefill_s), now_s=100.0)
@@ -175,7 +176,7 @@ def test_what_a_prefill_worker_takes_is_learned_and_fades() -> None:
 
 @examples(100)
 @given(data=st.data())
-def test_a_choice_is_possible_finite_and_never_dearer_than_another(data: st.DataObject) -> None:
+def test_a_choice_is_feasible_finite_and_never_costlier_than_another(data: st.DataObject) -> None:
     number = st.integers(0, 5000)
     seconds = st.floats(0, 1e3)
     page_size = data.draw(st.sampled_from([1, 4, 16]))
@@ -230,15 +231,15 @@ def check(decision: PrefillDecision, demand: PromptDemand, options: list[RemoteO
 
 @pytest.mark.parametrize("remote_factor", [1.0, 2.0, 5.0])
 @pytest.mark.parametrize("num_running", [0, 8])
-def test_placement_is_hardly_ever_dearer_than_the_better_of_both_ways(remote_factor: float, num_running: int) -> None:
-    """Prefill workers are slower than routers believe; the decode worker finds out, and seldom pays for it."""
+def test_placements_total_regret_stays_below_fifteen_percent(remote_factor: float, num_running: int) -> None:
+    """Prefill workers are slower than routers predict; the decode worker learns it at little cost."""
     rng, truth = random.Random(1), TrueCosts()
     policy = PrefillPlacement(DecodeConfig())
     truth.teach(policy, 20)
     regret_s = best_s = 0.0
     for number in range(300):
         now_s, tokens = number * 0.5, rng.choice([40, 200, 600])
-        option = RemoteOption("p", 0.0, tokens * 5e-4)  # nothing waits behind
+        option = RemoteOption("p", 0.0, tokens * 5e-4)  # no prompt queues behind it
         demand = replace(IDLE, num_tokens=tokens, num_running=num_running)
         chosen = policy.choose(demand, [option], now_s).chosen
         steps = -(-tokens // 256)

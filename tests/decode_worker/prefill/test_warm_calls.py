@@ -1,4 +1,4 @@
-"""Tests that calls opened in advance are used once, fall away when they break, and end when nobody needs them."""
+"""Tests that a call opened in advance serves one prefill, is dropped when it breaks, and ends when it stays unused."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.support.serving import until
 from worker.channels import Channels
 
 
-class Counting(worker_pb2_grpc.PrefillWorkerServicer):
-    """Counts the calls that are open, and closes each one that has started."""
+class CallCounter(worker_pb2_grpc.PrefillWorkerServicer):
+    """Counts open calls and closes each call after its first command."""
 
     def __init__(self) -> None:
         self.num_open = self.num_opened = 0
@@ -36,8 +36,8 @@ class Counting(worker_pb2_grpc.PrefillWorkerServicer):
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[tuple[Counting, WarmCalls, Channels, str]]:
-    counting, server = Counting(), grpc.aio.server()
+async def serving() -> AsyncIterator[tuple[CallCounter, WarmCalls, Channels, str]]:
+    counting, server = CallCounter(), grpc.aio.server()
     worker_pb2_grpc.add_PrefillWorkerServicer_to_server(counting, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

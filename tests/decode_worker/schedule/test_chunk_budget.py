@@ -1,4 +1,4 @@
-"""Tests the budget of a step's chunks: prompts that are scored share a part of it."""
+"""Tests the token budget of a step's chunks, of which prompts with prompt log-probabilities share a part."""
 
 from __future__ import annotations
 

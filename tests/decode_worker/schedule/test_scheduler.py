@@ -1,4 +1,4 @@
-"""Decode scheduling: pages balance after every step, nobody starves, preemption keeps every token."""
+"""Tests decode scheduling: pages balance after every step, nobody starves, preemption loses no token."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_sequence(name: str, num_tokens: int, seed: int = 0, lane: Lane = Lane.S
 
 
 def next_token(sequence: Sequence) -> int:
-    """Returns a token that depends on the tokens alone, as a model's does."""
+    """Returns a token that depends on the preceding tokens alone, as a model's does."""
     return sum(sequence.token_ids) % 997
 
 
@@ -90,7 +90,7 @@ def test_the_youngest_is_preempted_and_loses_no_token() -> None:
     assert pool.num_available == pool.num_pages
 
 
-def test_bulk_is_preempted_first_and_then_the_sequence_with_least_to_lose() -> None:
+def test_bulk_is_preempted_first_and_then_the_sequence_with_the_fewest_tokens() -> None:
     scheduler, pool = make_scheduler(12, max_batch_sequences=8, max_batch_tokens=64)
     lanes = {"first": Lane.STANDARD, "short": Lane.STANDARD, "long": Lane.STANDARD, "bulk": Lane.BULK}
     lengths = {"first": 8, "short": 4, "long": 12, "bulk": 16}
@@ -112,22 +112,22 @@ def test_a_bulk_sequence_is_preempted_before_a_standard_one_with_less_to_lose() 
     lengths = {"first": 8, "short": 4, "bulk": 18}  # 2 + 1 + 5 pages
     made = {name: start(scheduler, make_sequence(name, lengths[name], lane=lane)) for name, lane in lanes.items()}
     run_step(scheduler)
-    run_step(scheduler)  # the first two need one page more each
+    run_step(scheduler)  # the first two need one more page each
     assert [scheduler.num_preemptions(made[name]) for name in lanes] == [0, 0, 1]
 
 
-def test_of_two_with_equally_much_to_lose_the_younger_is_preempted() -> None:
+def test_of_two_with_equal_loss_the_younger_is_preempted() -> None:
     scheduler, _ = make_scheduler(6, max_batch_tokens=64)
     first, older, younger = (
         start(scheduler, make_sequence(name, size)) for name, size in zip("abc", (8, 6, 6), strict=True)
     )
     run_step(scheduler)
-    run_step(scheduler)  # the first needs one page more
+    run_step(scheduler)  # the first needs one more page
     assert [scheduler.num_preemptions(sequence) for sequence in (first, older, younger)] == [0, 0, 1]
 
 
-def test_a_preempted_sequence_does_not_come_back_in_the_same_step() -> None:
-    """The first two need a page each. The third has least to lose, but its page is not enough."""
+def test_a_preempted_sequence_is_not_readmitted_in_the_same_step() -> None:
+    """The first two need a page each. The third has the least to lose, but its one page is not enough."""
     scheduler, _ = make_scheduler(8, max_batch_tokens=64)
     made = [start(scheduler, make_sequence(name, size)) for name, size in zip("abcd", (4, 4, 2, 18), strict=True)]
     run_step(scheduler)
@@ -137,7 +137,8 @@ def test_a_preempted_sequence_does_not_come_back_in_the_same_step() -> None:
     for sequence in made[:3]:
         scheduler.forget(sequence)
     work = run_step(scheduler)
-    assert [(item.sequence, item.num_tokens) for item in work] == [(made[3], 7)]  # three of its pages are cached still
+    # three of its pages are still cached; none was when it was first admitted
+    assert [(item.sequence, item.num_tokens) for item in work] == [(made[3], 7)]
     assert scheduler.num_cached_tokens(made[3]) == 0  # nothing was when it was first admitted
 
 
@@ -148,7 +149,7 @@ def test_new_sequences_leave_the_watermark_to_running_ones() -> None:
     many, few = make_sequence("many", 32), make_sequence("few", 28)
     for sequence in (many, few):
         scheduler.track(sequence)
-    assert scheduler.reserve(many, 32) is None  # 2 of 12 pages would be left
+    assert scheduler.reserve(many, 32) is None  # it would leave 2 of 12 pages
     granted = scheduler.reserve(few, 28)
     assert granted is not None
     assert pool.num_available == 3
@@ -159,13 +160,13 @@ def test_new_sequences_leave_the_watermark_to_running_ones() -> None:
     assert [item.sequence for item in run_step(scheduler)] == [many]
 
 
-def test_a_sequence_that_needs_every_page_is_admitted_where_none_runs() -> None:
+def test_a_sequence_that_needs_every_page_is_admitted_if_no_other_runs() -> None:
     scheduler, _ = make_scheduler(12, watermark=0.25)
     start(scheduler, make_sequence("whole", 48))
     assert len(run_step(scheduler)) == 1
 
 
-def test_a_step_ahead_waits_where_pages_are_too_few() -> None:
+def test_run_ahead_waits_while_pages_are_too_few() -> None:
     scheduler, pool = make_scheduler(2)
     start(scheduler, make_sequence("full", 8))
     plan = scheduler.schedule()
@@ -183,8 +184,8 @@ def test_interactive_requests_are_admitted_first() -> None:
 
 @examples(60)
 @given(lane=st.sampled_from(Lane), flood=st.lists(st.sampled_from(Lane), min_size=1, max_size=5))
-def test_no_flood_keeps_a_request_waiting_forever(lane: Lane, flood: list[Lane]) -> None:
-    """At most its handicap in later requests goes first, and a few more beside its own chunks."""
+def test_later_requests_cannot_keep_a_request_waiting_forever(lane: Lane, flood: list[Lane]) -> None:
+    """At most as many later requests as its handicap go first, and a few more beside its own chunks."""
     scheduler, _ = make_scheduler(8, max_batch_sequences=2, max_batch_tokens=4)
     waiting = start(scheduler, make_sequence("waiting", 5, lane=lane))
     number, later = 0, dict[Sequence, int]()
@@ -200,7 +201,7 @@ def test_no_flood_keeps_a_request_waiting_forever(lane: Lane, flood: list[Lane])
         assert number <= HANDICAP_REQUESTS[lane] + 10
 
 
-def test_a_reservation_waits_for_pages_and_for_earlier_sequences() -> None:
+def test_a_reservation_waits_for_pages() -> None:
     scheduler, pool = make_scheduler(4)
     holder = start(scheduler, make_sequence("holder", 12))
     run_step(scheduler)
@@ -214,7 +215,7 @@ def test_a_reservation_waits_for_pages_and_for_earlier_sequences() -> None:
     pool.release(granted.fresh)
 
 
-def test_a_reservation_waits_for_earlier_sequences_that_are_computed_here() -> None:
+def test_a_reservation_waits_for_earlier_local_sequences() -> None:
     scheduler, _ = make_scheduler(4)
     earlier, waiting, later = make_sequence("earlier", 4), make_sequence("waiting", 16), make_sequence("later", 4)
     start(scheduler, make_sequence("holder", 4))
@@ -222,13 +223,13 @@ def test_a_reservation_waits_for_earlier_sequences_that_are_computed_here() -> N
     scheduler.track(earlier)
     start(scheduler, waiting)
     scheduler.track(later)
-    run_step(scheduler)  # `waiting` needs more pages than are left
+    run_step(scheduler)  # `waiting` needs more pages than are free
     assert scheduler.num_waiting == 1
     assert scheduler.reserve(later, 4) is None
     assert scheduler.reserve(earlier, 4) is not None
 
 
-def test_sequences_whose_pages_are_in_flight_take_places_of_the_batch() -> None:
+def test_sequences_with_pages_in_flight_count_towards_the_batch_limit() -> None:
     scheduler, _ = make_scheduler(20, max_batch_sequences=2)
     running, landing, late = (make_sequence(name, 4) for name in ("running", "landing", "late"))
     start(scheduler, running)
@@ -245,19 +246,19 @@ def test_sequences_whose_pages_are_in_flight_take_places_of_the_batch() -> None:
     assert [item.sequence for item in run_step(scheduler)] == [running, late]
 
 
-def test_a_reservation_names_the_cached_pages() -> None:
+def test_a_reservation_lists_the_cached_pages() -> None:
     scheduler, _ = make_scheduler(20, max_batch_tokens=16)
     first = start(scheduler, make_sequence("same", 12))
     run_step(scheduler)
     again = Sequence(RequestId("again"), first.token_ids[:12], 12, SamplingParams(max_tokens=4), b"salt")
     scheduler.track(again)
-    assert scheduler.peek_cached_tokens(again) == 8  # never the page of the last token, whose logits are needed
+    assert scheduler.peek_cached_tokens(again) == 8  # never the page of the last token, because its logits are needed
     granted = scheduler.reserve(again, 12)
     assert granted is not None
     assert (granted.held, len(granted.fresh)) == (first.pages[:2], 1)
 
 
-def test_another_salt_shares_nothing() -> None:
+def test_sequences_of_different_salts_share_no_pages() -> None:
     scheduler, _ = make_scheduler(20, max_batch_tokens=16)
     first = start(scheduler, make_sequence("same", 12))
     run_step(scheduler)
@@ -265,15 +266,15 @@ def test_another_salt_shares_nothing() -> None:
     assert scheduler.peek_cached_tokens(other) == 0
 
 
-def test_a_config_that_starves_sequences_is_refused() -> None:
+def test_a_config_under_which_sequences_starve_is_refused() -> None:
     with pytest.raises(ValueError, match="max_batch_tokens = 2 is below"):
         DecodeConfig(max_batch_tokens=2, max_batch_sequences=4)
 
 
 @examples(60)
 @given(data=st.data(), num_pages=st.integers(8, 24))
-def test_any_history_balances_and_ends(data: st.DataObject, num_pages: int) -> None:
-    """Random arrivals (local and remote), cancellations and steps: every survivor gets exactly its tokens."""
+def test_every_history_balances_pages_and_completes_its_sequences(data: st.DataObject, num_pages: int) -> None:
+    """Random arrivals (local and remote), cancellations and steps: each remaining sequence gets exactly its tokens."""
     scheduler, pool = make_scheduler(num_pages, max_batch_sequences=3, max_batch_tokens=6)
     live: list[Sequence] = []
     landing: list[Sequence] = []
@@ -282,7 +283,7 @@ def test_any_history_balances_and_ends(data: st.DataObject, num_pages: int) -> N
         if action in ("local", "remote") and len(live) < 6:
             length = data.draw(st.integers(1, 16))
             lane = data.draw(st.sampled_from(Lane))
-            sequence = make_sequence(f"s{number % 3}", length, lane=lane)  # few names: prefixes repeat
+            sequence = make_sequence(f"s{number % 3}", length, lane=lane)  # few names, so that prefixes repeat
             scheduler.track(sequence)
             live.append(sequence)
             if action == "local":
@@ -306,9 +307,9 @@ def test_any_history_balances_and_ends(data: st.DataObject, num_pages: int) -> N
         pool.check_integrity()
     for sequence in landing:
         scheduler.forget(sequence)
-    # The first in rank progresses whatever the others hold, so they end in that order.
+    # The first in rank always progresses, whatever the others hold, so they end in that order.
     for sequence in sorted((sequence for sequence in live if sequence not in landing), key=scheduler.rank):
-        _run_until_it_has(scheduler, sequence, 4)
+        _run_until_output(scheduler, sequence, 4)
         expected = sequence.token_ids[: sequence.num_prompt_tokens]
         while len(expected) < len(sequence.token_ids):
             expected.append(sum(expected) % 997)
@@ -318,7 +319,7 @@ def test_any_history_balances_and_ends(data: st.DataObject, num_pages: int) -> N
     assert pool.num_available == pool.num_pages
 
 
-def _run_until_it_has(scheduler: DecodeScheduler, sequence: Sequence, num_tokens: int) -> None:
+def _run_until_output(scheduler: DecodeScheduler, sequence: Sequence, num_tokens: int) -> None:
     for _ in range(400):
         if sequence.num_output_tokens >= num_tokens:
             return
@@ -326,8 +327,8 @@ def _run_until_it_has(scheduler: DecodeScheduler, sequence: Sequence, num_tokens
     pytest.fail(f"{sequence.request_id} starves: {sequence.num_output_tokens} tokens after 400 steps")
 
 
-def test_a_sequence_that_holds_pages_is_not_computed_into_them() -> None:
-    """An error, which python -O does not drop: its pages may be another transfer's target."""
+def test_computing_a_sequence_that_already_holds_pages_is_an_error() -> None:
+    """It is an exception and no `assert`, which python -O drops: the pages may be the target of a transfer."""
     scheduler, pool = make_scheduler(8)
     sequence = make_sequence("a", 5)
     scheduler.track(sequence)

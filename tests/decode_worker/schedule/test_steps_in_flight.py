@@ -1,4 +1,4 @@
-"""Steps in flight: whatever is asked meanwhile, sequences get their tokens, and no page that one writes is reused."""
+"""Tests steps in flight: sequences get exactly their tokens, and no page that a step writes is reused meanwhile."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ EOS = 0
 
 
 def next_token(token_ids: list[int]) -> int:
-    """Returns a token that depends on the tokens alone, as a model's does; now and then it ends the sequence."""
+    """Returns a token that depends on the preceding tokens alone, as a model's does; sometimes it ends the sequence."""
     return (sum(token_ids) * 31 + len(token_ids)) % 23
 
 
 class Machine:
-    """A scheduler and the device that computes its steps, one or two at a time."""
+    """Runs a scheduler and stands in for the device, which computes one or two steps at a time."""
 
     def __init__(self, num_pages: int, speculator: Speculator | None = None) -> None:
         cache = PrefixCache(num_pages, PAGE_SIZE)
@@ -62,9 +62,10 @@ class Machine:
             self.pool, cache, PAGE_SIZE, config, RowTable(PAGE_SIZE, EndConditions({EOS}, 60)), speculator
         )
         self.in_flight: deque[tuple[StepPlan, list[int | None], set[PageId]]] = deque()
-        self.num_accepted = 0  # proposed tokens that were right
-        self.num_forced: Callable[[], int] = lambda: 0  # tokens that follow a sampled one unsampled, as by a grammar
-        self.kv: dict[tuple[PageId, int], int] = {}  # the token that the KV in this place belongs to
+        self.num_accepted = 0  # proposed tokens that were accepted
+        # how many tokens follow a sampled one without sampling, as a grammar forces them
+        self.num_forced: Callable[[], int] = lambda: 0
+        self.kv: dict[tuple[PageId, int], int] = {}  # the token whose KV lies in this place
         self.live: list[Sequence] = []
         self.landing: list[Sequence] = []
         self.paused: list[Sequence] = []
@@ -77,7 +78,7 @@ class Machine:
         return pages
 
     def launch(self, plan: StepPlan | None) -> None:
-        """Computes the step at once from what a device knows: rows' columns and the tokens that they await."""
+        """Computes the step at once, from what a device has: the columns of rows and the tokens that rows await."""
         if not plan:
             return
         tokens: list[int | None] = []
@@ -109,7 +110,7 @@ class Machine:
         self.in_flight.append((plan, tokens, written))
 
     def compute(self, pages: list[PageId], token_ids: list[int], start: int) -> None:
-        """Writes KV from `start` on, and reads all of it."""
+        """Writes KV from `start` on, and reads all KV of the sequence."""
         slots = [(pages[place // PAGE_SIZE], place % PAGE_SIZE) for place in range(len(token_ids))]
         self.kv.update(zip(slots[start:], token_ids[start:], strict=True))
         assert [self.kv.get(slot) for slot in slots] == token_ids, "KV that is missing or of another sequence"
@@ -125,19 +126,19 @@ class Machine:
             is_over = token == EOS or len(item.sequence.token_ids) >= self.end(item.sequence)
             assert not is_over or item.sequence in over or item in plan.chunks
             if is_over:
-                self.end_of(item.sequence)
+                self.retire(item.sequence)
             else:
                 self.append_accepted(item)
                 self.append_forced(item.sequence)
 
     def append_forced(self, sequence: Sequence) -> None:
-        """Continues a text with tokens that no step samples, whether or not one in flight computes the sequence."""
+        """Appends tokens that no step samples, whether or not a step in flight computes the sequence."""
         forced: list[int] = []
         for _ in range(self.num_forced() if sequence in self.live and sequence not in self.paused else 0):
             forced.append(next_token([*sequence.token_ids, *forced]))
             if forced[-1] == EOS or len(sequence.token_ids) + len(forced) >= self.end(sequence):
                 sequence.append_uncomputed(forced)
-                self.end_of(sequence)
+                self.retire(sequence)
                 return
         self.scheduler.extend(sequence, forced)
 
@@ -149,13 +150,13 @@ class Machine:
             self.num_accepted += 1
             self.scheduler.append_verified(sequence, next_token(sequence.token_ids))
             if sequence.token_ids[-1] == EOS or len(sequence.token_ids) >= self.end(sequence):
-                self.end_of(sequence)
+                self.retire(sequence)
                 return
 
     def end(self, sequence: Sequence) -> int:
         return min(60, sequence.num_prompt_tokens + sequence.sampling.max_tokens)
 
-    def end_of(self, sequence: Sequence) -> None:
+    def retire(self, sequence: Sequence) -> None:
         self.scheduler.forget(sequence)
         for where in (self.live, self.landing, self.paused):
             if sequence in where:
@@ -173,7 +174,7 @@ class Machine:
 
 
 class FlawedProposer:
-    """Knows what follows, and is wrong at random: never, always or in between."""
+    """Proposes the tokens that really follow, each wrong with probability `wrong`."""
 
     def __init__(self, seed: int, wrong: float, least: int = 0) -> None:
         self._random = random.Random(seed)
@@ -198,7 +199,7 @@ def speculator_of(seed: int, wrong: float, least: int = 0) -> Speculator:
 
 
 def runs_on(prompt: list[int], count: int) -> bool:
-    """Returns whether `count` tokens follow before one ends the sequence."""
+    """Returns whether at least `count` tokens follow the prompt before one ends the sequence."""
     text = list(prompt)
     while len(text) < len(prompt) + count and text[-1] != EOS:
         text.append(next_token(text))
@@ -212,11 +213,11 @@ def runs_on(prompt: list[int], count: int) -> bool:
     wrong=st.sampled_from([None, 0.0, 0.3, 1.0]),
     forces=st.booleans(),
 )
-def test_whatever_is_asked_during_steps_nothing_is_lost_or_overwritten(
+def test_every_history_gives_exact_tokens_and_overwrites_no_page(
     data: st.DataObject, num_pages: int, wrong: float | None, forces: bool
 ) -> None:
     machine = Machine(num_pages, None if wrong is None else speculator_of(num_pages, wrong))
-    if forces and wrong is None:  # nothing is proposed to a text that has a grammar
+    if forces and wrong is None:  # a sequence with a grammar gets no proposals
         machine.num_forced = lambda: data.draw(st.sampled_from([0, 0, 1, 2, 5]))
     scheduler = machine.scheduler
     actions = ["local", "remote", "land", "cancel", "pause", "resume", "record", "record", *["step", "ahead"] * 3]
@@ -240,9 +241,9 @@ def test_whatever_is_asked_during_steps_nothing_is_lost_or_overwritten(
             sequence.token_ids.append(next_token(sequence.token_ids))
             scheduler.join(sequence, sequence.num_prompt_tokens)
             if sequence.sampling.max_tokens == 1 or sequence.token_ids[-1] == EOS:
-                machine.end_of(sequence)
+                machine.retire(sequence)
         elif action == "cancel" and machine.live:
-            machine.end_of(machine.live[data.draw(st.integers(0, len(machine.live) - 1))])
+            machine.retire(machine.live[data.draw(st.integers(0, len(machine.live) - 1))])
         elif action == "pause":
             running = [one for one in machine.live if scheduler.is_running(one)]
             if running:
@@ -260,26 +261,26 @@ def test_whatever_is_asked_during_steps_nothing_is_lost_or_overwritten(
     while machine.in_flight:
         machine.record()
     for sequence in list(machine.live):
-        machine.end_of(sequence)
+        machine.retire(sequence)
     machine.check()
     assert machine.pool.num_available == machine.pool.num_pages
 
 
 @pytest.mark.parametrize(("wrong", "num_steps"), [(0.0, 1 + 7), (1.0, 1 + 40)])
-def test_right_proposals_save_steps_and_wrong_ones_add_none(wrong: float, num_steps: int) -> None:
+def test_accepted_proposals_save_steps_and_rejected_ones_add_none(wrong: float, num_steps: int) -> None:
     machine = Machine(60, speculator_of(1, wrong, least=5))
     tokens = next(prompt for prompt in ([number] * 3 for number in range(1, 200)) if runs_on(prompt, 41))
     sequence = Sequence(RequestId("0"), tokens, 3, SamplingParams(max_tokens=41), SALT)
     machine.scheduler.track(sequence)
     machine.scheduler.compute_here(sequence)
     machine.live.append(sequence)
-    taken = 0
+    num_taken = 0
     while machine.live:
         machine.launch(machine.scheduler.schedule())
         machine.record()
         machine.check()
-        taken += 1
-    assert (taken, sequence.num_output_tokens) == (num_steps, 41)
+        num_taken += 1
+    assert (num_taken, sequence.num_output_tokens) == (num_steps, 41)
 
 
 def test_a_failed_step_cancels_the_one_scheduled_ahead() -> None:
@@ -299,7 +300,7 @@ def test_a_failed_step_cancels_the_one_scheduled_ahead() -> None:
     machine.in_flight.clear()
     scheduler.cancel_ahead()
     victim = plan[1].sequence
-    machine.end_of(victim)
+    machine.retire(victim)
     survivors = [(item, token) for item, token in zip(plan, tokens, strict=True) if item.sequence is not victim]
     scheduler.record_some([item for item, _ in survivors], [token for _, token in survivors])
     for _ in range(8):
@@ -328,14 +329,14 @@ def test_prompts_are_computed_ahead_beside_decoding_and_their_first_tokens_fed_b
         machine.check()
         if not machine.in_flight:
             machine.launch(scheduler.schedule())
-    # The first prompt ends in the first step beside 5 tokens of the second; its row awaits its token at once. The third
-    # is admitted when the second leaves room, and its first token is sampled in a step scheduled ahead.
+    # The first prompt ends in the first step, beside 5 tokens of the second, and its row awaits its token at once. The
+    # third is admitted when the second leaves room, and its first token is sampled in a run-ahead step.
     assert steps[:5] == [(1, [7]), (1, [7]), (1, [2, 5]), (3, []), (3, [])]
     assert {one.num_output_tokens for one in machine.ended} <= set(range(1, 10))
     assert all(one.token_ids[-1] == EOS or one.num_output_tokens == 9 for one in machine.ended)
 
 
-def test_a_prompt_whose_first_token_depends_on_its_text_is_ended_by_a_step_that_follows_no_other() -> None:
+def test_run_ahead_waits_for_a_first_token_that_depends_on_the_text() -> None:
     sampling = SamplingParams(max_tokens=9, allowed_token_ids=(3, 4), bad_sequences=((3, 4),))
     machine = Machine(60)
     scheduler = machine.scheduler
@@ -346,11 +347,12 @@ def test_a_prompt_whose_first_token_depends_on_its_text_is_ended_by_a_step_that_
         machine.live.append(sequence)
     machine.launch(scheduler.schedule())
     assert [chunk.num_tokens for chunk in machine.in_flight[-1][0].chunks] == [8]
-    assert scheduler.schedule_ahead() is None  # the second would be admitted, and needs a step that follows no other
+    # it would admit the second prompt, which needs a step that follows no other
+    assert scheduler.schedule_ahead() is None
     machine.record()
     machine.launch(scheduler.schedule())
     assert [chunk.num_tokens for chunk in machine.in_flight[-1][0].chunks] == [2, 6]
-    assert scheduler.schedule_ahead() is None  # it would sample
+    assert scheduler.schedule_ahead() is None  # it would sample the second prompt's first token
     machine.record()
     machine.launch(scheduler.schedule())
     assert [chunk.is_sampled for chunk in machine.in_flight[-1][0].chunks] == [True]
@@ -358,8 +360,8 @@ def test_a_prompt_whose_first_token_depends_on_its_text_is_ended_by_a_step_that_
     machine.check()
 
 
-def test_what_a_step_ahead_samples_for_a_text_that_goes_on_otherwise_is_discarded() -> None:
-    """A grammar forces tokens while the next step is in flight: they follow instead of the token of that step."""
+def test_forced_tokens_discard_what_a_run_ahead_step_samples() -> None:
+    """A grammar forces tokens while the next step is in flight: they replace the token of that step."""
     machine = Machine(60)
     scheduler = machine.scheduler
     sampling = SamplingParams(max_tokens=20, grammar=Grammar(GrammarKind.REGEX, "a*"))
@@ -368,7 +370,7 @@ def test_what_a_step_ahead_samples_for_a_text_that_goes_on_otherwise_is_discarde
         scheduler.track(one)
         scheduler.compute_here(one)
         machine.live.append(one)
-    for _ in range(4):  # until both decode
+    for _ in range(4):  # until both sequences decode
         machine.launch(scheduler.schedule())
         machine.record()
     machine.launch(scheduler.schedule())
@@ -398,7 +400,7 @@ rows_of = st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max
 @examples(40)
 @given(lengths=rows_of, chunk=st.integers(0, 9), seed=st.integers(0, 99))
 def test_columns_lay_out_the_same_batch_as_sequences(lengths: list[tuple[int, bool]], chunk: int, seed: int) -> None:
-    """Rows that left in between make no difference."""
+    """Rows that were removed in between make no difference."""
     rng = np.random.default_rng(seed)
     table = RowTable(PAGE_SIZE)
     for number, (length, stays) in enumerate(lengths):
@@ -420,7 +422,7 @@ def test_columns_lay_out_the_same_batch_as_sequences(lengths: list[tuple[int, bo
 @given(
     pairs=st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**20)), min_size=1, max_size=9),
 )
-def test_many_random_numbers_equal_single_ones(pairs: list[tuple[int, int]]) -> None:
+def test_vectorized_uniforms_equal_single_ones(pairs: list[tuple[int, int]]) -> None:
     seeds = np.array([seed for seed, _ in pairs], np.uint64)
     positions = np.array([position for _, position in pairs], np.int64)
     assert uniforms(seeds, positions).tolist() == [uniform(seed, position) for seed, position in pairs]
@@ -448,15 +450,15 @@ def test_columns_sample_what_sequences_sample() -> None:
     ]
 
 
-def test_chunks_beside_decoding_shrink_to_the_target() -> None:
+def test_chunks_beside_decoding_shrink_to_the_itl_target() -> None:
     pace = Pace()
-    assert pace.chunk_tokens_within(0.05) is None  # nothing is measured yet
+    assert pace.chunk_tokens_within(0.05) is None  # nothing has been measured yet
     pace.on_step(8, 8, 100.0, 0.03)
     pace.on_step(9, 208, 100.0, 0.08)
     rate = pace.chunk_tokens_per_s
     assert pace.chunk_tokens_within(None) is None
     assert pace.chunk_tokens_within(0.05) == int(0.02 * rate)
-    assert pace.chunk_tokens_within(0.01) == 16  # prompts progress in any case
+    assert pace.chunk_tokens_within(0.01) == 16  # prompts always progress
 
 
 @settings(deadline=None)
@@ -472,14 +474,14 @@ class StepError(Exception):
     pass
 
 
-def test_the_error_of_a_step_comes_back_to_the_loop() -> None:
+def test_a_step_error_reaches_the_loop() -> None:
     calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     thread: StepThread[Tokens] = StepThread("test", calls.put, is_async=False)
     outcomes: list[object] = []
     thread.start(lambda before: Tokens([7]), outcomes.append, False)
     thread.start(lambda before: Tokens([*before.tokens, 8]) if before else Tokens([]), outcomes.append, True)
     thread.start(lambda before: fail(InternalError("no number")), outcomes.append, False)
-    thread.start(lambda before: Tokens([9]), outcomes.append, True)  # awaits one that failed
+    thread.start(lambda before: Tokens([9]), outcomes.append, True)  # it follows a failed step
     thread.start(lambda before: Tokens([10]), outcomes.append, False)
     thread.start(lambda before: fail(StepError()), outcomes.append, False)
     for _ in range(5):
@@ -491,7 +493,7 @@ def test_the_error_of_a_step_comes_back_to_the_loop() -> None:
     assert thread.stop()
 
 
-def test_a_failed_step_is_reported_after_the_one_that_the_device_still_computes() -> None:
+def test_a_failed_step_is_reported_after_the_step_that_the_device_still_computes() -> None:
     calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     thread: StepThread[Tokens] = StepThread("test", calls.put, is_async=True)
     outcomes: list[object] = []
@@ -513,7 +515,7 @@ def test_a_failed_step_is_reported_after_the_one_that_the_device_still_computes(
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_step_is_sampled_apart_from_its_forward(is_async: bool) -> None:
+def test_a_step_can_be_sampled_after_its_forward(is_async: bool) -> None:
     calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     thread: StepThread[Tokens] = StepThread("test", calls.put, is_async=is_async)
     outcomes: list[object] = []
@@ -563,10 +565,10 @@ def fail(error: Exception) -> Tokens:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-async def test_running_ahead_changes_no_token(waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy, seeded and penalized at once, beside ends, cancellations and prompts that are computed here."""
+async def test_run_ahead_changes_no_token(waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy, seeded and penalized sequences run together, beside ends, cancellations and locally computed prompts."""
     model = make_checkpoint("llama", tmp_path / "llama")
-    if waits:  # as with a GPU: one thread launches, another waits
+    if waits:  # as on a GPU, one thread launches and another waits
         monkeypatch.setattr(
             "decode_worker.schedule.step_driver.StepThread",
             lambda name, post, is_async, device_thread: StepThread(name, post, True, device_thread),
@@ -596,7 +598,7 @@ async def test_running_ahead_changes_no_token(waits: bool, tmp_path: Path, monke
     monkeypatch.setattr(DecodeScheduler, "schedule_ahead", count)
     for ahead in (False, True):
         engine = {"dtype": "float32", "run_ahead": ahead, "num_pages": 40}
-        steps = {"max_batch_tokens": 16, "max_batch_sequences": 16}  # so that prompts take several chunks
+        steps = {"max_batch_tokens": 16, "max_batch_sequences": 16}  # makes prompts take several chunks
         async with workers(
             worker_config(Role.PREFILL, model, engine={"dtype": "float32", "run_ahead": ahead}),
             worker_config(Role.DECODE, model, engine=engine, decode=steps),
@@ -622,7 +624,7 @@ async def test_running_ahead_changes_no_token(waits: bool, tmp_path: Path, monke
 
 
 async def test_a_first_token_does_not_wait_for_the_step_in_flight(tmp_path: Path) -> None:
-    """Blocks a step; meanwhile a request comes, is computed elsewhere, and its first token goes out."""
+    """While a step is blocked, a request arrives, is computed remotely, and gets its first token."""
     model = make_checkpoint("llama", tmp_path / "llama")
     async with workers(worker_config(Role.PREFILL, model), worker_config(Role.DECODE, model)) as (prefill, decode):
         engine = decode.replica.engine

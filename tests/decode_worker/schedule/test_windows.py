@@ -1,7 +1,7 @@
-"""Streams of a model whose every layer has a window: they hold its pages alone, and no token changes.
+"""Tests streams of a model in which every layer has a window: they hold only its pages, and no token changes.
 
-The real engine and scheduler, without servers. Page 0, which stands in for dropped pages, is kept by the test and full
-of large numbers: what kernels find there must count for nothing.
+The real engine and scheduler run without servers. The test holds page 0, which stands in for dropped pages, and fills
+it with large numbers: what kernels read there must not count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.engine.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.engine.fake_engine import FakeEngine
 
 WINDOW, PAGE_SIZE, CHUNK = 40, 16, 24
-BOUND = 6  # pages: a window, a chunk, and one that is half read at either end
+BOUND = 6  # in pages: a window, a chunk, and one partly read page at either end
 SALT = b"salt"
 
 
@@ -58,7 +58,7 @@ def sampling(max_tokens: int) -> SamplingParams:
 
 
 class Streams:
-    """Sequences that one scheduler runs over one engine."""
+    """Runs sequences with one scheduler over one engine."""
 
     def __init__(self, engine: Engine, **config: object) -> None:
         self.engine = engine
@@ -84,7 +84,7 @@ class Streams:
         self.engine.prefix_cache.check_integrity()
 
     def run(self, sequence: Sequence) -> list[int]:
-        """Returns the sequence's output, once it has all of it."""
+        """Steps until the sequence has its whole output, and returns it."""
         while sequence.num_output_tokens < sequence.sampling.max_tokens:
             self.step()
         self.scheduler.forget(sequence)
@@ -94,7 +94,7 @@ class Streams:
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8")], ids=str
 )
-def test_a_long_stream_is_that_of_a_run_that_frees_nothing(model: Path, dtype: str, kv_dtype: str) -> None:
+def test_a_long_stream_equals_a_run_that_frees_no_page(model: Path, dtype: str, kv_dtype: str) -> None:
     prompt, count = prompt_of(150), 200
     wanted = generate(load(model, dtype, 64, kv_dtype=kv_dtype), prompt, sampling(count), SALT, use_prefix_cache=False)
     engine = load(model, dtype, BOUND + 1, kv_dtype=kv_dtype)
@@ -111,7 +111,7 @@ def test_a_long_stream_is_that_of_a_run_that_frees_nothing(model: Path, dtype: s
     assert engine.pool.num_available == engine.pool.num_pages
 
 
-def test_a_prefix_is_found_although_its_beginning_is_gone(model: Path) -> None:
+def test_a_prefix_is_found_after_its_first_pages_are_dropped(model: Path) -> None:
     prompt, engine = prompt_of(150, seed=1), load(model, "float32", BOUND)
     plain = load(model, "float32", 64)
     streams = Streams(engine)
@@ -122,12 +122,12 @@ def test_a_prefix_is_found_although_its_beginning_is_gone(model: Path) -> None:
     assert streams.run(again) == wanted
     assert engine.prefix_cache.num_cached <= BOUND < len(prompt) // PAGE_SIZE
     assert engine.prefix_cache.stats.device_hits == 160 // PAGE_SIZE
-    # The single process finds it too, and likewise gives back what it took.
+    # The single process finds the prefix too, and also frees the pages that it held.
     assert generate(engine, text, sampling(4), SALT, chunk_tokens=16) == wanted[:4]
     assert engine.pool.num_available == engine.pool.num_pages
 
 
-def test_preempted_streams_go_on_as_if_nothing_had_happened(model: Path) -> None:
+def test_preemption_changes_no_token(model: Path) -> None:
     engine = load(model, "float32", 2 * BOUND, False)
     prompts = [prompt_of(17, seed=seed) for seed in (2, 3, 4, 5)]
     wanted = [
@@ -146,7 +146,7 @@ def test_preempted_streams_go_on_as_if_nothing_had_happened(model: Path) -> None
     assert engine.pool.num_available == engine.pool.num_pages
 
 
-def test_a_model_with_one_layer_that_reads_everything_keeps_every_page(tmp_path: Path) -> None:
+def test_a_model_with_one_full_attention_layer_keeps_every_page(tmp_path: Path) -> None:
     model = make_checkpoint("gemma2", tmp_path, sliding_window=WINDOW)
     engine = load(model, "float32", 16)
     assert engine.prefix_cache.window.tokens is None
@@ -159,7 +159,7 @@ def test_a_model_with_one_layer_that_reads_everything_keeps_every_page(tmp_path:
 
 
 def make_host_hold(engine: FakeEngine, token_ids: list[int]) -> list[PageHash]:
-    """Leaves the KV of a text in host memory alone, and returns the hashes of its pages."""
+    """Leaves the KV of a text in host memory only, and returns the hashes of its pages."""
     text = Sequence(RequestId("before"), [*token_ids, 1], len(token_ids) + 1, sampling(1), SALT)
     text.pages = engine.pool.allocate(len(token_ids) // 4 + 1)
     engine.step([ScheduledSequence(text, len(token_ids))])
@@ -171,8 +171,8 @@ def make_host_hold(engine: FakeEngine, token_ids: list[int]) -> list[PageHash]:
     return hashes
 
 
-def test_pages_that_nothing_has_filled_are_not_cached() -> None:
-    """A prefix is loaded from its last window on: what lies before it is neither there nor findable."""
+def test_unfilled_pages_are_not_cached() -> None:
+    """A prefix is loaded from its last window on: the pages before the window stay empty and are not cached."""
     engine, prompt = FakeEngine(40, 4, num_host_pages=20, window=9), prompt_of(48)
     hashes = make_host_hold(engine, prompt)
     settings = DecodeConfig(max_batch_tokens=CHUNK, max_batch_sequences=4, watermark=0.0)
@@ -191,8 +191,8 @@ def test_pages_that_nothing_has_filled_are_not_cached() -> None:
     assert engine.pool.num_available == engine.pool.num_pages
 
 
-def test_pages_that_nothing_will_read_are_no_hits() -> None:
-    """A prompt that a prefill worker computes whole, of which one page was cached here, has one cached page."""
+def test_cached_pages_that_nothing_reads_are_no_hits() -> None:
+    """Pages before `num_unneeded` count neither as queries nor as hits, although all are cached."""
     engine, prompt = FakeEngine(40, 4, window=9), prompt_of(48)
     settings = DecodeConfig(max_batch_tokens=CHUNK, max_batch_sequences=4, watermark=0.0)
     scheduler = DecodeScheduler(engine.pool, engine.prefix_cache, 4, settings, RowTable(4))
@@ -214,12 +214,12 @@ def test_pages_that_nothing_will_read_are_no_hits() -> None:
     assert engine.pool.num_available == engine.pool.num_pages
 
 
-def test_the_single_process_caches_no_page_that_nothing_has_filled(model: Path) -> None:
+def test_the_single_process_caches_no_unfilled_page(model: Path) -> None:
     settings = {"model": str(model), "num_pages": 16, "num_threads": 1, "dtype": "float32", "page_size": PAGE_SIZE}
     engine = Engine.load(EngineConfig.model_validate(settings | {"host_memory_bytes": 1 << 20}))
     text = prompt_of(200, seed=7)
     wanted = generate(engine, text, sampling(4), SALT)
-    engine.pool.release(engine.pool.allocate(16))  # everything is in host memory now
+    engine.pool.release(engine.pool.allocate(16))  # moves everything to host memory
     assert generate(engine, text, sampling(4), SALT) == wanted
     assert engine.prefix_cache.num_cached < 200 // PAGE_SIZE
     # A shorter text reads pages before that window.

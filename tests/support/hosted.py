@@ -39,7 +39,9 @@ class HostedWorker:
 
     def __init__(self, deployment: Hosted, incarnation: Incarnation, config: ServeConfig) -> None:
         self._deployment = deployment
-        self.host = RoleHost(config.worker_config(incarnation.worker_id, Role(incarnation.pool_name)))
+        role = Role(incarnation.spare_of or incarnation.pool_name)
+        worker = config.worker_config(incarnation.worker_id, role)
+        self.host = RoleHost(worker, is_spare=bool(incarnation.spare_of))
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._stopped = False
 
@@ -55,6 +57,8 @@ class HostedWorker:
         return Started(self.host.epoch, self.host.address, os.getpid(), weights_version=version)
 
     async def watch(self, on_load: Callable[[worker_pb2.Load], None], on_doubt: OnDoubt) -> str:
+        if not self.host.address:
+            return await asyncio.shield(self._lost)  # a spare
         following = asyncio.create_task(follow_worker(self.host.address, self.host.epoch, on_load, on_doubt))
         try:
             done, _ = await asyncio.wait([following, self._lost], return_when=asyncio.FIRST_COMPLETED)
@@ -82,7 +86,7 @@ class HostedWorker:
     async def kill(self) -> None:
         if not self._stopped:
             self._stopped = True
-            replica = self.host.server.replica
+            replica = self.host.server.replica if self.host.address else None
             await self.host.stop()
             if replica is not None:
                 self._deployment.pinned.append(replica.num_pinned_pages)

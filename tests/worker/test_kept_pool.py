@@ -9,6 +9,7 @@ import pytest
 
 from penstock.config import KeeperConfig
 from penstock.types import Role, SamplingParams
+from tests.support.engine.checkpoints import perturb_weights
 from tests.support.plain_processes import Deployment
 from tests.support.serving import caller, worker_config
 from worker.pull.kept.keeper_link import distrust
@@ -60,3 +61,23 @@ async def test_nobody_inherits_the_pages_of_a_worker_that_is_distrusted() -> Non
             if len(workers) == 2:
                 distrust(keeper.name, worker.popen.pid)
             worker.kill()
+
+
+async def test_nobody_inherits_pages_of_other_weights(tmp_path: Path) -> None:
+    keeper = KeeperConfig(name=f"test-{uuid.uuid4().hex}", lease_s=60.0)
+    config = worker_config(Role.DECODE, MODEL, engine={"num_pages": 256}, decode={"placement": "local"})
+    config = config.model_copy(update={"keeper": keeper})
+    weights = perturb_weights(MODEL, tmp_path / "v1", 1)
+    updated = config.model_copy(update={"engine": config.engine.model_copy(update={"weights": weights})})
+    answers = []
+    with Deployment() as deployment:
+        for each, cached_tokens in ((config, 0), (updated, 0), (updated, 592)):
+            [worker] = deployment.start_workers([each])
+            async with caller(worker.address) as router:
+                answers.append(await router.answer(router.submit(PROMPT, LONG)))
+            timing = answers[-1].timing
+            assert timing is not None
+            assert timing.cached_tokens == cached_tokens
+            worker.kill()
+    assert answers[0].token_ids != answers[1].token_ids
+    assert answers[1].token_ids == answers[2].token_ids

@@ -114,6 +114,21 @@ async def test_an_update_reaches_every_worker_and_all_that_come_later(weights: L
         assert record.weights == weights.model_dump()
 
 
+async def test_spares_are_replaced_by_ones_that_hold_the_new_weights(weights: LoadedWeightsConfig) -> None:
+    async with hosted(config(prefill=0, decode=1, decode_pool={"replicas": 1, "spares": 1})) as deployment:
+        await deployment.until(lambda status: [spare.state for spare in status.spares] == ["warm"])
+        assert [each async for each in update(deployment, weights.path)][-1].stage == "done"
+        warm = await deployment.until(
+            lambda status: [(each.name, each.state) for each in status.spares] == [("decode-spare-1", "warm")]
+        )
+        assert len(warm.spares) == 1
+        deployment.workers[WorkerId("decode-0")].lose()
+        spare = deployment.workers[WorkerId("decode-spare-1")].host
+        await deployment.until(lambda _: [member.epoch for member in workers(deployment).values()] == [spare.epoch])
+        assert spare.weights_version == 1
+        assert list((await ask(deployment)).token_ids) == fresh_tokens(weights)
+
+
 async def test_a_worker_that_cannot_read_the_weights_leaves_the_old_ones_everywhere(
     weights: LoadedWeightsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""A validated request, as the router's rooms pass it on: from the API through admission and placement to dispatch."""
+"""A validated request, in the form in which the router's rooms pass it from the API to admission and dispatch."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class PreparedRequest:
     request_id: RequestId
     token_ids: list[int]
     sampling: SamplingParams
-    model_revision: str  # that it was validated for, and that serves it to its end
+    model_revision: str  # the revision that it was validated for and is served by
     accepted_s: float  # monotonic
     deadline_s: float  # monotonic; bounds every completion
     lane: Lane = Lane.STANDARD
     adapter: AdapterRef | None = None  # None: the model itself
-    cohort: str | None = None  # of the workers that it falls to, while two cohorts serve
-    emitted: Mapping[int, Emitted] = field(default_factory=dict)  # by an earlier call, by completion
-    open_ended: bool = False  # names no max_tokens, so that only the context ends it
-    tenant: str = ""  # empty where tenants are not distinguished
-    cache_scope: str = ""  # requests of one scope may share cached pages
-    salt: bytes = b""  # of its page hashes, at every worker: requests of different salts share no page
+    cohort: str | None = None  # of the workers that serve it, while two cohorts serve
+    emitted: Mapping[int, Emitted] = field(default_factory=dict)  # what an earlier call emitted, by completion
+    open_ended: bool = False  # has no max_tokens, so that only the context bounds it
+    tenant: str = ""  # empty if tenants are not distinguished
+    cache_scope: str = ""  # only requests of one scope may share cached pages
+    salt: bytes = b""  # of its page hashes: requests with different salts share no pages
     salt_for: Callable[[str], bytes] | None = None  # the salt for another model revision
-    session: str = ""  # requests of one session go to the same workers where that costs little
-    prepaid_tokens: int = 0  # taken from the tenant's rate for tokenizing it
+    session: str = ""  # requests of one session go to the same workers if that costs little
+    prepaid_tokens: int = 0  # already taken from the tenant's rate, for tokenizing
     kv_hints: KvHints = NO_KV_HINTS
-    explain: bool = False  # its last output carries the decision record
-    prepared_s: float = 0.0  # monotonic; when this was made
-    trace: RequestTrace | None = None  # if it is sampled
+    explain: bool = False  # the last output carries the decision record
+    prepared_s: float = 0.0  # monotonic; when preparation ended
+    trace: RequestTrace | None = None  # if the request is sampled for tracing

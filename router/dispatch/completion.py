@@ -1,4 +1,4 @@
-"""A completion of a request as its token stream holds it: where it runs, and all tokens that it has emitted."""
+"""A dispatched completion: which worker runs it, and all tokens that it has emitted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from router.tracing.stages import LegCause, WorkerLeg
 
 
 class DispatchedCompletion:
-    """A completion. Its token stream owns it, and chooses the workers that `submit` sends it to, one after another."""
+    """A completion owned by its token stream, which chooses the workers that `submit` sends it to in turn."""
 
     def __init__(
         self,
@@ -29,27 +29,27 @@ class DispatchedCompletion:
         make_core: Callable[[int, bool], CompletionCore],
         deliver: Callable[[DispatchedCompletion, worker_pb2.StepDelta | PenstockError], None],
     ) -> None:
-        """`make_core` takes the number of tokens that an earlier call has delivered, and whether it is over.
+        """`make_core` takes the number of tokens that an earlier call has emitted, and whether the completion is over.
 
-        `deliver` takes what its workers send, on the event loop. `ended` means that its reader has seen its end.
+        `deliver` is called on the event loop with whatever its workers send.
         """
         self.index = index
         self.sampling = completion_sampling(request.sampling, index)
-        before = request.emitted.get(index)
-        self.emitted = list(before.token_ids) if before else []
-        self.ended = before is not None and before.finished
+        earlier = request.emitted.get(index)
+        self.emitted = list(earlier.token_ids) if earlier else []
+        self.ended = earlier is not None and earlier.finished  # the reader has seen its end
         self.core = make_core(len(self.emitted), self.ended)
-        self.is_counted = not self.ended  # among the completions of this call that are not over
-        self.sent_s = 0.0  # monotonic, of the present submission
+        self.is_counted = not self.ended  # whether the stream counts it among its running completions
+        self.sent_s = 0.0  # monotonic; when it was placed and sent last
         self.first_token_s = 0.0  # 0: no token yet
         self.suspicion = Suspicion()
         self.in_isolation = False  # holds the quarantine's isolation lock
-        self.timing: common_pb2.Timing | None = None  # once it has ended
-        self.placements: list[Placement] = []  # one for each submission to a worker that was chosen
+        self.timing: common_pb2.Timing | None = None  # set when its last token has arrived
+        self.placements: list[Placement] = []  # one for each leg that did not begin with a migration
         self.legs: list[WorkerLeg] = []  # one for each submission
         self.worker_id = ""
         self.worker_address = ""
-        self.weight_version = 0  # of the worker that it was sent to last, hence of the tokens that come from there
+        self.weight_version = 0  # of the worker that it was sent to last, and so of the tokens from there
         self._deliver = functools.partial(deliver, self)
         self._link: TokenLink | None = None
         self._stream_id = 0
@@ -57,7 +57,7 @@ class DispatchedCompletion:
     def submit(self, worker: FleetWorker, command: worker_pb2.DecodeCommand, sent_s: float, cause: LegCause) -> None:
         """Sends the completion to a worker. Raises Unavailable if its link is closed."""
         self.worker_id, self.worker_address = worker.worker_id, worker.address
-        assert worker.link is not None  # the caller chose a worker that takes work
+        assert worker.link is not None  # the caller has chosen a worker with a link
         self._stream_id = worker.link.submit(command, self._deliver)
         self._link = worker.link
         self.weight_version = weights_version(worker.description.model_revision)
@@ -65,7 +65,7 @@ class DispatchedCompletion:
         self.core.on_sent(worker.epoch)
 
     def release(self) -> None:
-        """Ends the completion, and cancels it at its worker."""
+        """Ends the completion, and cancels it at its worker if it still runs."""
         self.ended = True
         if self.core.release() and self._link is not None:
             self._link.cancel(self._stream_id)
@@ -77,9 +77,9 @@ class DispatchedCompletion:
         timeout_s: float,
         prefix_source: worker_pb2.PrefixSource | None = None,
     ) -> worker_pb2.DecodeCommand:
-        """Returns the command that starts the completion at a worker, or continues it after its emitted tokens."""
+        """Returns the command that starts the completion at a worker, or continues it after the emitted tokens."""
         command = worker_pb2.DecodeCommand()
-        submit = command.submit  # filled in place: a message that is put into another one is copied
+        submit = command.submit  # filled in place, since setting a submessage would copy it
         submit.request_id = completion_id(request.request_id, self.index, request.sampling.n)
         submit.token_ids.extend(request.token_ids)
         submit.token_ids.extend(self.emitted)
@@ -99,7 +99,9 @@ class DispatchedCompletion:
         return command
 
     def end_timing(self, request: PreparedRequest, reported: common_pb2.Timing, now_s: float) -> common_pb2.Timing:
-        """Returns and keeps the worker's report of the ended completion, with the times that only the router sees."""
+        """Adds the times that only the router knows to the worker's report of the ended completion. Keeps the result
+        and returns it.
+        """
         timing = streamed_timing(
             reported,
             waited_s=0.0 if self.core.num_redispatches else self.sent_s - request.accepted_s,

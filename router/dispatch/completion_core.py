@@ -1,8 +1,8 @@
 """The state machine of one completion, which decides whether it continues after the loss of its worker.
 
 Pure: the token stream reports events and acts on the answers, and the simulator's router runs the same code in virtual
-time. It owns the completion's entries in the in-flight ledger and knows whether a worker still has it; it knows neither
-links nor messages.
+time. It owns the completion's entries in the in-flight ledger and tracks whether a worker still holds it; it must not
+know links or messages.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from penstock.errors import PenstockError, Unavailable, WorkerPaused
 from penstock.types import Epoch
 from router.routing.costs.inflight import InflightLedger, WorkKey
 
-WAIT_TO_START_S = 5.0  # for a decode worker; a client that gets its error soon may go elsewhere
-WAIT_TO_RESUME_S = 30.0  # with tokens out already: a dead worker's successor loads its weights first
+WAIT_TO_START_S = 5.0  # for a decode worker; short, so that a client can soon try another router
+WAIT_TO_RESUME_S = 30.0  # the same after the first token, so that a dead worker's successor can load its weights
 RETRY_AFTER_S = 1.0
-MAX_PAUSES = 1000  # of its workers, that one completion outlives
+MAX_PAUSES = 1000  # pauses of workers that one completion survives
 
 
 class Retries(Protocol):
@@ -40,26 +40,26 @@ class CompletionCore:
         num_generated: int = 0,
         over: bool = False,
     ) -> None:
-        """`num_generated` counts tokens that an earlier call has delivered."""
-        self.num_generated = num_generated  # delivered, read or not
+        """`num_generated` counts the tokens that an earlier call has emitted."""
+        self.num_generated = num_generated  # tokens that have arrived, even if the client has not read them
         self.num_redispatches = 0
         self.over = over
         self.worker_epoch = Epoch(0)  # of the worker that it was sent to last
         self._ledger = ledger
         self._retries = retries
         self._max_redispatches = max_redispatches
-        self._credits: list[WorkKey] = []  # until its first token
+        self._credits: list[WorkKey] = []  # ledger entries, settled at the first token
         self._is_at_worker = False
-        self._refused_by: set[Epoch] = set()  # workers that would not take it
-        self._paused: set[Epoch] = set()  # workers that pause, and come back under other epochs
-        self._num_free = 0  # re-dispatches that are no retries
+        self._refused_by: set[Epoch] = set()  # workers that have refused it
+        self._paused: set[Epoch] = set()  # workers that pause; they return under new epochs
+        self._num_free = 0  # re-dispatches after pauses, which count against no budget
 
     def may_go_to(self, epoch: Epoch) -> bool:
         """Returns False for a worker that has refused the completion."""
         return epoch not in self._refused_by
 
     def all_pause(self, epochs: Collection[Epoch]) -> bool:
-        """Returns whether all of these workers pause, so that waiting helps."""
+        """Returns whether all of these workers pause, so that waiting for them helps."""
         return self._paused.issuperset(epochs)
 
     def patience_s(self) -> float:
@@ -67,7 +67,7 @@ class CompletionCore:
         return WAIT_TO_RESUME_S if self.num_generated or self._paused else WAIT_TO_START_S
 
     def on_placed(self, credits: Collection[WorkKey]) -> None:
-        """Keeps the ledger entries of the completion's placement."""
+        """Takes over the ledger entries of the completion's placement."""
         self._credits = list(credits)
 
     def on_sent(self, epoch: Epoch) -> None:
@@ -84,19 +84,19 @@ class CompletionCore:
         return True
 
     def on_left(self) -> None:
-        """Records that the worker no longer holds the completion: it has ended, refused or migrated it, or was lost."""
+        """Records that the worker no longer holds the completion: it ended, refused or migrated it, or was lost."""
         self._is_at_worker = False
 
     def on_end(self) -> None:
-        """Records the completion's regular end."""
+        """Records that the completion has ended with a finish reason."""
         self.on_left()
         self._settle()
         self.over = True
 
     def on_failure(self, error: PenstockError, now_s: float, rng: random.Random, *, refused: bool) -> None:
-        """Prepares the completion to be placed again after its worker was lost or refused it.
+        """Readies the completion for another placement after its worker was lost or refused it.
 
-        Raises `error` if it would recur anywhere, and Unavailable if the completion was re-dispatched often enough.
+        Raises `error` if it would recur at any worker, and Unavailable if no more re-dispatches are allowed.
         """
         self.on_left()
         self._settle()

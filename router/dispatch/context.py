@@ -1,4 +1,4 @@
-"""Holds what all requests of a router share on their way to workers and back, and composes it."""
+"""Composes and holds what all requests of a router share while they are dispatched."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ class DispatchContext:
 
     @contextlib.contextmanager
     def counting_errors(self, trace: RequestTrace | None = None) -> Iterator[None]:
-        """Counts an error that leaves the block, by its reason, and ends the request's trace with it; a caller that
-        goes away counts as a cancellation."""
+        """Counts an error that leaves the block by its reason, and ends the request's trace with it.
+
+        A caller that goes away counts as a cancellation.
+        """
         try:
             yield
         except PenstockError as error:
@@ -67,7 +69,7 @@ def make_context(
     limits_of: Callable[[str], TenantLimits],
     tracer: RequestTracer | None = None,
 ) -> DispatchContext:
-    """Composes what all requests share. `limits_of` returns what the tenant of a name may use."""
+    """Composes what all requests share. `limits_of` returns a tenant's limits by its name."""
     policy = make_policy(config.policy, config)
     placer = Placer(fleet, policy, random.Random(), config.max_replicas, metrics.mispredicted, config.pull)
     gate = AdmissionGate(config, fleet, metrics.admission, random.Random(), limits_of)

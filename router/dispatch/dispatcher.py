@@ -1,6 +1,6 @@
-"""Serves prepared requests: admits them, streams their tokens as text and counts them, or routes them by ticket.
+"""Serves prepared requests: admits them, streams and counts their tokens as text, or issues tickets for them.
 
-Both APIs call it with requests from `router.api.prepare`. No gRPC service, no HTTP.
+Both APIs call it with requests from `router.api.prepare`. The module must not know gRPC services or HTTP.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from router.tracing.stages import EndedCompletion
 
 
 class Dispatcher:
-    """Serves all requests. It keeps no state of a request, which lives in the request's stream or behind its ticket."""
+    """Serves all requests. A request's state lives in its stream or behind its ticket, not here."""
 
     def __init__(self, context: DispatchContext, lookaside: Lookaside, spelling: Spelling) -> None:
         self._context = context
@@ -31,9 +31,9 @@ class Dispatcher:
         self._spelling = spelling
 
     async def outputs(self, request: PreparedRequest) -> AsyncGenerator[Output, None]:
-        """Runs the request to its end. Closing the iterator cancels it at its workers.
+        """Runs the request to its end. Closing the iterator cancels the request at its workers.
 
-        Raises Overloaded, DeadlineExceeded, Unavailable, or a worker's own refusal.
+        Raises Overloaded, DeadlineExceeded, Unavailable, or the error of a worker that refuses the request.
         """
         context = self._context
         context.demand.arrive(len(request.token_ids))
@@ -52,15 +52,18 @@ class Dispatcher:
                                 yield output
 
     async def route(self, request: PreparedRequest) -> Route:
-        """Issues a ticket for a client that streams from the worker. Raises ConfigError if that is impossible."""
-        self._lookaside.check(request)  # an error here is not counted as a failure: the client calls Generate instead
+        """Issues a ticket for a client that streams from the worker itself.
+
+        Raises ConfigError if the request's tokens have to pass this router, or what `outputs` raises.
+        """
+        self._lookaside.check(request)  # its error is not counted as a failure, since the client calls Generate instead
         self._context.demand.arrive(len(request.token_ids))
         with self._context.counting_errors(request.trace):
             return await self._lookaside.route(request)
 
 
 class _OutputRun:
-    """The texts and counts of one request's completions."""
+    """Turns the tokens of one request's completions into text, and counts them."""
 
     def __init__(self, context: DispatchContext, slot: AdmissionSlot, spelling: Spelling) -> None:
         self._context = context
@@ -69,21 +72,21 @@ class _OutputRun:
         sampling = self._request.sampling
         stops = StopStrings(sampling.stop)
         self._texts = [CompletionText(spelling, sampling, stops) for _ in range(sampling.n)]
-        for index, before in self._request.emitted.items():
-            self._texts[index].resume(before)
+        for index, earlier in self._request.emitted.items():
+            self._texts[index].resume(earlier)
         self._usage = common_pb2.Usage(prompt_tokens=len(self._request.token_ids))
         self._last_token_s = [0.0] * sampling.n
         self._ended: dict[int, EndedCompletion] = {}
-        self._gap_s: BoundHistogram | None = None  # until there is a gap
+        self._gap_s: BoundHistogram | None = None  # bound at the first gap between tokens
         self._generated = context.metrics.requests.generation_tokens
 
     def output(self, delta: CompletionDelta, stream: TokenStream) -> Output:
-        """Turns a delta's tokens into text and counts them; a matched stop string ends the completion at its worker."""
+        """Turns a delta's tokens into text and counts them. A matched stop string cancels the completion's worker."""
         self._observe_tokens(delta)
         text = self._texts[delta.index]
-        before = text.num_tokens
+        num_before = text.num_tokens
         output = text.feed(delta)
-        self._generated.value += text.num_tokens - before
+        self._generated.value += text.num_tokens - num_before
         if text.stopped:
             ended = stream.end(delta.index)
             output.timing = delta.timing or ended.timing
@@ -100,9 +103,9 @@ class _OutputRun:
         num_tokens = len(delta.token_ids)
         self._slot.emit(num_tokens)
         now_s = time.monotonic()
-        before_s = self._last_token_s[delta.index]
+        last_s = self._last_token_s[delta.index]
         self._last_token_s[delta.index] = now_s
-        if not before_s:
+        if not last_s:
             self._context.counts.first_token(self._request, now_s - self._request.accepted_s)
             return
         gap_s = self._gap_s
@@ -111,12 +114,12 @@ class _OutputRun:
             gap_s = self._context.metrics.requests.gaps(request.lane, len(request.token_ids), request.tenant)
             self._gap_s = gap_s
         if num_tokens == 1:
-            gap_s.defer(now_s - before_s)
+            gap_s.defer(now_s - last_s)
         else:
-            gap_s.observe((now_s - before_s) / num_tokens, num_tokens)
+            gap_s.observe((now_s - last_s) / num_tokens, num_tokens)
 
     def _observe_end(self, output: Output, stream: TokenStream) -> None:
-        """Counts an ended completion; the last one of all gets the usage."""
+        """Counts an ended completion. The output of the last one to end carries the usage."""
         timing, usage = output.timing, self._usage
         assert output.finish_reason is not None
         assert timing is not None

@@ -1,7 +1,7 @@
-"""Requests whose tokens do not pass this router: admitted and placed like any other, then handed out as a ticket.
+"""Serves requests whose tokens do not pass this router: admits and places them, then signs a ticket for the client.
 
-What the request holds here (its admission slot, its tenant's budget, its workers' entries in the in-flight ledger) is
-held until its worker reports how the stream ended, and is counted then like a stream of the router's own.
+The router holds the request's admission slot, its tenant's budget and its entries in the in-flight ledger until the
+worker reports how the stream ended, and then counts the stream like its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WAIT_FOR_WORKER_S = 5.0
 _RETRY_AFTER_S = 1.0
 _CALL_GENERATE = "call Generate"
 _MIN_UNUSED = 2
-_UNUSED_SHARE = 0.25  # of the decode slots: the rest stays for streams, whatever one tenant's clients do with tickets
+_UNUSED_SHARE = 0.25  # of the decode slots, so that one tenant's unused tickets leave most slots to streams
 _SILENCES = {
     Silence.UNUSED: "UNUSED_TICKET",
     Silence.LATE: DeadlineExceeded.reason,
@@ -48,21 +48,21 @@ class Route:
     address: str
     ticket: bytes
     lifetime_s: float
-    granted_tokens: int | None  # max_tokens, if overload allows fewer than were requested
+    granted_tokens: int | None  # max_tokens, if overload lowered it
     decision: DecisionRecord | None  # if requested; without actual times
 
 
 class Lookaside:
-    """Signs tickets and holds their requests until they are over."""
+    """Issues tickets, whose requests are held until their streams are over."""
 
     def __init__(self, context: DispatchContext, model: str, secrets: Callable[[], ClusterSecrets | None]) -> None:
-        """`secrets` returns the cluster secrets as they were read last."""
+        """`secrets` returns the cluster secrets as last read."""
         self._secrets = secrets
         self._context = context
         self._fleet = context.fleet
         self._model = model
-        # Prompts with which a worker was lost before their first token. They go through `router.dispatch.token_stream`,
-        # which can tell the prompt that kills workers from the prompts beside it.
+        # Prompts whose worker was lost before their first token. Their requests must go through
+        # `router.dispatch.token_stream`, which can find out which of a lost worker's prompts killed it.
         self._suspects = Quarantine()
 
     def check(self, request: PreparedRequest) -> None:
@@ -80,18 +80,18 @@ class Lookaside:
             self._check_unused(request, group)
 
     def _check_unused(self, request: PreparedRequest, group: WorkerGroup) -> None:
-        """Raises ConfigError if the tenant has as many tickets that no stream has used as it may: each holds a slot."""
+        """Raises ConfigError if the tenant already has its maximum of unused tickets, each of which holds a slot."""
         limit = self._context.limits_of(request.tenant).max_unused_tickets
         slots = [worker.limits.max_running for worker in group.decode]
-        if all(slots):  # 0: not known
+        if all(slots):  # 0: unknown
             limit = max(_MIN_UNUSED, min(limit, int(_UNUSED_SHARE * sum(slots))))
         if self._fleet.tickets.num_unused(request.tenant) >= limit:
             raise ConfigError(f"lookaside: {limit} tickets of this tenant are unused; {_CALL_GENERATE}")
 
     async def route(self, request: PreparedRequest) -> Route:
-        """Issues a ticket once the request is admitted; call `check` first. Raises as `Dispatcher.outputs` does."""
+        """Issues a ticket once the request is admitted; call `check` first. Raises what `Dispatcher.outputs` raises."""
         secrets = self._secrets()
-        assert secrets is not None  # checked
+        assert secrets is not None  # `check` has passed
         slot = self._context.gate.pass_through(request)
         await slot.enter()
         try:
@@ -129,16 +129,19 @@ class Lookaside:
         return group
 
     def _place(self, slot: AdmissionSlot, group: WorkerGroup) -> HeldRequest:
-        """Places all completions at one decode worker, since a ticket is for one stream."""
+        """Places all completions at one decode worker, since a ticket is for one stream.
+
+        Raises ConfigError if no decode worker accepts streams from clients.
+        """
         request = slot.request
         pages = PromptPages(request.token_ids, request.salt)
         decode = _open_to_clients(group)
         placements: dict[int, Placement] = {}
         for index in range(request.sampling.n):
-            before = request.emitted.get(index)
-            if before is not None and before.finished:
+            earlier = request.emitted.get(index)
+            if earlier is not None and earlier.finished:
                 continue
-            num_emitted = len(before.token_ids) if before else 0
+            num_emitted = len(earlier.token_ids) if earlier else 0
             placed = placements[index] = self._context.placer.place(request, pages, num_emitted, group, decode)
             decode = [placed.decode]
         for placed in placements.values():
@@ -172,11 +175,11 @@ class Lookaside:
             kv_hints=wire.kv_hints_to_wire(request.kv_hints),
         )
         for index in range(request.sampling.n):
-            before, placed = request.emitted.get(index), held.placements.get(index)
+            earlier, placed = request.emitted.get(index), held.placements.get(index)
             ticket.completions.add(
                 index=index,
-                token_ids=before.token_ids if before else (),
-                finished=before is not None and before.finished,
+                token_ids=earlier.token_ids if earlier else (),
+                finished=earlier is not None and earlier.finished,
                 prefill_candidates=placed.candidates if placed else (),
                 prefix_source=placed.prefix_source if placed else None,
             )
@@ -184,7 +187,7 @@ class Lookaside:
 
 
 class HeldRequest:
-    """The state that the router holds for one ticket: a `TicketHolder`."""
+    """What the router holds for one ticket. Implements `TicketHolder`."""
 
     def __init__(
         self,
@@ -208,7 +211,7 @@ class HeldRequest:
         self._suspect = suspect
         self._used = False
         self._started = False
-        self._num_prefill = 0  # prefill outcomes taken so far
+        self._num_prefill = 0  # prefill outcomes processed so far
         self._num_ended = 0  # completions counted so far
         self._cached_tokens = 0
 
@@ -259,14 +262,14 @@ class HeldRequest:
     def on_silence(self, why: Silence) -> None:
         self._metrics.failed(_SILENCES[why])
         self._fail_trace(_SILENCES[why])
-        if why is Silence.WORKER_LOST:  # a slow client, or one that never comes, is not a fault of the worker
+        if why is Silence.WORKER_LOST:  # the worker is not to blame for a client that is slow or never connects
             self._health.on_failure(self._epoch, time.monotonic())
             if not self._started:
                 self._suspect(self.request)
         self._leave(NOTHING_USED)
 
     def release(self) -> None:
-        """Gives everything back for a ticket that was not handed out."""
+        """Releases everything held for a ticket that was not issued after all."""
         self._leave(NOTHING_USED)
 
     def _fail_trace(self, reason: str) -> None:
@@ -284,7 +287,7 @@ class HeldRequest:
     def _count(self, end: worker_pb2.TicketEnd) -> None:
         timing = end.timing
         reason = wire.finish_reason_from_wire(end.finish_reason)
-        assert reason is not None  # it has ended
+        assert reason is not None  # the completion has ended
         placed = self.placements.get(end.index)
         self._counts.completion(
             self.request,
@@ -296,9 +299,9 @@ class HeldRequest:
             legs=[WorkerLeg(self.worker.worker_id, self._placed_s)],
             choices=[placed.choice] if placed is not None else [],
         )
-        before = self.request.emitted.get(end.index)
+        earlier = self.request.emitted.get(end.index)
         self._counts.first_token(self.request, timing.first_token_ms / 1e3)
-        num_later = end.num_tokens - (len(before.token_ids) if before else 0) - 1
+        num_later = end.num_tokens - (len(earlier.token_ids) if earlier else 0) - 1
         if num_later > 0:
             request, metrics = self.request, self._metrics.requests
             gap_s = metrics.gaps(request.lane, len(request.token_ids), request.tenant)
@@ -310,8 +313,8 @@ class HeldRequest:
 
 
 def _open_to_clients(group: WorkerGroup) -> list[FleetWorker]:
-    """Returns the decode workers that clients can stream from. Raises ConfigError if there is none."""
+    """Returns the decode workers that accept streams from clients. Raises ConfigError if there are none."""
     found = [worker for worker in group.decode if worker.description.lookaside_address]
     if not found:
-        raise ConfigError(f"lookaside: no decode worker streams to clients here; {_CALL_GENERATE}")
+        raise ConfigError(f"lookaside: no decode worker accepts streams from clients; {_CALL_GENERATE}")
     return found

@@ -1,8 +1,7 @@
-"""Places a request: looks its prompt up in the index, asks the policy for a pair of workers, and credits the work to
-them.
+"""Places a request: looks its prompt up in the index, lets the policy choose workers, and records the work they get.
 
-Stands between dispatch, which owns the request's path, and the pure decisions of `router.routing`, which see only views
-of workers. Synchronous: placing a request never waits.
+Connects dispatch, which owns the request's path, with the pure decisions of `router.routing`, which see only views of
+workers. Synchronous: placing a request never waits.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from router.routing.placement_core import Commitment, PlacementCore, num_naming_
 from router.routing.policy.interface import PairChoice, PlacementDemand, PlacementPolicy, PlannedPull, PullOffer
 
 _FIRST_HASHES = 4  # pages of a prompt hashed before the index shows whether more are worth it
-_NEXT_HASHES = 32  # pages hashed if they are; twice as many each time from there on
-_BROKEN = LinkCost(1e6, 0.0)  # so expensive that any other pair is chosen
+_NEXT_HASHES = 32  # pages hashed next if they are; the number then doubles each time
+_BROKEN = LinkCost(1e6, 0.0)  # so expensive that any other pair is preferred
 
 
 class PromptPages:
-    """A prompt's leading page hashes by page size, computed only a little beyond what any worker holds."""
+    """A prompt's leading page hashes by page size, computed only a little further than any worker holds pages."""
 
     def __init__(self, token_ids: Sequence[int], salt: bytes) -> None:
         self._token_ids = token_ids
@@ -44,13 +43,13 @@ class PromptPages:
 
     @property
     def prefix(self) -> bytes:
-        """Identifies the beginning of the prompt; empty where that is less than a page."""
+        """A hash of the beginning of the prompt; empty for a prompt shorter than a page."""
         size = next((size for size, hashes in self._hashes.items() if hashes), None)
         count = num_naming_pages(len(self._token_ids), size) if size else 0
         return bytes(self._first(count, size)[count - 1]) if size and count else b""
 
     def cached_tokens(self, index: PrefixIndex, group: WorkerGroup) -> tuple[dict[WorkerId, int], dict[WorkerId, int]]:
-        """Returns how many leading tokens each worker has cached, and how many of those lie below its device.
+        """Returns how many leading tokens each worker has cached, and how many of them on tiers below its device.
 
         The prompt is hashed in pages of each worker's own size.
         """
@@ -68,7 +67,7 @@ class PromptPages:
         return self._first(len(self._token_ids) // size, size)
 
     def marks(self, size: int) -> Iterator[PageHash]:
-        """Yields the prompt's marks, which identify pending prompts. Hashes only as far as the caller reads."""
+        """Yields the prompt's marks, which identify pending prompts. Hashes only as many pages as the caller needs."""
         stride = mark_pages(size)
         for count in range(stride, len(self._token_ids) // size + 1, stride)[:MAX_MARKS_PER_PROMPT]:
             yield self._first(count, size)[count - 1]
@@ -97,18 +96,18 @@ class PromptPages:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The workers that a completion goes to, and why."""
+    """The workers chosen for a completion, and why."""
 
     decode: FleetWorker
     candidates: list[worker_pb2.PrefillCandidate]
     choice: PairChoice
     commitment: Commitment
-    token_bytes: float  # of KV
-    prefix_source: worker_pb2.PrefixSource | None = None  # for the decode worker
+    token_bytes: float  # of KV, for each token
+    prefix_source: worker_pb2.PrefixSource | None = None  # that the decode worker may pull from
 
 
 class FleetLinkPricing:
-    """A `LinkPricing` of the fleet's links at one moment, which also prices out links whose circuit is open."""
+    """Prices the fleet's links at one moment, prohibitively if their circuit is open. Implements `LinkPricing`."""
 
     def __init__(self, fleet: WorkerFleet, workers: Sequence[FleetWorker], now_s: float) -> None:
         self._fleet = fleet
@@ -129,7 +128,7 @@ class FleetLinkPricing:
 
 
 class Placer:
-    """Places all requests of a router, which share the policy's state and what was learned from ended completions."""
+    """Places all requests of a router. Owns the policy's state and what is learned from ended completions."""
 
     def __init__(
         self,
@@ -140,8 +139,9 @@ class Placer:
         on_error: Callable[[float, float, float], None],
         may_pull: bool = True,
     ) -> None:
-        """`on_error` receives by how many seconds a completion's queue, prefill and transfer were mispredicted. Without
-        `may_pull` workers get no source to pull a prefix from.
+        """`on_error` takes the prediction errors of a completion's queue, prefill and transfer, in seconds.
+
+        Without `may_pull`, workers get no source to pull a prefix from.
         """
         self._fleet = fleet
         self._policy = policy
@@ -161,8 +161,8 @@ class Placer:
     ) -> Placement:
         """Places a completion that has emitted `num_emitted` tokens.
 
-        `decode` holds the workers of the group that may serve it, at least one. Raises AdapterUnavailable where none
-        of them has slots for adapters.
+        `decode` lists the group's workers that may serve it, at least one. Raises AdapterUnavailable if the request has
+        an adapter and none of them has slots for adapters.
         """
         now_s = time.monotonic()
         decode = _with_slots(request, decode)
@@ -172,7 +172,7 @@ class Placer:
             )
         decode, prefill = self._usable(decode, now_s), self._usable(_with_slots(request, group.prefill), now_s)
         scores_prompt = request.sampling.prompt_logprobs is not None and not num_emitted
-        if scores_prompt:  # its decode worker computes every token of it
+        if scores_prompt:  # the decode worker computes the whole prompt itself
             prefill = []
         links = FleetLinkPricing(self._fleet, (*decode, *group.prefill), now_s)
         demand = self._demand(request, pages, num_emitted, group, links, now_s, scores_prompt=scores_prompt)
@@ -203,9 +203,9 @@ class Placer:
         *,
         scores_prompt: bool,
     ) -> PlacementDemand:
-        """Returns what the policy needs to know about the completion, including who has or will have its prefix.
+        """Describes the completion to the policy, including which workers have or will have its prefix.
 
-        A prompt that is scored uses no cached tokens and no prefill worker.
+        If `scores_prompt`, the completion uses neither cached tokens nor a prefill worker.
         """
         cached, below = ({}, {}) if scores_prompt else pages.cached_tokens(self._fleet.index, group)
         return self._core.demand(
@@ -253,9 +253,9 @@ class Placer:
 
     def _learn_pull(self, placement: Placement, timing: common_pb2.Timing) -> None:
         choice, computed_by = placement.choice, WorkerId(timing.prefill_worker)
-        counted_on = choice.score.pull if computed_by == (choice.score.prefill or choice.decode) else None
+        expected = choice.score.pull if computed_by == (choice.score.prefill or choice.decode) else None
         pull = timing.pull if timing.HasField("pull") else None
-        self._fleet.pulls.on_end(counted_on, computed_by, pull, placement.token_bytes)
+        self._fleet.pulls.on_end(expected, computed_by, pull, placement.token_bytes)
 
     def _compare_times(self, placement: Placement, timing: common_pb2.Timing, num_output_tokens: int) -> None:
         score, decode = placement.choice.score, placement.choice.decode
@@ -274,8 +274,9 @@ class Placer:
         )
 
     def _compare_caches(self, placement: Placement, timing: common_pb2.Timing) -> None:
-        """Compares cached tokens with what the index promised; asks a worker for its pages again if the index describes
-        it wrongly.
+        """Compares cached tokens with what the index promised.
+
+        Requests a new snapshot from a worker about which the index is wrong.
         """
         score, promised, now_s = placement.choice.score, placement.commitment, time.monotonic()
         decode = placement.choice.decode
@@ -297,7 +298,7 @@ class Placer:
                 self._fleet.index.note(worker.worker_id, pages.whole(worker.page_size), now_s)
 
     def _usable(self, workers: Sequence[FleetWorker], now_s: float) -> list[FleetWorker]:
-        """Leaves out workers that have failed recently."""
+        """Leaves out workers that have failed recently, but never all of them."""
         if self._fleet.health.is_spotless:
             return list(workers)
         usable = set(self._fleet.health.usable([worker.epoch for worker in workers], now_s, self._rng))
@@ -306,20 +307,23 @@ class Placer:
     def _reaching(
         self, decode: FleetWorker, candidates: list[worker_pb2.PrefillCandidate], now_s: float
     ) -> list[worker_pb2.PrefillCandidate]:
-        """Keeps the candidates whose pages reach the decode worker; with none left, it computes the prompt itself."""
+        """Leaves out candidates whose link to the decode worker has an open circuit.
+
+        If none are left, the decode worker computes the prompt itself.
+        """
         health = self._fleet.health
         return [worker for worker in candidates if not health.link_is_open(Epoch(worker.epoch), decode.epoch, now_s)]
 
 
 def _with_slots(request: PreparedRequest, workers: Sequence[FleetWorker]) -> Sequence[FleetWorker]:
-    """Leaves out workers that serve no adapters, if the request has one."""
+    """Leaves out workers that cannot serve adapters, if the request has an adapter."""
     if request.adapter is None:
         return workers
     return [worker for worker in workers if worker.description.adapter_slots]
 
 
 def _is_split(timing: common_pb2.Timing) -> bool:
-    """Returns whether the decode worker has computed the last part of the prompt, so that both ends' stages count."""
+    """Returns whether both workers computed a part of the prompt, so that neither's times match the prediction."""
     return bool(timing.prices) and timing.prices[0].place == "split"
 
 
@@ -341,7 +345,7 @@ def _candidates(choice: PairChoice, group: WorkerGroup) -> list[worker_pb2.Prefi
 
 
 def _source(pull: PlannedPull | None, group: WorkerGroup, own_address: str) -> worker_pb2.PrefixSource | None:
-    """Names the source of a pull to the worker at `own_address`."""
+    """Describes the source of a pull for the worker at `own_address`."""
     if pull is None:
         return None
     source = next(worker for worker in (*group.prefill, *group.decode) if worker.worker_id == pull.source)

@@ -1,11 +1,12 @@
-"""The token stream of one request: placement, a deadline for all completions, and a new worker for a lost one.
+"""The token stream of one request: places its completions, enforces their deadline, and replaces lost workers.
 
-A completion whose decode worker is lost continues at another, which gets the prompt and the tokens emitted so far;
-sampling depends on (seed, position) alone, so the client's stream shows no seam. A completion whose sequence migrates
-is followed to its new worker. Leaving the stream, for whatever reason, cancels every completion at its worker.
+A completion whose decode worker is lost continues at another, which gets the prompt and the tokens emitted so far.
+Sampling depends on (seed, position) alone, so the client's tokens are the same as without the loss. A completion whose
+sequence migrates is followed to its new worker. Leaving the stream, for whatever reason, cancels every completion at
+its worker.
 
-What workers send is counted as it arrives and read as the client takes it: a client that does not read keeps nothing
-but the tokens that wait for it.
+Tokens are counted when they arrive from workers and read when the client takes them: once generation has ended, a
+client that has not read everything holds nothing but its unread tokens.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class TokenStream:
     def __init__(
         self, request: PreparedRequest, context: DispatchContext, on_over: Callable[[RequestUsage], None]
     ) -> None:
-        """`on_over` is called once, when no worker computes for the request any more, read or not."""
+        """`on_over` is called once, when no worker computes for the request any more, even if tokens are unread."""
         self._request = request
         self._on_over = on_over
         self._fleet = context.fleet
@@ -67,16 +68,17 @@ class TokenStream:
         self._mailbox: list[tuple[DispatchedCompletion, worker_pb2.StepDelta | PenstockError]] = []
         self._deadline: asyncio.TimerHandle | None = None
         self._arrived = asyncio.Event()
-        ledger, retries, most = context.fleet.ledger, context.gate.retries, context.config.max_redispatches
+        ledger, retries, max_redispatches = context.fleet.ledger, context.gate.retries, context.config.max_redispatches
 
         def make_core(num_generated: int, over: bool) -> CompletionCore:
-            return CompletionCore(ledger, retries, most, num_generated=num_generated, over=over)
+            return CompletionCore(ledger, retries, max_redispatches, num_generated=num_generated, over=over)
 
         self._completions = [
             DispatchedCompletion(index, request, make_core, self._deliver) for index in range(request.sampling.n)
         ]
         self._waiting = [completion for completion in self._completions if not completion.ended]  # not sent yet
-        self._num_own = self._num_running = len(self._waiting)  # of this call; those that are not over
+        self._num_own = len(self._waiting)  # completions that an earlier call has not finished
+        self._num_running = self._num_own
         self._is_late = False  # the deadline passed before every completion was over
         self._pages = PromptPages(request.token_ids, request.salt)
 
@@ -114,7 +116,7 @@ class TokenStream:
         )
 
     def end(self, index: int) -> CompletionDelta:
-        """Cancels, at its worker, a completion that the client wants no more of. Returns its last delta."""
+        """Ends a completion at a stop string and cancels it at its worker. Returns its last delta."""
         completion = self._completions[index]
         timing = completion.timing or completion.end_timing(self._request, common_pb2.Timing(), time.monotonic())
         self._release(completion)
@@ -123,7 +125,7 @@ class TokenStream:
         )
 
     def decision(self, policy: str, ended: Mapping[int, EndedCompletion]) -> DecisionRecord:
-        """Returns why each completion ran where it did; complete once all have `ended`, by index."""
+        """Returns why each completion ran on its workers. `ended` maps indices to completions whose times are known."""
         completions = [
             completion_record(
                 completion.index,
@@ -137,7 +139,7 @@ class TokenStream:
         return decision_record(self._request.request_id, policy, completions)
 
     def legs(self, index: int) -> list[WorkerLeg]:
-        """Returns the legs of a completion, in their order."""
+        """Returns the legs of a completion, in order."""
         return self._completions[index].legs
 
     def open_legs(self) -> list[WorkerLeg]:
@@ -145,11 +147,11 @@ class TokenStream:
         return [leg for completion in self._completions if completion.timing is None for leg in completion.legs]
 
     def choices(self, index: int) -> list[PairChoice]:
-        """Returns why a completion went to its workers."""
+        """Returns the policy's choices for a completion, in order."""
         return [placement.choice for placement in self._completions[index].placements]
 
     async def start(self) -> None:
-        """Sends the request. Raises as `next_batch` does."""
+        """Sends the request to its workers. Raises what `next_batch` raises."""
         loop = asyncio.get_running_loop()
         left_s = self._request.deadline_s - time.monotonic()
         self._deadline = loop.call_later(max(0.0, left_s), self._on_deadline)
@@ -158,8 +160,8 @@ class TokenStream:
     async def next_batch(self) -> list[CompletionDelta]:
         """Returns what has arrived since the last batch, one delta a completion; empty once all have ended.
 
-        What was generated before the deadline may be read after it. Raises DeadlineExceeded, Unavailable, or the error
-        of a worker that refuses the request.
+        If all completions were over before the deadline, their tokens may be read after it. Raises DeadlineExceeded,
+        Unavailable, or the error of a worker that refuses the request.
         """
         while not all(completion.ended for completion in self._completions):
             await self._arrived.wait()
@@ -200,8 +202,8 @@ class TokenStream:
             self._note_over(completion)
 
     async def _send_waiting(self, count: int) -> None:
-        going, self._waiting = self._waiting[:count], self._waiting[count:]
-        for completion in going:
+        to_send, self._waiting = self._waiting[:count], self._waiting[count:]
+        for completion in to_send:
             await self._place(completion)
 
     async def _take(self) -> list[CompletionDelta]:
@@ -244,7 +246,7 @@ class TokenStream:
             )
         completion.ended = True
         timing = completion.timing
-        assert timing is not None  # set when it was delivered
+        assert timing is not None  # `_count` has set it
         generates = not self._request.kv_hints.only
         if (
             completion.placements
@@ -263,9 +265,9 @@ class TokenStream:
         )
 
     async def _follow(self, completion: DispatchedCompletion, migrated: worker_pb2.Migrated) -> None:
-        """Continues at the worker that the sequence has migrated to, which gives it to whoever brings the ticket.
+        """Continues at the worker that the sequence has migrated to; the ticket claims the sequence there.
 
-        The submission is complete: a worker that no longer knows the ticket serves it as a re-dispatched completion.
+        The submission is complete, so that a worker that no longer knows the ticket serves it like a re-dispatch.
         """
         target = self._fleet.find(migrated.worker_id, migrated.epoch)
         if target is None or target.link is None or not target.link.is_open:
@@ -279,7 +281,10 @@ class TokenStream:
     async def _redispatch(
         self, completion: DispatchedCompletion, error: PenstockError, *, refused: bool = False
     ) -> None:
-        """Places the completion again after its worker was lost or refused it. Raises errors that would recur."""
+        """Places the completion again after its worker was lost or refused it.
+
+        Raises `error` if it would recur, and Unavailable if no more re-dispatches are allowed.
+        """
         now_s = time.monotonic()
         if completion.legs:
             completion.legs[-1].lost_s, completion.legs[-1].error = now_s, error.reason
@@ -289,21 +294,21 @@ class TokenStream:
             self._fleet.health.on_failure(completion.core.worker_epoch, now_s)
         completion.core.on_failure(error, now_s, _RNG, refused=refused)
         num_emitted = len(completion.emitted)
-        log.info("%s is re-dispatched after %d tokens: %s", self._request.request_id, num_emitted, error.message)
+        log.info("%s: re-dispatched after %d tokens: %s", self._request.request_id, num_emitted, error.message)
         await self._place(completion, error)
 
     async def _on_worker_lost(self, completion: DispatchedCompletion) -> None:
-        """Isolates a completion that may be what kills workers; this may wait until other suspects are cleared.
+        """Isolates a completion that is suspected of killing workers; waits until no other suspect is isolated.
 
-        Raises Quarantined for a completion that is certainly the cause.
+        Raises Quarantined if the worker died while this completion was in isolation.
         """
-        alone = completion.in_isolation
+        was_isolated = completion.in_isolation
         self._leave_isolation(completion)
         if not completion.suspicion.on_worker_lost(len(completion.emitted)):
             return
-        if alone and await is_dead(self._fleet.dial, completion.worker_address, completion.core.worker_epoch):
+        if was_isolated and await is_dead(self._fleet.dial, completion.worker_address, completion.core.worker_epoch):
             self._quarantine.add(self._request.token_ids, time.monotonic())
-            log.error("%s: every worker that served it died; it is refused from now on", self._request.request_id)
+            log.error("%s: its prompt is quarantined, since every worker that served it died", self._request.request_id)
             raise Quarantined(
                 f"request {self._request.request_id}: three workers in a row died while serving it; "
                 "do not send it again"
@@ -321,7 +326,7 @@ class TokenStream:
             self._quarantine.isolation.release()
 
     async def _place(self, completion: DispatchedCompletion, cause: PenstockError | None = None) -> None:
-        """Chooses workers and submits; waits a while if no worker takes requests."""
+        """Chooses workers and submits the completion; waits a while if no worker takes requests."""
         group = await self._wait_for_group(completion)
         decode: Sequence[FleetWorker] = [worker for worker in group.decode if completion.core.may_go_to(worker.epoch)]
         if not decode:
@@ -336,7 +341,7 @@ class TokenStream:
         completion.submit(placed.decode, command, completion.sent_s, leg)
 
     async def _wait_for_group(self, completion: DispatchedCompletion) -> WorkerGroup:
-        """Returns workers of the request's revision, and of its cohort until one of them has failed it."""
+        """Returns workers of the request's revision, and of its cohort unless the completion was re-dispatched."""
         revision = self._request.model_revision
         cohort = None if completion.core.num_redispatches else self._request.cohort
         patience_s = self._fleet.patience_s(completion.core.patience_s())
@@ -353,10 +358,10 @@ class TokenStream:
         return group
 
     def _find_group(self, completion: DispatchedCompletion, revision: str, cohort: str | None) -> WorkerGroup | None:
-        """Returns None while all workers that there are pause.
+        """Returns the workers that may serve the completion; None while all of them pause.
 
-        Falls back to another revision if no worker of the request's is left and, unless that is an update of the
-        weights of the same model, no token has been emitted.
+        If no worker of the request's revision is left, falls back to another revision: to new weights of the same model
+        at any time, to any other revision only before the first token.
         """
         found = self._fleet.group_for(revision, cohort)
         if found is None and self._request.salt_for is not None:

@@ -131,9 +131,7 @@ class BatchStore:
         self._files.get(tenant, input_file_id, "input_file_id")
         with disk_errors(self._root):
             self._files.check_room(tenant)
-            records = self.of_tenant(tenant)
-            kept = [record for record in records if record.status.is_final]
-            num_open = len(records) - len(kept)
+            finished, num_open = self._standing(tenant)
             if num_open >= self._config.max_batches:
                 limit = self._config.max_batches
                 problem = f"this tenant has {num_open} unfinished batches, and router.batches.max_batches = {limit}"
@@ -149,15 +147,33 @@ class BatchStore:
                 expires_at=now_s + int(window_s),
                 metadata=metadata,
             )
-            self._forget(kept[_MAX_FINISHED:])
+            self._forget(tenant, finished[:-_MAX_FINISHED])
             folder = self._folder(tenant) / record.id
             make_private_folder(self._root, folder)
             write_atomically(folder / _RECORD, record.dump())
             return record
 
-    def _forget(self, records: Iterable[BatchRecord]) -> None:
-        for record in records:
-            shutil.rmtree(self._folder(record.tenant) / record.id, ignore_errors=True)
+    def _standing(self, tenant: str) -> tuple[list[str], int]:
+        """Returns the tenant's finished batches, the oldest first, and the number of the others.
+
+        Reads only records of batches that are not known to be finished.
+        """
+        finished, num_open = list[str](), 0
+        for batch_id in self.ids(tenant):
+            if batch_id not in self._finished:
+                record = self.find(tenant, batch_id)
+                if record is None:
+                    continue
+                if not record.status.is_final:
+                    num_open += 1
+                    continue
+                self._finished.add(batch_id)
+            finished.append(batch_id)
+        return finished, num_open
+
+    def _forget(self, tenant: str, ids: Iterable[str]) -> None:
+        for batch_id in ids:
+            shutil.rmtree(self._folder(tenant) / batch_id, ignore_errors=True)
 
     def get(self, tenant: str, batch_id: str) -> BatchRecord:
         """Raises BatchNotFound."""
@@ -169,13 +185,22 @@ class BatchStore:
             problem = f"is {batch_id!r}, which is no batch of yours; GET /v1/batches lists them"
             raise BatchNotFound("batch_id", problem) from None
 
-    def of_tenant(self, tenant: str) -> list[BatchRecord]:
-        """Returns the tenant's batches, the newest first."""
-        records = []
-        for path in self._folder(tenant).glob(f"batch_*/{_RECORD}"):
-            with disk_errors(self._root), contextlib.suppress(FileNotFoundError, BrokenRecord):
-                records.append(self._load(path.parent))
-        return sorted(records, key=lambda record: (-record.created_at, record.id))
+    def ids(self, tenant: str) -> list[str]:
+        """Returns the ids of the tenant's batches, the oldest first. Reads no record."""
+        with disk_errors(self._root):
+            try:
+                return sorted(name for name in os.listdir(self._folder(tenant)) if name.startswith("batch_"))
+            except FileNotFoundError:
+                return []
+
+    def find(self, tenant: str, batch_id: str) -> BatchRecord | None:
+        """Returns a batch's record; None if the batch is gone or its record is broken."""
+        try:
+            with disk_errors(self._root), contextlib.suppress(BrokenRecord):
+                return self._load(self._folder(tenant) / batch_id)
+        except FileNotFoundError:
+            pass  # it has been deleted
+        return None
 
     def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
         """Asks the router that runs the batch to end it; finished batches stay as they are. Raises BatchNotFound."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote
 
 from penstock.config.router import BatchConfig
 from penstock.errors import InvalidInput, Overloaded, Unavailable
-from router.batches.records import BrokenRecord, FileNotFound, FileRecord, check_file_id, new_file_id
+from router.batches.records import BrokenRecord, FileNotFound, FileRecord, check_file_id, new_file_id, purpose_of
 
 _COPY_BYTES = 1 << 20
 _RETRY_AFTER_S = 60.0
@@ -66,7 +66,7 @@ class FileStore:
         self.root = root
         self._config = config
 
-    def put(self, tenant: str, filename: str, purpose: str, source: BinaryIO) -> FileRecord:
+    def put(self, tenant: str, filename: str, source: BinaryIO) -> FileRecord:
         """Stores what `source` holds. Raises Overloaded beyond the tenant's bounds, InvalidInput for too large a file,
         and Unavailable if the disk fails."""
         with disk_errors(self.root):
@@ -75,7 +75,7 @@ class FileStore:
             make_private_folder(self.root, path.parent)
             try:
                 num_bytes = self._copy(source, path, room)
-                return self._record(path, filename, purpose, num_bytes)
+                return self._record(path, filename, num_bytes)
             except BaseException:
                 path.unlink(missing_ok=True)
                 raise
@@ -83,11 +83,12 @@ class FileStore:
     def check_room(self, tenant: str) -> int:
         """Returns how many bytes more the tenant's files may hold. Raises Overloaded if they may be neither more nor
         larger: then nothing may begin that leaves another one behind."""
-        held, limit = self.of_tenant(tenant), self._config.tenant_bytes
+        entries, limit = self._entries(tenant), self._config.tenant_bytes
+        held = [entry for name, entry in entries.items() if _is_file(name, entries)]
         if len(held) >= self._config.max_files:
             problem = f"this tenant has {len(held)} files, and router.batches.max_files = {self._config.max_files}"
             raise Overloaded(f"{problem}; delete some", _RETRY_AFTER_S)
-        room = limit - sum(record.num_bytes for record in held)
+        room = limit - sum(entry.st_size for entry in held)
         if room <= 0:
             problem = f"this tenant's files hold {limit - room} bytes, and router.batches.tenant_bytes = {limit}"
             raise Overloaded(f"{problem}; delete some", _RETRY_AFTER_S)
@@ -116,10 +117,10 @@ class FileStore:
             make_private_folder(self.root, target.parent)
             path.replace(target)
             path.unlink(missing_ok=True)  # a link to what is there already is not moved
-            return self._record(target, filename, "batch_output", target.stat().st_size)
+            return self._record(target, filename, target.stat().st_size)
 
-    def _record(self, path: Path, filename: str, purpose: str, num_bytes: int) -> FileRecord:
-        record = FileRecord(path.name, filename, purpose, num_bytes, int(time.time()))
+    def _record(self, path: Path, filename: str, num_bytes: int) -> FileRecord:
+        record = FileRecord(path.name, filename, purpose_of(path.name), num_bytes, int(time.time()))
         write_atomically(path.with_suffix(".json"), record.dump())
         return record
 
@@ -140,13 +141,20 @@ class FileStore:
         self.get(tenant, file_id, field)
         return self._folder(tenant) / file_id
 
-    def of_tenant(self, tenant: str) -> list[FileRecord]:
-        """Returns the tenant's files, the newest first."""
-        records = []
-        for path in self._folder(tenant).glob("file-*.json"):
-            with disk_errors(self.root), contextlib.suppress(FileNotFoundError, BrokenRecord):  # or it is being deleted
-                records.append(FileRecord.load(path.read_text()))
-        return sorted(records, key=lambda record: (-record.created_at, record.id))
+    def ids(self, tenant: str, purpose: str | None = None) -> list[str]:
+        """Returns the ids of the tenant's files, or of those with a purpose, the oldest first. Reads no record."""
+        entries = self._entries(tenant)
+        found = [name for name in entries if _is_file(name, entries) and purpose in (None, purpose_of(name))]
+        return sorted(found, key=lambda name: (entries[f"{name}.json"].st_mtime_ns, name))
+
+    def find(self, tenant: str, file_id: str) -> FileRecord | None:
+        """Returns a file's record; None if the file is gone or its record is broken."""
+        try:
+            with disk_errors(self.root), contextlib.suppress(BrokenRecord):
+                return FileRecord.load((self._folder(tenant) / f"{file_id}.json").read_text())
+        except FileNotFoundError:
+            pass  # it has been deleted
+        return None
 
     def delete(self, tenant: str, file_id: str) -> None:
         """Raises FileNotFound."""
@@ -165,5 +173,23 @@ class FileStore:
                     path.with_suffix(".json").unlink(missing_ok=True)
                     path.with_suffix("").unlink(missing_ok=True)
 
+    def _entries(self, tenant: str) -> dict[str, os.stat_result]:
+        """Returns what lies in the tenant's folder of files, by name."""
+        found = dict[str, os.stat_result]()
+        with (
+            disk_errors(self.root),
+            contextlib.suppress(FileNotFoundError),
+            os.scandir(self._folder(tenant)) as entries,
+        ):
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # it is being deleted
+                    found[entry.name] = entry.stat()
+        return found
+
     def _folder(self, tenant: str) -> Path:
         return tenant_folder(self.root, tenant) / "files"
+
+
+def _is_file(name: str, entries: Container[str]) -> bool:
+    """Returns whether an entry is the content of a file whose record is there too."""
+    return "." not in name and f"{name}.json" in entries

@@ -1,4 +1,4 @@
-"""Records of files and batches, as they are stored and as OpenAI's API shows them. Pure."""
+"""Records of files and batches, as they are stored and as OpenAI's API shows them. Does no I/O."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import secrets
+import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -14,7 +15,8 @@ from penstock.errors import InvalidInput
 
 Json = dict[str, Any]
 
-_FILE_ID = re.compile(r"file-[0-9a-f]{32}")
+_FILE_ID = re.compile(r"file-(output-)?[0-9a-f]{32}")
+_OUTPUT_PREFIX = "file-output-"
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
 
 
@@ -154,13 +156,18 @@ def new_file_id() -> str:
     return f"file-{secrets.token_hex(16)}"
 
 
-def file_id_of(batch_id: str, name: str) -> str:
+def output_file_id(batch_id: str, name: str) -> str:
     """Returns the id of a batch's file: the same, however often its router dies while it finishes the batch."""
-    return f"file-{hashlib.sha256(f'{batch_id}/{name}'.encode()).hexdigest()[:32]}"
+    return f"{_OUTPUT_PREFIX}{hashlib.sha256(f'{batch_id}/{name}'.encode()).hexdigest()[:32]}"
+
+
+def purpose_of(file_id: str) -> str:
+    return "batch_output" if file_id.startswith(_OUTPUT_PREFIX) else "batch"
 
 
 def new_batch_id() -> str:
-    return f"batch_{secrets.token_hex(16)}"
+    """Returns an id that sorts behind those of older batches, so that listing them needs none of their records."""
+    return f"batch_{time.time_ns() // 1000:014x}{secrets.token_hex(9)}"
 
 
 def check_file_id(file_id: str, field_name: str = "file_id") -> None:

@@ -24,7 +24,7 @@ from router.batches.files import FileStore
 from router.batches.input_validation import LineReader, failed_without_input, input_lines, validate_input
 from router.batches.lines import BatchLine, answer_line, unanswered_line
 from router.batches.pacing_policy import PoolUse, lines_at_once
-from router.batches.records import BatchRecord, BatchStatus, FileNotFound, file_id_of
+from router.batches.records import BatchRecord, BatchStatus, FileNotFound, output_file_id
 
 log = logging.getLogger(__name__)
 
@@ -299,7 +299,7 @@ class BatchRunner:
                 link = claim.path(f".{name}")
                 link.unlink(missing_ok=True)
                 os.link(claim.path(name), link)
-                kept = self._files.keep(record.tenant, link, f"{record.id}_{name}", file_id_of(record.id, name))
+                kept = self._files.keep(record.tenant, link, f"{record.id}_{name}", output_file_id(record.id, name))
                 ids[name] = kept.id
         record = replace(record, output_file_id=ids.get(OUTPUT), error_file_id=ids.get(ERRORS))
         claim.save(record.entered(final, time.time()))

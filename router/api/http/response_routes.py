@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping, Sequence
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
@@ -14,7 +15,7 @@ from router.api.dialect import Dialect
 from router.api.http.generation import GenerationCalls, identify
 from router.api.http.openapi.document import described_call, described_reading
 from router.api.http.running_calls import RunningCalls
-from router.api.openai.paging import page
+from router.api.openai.paging import Json, page
 from router.api.prepare import RequestPreparer
 from router.api.translation.responses.requests import ResponsesBody, read_response_call
 from router.api.translation.responses.responses import ResponsesResponse
@@ -84,8 +85,8 @@ def _add_stored(app: FastAPI, preparer: RequestPreparer, store: ResponseStore) -
         """Lists the input items of a stored response."""
         tenant = identify(http, preparer)
         items = store.get(tenant.name, response_id).given.items
-        # As large as a request may be, so not on the event loop.
-        return await asyncio.to_thread(lambda: JSONResponse(page(json.loads(items), http.query_params)))
+        # A page may be as large as a request, so it is not read on the event loop.
+        return await asyncio.to_thread(lambda: JSONResponse(_item_page(items, http.query_params)))
 
     @app.delete(_ONE, **described_reading())
     async def delete(http: Request, response_id: str) -> Response:
@@ -111,6 +112,16 @@ def _add_cancel(app: FastAPI, preparer: RequestPreparer, store: ResponseStore, r
             if not was_running:
                 raise
             return JSONResponse({"id": response_id, "object": "response", "status": "cancelled"})
+
+
+def _item_page(items: Sequence[tuple[str, str]], query: Mapping[str, str]) -> Json:
+    """Returns a page of a response's input items. Raises InvalidInput."""
+
+    def load(entry: tuple[str, str]) -> Json:
+        item: Json = json.loads(entry[1])
+        return item
+
+    return page(items, query, load, id_of=lambda entry: entry[0])
 
 
 def _json(text: str) -> Response:

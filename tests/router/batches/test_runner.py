@@ -37,7 +37,7 @@ class Batches:
 
     def create(self, tenant: str, *names: str) -> str:
         lines = [json.dumps({"custom_id": name, "body": {"prompt": name}}) for name in names]
-        file = self.files.put(tenant, "in.jsonl", "batch", io.BytesIO("\n".join(lines).encode()))
+        file = self.files.put(tenant, "in.jsonl", io.BytesIO("\n".join(lines).encode()))
         return self.store.create(tenant, ENDPOINT, file.id, "24h", 86_400, None).id
 
     @contextlib.asynccontextmanager
@@ -179,7 +179,7 @@ async def test_a_runner_that_ends_keeps_its_batch_while_it_finishes(
     await asyncio.wait_for(task, WAIT_S)
     record = batches.store.get("a", batch_id)
     assert record.status is BatchStatus.COMPLETED
-    assert len(batches.files.of_tenant("a")) == 2
+    assert len(batches.files.ids("a")) == 2
 
 
 def test_few_large_lines_are_held_at_a_time(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import io
 import json
 import resource
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from router.batches.batches import ERRORS, OUTPUT, BatchStore
 from router.batches.files import FileStore
 from router.batches.input_validation import input_lines
 from router.batches.lines import answer_line, custom_id_of, read_line
-from router.batches.records import BatchNotFound, BatchStatus, FileNotFound, file_id_of
+from router.batches.records import BatchNotFound, BatchStatus, FileNotFound, output_file_id
 
 ENDPOINT = "/v1/completions"
 
@@ -29,7 +28,7 @@ class Stores:
         self.batches = BatchStore(root, config, self.files)
 
     def put(self, content: bytes = b"{}\n", tenant: str = "a") -> str:
-        return self.files.put(tenant, "in.jsonl", "batch", io.BytesIO(content)).id
+        return self.files.put(tenant, "in.jsonl", io.BytesIO(content)).id
 
     def create(self, tenant: str = "a") -> str:
         return self.batches.create(tenant, ENDPOINT, self.put(tenant=tenant), "24h", 86_400, None).id
@@ -40,8 +39,8 @@ def test_files_belong_to_their_tenant(tmp_path: Path) -> None:
     file_id = stores.put(b"hello")
     assert stores.files.path("a", file_id).read_bytes() == b"hello"
     assert stores.files.get("a", file_id).num_bytes == 5
-    assert [record.id for record in stores.files.of_tenant("a")] == [file_id]
-    assert stores.files.of_tenant("b") == []
+    assert stores.files.ids("a") == [file_id]
+    assert stores.files.ids("b") == []
     for call in (stores.files.get, stores.files.path, stores.files.delete):
         with pytest.raises(FileNotFound, match="no file of yours"):
             call("b", file_id)
@@ -95,7 +94,7 @@ def test_old_and_abandoned_files_leave(tmp_path: Path) -> None:
     assert not abandoned.exists()
     assert stores.files.get("a", kept)
     stores.files.sweep(time.time() + 2e6)
-    assert stores.files.of_tenant("a") == []
+    assert stores.files.ids("a") == []
 
 
 def test_one_router_at_a_time_has_a_batch(tmp_path: Path) -> None:
@@ -155,10 +154,10 @@ def test_an_output_that_is_kept_twice_is_one_file(tmp_path: Path) -> None:
     lines.write_bytes(b"x")
     for _ in range(2):  # a router died between them
         link.hardlink_to(lines)
-        kept = stores.files.keep("a", link, "out.jsonl", file_id_of(batch_id, OUTPUT))
+        kept = stores.files.keep("a", link, "out.jsonl", output_file_id(batch_id, OUTPUT))
         assert not link.exists()
-    assert [record.id for record in stores.files.of_tenant("a")] == [kept.id]
-    assert file_id_of(batch_id, ERRORS) != kept.id
+    assert stores.files.ids("a") == [kept.id]
+    assert output_file_id(batch_id, ERRORS) != kept.id
 
 
 def test_records_that_cannot_be_read_are_named_and_spoil_no_others(tmp_path: Path) -> None:
@@ -172,8 +171,9 @@ def test_records_that_cannot_be_read_are_named_and_spoil_no_others(tmp_path: Pat
             stores.batches.get("a", batch_id)
         with pytest.raises(Unavailable, match="damaged: a file's record cannot be read"):
             stores.files.get("a", file_id)
-        assert [record.id for record in stores.batches.of_tenant("a")] == [other]
-        assert len(stores.files.of_tenant("a")) == 1
+        assert stores.batches.find("a", batch_id) is None
+        assert stores.batches.find("a", other)
+        assert sorted(stores.files.find("a", each) is None for each in stores.files.ids("a")) == [False, True]
         assert stores.batches.unfinished() == [("a", other)]
         assert stores.batches.claim("a", batch_id) is None
 
@@ -189,15 +189,15 @@ def test_a_file_without_content_is_none(tmp_path: Path) -> None:
 def test_finished_batches_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.batches.batches._MAX_FINISHED", 2)
     stores = Stores(tmp_path)
-    for age in range(4):
-        claim = stores.batches.claim("a", stores.create())
+    finished = [stores.create() for _ in range(4)]
+    for batch_id in finished:
+        claim = stores.batches.claim("a", batch_id)
         assert claim is not None
-        claim.save(replace(claim.record, created_at=age).entered(BatchStatus.FAILED, 5.0))
+        claim.save(claim.record.entered(BatchStatus.FAILED, 5.0))
         claim.close()
-        assert stores.batches.unfinished() == []
+    assert stores.batches.unfinished() == []
     unfinished = stores.create()
-    ages = [record.created_at for record in stores.batches.of_tenant("a") if record.id != unfinished]
-    assert ages == [3, 2]
+    assert stores.batches.ids("a") == [*finished[2:], unfinished]
 
 
 def test_a_cancelled_batch_says_so_at_once(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_batch_does_not_begin_where_its_output_would_have_no_room(tmp_path: Pa
     file_id = stores.put(b"x" * 40)
     output = tmp_path / "output"
     output.write_bytes(b"x" * 200)
-    kept = stores.files.keep("a", output, "output", file_id_of("batch_" + "1" * 32, "output"))
+    kept = stores.files.keep("a", output, "output", output_file_id("batch_" + "1" * 32, "output"))
     with pytest.raises(Overloaded, match=r"files hold 240 bytes, and router\.batches\.tenant_bytes = 150; delete some"):
         stores.batches.create("a", ENDPOINT, file_id, "24h", 86_400, None)
     stores.create("b")

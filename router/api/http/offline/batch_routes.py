@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
@@ -17,7 +17,7 @@ from router.api.http.generation import GenerationCalls, identify
 from router.api.http.openapi.document import described_call, described_reading
 from router.api.identity import Tenant
 from router.api.openai.json_bodies import read_json, shown
-from router.api.openai.paging import page
+from router.api.openai.paging import Json, page
 from router.api.prepare import RequestPreparer
 from router.batches.batches import BatchStore
 from router.batches.runner import BatchRunner
@@ -71,8 +71,7 @@ def add_batches(
     async def list_batches(http: Request) -> Response:
         """Lists the tenant's batches."""
         tenant = identify(http, preparer)
-        records = await asyncio.to_thread(store.of_tenant, tenant.name)
-        return JSONResponse(page([one.as_json() for one in reversed(records)], http.query_params))
+        return JSONResponse(await asyncio.to_thread(_page, store, tenant.name, http.query_params))
 
     @app.get(_ONE, **described_reading())
     async def retrieve(http: Request, batch_id: str) -> Response:
@@ -85,6 +84,16 @@ def add_batches(
         """Ends a batch within seconds; its answers so far stay. One that has ended is returned as it is."""
         tenant = identify(http, preparer)
         return JSONResponse((await asyncio.to_thread(store.cancel, tenant.name, batch_id)).as_json())
+
+
+def _page(store: BatchStore, tenant: str, query: Mapping[str, str]) -> Json:
+    """Returns a page of the tenant's batches. Raises InvalidInput."""
+
+    def load(batch_id: str) -> Json | None:
+        record = store.find(tenant, batch_id)
+        return record.as_json() if record is not None else None
+
+    return page(store.ids(tenant), query, load)
 
 
 def _read_body(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 
 from fastapi import FastAPI, Request
 from starlette.datastructures import FormData, UploadFile
@@ -16,7 +16,7 @@ from penstock.errors import Cancelled, InvalidInput, Unavailable
 from router.api.http.generation import identify
 from router.api.http.openapi.document import described_reading, described_upload
 from router.api.limits import UnreadRequest
-from router.api.openai.paging import page
+from router.api.openai.paging import Json, page
 from router.api.prepare import RequestPreparer
 from router.batches.files import FileStore
 from router.batches.records import FileRecord
@@ -27,7 +27,7 @@ _MAX_UPLOADS, _UPLOADS_OF_ONE = 8, 4  # at a time: of all tenants, and of one
 _MAX_FIELDS = 8  # in a form
 _FIELD_BYTES = 4096
 _MAX_NAME = 255  # characters
-_MAX_LISTED = 10_000
+_MAX_LIMIT = 10_000  # of a listing, as OpenAI's clients may name it
 _SLOWEST_BYTES_S = 256 << 10  # an upload that falls behind this is ended
 _RETRY_AFTER_S = 5.0
 _FORM = {
@@ -67,9 +67,7 @@ def _add_stored(app: FastAPI, preparer: RequestPreparer, store: FileStore) -> No
     async def list_files(http: Request) -> Response:
         """Lists the tenant's files."""
         tenant, purpose = identify(http, preparer), http.query_params.get("purpose")
-        records = await asyncio.to_thread(store.of_tenant, tenant.name)
-        items = [one.as_json() for one in reversed(records) if purpose in (None, one.purpose)]
-        return JSONResponse(page(items, http.query_params, _MAX_LISTED))
+        return JSONResponse(await asyncio.to_thread(_page, store, tenant.name, purpose, http.query_params))
 
     @app.get(_ONE, **described_reading())
     async def retrieve(http: Request, file_id: str) -> Response:
@@ -92,13 +90,23 @@ def _add_stored(app: FastAPI, preparer: RequestPreparer, store: FileStore) -> No
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
 
+def _page(store: FileStore, tenant: str, purpose: str | None, query: Mapping[str, str]) -> Json:
+    """Returns a page of the tenant's files. Raises InvalidInput."""
+
+    def load(file_id: str) -> Json | None:
+        record = store.find(tenant, file_id)
+        return record.as_json() if record is not None else None
+
+    return page(store.ids(tenant, purpose), query, load, _MAX_LIMIT)
+
+
 async def _store_upload(http: Request, timeout_s: float, store: FileStore, tenant: str, file_bytes: int) -> FileRecord:
     """Stores the file of a form for the tenant. Raises what reading, checking and storing it raise."""
     form = await _read_form(http, file_bytes + _MAX_FIELDS * _FIELD_BYTES, timeout_s)
     try:
         file = _checked_file(form)
         name = (file.filename or "file.jsonl")[:_MAX_NAME]
-        return await asyncio.to_thread(store.put, tenant, name, "batch", file.file)
+        return await asyncio.to_thread(store.put, tenant, name, file.file)
     finally:
         await form.close()
 

@@ -11,7 +11,7 @@ from router.api.openai.json_bodies import shown
 from router.api.translation.objects import JsonObject
 from router.api.translation.responses.fields import HARMLESS_IN_ITEMS, HARMLESS_IN_PARTS, REFUSED_IN_CALLS
 from router.api.translation.sealed import unseal
-from router.api.translation.turns import ChatTurns
+from router.api.translation.turns import ChatTurns, compact_json
 
 Json = dict[str, Any]
 
@@ -41,11 +41,12 @@ def read_items(items: Sequence[Any], turns: ChatTurns) -> None:
             raise item.error("type", f"= {shown(kind)} is not supported; send one of {', '.join(_ID_PREFIXES)}")
 
 
-def listed_items(given: str | Sequence[Json]) -> list[Json]:
-    """Returns a call's input as items with ids, as the API lists it."""
+def listed_items(given: str | Sequence[Json]) -> list[tuple[str, str]]:
+    """Returns a call's input as the API lists it: the id and the JSON of each item."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    return [_listed(item) for item in given]
+    listed = map(_listed, given)
+    return [(str(item["id"]), compact_json(item)) for item in listed]
 
 
 def _listed(item: Json) -> Json:

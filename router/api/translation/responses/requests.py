@@ -22,7 +22,7 @@ from router.api.translation.responses.fields import (
 )
 from router.api.translation.responses.items import listed_items, read_items
 from router.api.translation.responses.store import CallInput, ResponseStore
-from router.api.translation.turns import ChatTurns, compact_json
+from router.api.translation.turns import ChatTurns
 
 Json = dict[str, Any]
 
@@ -97,7 +97,7 @@ def read_response_call(raw: bytes, limits: LimitsConfig, tenant: str, store: Res
     fields["messages"] = turns.messages
     asks_to_store = body.flag("store")
     body.finish(HARMLESS, REFUSED)
-    call_input = CallInput(compact_json(listed_items(given)), turns.messages[num_before:])
+    call_input = CallInput(listed_items(given), turns.messages[num_before:])
     echo["store"] = asks_to_store is not False and store.fits(call_input)
     if asks_to_store and not echo["store"]:
         raise body.error("store", "= true, but the input is larger than what router.store keeps; set it to false")

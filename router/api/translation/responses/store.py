@@ -21,6 +21,7 @@ from router.api.translation.turns import compact_json
 Json = dict[str, Any]
 
 _ENTRY_BYTES = 1024  # of a response's objects beside their JSON, about
+_ITEM_BYTES = 256  # of an item's
 
 
 class ResponseNotFound(InvalidInput):
@@ -41,13 +42,13 @@ class ResponseNotFound(InvalidInput):
 class CallInput:
     """A call's own input, without instructions and without what came before it. Its JSON is made where it is parsed."""
 
-    items: str  # JSON
+    items: Sequence[tuple[str, str]]  # the id and the JSON of each
     messages: Sequence[Json]  # of a chat
 
     @property
     def num_bytes(self) -> int:
         """The memory that it takes, about: each text is in the items and in a message."""
-        return 2 * len(self.items.encode())
+        return sum(_ITEM_BYTES + 2 * len(text.encode()) for _, text in self.items)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ def user(text: str) -> dict[str, str]:
 
 
 def put(store: ResponseStore, name: str, tenant: str = "a", previous: str | None = None, size: int = 10) -> bool:
-    given = CallInput("x" * size, [user(f"ask {name}")])
+    given = CallInput([("id", "x" * size)], [user(f"ask {name}")])
     return store.put(tenant, {"id": name}, given, [user(f"answer {name}")], previous)
 
 
@@ -88,7 +88,7 @@ def test_responses_leave_for_their_age():
 
 
 def test_a_tenants_least_recently_used_leaves_first():
-    store = small_store(tenant_bytes=3500)
+    store = small_store(tenant_bytes=4300)
     for name in ("one", "two", "three"):
         put(store, name)
     store.get("a", "one")
@@ -97,7 +97,7 @@ def test_a_tenants_least_recently_used_leaves_first():
 
 
 def test_the_largest_tenant_makes_room():
-    store = small_store(total_bytes=4500)
+    store = small_store(total_bytes=5700)
     put(store, "small", tenant="b")
     for name in ("one", "two", "three", "four"):
         put(store, name)
@@ -110,7 +110,7 @@ def test_what_is_too_large_is_not_stored():
     store = small_store(tenant_bytes=4000)
     put(store, "one")
     assert not put(store, "large", size=5000)
-    assert not store.fits(CallInput("x" * 5000, []))
+    assert not store.fits(CallInput([("id", "x" * 5000)], []))
     assert holds(store, "one")
     assert not put(small_store(tenant_bytes=0), "one")
 

@@ -81,7 +81,7 @@ def test_items_of_an_agents_turn(store, chat):
         {"role": "assistant", "content": "Both.", "reasoning_content": "So."},
         {"role": "user", "content": "And?"},
     ]
-    listed = json.loads(body.given.items)
+    listed = [json.loads(text) for _, text in body.given.items]
     assert [item["type"] for item in listed] == [item.get("type", "message") for item in given]
     assert all(item["id"] for item in listed)
     assert listed[0]["content"] == [{"type": "input_text", "text": "Be brief."}]
@@ -89,7 +89,7 @@ def test_items_of_an_agents_turn(store, chat):
 
 
 def test_an_earlier_response_is_continued_without_its_instructions(store, chat):
-    earlier = CallInput("[]", [{"role": "user", "content": "one"}])
+    earlier = CallInput([], [{"role": "user", "content": "one"}])
     store.put("a", {"id": "resp_1"}, earlier, [{"role": "assistant", "content": "two"}], None)
     body = read(store, input="three", instructions="New.", previous_response_id="resp_1")
     assert [message["content"] for message in chat["messages"]] == ["New.", "one", "two", "three"]

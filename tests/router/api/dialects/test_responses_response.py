@@ -133,7 +133,7 @@ def test_what_is_cut_off_is_incomplete(store):
 def test_a_response_is_stored_with_its_conversation(store):
     whole = whole_of(response(store, instructions="Be brief."), deltas_of(events_of([REASONING, TEXT, CALL])))
     assert json.loads(store.get("a", whole["id"]).response) == whole
-    items = json.loads(store.get("a", whole["id"]).given.items)
+    items = [json.loads(text) for _, text in store.get("a", whole["id"]).given.items]
     assert items[0]["content"] == [{"type": "input_text", "text": "Hi"}]
     user, assistant = store.conversation("a", whole["id"], 10, 10_000)
     assert user == {"role": "user", "content": "Hi"}

@@ -1,4 +1,4 @@
-"""Tests the refusals of `penstock bench`, and what its flags describe."""
+"""Tests which mistakes `penstock bench` refuses, and how its flags describe a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def spec_of(*flags: str) -> SweepSpec:
         (["--url", "127.0.0.1:1"], "127.0.0.1:1/v1/models does not answer: nothing listens there"),
     ],
 )
-def test_mistakes_are_named(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_refused_by_flag(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "run", *flags]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -1,4 +1,5 @@
-"""Tests the `penstock` command: refusals and their messages, and the commands that call a deployment, over fakes."""
+"""Tests the `penstock` command: refusals and their messages, and commands that call a deployment, which is fake
+here."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ def test_a_bad_config_file_is_refused_by_key_value_and_fix(
         assert word in message
 
 
-def test_missing_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_files_are_refused_by_flag_or_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "missing.toml" in refusal(capsys, "serve", "--config", str(tmp_path / "missing.toml"))
     assert str(tmp_path / "no-model") in refusal(capsys, "serve", "--model", str(tmp_path / "no-model"), *FREE_PORTS)
     assert "config.json" in refusal(capsys, "serve", "--model", str(tmp_path), *FREE_PORTS)
@@ -188,7 +189,7 @@ def test_generate_prints_the_whole_answer_as_json(capsys: pytest.CaptureFixture[
 
 
 class InterruptedOutput(io.StringIO):
-    """Stands for a terminal whose user presses Ctrl-C after the first word."""
+    """Stands in for a terminal whose user presses Ctrl-C after the first word."""
 
     def write(self, text: str) -> int:
         if self.getvalue() == "Once":
@@ -303,7 +304,7 @@ def test_an_unreachable_deployment_is_reported_with_the_fix(capsys: pytest.Captu
     )
 
 
-def test_a_conversation_with_nobody_ends_with_an_error(
+def test_a_chat_without_a_server_ends_with_an_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
@@ -311,7 +312,7 @@ def test_a_conversation_with_nobody_ends_with_an_error(
     assert capsys.readouterr().err.startswith("no deployment answers at 127.0.0.1:1: nothing listens there")
 
 
-def test_a_grpc_server_without_the_admin_service_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_grpc_server_without_the_admin_service_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     server = grpc.server(ThreadPoolExecutor(1))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -326,7 +327,7 @@ def test_a_grpc_server_without_the_admin_service_is_named(capsys: pytest.Capture
     assert (deployment["verdict"], deployment["advice"]) == ("problem", message)
 
 
-def test_an_http_server_at_the_admin_address_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_http_server_at_the_admin_address_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         with ThreadPoolExecutor(1) as executor:
@@ -345,7 +346,7 @@ def _refuse_as_http(listening: socket.socket) -> None:
         peer.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 
 
-def test_a_server_that_hangs_is_named() -> None:
+def test_a_silent_server_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         arguments = make_parser("status").parse_args(["status", "--admin", address])
@@ -353,16 +354,16 @@ def test_a_server_that_hangs_is_named() -> None:
             admin_call(arguments, "Status", admin_pb2.StatusRequest(), timeout_s=0.3)
 
 
-def test_a_package_that_is_missing_is_named_with_the_fix(
+def test_a_missing_package_is_reported_with_the_fix(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "numpy", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "numpy", None)  # as if the package were not installed
     for name in [name for name in sys.modules if name.startswith(("simulator", "cluster.cli.commands.sizing"))]:
         monkeypatch.delitem(sys.modules, name)
     assert refusal(capsys, "plan", "--help") == "numpy is not installed; run: pip install 'penstock[serve]'"
 
 
-def test_the_doctor_of_a_bare_client_examines_the_deployment_alone(
+def test_the_doctor_of_a_bare_client_checks_only_the_deployment(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -402,7 +403,7 @@ def test_a_start_without_a_terminal_prints_each_stage_once(capsys: pytest.Captur
 
 
 def test_a_free_port_lies_outside_the_ephemeral_range() -> None:
-    """Within the range, a connection of Ray could take the port before the router listens."""
+    """Inside that range, a connection of Ray could take the port before the router listens."""
     config = launching.resolve_ports(ServeConfig(model="m", http_port=0, grpc_port=0, admin_port=0))
     ports = {config.http_port, config.grpc_port, config.admin_port}
     assert len(ports) == 3
@@ -438,11 +439,11 @@ def test_a_drain_needs_either_a_worker_or_a_node(capsys: pytest.CaptureFixture[s
     assert "give seconds above 0" in refusal(capsys, "drain", "--node", "n", "--within", "0")
 
 
-def test_a_deployment_that_loses_its_ray_again_and_again_is_not_started_again() -> None:
+def test_a_deployment_that_keeps_losing_its_ray_is_not_restarted() -> None:
     assert may_restart([0.0], 0.0)
     assert may_restart([0.0, 50.0, 100.0], 100.0)
     assert not may_restart([0.0, 50.0, 100.0, 150.0], 150.0)
-    assert may_restart([0.0, 50.0, 100.0, 900.0], 900.0)  # the earlier ones are long ago
+    assert may_restart([0.0, 50.0, 100.0, 900.0], 900.0)  # the earlier losses are long ago
 
 
 @pytest.mark.processes
@@ -461,12 +462,12 @@ def test_help_lists_each_command_once_and_imports_none(capsys: pytest.CaptureFix
     assert "cluster.cli.commands" not in modules
 
 
-def test_a_mistyped_command_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistyped_command_gets_the_nearest_as_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, "statu") == "command: 'statu' is unknown; did you mean status?; see penstock --help"
     assert refusal(capsys, "qqqqq") == "command: 'qqqqq' is unknown; see penstock --help"
 
 
-def test_every_file_in_a_room_of_commands_is_found() -> None:
+def test_every_file_in_a_command_room_is_a_command() -> None:
     rooms = Path(commands.__file__).parent
     files = [file for file in rooms.glob("*/*.py") if file.stem != "__init__"]
     assert {(file.parent.name, file.stem.replace("_", "-")) for file in files} == {

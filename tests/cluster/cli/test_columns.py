@@ -1,4 +1,4 @@
-"""Tests that what commands print in a terminal of 80 columns is no wider, and says the same as where it is piped."""
+"""Tests that output in a terminal of 80 columns fits and says the same as piped output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODEL = str(Path(__file__).resolve().parents[3] / "models" / "penstock-tiny")
 
 
 class Terminal(io.StringIO):
-    """Stands for a terminal, whose width is that of COLUMNS."""
+    """Stands in for a terminal, whose width is that of COLUMNS."""
 
     def isatty(self) -> bool:
         return True
@@ -128,7 +128,7 @@ def test_a_decision_among_workers_with_long_names() -> None:
     assert_fits(format_decision(decision, COLUMNS))
 
 
-def test_tables_fold_titles_then_texts_then_drop_columns_then_give_up_their_form() -> None:
+def test_tables_fold_titles_then_texts_then_drop_columns_then_become_lists() -> None:
     header = ("name", "tokens cached", "served by")
     rows = [["a", "123", "prefill-0 > decode-0"], ["b", "4", "prefill-1 > decode-1"]]
     assert format_table(header, rows, 36).splitlines()[:3] == [
@@ -142,7 +142,7 @@ def test_tables_fold_titles_then_texts_then_drop_columns_then_give_up_their_form
     assert "tokens cached  123" in format_table(header, rows, 18)
 
 
-def test_texts_are_folded_below_their_beginning() -> None:
+def test_folded_texts_continue_below_their_beginning() -> None:
     assert wrap("one two three", 8) == "one two\n  three"
     assert wrap("  one two", 7) == "  one\n    two"
     assert wrap("one two three", None) == "one two three"

@@ -1,4 +1,4 @@
-"""Tests `penstock completion` in the shells that are installed, and what mistyped flags and `--version` print."""
+"""Tests `penstock completion` in the installed shells, and the output of mistyped flags and `--version`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def script(capsys: pytest.CaptureFixture[str], shell: str) -> str:
 
 
 def complete(script: str, *words: str) -> list[str]:
-    """Returns what bash offers for the last word."""
+    """Returns what bash offers as completions of the last word."""
     quoted = " ".join(f"'{word}'" for word in words)
     ask = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _penstock; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     shell = shutil.which("bash")
@@ -38,7 +38,7 @@ def test_bash_completes_commands_flags_and_choices(capsys: pytest.CaptureFixture
     assert "--admin" in complete(made, "penstock", "status", "--")
     assert complete(made, "penstock", "completion", "") == ["bash", "zsh", "fish", "--help"]
     assert {"run", "compare", "report"} <= set(complete(made, "penstock", "bench", ""))
-    assert complete(made, "penstock", "serve", "README") == []  # then bash offers files
+    assert complete(made, "penstock", "serve", "README") == []  # an empty list, for which bash offers files
 
 
 def test_the_other_shells_get_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,7 +50,7 @@ def test_the_other_shells_get_every_command(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_an_installed_shell_takes_its_script(capsys: pytest.CaptureFixture[str], shell: str) -> None:
+def test_an_installed_shell_runs_its_script_without_errors(capsys: pytest.CaptureFixture[str], shell: str) -> None:
     path = shutil.which(shell)
     if path is None:
         pytest.skip(f"{shell} is not installed")
@@ -71,7 +71,7 @@ def test_an_installed_shell_takes_its_script(capsys: pytest.CaptureFixture[str],
         (["--jsno"], "penstock COMMAND", ""),
     ],
 )
-def test_a_mistyped_flag_is_answered_by_its_own_command(
+def test_a_mistyped_flag_shows_the_usage_of_its_command(
     capsys: pytest.CaptureFixture[str], words: list[str], usage: str, advice: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -89,7 +89,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == f"penstock {metadata.version('penstock')}\n"
 
 
-def test_a_command_that_is_not_installed_is_completed_by_name(
+def test_a_command_with_missing_packages_is_completed_without_its_flags(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "numpy", None)

@@ -1,4 +1,4 @@
-"""Tests `penstock fit`: load reports of a deployment become a cost file."""
+"""Tests `penstock fit`, which turns load reports of a deployment into a cost file."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     return fit.run(parser.parse_args(flags))
 
 
-def test_it_writes_the_costs_that_made_the_reports(
+def test_fit_recovers_the_costs_behind_the_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "costs.json"

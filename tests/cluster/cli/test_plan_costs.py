@@ -32,7 +32,7 @@ def fitted(tmp_path: Path) -> Path:
     return tmp_path / "h100.json"
 
 
-def test_a_plan_names_the_measurement_that_it_rests_on(fitted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_names_the_measurement_it_uses(fitted: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.run(arguments(f"--costs=H100={fitted}")) == 0
     printed = capsys.readouterr().out
     assert f"Costs of steps on 2 x H100: fitted to 77 reports, of {MODEL}." in printed

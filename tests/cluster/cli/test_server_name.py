@@ -35,7 +35,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def url(authority: Authority) -> Iterator[str]:
-    """Yields the URL of a server whose certificate has another name than the host in it."""
+    """Yields the URL of a server whose certificate names another host than the URL."""
     made = authority.issue("server", "DNS:router.example")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(str(made.cert_file), made.key_file)
@@ -70,7 +70,7 @@ async def test_benchmarks_check_the_certificate_by_the_given_name(url: str, auth
             await session.get(url)
 
 
-def test_a_server_name_encrypts_like_an_authority_does() -> None:
+def test_a_server_name_turns_on_tls_as_an_authority_does() -> None:
     tls = client_tls(flags("--server-name", "router.example"))
     assert tls is not None
     assert tls.options() == [("grpc.ssl_target_name_override", "router.example")]

@@ -35,7 +35,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return captured.err
 
 
-def test_traffic_prints_what_a_trace_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_traffic_prints_the_statistics_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = write_trace(tmp_path / "t.jsonl")
     assert main(["traffic", str(trace), "--kv-bytes", "131072"]) == 0
     text = capsys.readouterr().out
@@ -56,7 +56,7 @@ def test_traffic_writes_json_and_charts(tmp_path: Path, capsys: pytest.CaptureFi
     assert "<svg" in page.read_text()
 
 
-def test_traffic_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_traffic_refuses_unreadable_traces_and_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no file" in refusal(capsys, "traffic", str(tmp_path / "none.jsonl"))
     trace = write_trace(tmp_path / "t.jsonl", 1)
     assert "--limit: is 0; give at least 1" in refusal(capsys, "traffic", str(trace), "--limit", "0")
@@ -106,5 +106,5 @@ def test_plan_of_statistics_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         ([*STATISTICS, "--ttft", "0.0001"], "even on an idle worker"),
     ],
 )
-def test_plan_names_what_is_wrong(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
+def test_plan_refuses_mistakes_by_flag(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
     assert message in refusal(capsys, *PLAN, *flags)

@@ -1,4 +1,4 @@
-"""Tests what is printed on terminals: tables, colours, progress, and text that others have written."""
+"""Tests output on terminals: tables, colours, progress, and untrusted text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.v1 import admin_pb2, worker_pb2
 
 
 class Terminal(io.StringIO):
-    """Stands for a terminal."""
+    """Stands in for a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -43,7 +43,7 @@ def status_with(detail: str) -> admin_pb2.StatusResponse:
     return admin_pb2.StatusResponse(model="m", ready=True, workers=workers, routers_elsewhere=["10.0.0.1:80"])
 
 
-def test_a_reason_that_does_not_fit_gets_lines_of_its_own() -> None:
+def test_a_reason_that_does_not_fit_gets_its_own_lines() -> None:
     reason = "no node has 2 GPUs free: " + "node-with-a-long-name holds another deployment; " * 3
     lines = format_status(status_with(reason), 80).splitlines()
     assert max(map(len, lines)) <= 80
@@ -51,10 +51,11 @@ def test_a_reason_that_does_not_fit_gets_lines_of_its_own() -> None:
     assert lines[at + 1].startswith("    no node has 2 GPUs free")
     words = " ".join(line.strip() for line in lines[at + 1 : at + 4])
     assert words.startswith(reason.strip()[:100])
-    assert max(map(len, format_status(status_with(reason)).splitlines())) > 200  # piped: a line a worker
+    # piped output has one line for each worker
+    assert max(map(len, format_status(status_with(reason)).splitlines())) > 200
 
 
-def test_columns_without_figures_go_first() -> None:
+def test_columns_without_digits_are_dropped_first() -> None:
     header, rows = ("pair", "harm", "total"), [["a > b", "0.0", "12.5"], ["c > d", "-", "9.0"]]
     assert format_table(header, rows, 16) == "pair   total\na > b   12.5\nc > d    9.0"
     assert format_table(header, rows, 40) == format_table(header, rows)
@@ -65,7 +66,7 @@ def test_a_single_row_becomes_a_list() -> None:
     assert format_table(header, [row], 32) == "queue ms   1.5\nserved by  prefill-0 > decode-1\npages      3"
 
 
-def test_colours_are_for_terminals_that_want_them() -> None:
+def test_colours_appear_only_on_terminals_that_want_them() -> None:
     assert styles_for(Terminal(), STATE_STYLES, {}) is STATE_STYLES
     for stream, environment in (
         (io.StringIO(), {}),
@@ -83,7 +84,7 @@ def test_only_a_terminal_limits_the_width(monkeypatch: pytest.MonkeyPatch) -> No
     assert columns_of(io.StringIO()) is None
 
 
-def test_progress_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_appears_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = {}
     for stream in (Terminal(), io.StringIO()):
         monkeypatch.setattr("sys.stderr", stream)
@@ -95,7 +96,7 @@ def test_progress_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) 
     assert shown[False] == ""
 
 
-def test_progress_does_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_shows_nothing_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setitem(sys.modules, "rich.console", None)
@@ -104,7 +105,7 @@ def test_progress_does_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     assert terminal.getvalue() == ""
 
 
-def test_results_go_where_they_are_piped_while_progress_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_stay_in_the_pipe_while_progress_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, pipe = Terminal(), io.StringIO()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setattr("sys.stdout", pipe)
@@ -115,7 +116,7 @@ def test_results_go_where_they_are_piped_while_progress_is_shown(monkeypatch: py
     assert "drained" not in terminal.getvalue()
 
 
-def test_text_of_others_cannot_control_the_terminal(
+def test_untrusted_text_cannot_control_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evil = "a\x1b]0;title\x07\x1b[2J\x9b1mb"
@@ -128,7 +129,7 @@ def test_text_of_others_cannot_control_the_terminal(
     assert "\x1b" not in capsys.readouterr().err
     stream = cast(GenerateStream, iter([Chunk(evil, ()), Chunk("👩\u200d💻", ())]))
     assert print_stream(stream).text.startswith(evil)
-    assert evil in capsys.readouterr().out  # a pipe gets what the model wrote
+    assert evil in capsys.readouterr().out  # a pipe gets the model's exact text
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
     print_stream(cast(GenerateStream, iter([Chunk(evil, ()), Chunk("👩\u200d💻", ())])))

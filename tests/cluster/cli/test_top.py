@@ -1,4 +1,4 @@
-"""Tests `penstock top`: rates between two snapshots of a deployment, from fake status and metrics. No Ray."""
+"""Tests `penstock top`: rates between two snapshots of a deployment, computed from fake status and metrics. No Ray."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_rates_are_differences_between_two_snapshots() -> None:
     view = compute_rates(before, now)
     first, second = view.workers
     assert (first.decode_tokens_per_s, first.hit_rate, first.pages_used, first.step_s) == (100.0, 0.75, 0.75, 0.004)
-    assert (second.decode_tokens_per_s, second.hit_rate) == (None, None)  # another incarnation counts from zero
+    assert (second.decode_tokens_per_s, second.hit_rate) == (None, None)  # another epoch counts from zero
     assert (view.tokens_per_s, view.ttft_s, view.num_queued) == (100.0, None, None)
 
 
@@ -65,11 +65,11 @@ def metrics(first_tokens_s: list[float], tokens: int) -> RouterCounts:
     return read_counts(counts.render().decode())
 
 
-def test_routers_histograms_become_percentiles_of_the_interval() -> None:
+def test_router_histograms_become_percentiles_of_the_interval() -> None:
     before = sample(0.0, a=metrics([9.0] * 50, 20), gone=metrics([9.0], 5))
     now = sample(2.0, a=metrics([9.0] * 50 + [0.02] * 98 + [0.9] * 2, 60), new=metrics([9.0], 5))
     view = compute_rates(before, now)
-    assert view.ttft_s == (0.025, 1.0)  # earlier observations do not count
+    assert view.ttft_s == (0.025, 1.0)  # observations before the interval do not count
     assert view.itl_s == (0.005, 0.005)
     assert view.tokens_per_s == 20.0
     beyond = compute_rates(sample(0.0, a=metrics([], 0)), sample(1.0, a=metrics([999.0], 0)))
@@ -99,15 +99,15 @@ def test_a_view_fits_eighty_columns() -> None:
         assert max(map(len, format_rates("some-model-8b", compute_rates(busy, later), past).splitlines())) <= 80
 
 
-def test_the_curve_and_the_bars_are_to_scale() -> None:
+def test_sparklines_and_bars_are_to_scale() -> None:
     assert sparkline([0.0, 50.0, 100.0]) == "▁▅█"
     assert sparkline([0.0, 0.0]) == "▁▁"
     view = compute_rates(sample(0.0, worker(0, 0)), sample(1.0, worker(0, 50)))
     assert "██████░░  75%" in format_rates("m", view, [50.0]).splitlines()[-1]
 
 
-def test_the_headline_agrees_with_the_pool_while_answers_stream() -> None:
-    """The router counts tokens as they pass, not when an answer ends."""
+def test_the_headline_matches_the_pools_rate_while_answers_stream() -> None:
+    """The router counts tokens as they pass, not at the end of an answer."""
     view = compute_rates(
         sample(0.0, worker(0, 100), a=metrics([], 90)), sample(1.0, worker(0, 210), a=metrics([], 200))
     )
@@ -116,7 +116,7 @@ def test_the_headline_agrees_with_the_pool_while_answers_stream() -> None:
     assert lines[3].endswith("110 tokens/s")
 
 
-async def test_top_prints_as_many_views_as_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_top_prints_as_many_views_as_requested(capsys: pytest.CaptureFixture[str]) -> None:
     async with served() as (_, address):
         flags = ["top", "--interval", "0.05", "-n", "2", "--admin", address]
         assert await asyncio.to_thread(main, [*flags, "--json"]) == 0

@@ -44,13 +44,13 @@ async def test_the_waterfall_names_each_stage_and_the_decision(capsys: pytest.Ca
     assert "policy kv-aware" in text
 
 
-async def test_an_unknown_request_is_an_error_that_says_what_a_router_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_an_unknown_request_gets_an_error_about_what_a_router_keeps(capsys: pytest.CaptureFixture[str]) -> None:
     async with running_router(await FakeWorker().start()) as router:
         assert await asyncio.to_thread(main, ["trace", "a b/c?", "--router", router.http_url]) == 2
     assert f"'a b/c?' is not among the last completions of {router.http_url}" in capsys.readouterr().err
 
 
-async def test_with_tenants_the_metrics_token_is_demanded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_with_tenants_the_metrics_token_is_required(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     token = tmp_path / "token"
     token.write_text("a-token")
     token.chmod(0o600)
@@ -65,7 +65,7 @@ async def test_with_tenants_the_metrics_token_is_demanded(tmp_path: Path, capsys
         assert "is not among the last completions" in capsys.readouterr().err
 
 
-def test_a_single_router_is_asked_at_its_public_port() -> None:
+def test_a_single_router_is_reached_at_its_public_port() -> None:
     public = ["grpc://h:1", "http://h:2"]
     assert router_urls(admin_pb2.StatusResponse(endpoints=public)) == ["http://h:2"]
     own = [*public, "http://h:3/metrics", "http://h:4/metrics"]
@@ -73,12 +73,12 @@ def test_a_single_router_is_asked_at_its_public_port() -> None:
     assert router_urls(admin_pb2.StatusResponse()) == []
 
 
-def test_an_unreachable_router_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_router_is_reported_by_address(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "x", "--router", "http://127.0.0.1:9"]) == 2
     assert "http://127.0.0.1:9/ui/requests/x does not answer: nothing listens there" in capsys.readouterr().err
 
 
-def test_bars_share_one_scale_and_lost_workers_are_named() -> None:
+def test_bars_share_one_scale_and_lost_workers_are_marked() -> None:
     stage = {"name": "prefill", "start_ms": 50.0, "end_ms": 100.0, "worker": "prefill-0"}
     completion = {
         "index": 0,
@@ -110,7 +110,7 @@ def test_bars_share_one_scale_and_lost_workers_are_named() -> None:
         "9 prompt tokens, 0 cached, 1 tokens, length, bulk lane,",
         "  pages moved: 3, re-dispatches: 1",
         "stage    start ms    ms  at",
-        "prefill      50.0  50.0  prefill-0" + " " * 12 + "#" * 10,  # the second half of the 20 columns left
+        "prefill      50.0  50.0  prefill-0" + " " * 12 + "#" * 10,  # the second half of the remaining 20 columns
         "",
         "decode-0: placed at 1.0 ms, lost at 7.0 ms (UNAVAILABLE)",
         "decode-1: re-dispatched at 8.0 ms",

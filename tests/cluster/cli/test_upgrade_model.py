@@ -14,7 +14,7 @@ from penstock.v1 import admin_pb2, admin_pb2_grpc
 
 
 class TwoMachines(admin_pb2_grpc.AdminServicer):
-    """Has a worker here and one on another machine."""
+    """Reports one worker on this machine and one on another."""
 
     def Status(self, request: admin_pb2.StatusRequest, context: grpc.ServicerContext) -> admin_pb2.StatusResponse:
         addresses = ("127.0.0.1:4001", "192.0.2.7:4002")
@@ -33,7 +33,7 @@ def admin() -> Iterator[str]:
     server.stop(None).wait(5)
 
 
-def test_an_id_is_refused_where_workers_run_on_other_machines(admin: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hub_id_is_refused_if_workers_run_on_other_machines(admin: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["upgrade", "--model", "org/name@v2", "--admin", admin]) == 2
     text = capsys.readouterr().err
     assert "--model: is org/name@v2, which this command downloads on this machine alone" in text
@@ -41,6 +41,6 @@ def test_an_id_is_refused_where_workers_run_on_other_machines(admin: str, capsys
     assert "`hf download org/name --revision v2 --local-dir DIR`" in text
 
 
-def test_hosts_of_other_machines_are_found() -> None:
+def test_hosts_of_other_machines_are_recognized() -> None:
     assert hosts_elsewhere(["127.0.0.1:1", "localhost:2", ""]) == []
     assert hosts_elsewhere(["127.0.0.1:1", "192.0.2.7:2", "[2001:db8::1]:3"]) == ["192.0.2.7", "2001:db8::1"]

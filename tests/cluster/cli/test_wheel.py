@@ -1,4 +1,5 @@
-"""A wheel installed outside the checkout: it serves the bundled model, and its client needs neither torch nor Ray."""
+"""Tests a wheel installed outside the checkout: it serves the bundled model, and its client needs neither torch nor
+Ray."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ print(penstock.__file__)
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds from a copy, so that no build folder is left in the checkout."""
+    """Builds the wheel from a copy, so that no build folder is left in the checkout."""
     copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in (*SOURCES, "simulator", "models"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -52,7 +53,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Makes a virtual environment with the wheel; it borrows everything else from the one that runs the tests."""
+    """Makes a virtual environment with the wheel; everything else comes from the environment that runs the tests."""
     home = tmp_path_factory.mktemp("venv")
     run([sys.executable, "-m", "venv", "--without-pip", str(home)], home)
     installed = home / "bin" / "python"
@@ -73,11 +74,11 @@ def run(command: list[str], folder: Path) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Returns the variables of this process without those by which Python would find the checkout."""
+    """Returns the variables of this process without those through which Python would find the checkout."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
 
-def test_the_wheel_holds_kernels_the_page_and_the_model_but_no_tests(wheel: Path) -> None:
+def test_the_wheel_holds_kernels_page_and_model_but_no_tests(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     kernels = {f"engine/cpu/csrc/{path.name}" for path in (ROOT / "engine" / "cpu" / "csrc").iterdir()}
     page = {f"router/live/page/{path.name}" for path in (ROOT / "router" / "live" / "page").iterdir()}
@@ -86,12 +87,12 @@ def test_the_wheel_holds_kernels_the_page_and_the_model_but_no_tests(wheel: Path
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "models/train/"))]
 
 
-def test_its_client_needs_neither_torch_nor_ray(python: Path, tmp_path: Path) -> None:
+def test_the_client_of_the_wheel_needs_neither_torch_nor_ray(python: Path, tmp_path: Path) -> None:
     found = Path(run([str(python), "-c", CLIENT], tmp_path).strip())
     assert found.is_relative_to(python.parents[1])
 
 
-def test_it_serves_the_bundled_model(python: Path, tmp_path: Path) -> None:
+def test_the_wheel_serves_the_bundled_model(python: Path, tmp_path: Path) -> None:
     ports = ["--http-port", "0", "--grpc-port", "0", "--admin-port", "0"]
     command = [str(python.parent / "penstock"), "serve", "--model", "penstock-tiny", "--colocated", "--routers", "1"]
     log = tmp_path / "log"

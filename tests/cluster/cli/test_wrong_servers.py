@@ -1,4 +1,4 @@
-"""Tests every command that calls a server against servers of the wrong kind: exit status, address, cause and fix."""
+"""Tests each command that calls a server against wrong kinds of servers: exit status, address, cause and fix."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BENCH = ["bench", "run", "--requests", "1", "--timeout", "9"]
 
 
 class NotFound(BaseHTTPRequestHandler):
-    """Answers everything with a page that is not there."""
+    """Answers every request with a 404 page."""
 
     page: ClassVar[bytes] = b"<html>no such page</html>"
 
@@ -63,7 +63,7 @@ class NotFound(BaseHTTPRequestHandler):
 
 
 class Misleading(BaseHTTPRequestHandler):
-    """Leads `/moved` elsewhere, and answers everything else with a page. Keeps what it is sent."""
+    """Redirects `/moved`, answers every other path with a page, and records the headers it gets."""
 
     tokens: ClassVar[dict[str, str | None]] = {}
 
@@ -79,7 +79,7 @@ class Misleading(BaseHTTPRequestHandler):
 
 
 class RefuseAll(grpc.GenericRpcHandler):
-    """Refuses every call as a proxy does, without the details that servers of Penstock send."""
+    """Refuses every call as a proxy does, without the error details that Penstock's servers send."""
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
         def refuse(request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -97,7 +97,7 @@ def _start_grpc(*handlers: grpc.GenericRpcHandler) -> tuple[grpc.Server, str]:
 
 @pytest.fixture(scope="module")
 def wrong() -> Iterator[dict[str, str]]:
-    """Yields addresses of servers by their kind."""
+    """Yields the address of a server of each wrong kind."""
     page = ThreadingHTTPServer(("127.0.0.1", 0), NotFound)
     threading.Thread(target=page.serve_forever, daemon=True).start()
     other, other_address = _start_grpc()
@@ -118,7 +118,7 @@ def wrong() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives up on connections sooner, and reads one line of a conversation."""
+    """Shortens the connection timeout, and gives `chat` one line to read."""
     short = {"grpc.min_reconnect_backoff_ms": 300}
     monkeypatch.setattr(admin, "_CHANNEL_OPTIONS", tuple((dict(admin._CHANNEL_OPTIONS) | short).items()))
     monkeypatch.setattr(sync_client, "CHANNEL_OPTIONS", tuple((dict(sync_client.CHANNEL_OPTIONS) | short).items()))
@@ -141,7 +141,7 @@ CAUSES = {
 }
 
 
-PATIENT = ("status", "upgrade", "events")  # the commands that are tried at a silent server, which takes a second
+PATIENT = ("status", "upgrade", "events")  # the only commands tried at the silent server, since each try takes a second
 ADMIN_CASES = [
     (command, kind)
     for command in ADMIN_COMMANDS
@@ -151,7 +151,7 @@ ADMIN_CASES = [
 
 
 @pytest.mark.parametrize(("command", "kind"), ADMIN_CASES)
-def test_operators_learn_what_answers(
+def test_operator_commands_name_the_address_cause_and_fix(
     command: str, kind: str, wrong: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [command.split()[0], *ADMIN_COMMANDS[command], "--admin", wrong[kind]]
@@ -165,7 +165,7 @@ def test_operators_learn_what_answers(
 
 @pytest.mark.parametrize("kind", [*CAUSES, "proxy"])
 @pytest.mark.parametrize("command", CLIENT_COMMANDS)
-def test_callers_learn_what_answers(
+def test_client_commands_name_the_address_cause_and_fix(
     command: str, kind: str, wrong: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command.split()[0], *CLIENT_COMMANDS[command], "--server", wrong[kind]]) == 2
@@ -177,7 +177,7 @@ def test_callers_learn_what_answers(
 
 
 @pytest.mark.parametrize("kind", CAUSES)
-def test_a_benchmark_over_grpc_ends_with_the_first_request(
+def test_a_grpc_benchmark_ends_at_its_first_refused_request(
     kind: str, wrong: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.client.async_client.CHANNEL_OPTIONS", sync_client.CHANNEL_OPTIONS)
@@ -196,7 +196,7 @@ def test_a_benchmark_over_grpc_ends_with_the_first_request(
     ],
 )
 @pytest.mark.parametrize("words", [[*BENCH, "--url"], ["trace", "some-request", "--router"]], ids=["bench", "trace"])
-def test_a_wrong_url_is_named_with_the_cause(
+def test_a_wrong_url_is_reported_with_the_cause(
     words: list[str], kind: str, cause: str, wrong: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = f"http://{wrong[kind]}"
@@ -207,7 +207,7 @@ def test_a_wrong_url_is_named_with_the_cause(
     assert f"({words[-1]} http://HOST:PORT" in printed
 
 
-def test_plain_http_under_https_is_named(wrong: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_http_behind_an_https_url_is_reported(wrong: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["trace", "x", "--router"], [*BENCH, "--url"]):
         assert main([*words, f"https://{wrong['page']}"]) == 2
         assert "speaks no TLS; call it as http://" in capsys.readouterr().err
@@ -223,7 +223,7 @@ def misleading() -> Iterator[str]:
     server.server_close()
 
 
-def test_a_redirect_does_not_get_the_metrics_token(misleading: str, tmp_path: Path) -> None:
+def test_a_redirect_target_does_not_get_the_metrics_token(misleading: str, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("a-secret")
     token.chmod(0o600)
@@ -235,7 +235,7 @@ def test_a_redirect_does_not_get_the_metrics_token(misleading: str, tmp_path: Pa
     assert Misleading.tokens == {"/moved": "Bearer a-secret", "/elsewhere": None}
 
 
-def test_a_page_in_place_of_metrics_is_named(misleading: str) -> None:
+def test_a_page_in_place_of_metrics_is_reported(misleading: str) -> None:
     flags = argparse.ArgumentParser()
     add_tls_options(flags)
     arguments = flags.parse_args([])
@@ -246,7 +246,7 @@ def test_a_page_in_place_of_metrics_is_named(misleading: str) -> None:
     assert unread == {url: f"{url} does not answer with metrics; another server may listen there"}
 
 
-def test_a_url_that_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unparsable_url_is_refused_by_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "x", "--router", "http://[::1"]) == 2
     assert "--router: is 'http://[::1'; give http://HOST:PORT" in capsys.readouterr().err
 
@@ -257,7 +257,7 @@ def test_a_url_that_cannot_be_read_is_named(capsys: pytest.CaptureFixture[str]) 
     [(["status"], "--admin"), (["generate", "hi"], "--server")],
     ids=["status", "generate"],
 )
-def test_what_is_no_address_is_not_called(
+def test_an_invalid_address_is_refused_by_flag(
     words: list[str], flag: str, address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*words, flag, address]) == 2

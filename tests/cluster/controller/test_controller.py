@@ -73,7 +73,7 @@ class FakeProcess:
 
 
 class World:
-    """A controller over fake processes, and what the test makes them do."""
+    """Runs a controller over fake processes, which the test controls."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class World:
         self.node_of: dict[str, str] = {}
         self.records: list[ControllerRecord] = []
         self.processes: dict[tuple[str, int], FakeProcess] = {}
-        self.unplaced: dict[str, str] = {}  # reasons by worker
+        self.unplaced: dict[str, str] = {}  # reasons for losses, by worker
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.start_errors: dict[str, PenstockError] = {}
@@ -123,7 +123,8 @@ class World:
         version = -1
         async with asyncio.timeout(60):
             while True:
-                snapshot = await self.controller.wait(version, 0.2)  # loads are no change
+                # a new load changes no version, so the wait times out
+                snapshot = await self.controller.wait(version, 0.2)
                 if condition(snapshot.status):
                     return snapshot.status
                 version = snapshot.version
@@ -155,7 +156,7 @@ async def test_ready_means_that_a_request_succeeded() -> None:
     await world.controller.stop()
 
 
-async def test_further_routers_start_once_the_deployment_serves() -> None:
+async def test_further_routers_start_once_the_first_one_serves() -> None:
     world = World(routers=3)
     world.may_start.clear()
     world.controller.start()
@@ -169,7 +170,7 @@ async def test_further_routers_start_once_the_deployment_serves() -> None:
     world.may_start.set()
     await world.until(lambda status: status.ready)
     await world.until(_all_ready)
-    world.processes["router-1", 1].lose()  # its successor waits for nobody
+    world.processes["router-1", 1].lose()  # its successor starts at once
     await world.until(lambda status: worker(status, "router-1").num_restarts == 1 and _all_ready(status))
     await world.controller.stop()
 
@@ -238,7 +239,7 @@ async def test_a_transient_failure_at_the_start_is_retried() -> None:
     await world.controller.stop()
 
 
-async def test_a_process_that_never_comes_up_fails_the_start_after_three_tries() -> None:
+async def test_a_process_that_never_becomes_ready_fails_the_start_after_three_tries() -> None:
     world = World()
     world.never_starts = "router-0"
     world.controller.start()
@@ -265,7 +266,7 @@ async def test_a_failed_first_request_is_reported() -> None:
     await world.controller.stop()
 
 
-async def test_stop_ends_the_router_first_and_leaves_nothing() -> None:
+async def test_stop_ends_the_router_first_and_every_process() -> None:
     world = World()
     await world.ready()
     first, second = asyncio.create_task(world.controller.stop()), asyncio.create_task(world.controller.stop())
@@ -286,7 +287,7 @@ async def test_a_stop_while_workers_start_ends_them_too() -> None:
     assert all(process.killed for process in world.processes.values())
 
 
-async def test_the_admin_service_speaks_for_the_controller() -> None:
+async def test_the_admin_service_exposes_the_controller() -> None:
     world = World()
     await world.ready()
     server, address = await start_admin_server(world.controller, "127.0.0.1", 0)
@@ -300,5 +301,5 @@ async def test_the_admin_service_speaks_for_the_controller() -> None:
         assert len((await watch.read()).members) == 2
         await stub.Stop(admin_pb2.StopRequest(), timeout=60)
         while await watch.read() is not grpc.aio.EOF:
-            continue  # the replaced worker joins and ends
+            continue  # the replaced worker joins and leaves
     await server.stop()

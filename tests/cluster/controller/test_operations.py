@@ -1,4 +1,4 @@
-"""Tests the event log, the choice of workers to remove, scaling over fake processes, and the commands. No Ray."""
+"""Tests the event log, which workers leave a smaller pool, scaling over fake processes, and the commands. No Ray."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ async def test_each_transition_is_logged_once_with_its_reason() -> None:
     assert second.number == 2
 
 
-async def test_a_follower_gets_kept_events_then_new_ones_and_ends_with_the_log() -> None:
+async def test_a_follower_gets_kept_events_then_new_ones_until_the_log_ends() -> None:
     log = EventLog(lambda: 0.0, max_events=3)
     for number in range(5):
         log.note("decode", "scaled", str(number))
-    assert [reason for _, _, reason in logged(log)] == ["2", "3", "4"]  # bounded; the oldest go
+    assert [reason for _, _, reason in logged(log)] == ["2", "3", "4"]  # bounded: the oldest events are dropped
     follower = log.follow(4)
     assert (await anext(follower)).reason == "4"
     waiting = asyncio.ensure_future(anext(follower))
@@ -108,7 +108,7 @@ def test_idle_workers_leave_first_then_those_with_the_least_to_migrate() -> None
 @given(
     states=st.lists(st.sampled_from([WorkerState.STARTING, WorkerState.READY]), max_size=6), wanted=st.integers(0, 6)
 )
-def test_a_smaller_pool_stops_no_ready_worker_while_others_could_go(states: list[WorkerState], wanted: int) -> None:
+def test_a_smaller_pool_stops_workers_that_are_not_ready_first(states: list[WorkerState], wanted: int) -> None:
     pool = Pool("decode", len(states))
     for incarnation, state in zip(started(pool), states, strict=True):
         if state is WorkerState.READY:
@@ -152,7 +152,8 @@ async def test_an_impossible_scale_is_refused_with_the_fix() -> None:
         world.controller.pool_service.scale("router", 2)
     with pytest.raises(InvalidInput, match="is 0 for the decode pool; without a decode worker nothing is served"):
         world.controller.pool_service.scale("decode", 0)
-    assert world.controller.pool_service.scale("prefill", 0) == ["prefill-0"]  # decode workers then prefill locally
+    # decode workers then compute prompts locally
+    assert world.controller.pool_service.scale("prefill", 0) == ["prefill-0"]
     await world.controller.stop()
 
 

@@ -1,4 +1,4 @@
-"""Tests that a planned end is never called a loss, in the event log, the log, the status and what routers export."""
+"""Tests that a planned end is never reported as a loss: in the event log, the log, the status and exported metrics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FlippingProcess(FakeProcess):
 
 
 class LoggedWorld(World):
-    """A world whose every state is kept, and whose workers are always idle."""
+    """Runs a controller whose processes can flip."""
 
     def spawn(self, incarnation: Incarnation, config: ServeConfig) -> FakeProcess:
         process = FlippingProcess(self, incarnation)
@@ -34,7 +34,7 @@ class LoggedWorld(World):
         return process
 
     async def idle_until(self, condition: Callable[[admin_pb2.StatusResponse], bool]) -> set[str]:
-        """Reports idle workers until the condition holds; returns every state that the status showed."""
+        """Reports idle workers until the condition holds; returns each worker state that the status showed."""
         shown = set()
         async with asyncio.timeout(60):
             while True:
@@ -83,7 +83,7 @@ async def drain_and_replace(world: LoggedWorld) -> None:
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
-async def test_a_planned_end_has_its_own_word(
+async def test_a_planned_end_is_reported_under_its_own_name(
     change: Callable[[LoggedWorld], Awaitable[None]], end: WorkerEnd, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

@@ -1,4 +1,4 @@
-"""Tests how a controller recovers the processes that its predecessor left, over fake processes. No Ray."""
+"""Tests how a controller recovers the processes of its predecessor. The processes are fake. No Ray."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RECORD = replace(
 
 
 class Successor(World):
-    """A controller that recovers the named processes of its predecessor, ready but for `starting`."""
+    """Runs a controller that recovers the given processes of its predecessor; all are ready but `starting`."""
 
     def __init__(self, *running: tuple[str, int], record: ControllerRecord = RECORD, starting: str = "") -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Successor(World):
         self.controller.recover(record, found)
 
     @property
-    def everything(self) -> set[tuple[str, int]]:
+    def all_processes(self) -> set[tuple[str, int]]:
         return set(self.processes)
 
 
@@ -61,10 +61,10 @@ async def test_running_processes_are_recovered_before_the_first_membership() -> 
         ("decode-0", 2),
         ("decode-1", 3),
     ]
-    assert world.controller.status().ready  # the router was proven under the first controller
+    assert world.controller.status().ready  # the router answered its canary under the first controller
     world.controller.start()
     status = await world.until(lambda status: worker(status, "decode-1").load.num_running == 3)
-    assert world.everything == set(ALL)  # nothing else was started
+    assert world.all_processes == set(ALL)  # no other process was started
     assert worker(status, "decode-0").num_restarts == 3
     assert list(status.endpoints) == ["grpc://router-0:1", "http://router:2"]
     await world.controller.stop()
@@ -83,25 +83,25 @@ async def test_versions_rise_from_controller_to_controller() -> None:
     await after.controller.stop()
 
 
-async def test_a_worker_that_died_meanwhile_is_replaced_under_a_new_number() -> None:
+async def test_a_worker_that_died_in_between_is_replaced_under_a_new_number() -> None:
     world = Successor(*(each for each in ALL if each[0] != "decode-0"))
     world.controller.start()
     await world.until(lambda status: [each.state for each in status.workers].count("ready") == 4)
-    assert world.everything == {*ALL, ("decode-0", 5)} - {("decode-0", 4)}
+    assert world.all_processes == {*ALL, ("decode-0", 5)} - {("decode-0", 4)}
     assert world.records[-1].last_numbers["decode-0"] == 5
     await world.controller.stop()
 
 
-async def test_a_worker_that_was_starting_goes_on_starting() -> None:
+async def test_a_starting_worker_continues_to_start() -> None:
     world = Successor(*ALL, starting="decode-1")
     assert worker(world.controller.status(), "decode-1").state == "starting"
     world.controller.start()
     await world.until(lambda status: worker(status, "decode-1").state == "ready")
-    assert world.everything == set(ALL)
+    assert world.all_processes == set(ALL)
     await world.controller.stop()
 
 
-async def test_a_pool_that_was_made_smaller_stays_so() -> None:
+async def test_a_pool_that_was_scaled_down_stays_small() -> None:
     world = Successor(*ALL, record=replace(RECORD, replicas={"prefill": 1, "decode": 1, "router": 1}))
     world.controller.start()
     await world.until(lambda status: len(status.workers) == 3)
@@ -109,7 +109,7 @@ async def test_a_pool_that_was_made_smaller_stays_so() -> None:
     await world.controller.stop()
 
 
-async def test_a_silent_worker_gets_no_new_work_until_it_answers() -> None:
+async def test_a_silent_worker_gets_no_new_requests_until_it_answers() -> None:
     world = World()
     await world.ready()
     watch = world.controller.membership.watch()
@@ -125,7 +125,7 @@ async def test_a_silent_worker_gets_no_new_work_until_it_answers() -> None:
     await world.controller.stop()
 
 
-async def test_a_worker_that_no_node_can_hold_is_reported_and_the_others_serve() -> None:
+async def test_an_unplaceable_worker_is_reported_while_the_others_serve() -> None:
     world = World()
     world.unplaced["prefill-0"] = "needs GPU 1, and no node has more than 0"
     status = await world.ready()
@@ -147,7 +147,7 @@ def test_actor_names_identify_incarnations() -> None:
     assert [parse_name(name) for name in ("controller", "decode-1", "xdecode-1.2", "decode-1.2.3")] == [None] * 4
 
 
-async def test_a_flipped_worker_is_known_by_its_report_and_not_by_its_name() -> None:
+async def test_a_flipped_worker_is_identified_by_its_report_not_its_name() -> None:
     world = World()
 
     def found(pool: str, place: int, number: int) -> FoundProcess:
@@ -161,7 +161,7 @@ async def test_a_flipped_worker_is_known_by_its_report_and_not_by_its_name() -> 
     assert newest({names[1]: successor, names[0]: old}) == {names[1]: successor}
 
 
-def test_why_unplaced_names_the_obstacle_and_the_fix() -> None:
+def test_why_unplaced_states_the_obstacle_and_the_fix() -> None:
     small = NodeResources({"CPU": 4.0}, {"zone": "a"})
     large = NodeResources({"CPU": 2.0, "GPU": 8.0, "accelerator_type:H100": 1.0}, {"zone": "b"})
 
@@ -176,7 +176,7 @@ def test_why_unplaced_names_the_obstacle_and_the_fix() -> None:
     assert explain(1.0, node_labels={"zone": "!in(a, b)"}).startswith("no node has the labels")
     assert explain(1.0, node_labels={"zone": "in(b, c)"}).startswith("waits for CPU 1")
     assert why_unplaced(ResourceShare(1.0, 1), []) == "there is no node"
-    # All ranks of a worker are on one node.
+    # All ranks of a worker must be on one node.
     assert explain(1.0, num_ranks=3, num_gpus=1.0).startswith("no single node has all of CPU 3, GPU 3")
     assert explain(0.5, num_ranks=4, num_gpus=1.0).startswith("waits for CPU 2, GPU 4")
 
@@ -229,18 +229,18 @@ def cohorts(membership: admin_pb2.Membership) -> dict[str, str]:
     return {each.worker_id: each.cohort for each in membership.members}
 
 
-async def test_routers_keep_their_shares_while_an_upgrade_outlives_its_controller() -> None:
+async def test_routers_keep_their_shares_when_an_upgrade_outlives_its_controller() -> None:
     world = Successor(*UPGRADED, record=upgrade_record("proving"))
     first = await anext(world.controller.membership.watch())
     assert dict(first.shares) == SHARES
     assert cohorts(first) == {"decode-0": OLD_COHORT, "decode-1": NEW_COHORT}
     world.controller.start()
-    upgrade = world.controller.upgrading.abort()  # it is in flight, and can be aborted
+    upgrade = world.controller.upgrading.abort()  # the upgrade is in flight and can be aborted
     idle = asyncio.create_task(become_idle(world, "decode-1", 1))
     stages = [progress.stage async for progress in upgrade.follow()]
     await idle
     assert stages[-1] is UpgradeStage.ROLLED_BACK
-    assert {name for name, _ in world.everything} == {name for name, _ in UPGRADED}
+    assert {name for name, _ in world.all_processes} == {name for name, _ in UPGRADED}
     written = [upgrade_from_record(ControllerRecord.from_json(each.to_json()).upgrade) for each in world.records]
     assert written[0] is not None
     assert written[0].plan == upgrade.plan
@@ -252,7 +252,7 @@ async def test_routers_keep_their_shares_while_an_upgrade_outlives_its_controlle
 
 
 async def test_an_upgrade_continues_at_its_stage() -> None:
-    """The gate restarts; a decision that was made is carried out."""
+    """The gate restarts; a decision that was already made is carried out."""
     world = Successor(*UPGRADED, record=upgrade_record("proving", window_s=0.1))
     world.controller.start()
     idle = asyncio.create_task(become_idle(world, "decode-0", 4))
@@ -268,11 +268,11 @@ async def test_an_upgrade_continues_at_its_stage() -> None:
     upgrade = world.controller.upgrading.last
     assert upgrade is not None
     assert upgrade.progress.stage is UpgradeStage.DONE
-    assert upgrade.progress.detail.startswith("without evidence: 0 requests at new workers")  # said to the end
+    assert upgrade.progress.detail.startswith("without evidence: 0 requests at new workers")  # kept until the end
     await world.controller.stop()
 
 
-async def test_an_upgrade_without_traffic_is_rolled_back_unless_that_was_allowed() -> None:
+async def test_an_upgrade_without_traffic_is_rolled_back_unless_allowed() -> None:
     record = upgrade_record("proving", window_s=0.05, without_evidence=False)
     world = Successor(*UPGRADED, record=record)
     world.controller.start()

@@ -1,6 +1,6 @@
-"""Tests that the cluster secret and the certificates between processes are replaced while a deployment serves.
+"""Tests that the cluster secret and the certificates between processes can be replaced while a deployment serves.
 
-Each process has its own files here, as on machines of their own, and they change one after another.
+Each process has its own files, as on separate machines, and the files change one process after another.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tests.support.router.router_fakes import MODEL, RunningRouter, all_followed
 from tests.support.serving import worker_config, workers
 
 OLD, NEW = ClusterSecret("o" * 40), ClusterSecret("n" * 40)
-WITHIN_S = 60.0  # for a look at the files, on a busy machine
+WITHIN_S = 60.0  # in which a busy machine has time to look at the files
 PROMPT = list(range(300, 364))
 
 
 @contextlib.asynccontextmanager
 async def serving(securities: list[SecurityConfig]) -> AsyncIterator[tuple[list[Trust], RunningRouter, str]]:
-    """Yields the credentials of a prefill worker, a decode worker and a router over them, the router, and the decode
-    worker's address."""
+    """Yields the credentials of a prefill worker, a decode worker and a router, then the router and the decode worker's
+    address."""
     configs = [worker_config(role, MODEL).model_copy(update={"security": securities[n]}) for n, role in enumerate(Role)]
     lookaside = LookasideConfig() if securities[0].secret_file else None
     configs = [
@@ -64,7 +64,7 @@ def text_of(path: str) -> str:
     return Path(path).read_text()
 
 
-async def test_the_secret_changes_process_by_process_and_no_request_fails(tmp_path: Path) -> None:
+async def test_the_secret_changes_process_by_process_without_a_failed_request(tmp_path: Path) -> None:
     paths = [tmp_path / f"secret-{number}" for number in range(3)]
     for path in paths:
         write_secret(path, OLD)
@@ -82,8 +82,8 @@ async def test_the_secret_changes_process_by_process_and_no_request_fails(tmp_pa
         assert all_followed(router.server, 2)
 
 
-async def test_certificates_between_processes_are_renewed_by_another_authority(tmp_path: Path) -> None:
-    """Both authorities are trusted while certificates change, as for a secret."""
+async def test_certificates_are_replaced_by_another_authoritys_without_a_failed_request(tmp_path: Path) -> None:
+    """While certificates change, both authorities are trusted, as both secrets are."""
     old, new = (Authority(tmp_path / name) for name in ("old", "new"))
     issued = [each.issue("penstock", "DNS:penstock") for each in (old, new)]
     first, last = text_of(old.ca), text_of(new.ca)

@@ -36,7 +36,7 @@ async def test_a_deployment_without_routers_is_ready_with_its_workers() -> None:
     assert [worker.member.role for worker in status.workers] == ["prefill", "decode", "decode"]
     assert (world.num_canaries, list(status.endpoints)) == (0, [])
     assert world.records[-1].was_ready
-    for name in ("decode-0", "decode-1"):  # no decode worker: nobody can be served
+    for name in ("decode-0", "decode-1"):  # without a decode worker nobody can be served
         world.may_start.clear()
         world.processes[name, 1].lose()
     await world.until(lambda status: not status.ready)
@@ -63,7 +63,7 @@ async def test_the_status_lists_the_routers_that_follow() -> None:
     await server.stop()
 
 
-async def test_routers_that_are_supervised_are_not_elsewhere() -> None:
+async def test_supervised_routers_are_not_listed_as_elsewhere() -> None:
     world = World(routers=1)
     membership = world.controller.membership
     watches = [membership.watch(peer) for peer in ("router-0:3", "10.0.0.9:1")]
@@ -72,7 +72,7 @@ async def test_routers_that_are_supervised_are_not_elsewhere() -> None:
     world.may_start.clear()
     world.controller.start()
     await world.until(lambda status: len(world.processes) == 4)
-    assert not world.controller.status().routers_elsewhere  # which of them is supervised is not known yet
+    assert not world.controller.status().routers_elsewhere  # which of them is supervised is not yet known
     world.may_start.set()
     status = await world.until(lambda status: status.ready)
     assert list(status.routers_elsewhere) == ["10.0.0.9:1"]
@@ -103,7 +103,7 @@ async def test_a_router_keeps_the_last_membership_without_its_admin_service() ->
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "127.0.0.2"])
-async def test_operators_find_the_admin_service_on_loopback_wherever_it_listens(host: str) -> None:
+async def test_the_admin_service_is_found_on_loopback_wherever_it_listens(host: str) -> None:
     world = World(routers=0)
     server, address = await start_admin_server(world.controller, host, 0)
     assert address.startswith("127.0.0.1:")
@@ -123,7 +123,7 @@ def test_an_admin_service_beyond_loopback_needs_a_secret() -> None:
     assert parse(ServeConfig, {**data, "security": {"secret_file": "s"}}).admin_host == "0.0.0.0"
 
 
-def test_a_deployment_without_routers_takes_no_public_port() -> None:
+def test_a_deployment_without_routers_opens_no_public_port() -> None:
     taken = parse(ServeConfig, {"model": "m", "routers": 0, "http_port": 0, "grpc_port": 0, "admin_port": 0})
     resolved = resolve_ports(taken)
     assert (resolved.http_port, resolved.grpc_port, resolved.metrics_ports) == (0, 0, ())
@@ -140,7 +140,7 @@ def test_a_router_that_others_cannot_call_is_refused() -> None:
     assert "give the address of this machine (--peer-host)" in caught.value.message
 
 
-def test_serve_names_the_address_that_routers_follow() -> None:
+def test_serve_prints_the_address_that_routers_follow() -> None:
     text = how_to_follow("127.0.0.1:50052", "10.0.0.7")
     assert 'admin = "10.0.0.7:50052"' in text
     assert "No request was sent through it" in text

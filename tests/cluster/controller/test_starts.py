@@ -1,4 +1,5 @@
-"""Tests that a change is bounded by the machines and costs no serving worker its place, over fake processes. No Ray."""
+"""Tests that starts are bounded by the machines' room and take no place from a serving worker. The processes are fake.
+No Ray."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ UPGRADES = "cluster.lifecycle.upgrade.upgrade_service"
 
 
 class FakeMachines:
-    """A machine. Each worker takes a place."""
+    """Stands in for one machine, on which each worker takes a place."""
 
     def __init__(self, num_places: int, num_cores: float = 2.0) -> None:
         self.num_cores = num_cores
@@ -41,7 +42,7 @@ class FakeMachines:
 
 
 class Places:
-    """Gives places out in the order of the requests, as Ray does."""
+    """Hands out places in the order of the requests, as Ray does."""
 
     def __init__(self, num_free: int) -> None:
         self.num_free = num_free
@@ -117,7 +118,7 @@ def states(status: admin_pb2.StatusResponse) -> list[str]:
     return [each.state for each in status.workers if each.member.role == "decode"]
 
 
-async def test_a_hundred_workers_are_refused_with_what_fits_and_forced_they_start_one_at_a_time() -> None:
+async def test_a_scale_beyond_the_room_is_refused_unless_forced() -> None:
     world = BusyWorld(FakeMachines(num_places=4))
     await world.all_ready()
     with pytest.raises(InvalidInput) as raised:
@@ -135,7 +136,7 @@ async def test_a_hundred_workers_are_refused_with_what_fits_and_forced_they_star
     world.may_start.set()
     status = await world.until(lambda status: states(status).count("unplaced") == 3)
     assert states(status)[:3] == ["ready"] * 3
-    await world.scale(3)  # fewer never needs room
+    await world.scale(3)  # a smaller pool never needs room
     await world.until(lambda status: states(status) == ["ready"] * 3)
     assert world.num_started == 5
     await asyncio.wait_for(world.controller.stop(), 60)
@@ -153,7 +154,7 @@ async def test_newcomers_wait_while_a_serving_worker_is_silent() -> None:
     await asyncio.wait_for(world.controller.stop(), 60)
 
 
-async def test_a_lost_workers_successor_gets_its_place_before_newcomers_that_asked_earlier() -> None:
+async def test_a_lost_workers_successor_gets_a_place_before_earlier_newcomers() -> None:
     world = BusyWorld(FakeMachines(num_places=3, num_cores=64))
     await world.all_ready()
     await world.scale(6, force=True)
@@ -170,13 +171,13 @@ async def test_a_lost_workers_successor_gets_its_place_before_newcomers_that_ask
     status = await world.until(lambda status: states(status).count("unplaced") == 4)
     newcomers = [process for (name, _), process in world.processes.items() if "decode-1" < name < "prefill"]
     assert not any(process.has_place for process in newcomers)  # type: ignore[attr-defined]
-    assert worker(status, "decode-2").num_restarts == 0  # it was not lost: it never had a place
+    assert worker(status, "decode-2").num_restarts == 0  # it was not lost, because it never had a place
     assert "lost" not in {event.what for event in world.controller.events.after(0) if event.subject == "decode-2"}
     await asyncio.wait_for(world.controller.stop(), 60)
     assert world.places.num_free == 3
 
 
-async def test_workers_that_find_a_place_late_start_one_at_a_time() -> None:
+async def test_workers_placed_late_start_one_at_a_time() -> None:
     world = BusyWorld(FakeMachines(num_places=3))
     await world.all_ready()
     await world.scale(5, force=True)
@@ -184,7 +185,7 @@ async def test_workers_that_find_a_place_late_start_one_at_a_time() -> None:
     world.may_start.clear()
     world.asked_to_start.clear()
     for _ in range(3):
-        world.places.give()  # a node has come
+        world.places.give()  # a node joins
     status = await world.until(lambda status: "starting" in states(status))
     assert sorted(states(status)) == ["ready", "ready", "starting", "waiting", "waiting"]
     assert world.asked_to_start == ["decode-2"]
@@ -223,7 +224,7 @@ async def test_a_flip_is_bounded_only_where_the_pools_workers_differ() -> None:
     await asyncio.wait_for(world.controller.stop(), 60)
 
 
-async def test_scale_says_what_fits_and_takes_force(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_scale_prints_what_fits_and_takes_force(capsys: pytest.CaptureFixture[str]) -> None:
     machines = FakeMachines(num_places=4)
     async with served(machines) as (world, address):
         assert await command("scale", "decode", "100", "--admin", address) == 2
@@ -233,14 +234,14 @@ async def test_scale_says_what_fits_and_takes_force(capsys: pytest.CaptureFixtur
         machines.is_away = True
         assert await command("scale", "decode", "3", "--admin", address) == 2
         assert "Ray's head does not answer" in capsys.readouterr().err
-        assert await command("scale", "decode", "1", "--admin", address) == 0  # fewer never needs room
+        assert await command("scale", "decode", "1", "--admin", address) == 0  # a smaller pool never needs room
         capsys.readouterr()
         assert await command("scale", "decode", "5", "--force", "--admin", address) == 0
         assert "new workers start a few at a time" in capsys.readouterr().out
         assert world.controller.pool_service.replicas("decode") == 5
 
 
-async def test_upgrade_says_that_there_is_no_room(
+async def test_upgrade_is_refused_without_room_unless_forced(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(f"{UPGRADES}.read_revision", lambda folder: Revision("r", "t", 1))

@@ -66,7 +66,7 @@ async def check_closed(address: str, *services, tokens=TOKENS) -> None:
 
 @contextlib.asynccontextmanager
 async def pair(security: dict[str, object]):
-    """Yields a prefill and a decode worker, and a router over them."""
+    """Yields a prefill worker, a decode worker and a router over them."""
     configs = [
         worker_config(role, MODEL).model_copy(update={"security": SecurityConfig.model_validate(security)})
         for role in Role
@@ -111,7 +111,7 @@ async def test_a_router_without_the_secret_is_refused_and_logs_it(caplog, tmp_pa
     }
 
 
-async def test_the_admin_service_opens_to_the_operator_and_its_membership_to_peers(tmp_path):
+async def test_the_admin_service_is_open_to_the_operator_and_its_membership_to_peers(tmp_path):
     class Membership:
         async def watch(self, router):
             yield admin_pb2.Membership(version=3)
@@ -143,7 +143,7 @@ async def test_the_admin_service_opens_to_the_operator_and_its_membership_to_pee
         await server.stop()
 
 
-def test_the_admin_token_file_is_readable_by_its_owner_alone(tmp_path, monkeypatch):
+def test_only_its_owner_can_read_the_admin_token_file(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     path = admin_token.token_file(50052)
     admin_token.leave_token(path, "first")
@@ -182,7 +182,7 @@ def test_a_secret_file_is_read_and_checked(tmp_path):
     assert ClusterSecrets.of(load_process(RouterConfig, config, None).security) is None
 
 
-def test_secrets_are_unguessable_and_each_use_has_its_own_key():
+def test_secrets_are_random_and_each_use_has_its_own_key():
     secrets = {ClusterSecret.make().reveal() for _ in range(50)}
     assert len(secrets) == 50
     assert {len(bytes.fromhex(secret)) for secret in secrets} == {32}
@@ -200,7 +200,7 @@ def client_tls(authority: Authority, shown: TlsConfig | None = None) -> ClientTl
     return ClientTls(authority.ca, shown and shown.cert_file, shown and shown.key_file)
 
 
-async def test_mutual_tls_between_all_processes(authority):
+async def test_mutual_tls_works_between_all_processes(authority):
     own = authority.issue("penstock", "DNS:penstock")
     tls = own.model_copy(update={"ca_file": authority.ca, "server_name": "penstock"}).model_dump()
     root = Path(authority.ca).read_bytes()  # noqa: ASYNC240
@@ -258,13 +258,13 @@ async def check_http(authority: Authority, router, acme: TlsConfig, nobody: TlsC
     assert '"penstock-tiny"' in await get(acme)
     assert "belong to no tenant" in await get(nobody)
     assert "curl:" in await get()
-    operations = f"https://127.0.0.1:{router.server.ports.metrics}"  # for probes, which have no certificate
+    operations = f"https://127.0.0.1:{router.server.ports.metrics}"  # open to probes, which have no certificate
     assert "ready" in await get(url=f"{operations}/health")
     assert "Not Found" in await get(url=f"{operations}/v1/models")
 
 
 async def check_control_port(router, key: str) -> None:
-    """Checks that the control port is on loopback, without TLS, and open to the router's supervisor alone."""
+    """Checks that the control port is on loopback, without TLS, and open only to the router's supervisor."""
     address = f"127.0.0.1:{router.server.ports.control}"
     for api_key in ("", key):
         async with AsyncClient(address, api_key=api_key) as client:

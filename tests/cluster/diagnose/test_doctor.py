@@ -1,4 +1,4 @@
-"""Tests `penstock doctor`: its findings on given reports, and transfers between real workers. No Ray."""
+"""Tests the findings of `penstock doctor` on given reports, and its transfers between real workers. No Ray."""
 
 from __future__ import annotations
 
@@ -108,12 +108,12 @@ def test_a_pair_slower_than_the_others_is_reported() -> None:
         ("transfer", "prefill-0 > decode-9", "problem"),
     ]
     assert "10 MiB/s" in findings[3].text
-    assert complaints(judge_transfers(pairs[2:])) == []  # two pairs do not show what is usual
+    assert complaints(judge_transfers(pairs[2:])) == []  # two pairs do not establish a usual speed
     brief = [replace(each, transfer_s=each.transfer_s / 10) for each in pairs]
-    assert complaints(judge_transfers(brief)) == []  # transfers of milliseconds do not show a link's speed
+    assert complaints(judge_transfers(brief)) == []  # transfers of milliseconds do not show the speed of a link
 
 
-def test_every_pair_is_probed_once_and_no_worker_twice_at_a_time() -> None:
+def test_every_pair_is_probed_once_and_each_worker_serves_one_probe_at_a_time() -> None:
     for num_prefill, num_decode in ((2, 3), (3, 2), (1, 1), (0, 3), (2, 0), (4, 4)):
         members = [member(Role.PREFILL, each) for each in range(num_prefill)]
         members += [member(Role.DECODE, each) for each in range(num_decode)]
@@ -148,7 +148,7 @@ async def workers() -> AsyncIterator[list[Member]]:
             await server.stop()
 
 
-async def test_pages_move_between_every_pair_and_a_dead_worker_is_named() -> None:
+async def test_pages_move_between_every_pair_and_a_dead_worker_is_reported() -> None:
     async with workers() as members:
         findings = [each async for each in examine(members, make_channel, transfers=True)]
         assert complaints([each for each in findings if each.check not in ("/dev/shm", "memory")]) == []

@@ -1,4 +1,4 @@
-"""Tests what `penstock doctor` finds out about a shared store."""
+"""Tests what `penstock doctor` reports about a shared store."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from penstock.config import KvStoreConfig
 from worker.pull.store.folder_store import FolderStore
 
 
-def test_a_store_that_works_is_left_as_it_was(tmp_path: Path) -> None:
+def test_a_working_store_is_left_unchanged(tmp_path: Path) -> None:
     finding = check_store(KvStoreConfig(url=f"file://{tmp_path}"))
     assert (finding.severity, finding.advice) == (Severity.OK, "")
     assert "4 MiB written in" in finding.text
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_a_store_out_of_reach_is_a_problem(tmp_path: Path) -> None:
+def test_an_unreachable_store_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     finding = check_store(KvStoreConfig(url=f"file://{tmp_path}/file/kv"))
     assert finding.severity is Severity.PROBLEM
@@ -27,7 +27,7 @@ def test_a_store_out_of_reach_is_a_problem(tmp_path: Path) -> None:
     assert "workers would compute every prompt" in finding.advice
 
 
-def test_a_store_that_lies_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_returns_other_bytes_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FolderStore, "get", lambda *_: memoryview(b"something else"))
     finding = check_store(KvStoreConfig(url=f"file://{tmp_path}"))
     assert (finding.severity, finding.text) == (

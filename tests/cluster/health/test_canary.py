@@ -1,4 +1,4 @@
-"""Tests the canary: which answer is believed, and how real workers with damaged weights or transfers are found."""
+"""Tests the canary: which answer counts as right, and that damaged weights and transfers of real workers are found."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODEL = Path(__file__).resolve().parents[3] / "models" / "penstock-tiny"
 
 
 def answer(*said: dict[int, float]) -> Answer:
-    """Makes an answer; the first key of each dict is the sampled token."""
+    """Makes an answer from one dict for each token; its first key is the sampled token."""
     return tuple(CanaryToken(next(iter(likeliest)), likeliest) for likeliest in said)
 
 
@@ -39,22 +39,23 @@ def test_rounding_and_ties_are_no_disagreement() -> None:
     assert disagreement(answer({7: -0.5}, {8: -2.0}, {9: -0.1}), RIGHT) == (
         "token 1 is 8 with log-probability -2.000, not 8 with -1.000"
     )
-    assert "token 0 is 4" in disagreement(answer({4: -0.5}, {8: -1.0}, {9: -0.1}), RIGHT)  # another token
+    # another token than the reference's
+    assert "token 0 is 4" in disagreement(answer({4: -0.5}, {8: -1.0}, {9: -0.1}), RIGHT)
     assert disagreement(answer({1: -1.5}, {8: -1.0}, {9: -0.1}), RIGHT) == "token 0 is an unlikely 1"
     assert disagreement(answer({7: -0.5}), RIGHT) == "1 tokens instead of 3"
     assert "nan" in disagreement(answer({7: float("nan")}, {8: -1.0}, {9: -0.1}), RIGHT)
 
 
-def test_the_majority_is_right_and_among_equals_the_first() -> None:
+def test_the_majority_is_right_and_among_equals_the_first_answer() -> None:
     judge = CanaryJudge()
     a, b, c, d = (WorkerId(f"decode-{number}") for number in range(4))
-    assert judge.hear(a, "r", WRONG) == ""  # nothing contradicts it yet
+    assert judge.hear(a, "r", WRONG) == ""  # no other answer contradicts it yet
     assert judge.hear(b, "r", RIGHT) != ""
-    judge = CanaryJudge(judge.to_json())  # another controller continues with it
-    assert judge.hear(c, "r", RIGHT) == ""  # a majority of two
+    judge = CanaryJudge(judge.to_json())  # a later controller continues with this state
+    assert judge.hear(c, "r", RIGHT) == ""  # now two workers agree
     assert judge.hear(a, "r", WRONG) != ""
     assert judge.hear(a, "r", RIGHT) == ""  # healed
-    assert judge.hear(d, "other", WRONG) == ""  # another revision is another question
+    assert judge.hear(d, "other", WRONG) == ""  # another revision has its own reference
 
 
 def test_a_nan_is_never_right() -> None:
@@ -81,13 +82,13 @@ def member(server: PrefillServer | DecodeServer, name: str) -> Member:
 
 
 def spoil(server: PrefillServer | DecodeServer) -> None:
-    """Damages the weights like bad memory."""
+    """Changes weights, as bad memory does."""
     decoder = server.worker._engine.runner._model
     for layer in decoder._layers:
         layer.mlp_norm_D.neg_()
 
 
-async def test_real_workers_agree_whichever_prefills_and_a_damaged_one_is_found() -> None:
+async def test_real_workers_agree_and_a_damaged_one_is_found() -> None:
     decode, prefill = worker_config(Role.DECODE, MODEL), worker_config(Role.PREFILL, MODEL)
     async with workers(prefill, decode, decode) as (first, second, third):
         check = CanaryCheck(CanaryJudge(), make_channel)
@@ -98,14 +99,15 @@ async def test_real_workers_agree_whichever_prefills_and_a_damaged_one_is_found(
         spoil(third)
         with pytest.raises(WrongAnswer, match="it answers wrongly: token 0 is"):
             await check.check(e, [d], [])
-        await check.check(d, [e], [p])  # the others are not suspected
+        # the others are not suspected, nor is one that was tested through the damaged one
+        await check.check(d, [e], [p])
         await check.check(p, [e, d], [])  # nor one that was asked through it
         spoil(first)
         with pytest.raises(WrongAnswer):
             await check.check(p, [d], [])
 
 
-async def test_a_worker_that_does_not_answer_is_not_wrong() -> None:
+async def test_an_unreachable_worker_is_not_a_wrong_one() -> None:
     check = CanaryCheck(CanaryJudge(), make_channel)
     nobody = Member(WorkerId("decode-0"), Epoch(1), Role.DECODE, "127.0.0.1:1")
     with pytest.raises(Unavailable, match="the canary failed: UNAVAILABLE"):
@@ -113,7 +115,7 @@ async def test_a_worker_that_does_not_answer_is_not_wrong() -> None:
 
 
 class FakeCanaryCheck:
-    """Gives the answers that the test sets."""
+    """Gives answers that the test sets."""
 
     def __init__(self) -> None:
         self.judge = CanaryJudge()
@@ -126,23 +128,23 @@ class FakeCanaryCheck:
             raise WrongAnswer(reason)
 
 
-async def test_no_worker_is_a_member_before_it_has_answered_rightly() -> None:
+async def test_no_worker_becomes_a_member_before_its_canary_passes() -> None:
     check = FakeCanaryCheck()
     world = World(canary_check=check)
     check.wrong["decode-1"] = "it answers wrongly: token 0"
-    await world.ready()  # with the others
+    await world.ready()  # it joins together with the others
     status = await world.until(lambda status: worker(status, "decode-1").state == "quarantined")
     assert worker(status, "decode-1").detail == "it answers wrongly: token 0"
     await world.until(lambda status: worker(status, "prefill-0").state == "ready")
     assert world.processes["decode-1", 1].distrusted
     assert world.processes["decode-1", 1].killed
-    assert "decode-0" in dict(check.asked)["prefill-0"]  # it was asked through a decode worker
+    assert "decode-0" in dict(check.asked)["prefill-0"]  # it was tested through a decode worker
     members = await anext(world.controller.membership.watch())
     assert [each.worker_id for each in members.members] == ["prefill-0", "decode-0"]
     await world.controller.stop()
 
 
-async def test_a_worker_that_turns_wrong_is_quarantined_and_replaced(
+async def test_a_worker_whose_canary_fails_is_quarantined_and_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pool, "FIRST_QUARANTINE_S", 0.05)

@@ -1,4 +1,4 @@
-"""Tests that workers learn of the death of another worker's machine, and only of a certain one."""
+"""Tests that workers learn when another worker's machine is dead, and only when that is certain."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Nodes:
 
 
 class Listening(worker_pb2_grpc.WorkerServicer):
-    """A worker that fails the first calls, and notes whom it was informed of."""
+    """Stands in for a worker that fails its first calls and records the epochs that it is informed of."""
 
     def __init__(self, num_failures: int) -> None:
         self.num_failures = num_failures
@@ -61,7 +61,7 @@ def pools() -> Pools:
     return made
 
 
-async def test_the_others_are_informed_once_the_node_is_dead_and_until_they_answer(pools: Pools) -> None:
+async def test_the_others_are_informed_of_a_dead_node_until_they_answer(pools: Pools) -> None:
     nodes, servicer = Nodes(), Listening(num_failures=2)
     server = GrpcServer([worker_pb2.DESCRIPTOR.services_by_name["Worker"]])
     worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server.server)
@@ -85,7 +85,7 @@ async def test_the_others_are_informed_once_the_node_is_dead_and_until_they_answ
         await server.stop()
 
 
-async def test_nobody_is_informed_who_is_lost_too(pools: Pools) -> None:
+async def test_lost_workers_are_not_informed(pools: Pools) -> None:
     nodes = Nodes()
     nodes.dead = {"a"}
     lost, other = (Incarnation(WorkerId(f"prefill-{number}"), 1) for number in range(2))
@@ -103,7 +103,7 @@ async def test_a_controller_looks_at_the_node_of_each_lost_worker(caplog: pytest
     world, nodes = await world_of_two_nodes()
     nodes.dead = {"b"}
     with caplog.at_level("INFO", logger="cluster.health.gone_workers"):
-        world.processes["decode-0", 1].lose()  # on node a, which lives
+        world.processes["decode-0", 1].lose()  # its node, a, is alive
         world.processes["decode-1", 1].lose()
         await until(lambda: "node b of lost epoch" in caplog.text)
     assert "node a" not in caplog.text

@@ -21,12 +21,12 @@ from penstock.v1 import worker_pb2, worker_pb2_grpc
 
 @pytest.fixture(autouse=True)
 def _leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asks and probes often, and loses nobody for being slow."""
+    """Shortens the intervals of heartbeats and probes, and loses nobody for being slow."""
     monkeypatch.setattr(liveness, "ASK_AFTER_S", 0.5)
     monkeypatch.setattr(silence_policy, "DOUBT_AFTER_S", 60.0)
     monkeypatch.setattr(silence_policy, "LOST_AFTER_S", 60.0)
     monkeypatch.setattr(liveness, "PROBE_INTERVAL_S", 0.05)
-    monkeypatch.setattr(liveness, "_CONNECT_TIMEOUT_S", 30.0)  # a refusal may come late, too
+    monkeypatch.setattr(liveness, "_CONNECT_TIMEOUT_S", 30.0)  # a refusal may also come late
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
@@ -58,7 +58,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
 
 class Followed:
-    """A worker on a free port, and the task that follows it."""
+    """Runs a worker on a free port and the task that follows it."""
 
     def __init__(self) -> None:
         self.worker = FakeWorker()
@@ -90,7 +90,7 @@ class Followed:
         await self.server.stop(0)
 
 
-async def test_silence_alone_is_no_loss_while_the_worker_answers() -> None:
+async def test_a_silent_worker_that_still_answers_is_not_lost() -> None:
     async with Followed() as followed:
         followed.worker.speaks.clear()
         await asyncio.wait_for(followed.worker.reopened.wait(), 60)
@@ -132,13 +132,13 @@ async def test_a_dead_worker_is_lost_without_waiting_for_its_lease(monkeypatch: 
         assert "UNAVAILABLE" in await followed.reason()
 
 
-async def test_another_incarnation_on_the_same_port_is_a_loss() -> None:
+async def test_another_epoch_on_the_same_port_is_a_loss() -> None:
     async with Followed() as followed:
         followed.worker.epoch = 6
         assert "another incarnation answers" in await followed.reason()
 
 
-async def test_a_router_is_followed_whatever_its_health_says_until_it_is_gone() -> None:
+async def test_a_router_is_followed_whatever_its_health_until_it_ends() -> None:
     server, doubts = GrpcServer([]), list[str]()
     port = await server.start("127.0.0.1", 0)
     task = asyncio.create_task(follow_router(f"127.0.0.1:{port}", doubts.append))
@@ -150,7 +150,7 @@ async def test_a_router_is_followed_whatever_its_health_says_until_it_is_gone() 
     assert "its health service does not answer: UNAVAILABLE" in await asyncio.wait_for(task, 60)
 
 
-async def test_a_router_that_stops_listening_but_runs_has_time_to_end() -> None:
+async def test_a_router_that_no_longer_listens_but_runs_has_time_to_end() -> None:
     server, doubts = GrpcServer([]), list[str]()
     port = await server.start("127.0.0.1", 0)
     process = await asyncio.create_subprocess_exec("sleep", "60")
@@ -182,14 +182,15 @@ async def test_a_killed_router_is_lost_at_once_although_it_is_a_zombie() -> None
     assert not any("asked to end" in doubt for doubt in doubts)
 
 
-async def test_a_worker_is_not_lost_because_its_follower_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine leaves the controller itself without a core; its timers must not speak for the worker."""
+async def test_a_worker_is_not_lost_while_its_follower_is_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may leave the controller itself without a core, and its timers then say nothing about the
+    worker."""
     monkeypatch.setattr(silence_policy, "LOST_AFTER_S", 3.0)
     async with Followed() as followed:
         followed.worker.speaks.clear()
         followed.worker.answers.clear()
         time.sleep(3.5)  # noqa: ASYNC251 - the loop stands still, longer than the lease
-        await asyncio.sleep(0.5)  # longer than an expired lease would wait
+        await asyncio.sleep(0.5)  # longer than the wait after an expired lease
         followed.worker.speaks.set()
         followed.worker.answers.set()
         await followed.load_of(stream=2)
@@ -201,7 +202,7 @@ def silent_after(looks: list[float]) -> float:
     return [clock.look(now_s) for now_s in looks][-1]
 
 
-def test_time_in_which_nobody_looked_is_no_silence() -> None:
+def test_time_between_distant_looks_does_not_count_as_silence() -> None:
     assert silent_after([0.2, 0.4, 0.6]) == pytest.approx(0.6)
     assert silent_after([0.2, 60.2, 60.4]) == pytest.approx(0.2 + 2 * TICK_S + 0.2)
     clock = SilenceClock(0.0)
@@ -211,7 +212,7 @@ def test_time_in_which_nobody_looked_is_no_silence() -> None:
 
 
 @given(st.lists(st.floats(0.0, 30.0), min_size=1, max_size=50))
-def test_a_silence_is_never_counted_longer_than_it_lasts(gaps_s: list[float]) -> None:
+def test_counted_silence_never_exceeds_the_elapsed_time(gaps_s: list[float]) -> None:
     clock, now_s = SilenceClock(0.0), 0.0
     for gap_s in gaps_s:
         now_s += gap_s

@@ -1,4 +1,4 @@
-"""Tests when and which running sequences are rebalanced: first the policy, then rounds over fake decode workers."""
+"""Tests when running sequences are rebalanced and which: first the policy, then rounds over fake decode workers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_missing_report_does_not_count_as_an_empty_worker() -> None:
         assert balance.decide([full(0, 0.9), None], float(now_s)) is None
     assert (
         balance.decide([full(0, 0.9), full(1, 0.0)], 40.0) is None
-    )  # the imbalance lasts only since both reports are there
+    )  # the imbalance lasts only since both reports arrived
     assert balance.decide([full(0, 0.9), full(1, 0.0)], 50.0) is not None
 
 
@@ -87,7 +87,7 @@ sizes_ = st.lists(st.tuples(st.integers(1, 400), st.integers(0, 400)), max_size=
 
 
 @given(sizes_, st.floats(0.05, 0.5), st.booleans(), st.integers(0, 2000), st.integers(1, 12))
-def test_no_more_sequences_move_than_even_out_the_workers(
+def test_no_more_sequences_migrate_than_even_out_the_workers(
     sizes: list[tuple[int, int]], share: float, by_pages: bool, free_tokens: int, most: int
 ) -> None:
     sequences = [MigratableSequence(RequestId(f"r{place}"), *each) for place, each in enumerate(sizes)]
@@ -106,8 +106,10 @@ def test_no_more_sequences_move_than_even_out_the_workers(
 
 @examples(30)
 @given(st.lists(st.integers(20, 300), min_size=1, max_size=12), st.lists(st.integers(20, 300), max_size=12))
-def test_rebalancing_settles_and_the_fuller_worker_stays_the_fuller_one(left: list[int], right: list[int]) -> None:
-    """Rebalances sequences that never end between two workers with room for 2500 tokens each."""
+def test_rebalancing_settles_and_never_empties_the_fuller_worker_below_the_other(
+    left: list[int], right: list[int]
+) -> None:
+    """Sequences that never end run on two workers with room for 2500 tokens each."""
     balance, capacity = RebalancePolicy(CONFIG), 2500
     held = [left, right]
     for number in range(100):
@@ -153,7 +155,7 @@ class FakeFleet:
         self.notes.append((subject, what, reason))
 
 
-async def test_a_round_migrates_what_evens_out_and_reports_it() -> None:
+async def test_a_round_migrates_what_evens_out_the_workers_and_reports_it() -> None:
     source, target = FakeDecode({"a": 320, "b": 160, "c": 800}), FakeDecode()
     config = ServeConfig.model_validate({"model": "m", "balance": {"lasting_s": 0.0, "stale_s": 5.0}})
     async with serving(source) as from_, serving(target) as to:

@@ -1,4 +1,4 @@
-"""Tests migration plans, a pool's leaving workers, and drains over fake processes and decode workers. No Ray."""
+"""Tests migration plans, workers that leave a pool, and drains over fake processes and decode workers. No Ray."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def room(number: int, free_tokens: int, free_sequences: int = 100) -> TargetRoom
 
 
 @given(sizes=sequences_, spaces=rooms_)
-def test_no_target_is_overfilled_and_no_sequence_moves_twice(
+def test_no_target_is_overfilled_and_no_sequence_migrates_twice(
     sizes: list[tuple[int, int]], spaces: list[tuple[int, int]]
 ) -> None:
     sequences = {each.request_id: each for each in (movable(number, *size) for number, size in enumerate(sizes))}
@@ -57,7 +57,7 @@ def test_no_target_is_overfilled_and_no_sequence_moves_twice(
         assert sum(sequences[each].num_tokens for each in move.request_ids) <= move.target.free_tokens
         assert len(move.request_ids) <= move.target.free_sequences
     assert all(sequences[each].num_tokens_left > ABOUT_TO_END_TOKENS for each in moved)
-    # A sequence that stays for lack of room would not fit on any target after the planned moves.
+    # A sequence that stays must fit on no target once the planned migrations are done.
     staying = [
         each for key, each in sequences.items() if key not in moved and each.num_tokens_left > ABOUT_TO_END_TOKENS
     ]
@@ -69,7 +69,7 @@ def test_no_target_is_overfilled_and_no_sequence_moves_twice(
             assert len(taken) >= target.free_sequences or target.free_tokens - tokens < each.num_tokens + growth
 
 
-def test_the_smallest_sequences_move_first_and_to_the_roomiest_targets() -> None:
+def test_the_smallest_sequences_migrate_first_to_the_targets_with_the_most_room() -> None:
     sequences = [movable(1, 300), movable(2, 10), movable(3, 100), movable(4, 50, num_tokens_left=5)]
     moves = plan_migrations(sequences, [room(1, 200), room(2, 170)])
     assert {move.target.worker_id: move.request_ids for move in moves} == {"decode-1": ("r02",), "decode-2": ("r03",)}
@@ -87,7 +87,7 @@ def test_a_drained_worker_is_not_replaced_and_its_pool_shrinks() -> None:
     pool.drain(incarnations[0], replaced=False)
     assert (pool.replicas, pool.slots[0].state) == (2, WorkerState.DRAINING)
     assert [slot.worker_id for slot in pool.ready()] == ["decode-1", "decode-2"]
-    assert pool.reconcile(0.0) == []  # the others keep their places, whatever their numbers
+    assert pool.reconcile(0.0) == []  # the others keep their places
     lose(pool, incarnations[0])
     assert pool.reconcile(0.0) == []
     assert pool.is_complete
@@ -95,13 +95,13 @@ def test_a_drained_worker_is_not_replaced_and_its_pool_shrinks() -> None:
     assert [(each.worker_id, each.number) for each in started(pool)] == [("decode-0", 2)]
 
 
-def test_the_successor_of_a_replaced_worker_starts_once_it_is_gone() -> None:
+def test_the_successor_of_a_replaced_worker_starts_once_that_has_ended() -> None:
     pool = Pool("decode", 2)
     incarnations = started(pool)
     for each in incarnations:
         make_ready(pool, each)
     pool.drain(incarnations[1], replaced=True)
-    assert pool.reconcile(0.0) == []  # its resources are not free yet
+    assert pool.reconcile(0.0) == []  # its resources are not yet free
     lose(pool, incarnations[1])
     assert [(each.worker_id, each.number) for each in started(pool)] == [("decode-1", 2)]
 
@@ -197,9 +197,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @dataclass
 class FakeDecode(worker_pb2_grpc.WorkerServicer, worker_pb2_grpc.DecodeWorkerServicer):
-    """Lets sequences migrate away; those that `stubborn` names do so only at the second attempt."""
+    """Lets sequences migrate away; those listed in `stubborn` migrate only at the second attempt."""
 
-    sequences: dict[str, int] = field(default_factory=dict)  # tokens of each
+    sequences: dict[str, int] = field(default_factory=dict)  # tokens of each sequence
     stubborn: set[str] = field(default_factory=set)
     asked: list[worker_pb2.MigrateRequest] = field(default_factory=list)
     kv_digest: str = "same"
@@ -247,7 +247,7 @@ async def serving(fake: FakeDecode) -> AsyncIterator[str]:
 
 @dataclass
 class FakeView:
-    """Delivers the next report at once."""
+    """Answers each wait for a report at once."""
 
     source: FakeDecode
     everyone: list[Member]
@@ -280,7 +280,8 @@ async def test_rounds_of_migrations_empty_a_decode_worker() -> None:
         drain = Drain(member, 20.0, 64, FakeView(source, members))
         await drain.run()
     assert source.sequences == {}
-    assert {request.address for request in source.asked} == {to_other}  # the third worker's KV has another layout
+    # the third worker's KV has another layout; the address comes from the membership
+    assert {request.address for request in source.asked} == {to_other}
     assert {request.source_address for request in source.asked} == {address}  # the address that the membership holds
     assert list(source.asked[0].request_ids) == ["b", "a", "c"]
     assert (drain.progress.num_migrated, drain.progress.num_failed_migrations, drain.progress.num_cut_short) == (
@@ -336,7 +337,7 @@ async def test_the_admin_service_streams_a_drain_and_refuses_an_unknown_worker()
     assert lines[-1].startswith("prefill-0 has ended after ")
 
 
-def test_each_stage_is_described_in_words() -> None:
+def test_each_drain_stage_is_described_in_words() -> None:
     def describe(**fields: object) -> str:
         return format_drain(admin_pb2.DrainProgress(worker_id="decode-1", **fields))  # type: ignore[arg-type]
 

@@ -1,4 +1,5 @@
-"""Tests which workers a drain hands cached pages to: revisions never mix. Small gRPC servers in this process."""
+"""Tests to which workers a drain hands over cached pages: only those of its revision. Small gRPC servers in this
+process."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ BOUNDS = HandoverBounds(max_bytes=1000, timeout_s=5.0)
 
 @dataclass
 class CachingWorker(FakeDecode, worker_pb2_grpc.PageHandoverServicer):
-    """A worker of one revision, which its layout's digest stands for."""
+    """Stands in for a worker of one revision, which the digest of its layout represents."""
 
     revision: str = "old"
     handed: list[worker_pb2.HandOverRequest] = field(default_factory=list)
@@ -38,7 +39,7 @@ class CachingWorker(FakeDecode, worker_pb2_grpc.PageHandoverServicer):
 
 @contextlib.asynccontextmanager
 async def fleet(**workers: tuple[Role, CachingWorker]) -> AsyncIterator[list[Member]]:
-    """Yields the workers as members, the drained one first."""
+    """Yields the workers as members; the drained one is the first."""
     names = worker_pb2.DESCRIPTOR.services_by_name
     async with contextlib.AsyncExitStack() as stack:
         members = []
@@ -60,7 +61,7 @@ class View(FakeView):
 
 
 async def targets_of(source: CachingWorker, members: list[Member]) -> list[tuple[str, int]]:
-    """Returns to whom, and how many pages at most, the drain of the first member hands over."""
+    """Returns to which workers the first member's drain hands over, and at most how many pages each."""
     drain = Drain(members[0], 20.0, 64, View(source, members), handover=BOUNDS)
     await drain.run()
     handed = {(target.worker_id, target.max_pages) for request in source.handed for target in request.targets}
@@ -68,7 +69,7 @@ async def targets_of(source: CachingWorker, members: list[Member]) -> list[tuple
     return sorted(handed)
 
 
-async def test_pages_go_to_workers_of_the_same_revision_alone() -> None:
+async def test_pages_are_handed_over_only_to_workers_of_the_same_revision() -> None:
     source = CachingWorker()
     workers = {
         "decode-0": (Role.DECODE, source),
@@ -81,7 +82,7 @@ async def test_pages_go_to_workers_of_the_same_revision_alone() -> None:
         assert {request.max_bytes for request in source.handed} == {1000}
 
 
-async def test_nothing_is_handed_over_where_every_other_worker_has_another_revision() -> None:
+async def test_nothing_is_handed_over_if_all_other_workers_have_another_revision() -> None:
     source = CachingWorker(revision="new")
     async with fleet(decode0=(Role.DECODE, source), decode1=(Role.DECODE, CachingWorker())) as members:
         assert await targets_of(source, members) == []

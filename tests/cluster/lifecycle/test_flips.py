@@ -77,7 +77,7 @@ async def test_roles_flip_back_and_forth_under_load(undisturbed: list[list[int]]
             assert (pools.count("prefill"), pools.count("decode")) == (2, 2)
         check(load, undisturbed)
         assert deployment.workers["prefill-1"].host.server.replica.engine is engines["prefill-1"]
-        assert len(deployment.workers) == 4  # no process was started
+        assert len(deployment.workers) == 4  # no new process was started
     assert deployment.pinned == [0, 0, 0, 0]
 
 
@@ -102,7 +102,7 @@ async def test_pools_shrink_and_workers_are_restarted_under_load(undisturbed: li
                     and time.monotonic() < limit_s
                     and not any(each.num_migrations for each in load.answered)
                 ):
-                    restarts = ["decode-0"]  # its requests ended before they could migrate: try again
+                    restarts = ["decode-0"]  # its requests ended before they could migrate, so it tries again
         check(load, undisturbed)
         assert sum(each.num_migrations for each in load.answered) > 0
     assert set(deployment.pinned) == {0}
@@ -117,10 +117,10 @@ def count(status: admin_pb2.StatusResponse, pool: str) -> int:
     return len(workers) if all(each.state == "ready" for each in workers) else -1
 
 
-async def test_a_worker_that_is_asked_to_leave_is_replaced_at_once_and_its_streams_continue(
+async def test_a_worker_asked_to_leave_is_replaced_at_once_and_its_streams_continue(
     undisturbed: list[list[int]],
 ) -> None:
-    """Simulates a spot notice: the process hears it first, the controller learns of it from the next report."""
+    """Simulates a spot notice: the process gets it first, and the controller learns of it from the next report."""
     async with hosted(config(prefill=1, decode=2)) as deployment:
         async with Load(deployment, max_tokens=MAX_TOKENS) as load:
             await load.more(2)
@@ -159,7 +159,7 @@ async def test_a_worker_that_dies_while_it_drains_is_restarted_in_its_new_role()
         assert deployment.controller.pool_service.replicas("prefill") == 0
 
 
-async def test_a_worker_whose_pages_may_still_be_written_does_not_flip() -> None:
+async def test_a_worker_with_fenced_pages_does_not_flip() -> None:
     host = RoleHost(config(prefill=1, decode=1).worker_config("decode-0", Role.DECODE))
     await host.start()
     pages = host.server.worker.scheduler._pool.allocate(2)

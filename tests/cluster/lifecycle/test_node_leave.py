@@ -1,4 +1,4 @@
-"""Tests leaving nodes: the relocation policy, and controllers that get a notice. No Ray."""
+"""Tests leaving nodes: the relocation policy, and controllers that are notified. No Ray."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_drain_starts_in_the_second_half_of_the_notice_unless_the_successor_
     busier = replace(resident, num_open=resident.num_open + 50)
     later = latest_drain_start_s(busier.num_open, notice)
     assert later is not None
-    assert later <= latest_s  # more requests, earlier drain
+    assert later <= latest_s  # more requests need an earlier drain
 
 
 @given(resident=residents_, passed_s=seconds_, patience_s=seconds_)
@@ -110,7 +110,7 @@ def test_the_controller_leaves_its_node_in_the_second_half_of_the_notice(given_s
     assert controller_move_s(NodeNotice("node", given_s)) is None
 
 
-async def test_the_controller_moves_once_the_workers_of_its_node_have() -> None:
+async def test_the_controller_moves_once_its_nodes_workers_have_moved() -> None:
     world, nodes = await world_of_two_nodes()
     nodes.own_node = "b"
     world.node_of["decode-2"] = "a"
@@ -128,10 +128,10 @@ async def test_the_controller_moves_once_the_workers_of_its_node_have() -> None:
     assert events[1][1] == "no other node can hold it"
 
 
-async def test_the_controller_leaves_a_node_that_goes_soon_although_a_worker_is_left() -> None:
+async def test_the_controller_leaves_a_node_that_ends_soon_although_a_worker_remains() -> None:
     world, nodes = await world_of_two_nodes()
     nodes.own_node = "b"
-    world.may_start.clear()  # no successor ever comes
+    world.may_start.clear()  # no successor ever starts
     nodes.note(going("b", within_s=2.0))
     await until(lambda: nodes.moves == 1)
 
@@ -152,7 +152,7 @@ async def test_a_successor_is_ready_before_a_worker_on_a_leaving_node_is_drained
     status = world.controller.status()
     assert worker(status, "decode-1").state == "ready"  # it serves
     assert worker(status, "decode-2").detail == "beside decode-1, whose node goes"
-    # A controller that restarts now drains it and keeps the pool's size.
+    # A controller that restarts now continues the drain and keeps the pool's size.
     record = world.records[-1]
     assert (record.replicas["decode"], dict(record.leaving)) == (2, {"decode-1": False})
     world.node_of["decode-2"] = "a"
@@ -206,12 +206,12 @@ async def test_no_sequence_migrates_to_a_worker_on_a_leaving_node() -> None:
     nodes.note(going("b"))
     assert [each.worker_id for each in members(Role.DECODE)] == ["decode-0"]
     watch = await anext(world.controller.membership.watch())
-    assert "decode-1" in {each.worker_id for each in watch.members}  # it still serves
+    assert "decode-1" in {each.worker_id for each in watch.members}  # the worker still serves
     nodes.note([*going("b"), *going("a")])
     assert [each.worker_id for each in members(Role.DECODE)] == [
         "decode-0",
         "decode-1",
-    ]  # both nodes leave, so both workers are targets
+    ]  # both nodes leave, so both workers become targets
     await world.controller.stop()
 
 

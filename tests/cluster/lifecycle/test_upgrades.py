@@ -57,7 +57,7 @@ def sample(ended: int, failed: int = 0, ttft_s: float = 0.1, itl_s: float = 0.02
         (sample(0), sample(0, 2), 100.0, GateDecision.FAIL, "no evidence: new workers served no request"),
         (sample(100), sample(7, 3), 1.0, GateDecision.FAIL, "3 of 10 requests failed at new workers, 0 of 100"),
         (sample(100), sample(1, 1), 1.0, GateDecision.WAIT, "2 requests"),
-        # Old workers fail as often, so the upgrade is not at fault.
+        # Old workers fail as often, so the upgrade is not the cause.
         (sample(80, 20), sample(85, 15), 10.0, GateDecision.PASS, ""),
         (sample(100), sample(50, ttft_s=0.17), 10.0, GateDecision.FAIL, "a first token takes 170.0 ms at"),
         (sample(100), sample(50, itl_s=0.05), 10.0, GateDecision.FAIL, "a token takes 50.0 ms"),
@@ -68,7 +68,7 @@ def sample(ended: int, failed: int = 0, ttft_s: float = 0.1, itl_s: float = 0.02
             10.0,
             GateDecision.PASS,
             "",
-        ),  # too few requests at old workers to compare with
+        ),  # too few requests at old workers for a comparison
     ],
 )
 def test_the_gate_judges_errors_and_latencies_against_old_workers(
@@ -79,12 +79,13 @@ def test_the_gate_judges_errors_and_latencies_against_old_workers(
     assert reason in verdict.reason
 
 
-def test_the_gate_opens_without_evidence_only_if_asked_to() -> None:
+def test_the_gate_opens_without_evidence_only_on_request() -> None:
     gate = replace(GATE, without_evidence=True)
     assert judge_upgrade(gate, 0.1, sample(0), sample(0), 29.0).decision is GateDecision.WAIT
     verdict = judge_upgrade(gate, 0.1, sample(3), sample(0), 30.0)
     assert (verdict.decision, verdict.reason.partition(":")[0]) == (GateDecision.PASS, "without evidence")
-    assert judge_upgrade(gate, 0.1, sample(100), sample(0), 30.0).decision is GateDecision.FAIL  # traffic avoids them
+    # because traffic avoids new workers
+    assert judge_upgrade(gate, 0.1, sample(100), sample(0), 30.0).decision is GateDecision.FAIL
     assert judge_upgrade(gate, 0.1, sample(0), sample(0, 3), 30.0).decision is GateDecision.FAIL
     none_required = replace(GATE, min_requests=0)
     assert judge_upgrade(none_required, 0.1, sample(0), sample(0), 10.0).decision is GateDecision.WAIT
@@ -98,7 +99,7 @@ def test_absolute_limits_apply_however_slow_old_workers_are() -> None:
 
 
 def another_revision(folder: Path) -> Path:
-    """Returns a copy of the model with the same weights and another revision: equal tokens, different page hashes."""
+    """Returns a copy of the model with the same weights but another revision: equal tokens, different page hashes."""
     copy = folder / "next"
     shutil.copytree(MODEL, copy)
     path = copy / "config.json"
@@ -111,7 +112,7 @@ QUICK = UpgradeGate(window_s=1.0, min_requests=2, max_slowdown=1000.0)
 
 @pytest.fixture
 def patient_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes gates wait for their number of requests, however long a slow machine takes to serve them."""
+    """Lets gates wait for their number of requests, however long a slow machine takes to serve them."""
     monkeypatch.setattr(gate_policy, "_PATIENCE", 1000)
     monkeypatch.setattr(gate_policy, "_LAST", 1000)
 
@@ -147,7 +148,7 @@ async def test_an_upgrade_replaces_every_worker_under_load(tmp_path: Path, undis
 
 @pytest.mark.usefixtures("patient_gate")
 async def test_an_upgrade_to_the_same_revision_replaces_every_process_under_load(undisturbed: list[list[int]]) -> None:
-    """Repeated prompts are cached at the old worker, so only the share sends requests to the new one."""
+    """Repeated prompts are cached at the old worker, so only the traffic share sends requests to the new one."""
     gate = UpgradeGate(window_s=1.0, min_requests=8, max_slowdown=1000.0)
     async with hosted(config(prefill=1, decode=1)) as deployment:
         async with Load(deployment, num_lanes=1, max_tokens=MAX_TOKENS) as load:
@@ -175,7 +176,7 @@ async def revisions(deployment: Hosted) -> list[str]:
 
 
 @pytest.mark.usefixtures("patient_gate")
-async def test_new_workers_that_do_worse_are_rolled_back(tmp_path: Path, undisturbed: list[list[int]]) -> None:
+async def test_worse_new_workers_are_rolled_back(tmp_path: Path, undisturbed: list[list[int]]) -> None:
     model = another_revision(tmp_path)
     async with hosted(config(prefill=1, decode=1)) as deployment:
         before = deployment.members()
@@ -256,7 +257,7 @@ def cached_pages(deployment: Hosted) -> dict[str, set[bytes]]:
 async def test_two_different_models_serve_side_by_side_and_share_no_page(
     tmp_path: Path, undisturbed: list[list[int]]
 ) -> None:
-    """Each request gets the tokens of the revision that served it; after the rollback, all get those of the old one."""
+    """Each request gets the tokens of the revision that serves it; after the rollback, all get those of the old one."""
     model = other_weights(tmp_path)
     engine = Engine.load(EngineConfig.model_validate({"model": str(model), **ENGINE}))
     expected = {
@@ -288,7 +289,7 @@ async def test_two_different_models_serve_side_by_side_and_share_no_page(
         async for progress in upgrade.follow():
             if progress.stage is UpgradeStage.PROVING:
                 break
-        async with asyncio.timeout(120):  # prompts of both revisions, one at least as long as a page for each worker
+        async with asyncio.timeout(120):  # until each worker has cached at least one full page
             while not all((cached := cached_pages(deployment)).values()):
                 await ask_all()
         old, new = (cached[f"decode-{n}"] | cached[f"prefill-{n}"] for n in range(2))
@@ -301,5 +302,5 @@ async def test_two_different_models_serve_side_by_side_and_share_no_page(
         assert set(deployment.members()) == {"decode-0", "prefill-0", "router-0"}
         staying = deployment.workers[WorkerId("decode-0")].host.server.replica
         assert staying is not None
-        assert new.isdisjoint(staying.engine.prefix_cache._chains.nodes)  # the removed workers handed no pages over
+        assert new.isdisjoint(staying.engine.prefix_cache._chains.nodes)  # the removed workers handed over no pages
     assert set(deployment.pinned) == {0}

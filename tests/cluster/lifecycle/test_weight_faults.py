@@ -1,6 +1,7 @@
-"""Tests the hand-offs that meet an update of the weights: preemption, migration, failover, lost routers, lookaside.
+"""Tests preemption, migration, failover, lost routers and lookaside during an update of the weights.
 
-Whatever happens, each token is what an engine with the weights that it names says after all tokens before it.
+In every case, each token must be the one that an engine with the weights of its version generates after the tokens
+before it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def fresh(weights: list[LoadedWeightsConfig]) -> Fresh:
 
 
 async def read(stream: object, chunks: list[Chunk], until: Callable[[Chunk], bool], more: int = 0) -> None:
-    """Collects chunks up to the first that fulfils the condition, and as many more."""
+    """Collects chunks up to the first that fulfils the condition, and `more` after it."""
     left = more + 1
     async for chunk in stream:  # type: ignore[attr-defined]
         chunks.append(chunk)
@@ -72,8 +73,8 @@ def is_new(chunk: Chunk) -> bool:
     return chunk.weight_version == 1
 
 
-async def test_preempted_sequences_are_kept(weights: list[LoadedWeightsConfig], fresh: Fresh) -> None:
-    """Four answers need more pages than there are, so that some are preempted when the weights change."""
+async def test_preempted_sequences_survive_an_update(weights: list[LoadedWeightsConfig], fresh: Fresh) -> None:
+    """Four answers need more pages than there are, so some are preempted when the weights change."""
     asked = [prompt() for _ in range(4)]
     with Deployment() as deployment:
         fleet = Fleet(deployment, weights, ["decode-0"], num_pages=40)
@@ -97,7 +98,7 @@ async def test_preempted_sequences_are_kept(weights: list[LoadedWeightsConfig], 
         assert any(1 in each for each in found)
 
 
-async def test_no_sequence_migrates_to_other_weights_and_a_lost_worker_is_followed_by_one_that_has_them(
+async def test_sequences_migrate_and_fail_over_only_between_matching_weights(
     weights: list[LoadedWeightsConfig], fresh: Fresh
 ) -> None:
     asked = prompt()
@@ -129,7 +130,7 @@ async def test_no_sequence_migrates_to_other_weights_and_a_lost_worker_is_follow
         assert tokens_by_version(chunks, asked, fresh).keys() == {0, 1}
 
 
-async def test_a_client_that_lost_its_router_during_an_update_goes_on_with_the_new_weights(
+async def test_a_client_that_lost_its_router_during_an_update_continues_with_the_new_weights(
     weights: list[LoadedWeightsConfig], fresh: Fresh
 ) -> None:
     asked = prompt()
@@ -154,7 +155,7 @@ async def test_a_client_that_lost_its_router_during_an_update_goes_on_with_the_n
     assert after == fresh.tokens(1, asked + before, 30)
 
 
-async def test_lookaside_streams_are_kept_without_a_retry(
+async def test_lookaside_streams_survive_an_update_without_a_retry(
     weights: list[LoadedWeightsConfig], fresh: Fresh, tmp_path: Path
 ) -> None:
     asked = prompt()
@@ -170,7 +171,7 @@ async def test_lookaside_streams_are_kept_without_a_retry(
         assert tokens_by_version(chunks, asked, fresh).keys() == {0, 1}
 
 
-async def test_a_worker_killed_while_it_pauses_comes_back_with_the_new_weights(
+async def test_a_worker_killed_during_its_pause_returns_with_the_new_weights(
     weights: list[LoadedWeightsConfig], fresh: Fresh
 ) -> None:
     asked = prompt()
@@ -201,7 +202,7 @@ async def test_a_worker_killed_while_it_pauses_comes_back_with_the_new_weights(
 
 
 async def update(admin: str, path: str) -> admin_pb2.WeightsProgress:
-    """Updates the weights while running requests may end. Returns the last progress."""
+    """Updates the weights while running requests may end; returns the last progress."""
     async with make_channel(admin) as channel:
         request = admin_pb2.UpdateWeightsRequest(path=path, mode="wait", timeout_s=60)
         stages = [each async for each in admin_pb2_grpc.AdminStub(channel).UpdateWeights(request, timeout=240)]

@@ -1,7 +1,7 @@
-"""Replaces the weights of real workers under real streams: a prefill and a decode worker, and a router, as processes.
+"""Replaces the weights of a prefill and a decode worker, behind a router, under real streams. All are processes.
 
-After an update the tokens are those of an engine that has loaded the new weights, wherever the prompt was computed;
-before it, those of the old ones.
+Wherever a prompt is computed, its tokens before an update are those of the old weights, and after it those of an engine
+that has loaded the new ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.processes
 
 ENGINE = {"num_pages": 256, "dtype": "float32"}
 NUM_VERSIONS = 7
-LONG = 1900  # tokens: more than are generated before a test has done what it is here for
+LONG = 1900  # in tokens: no answer ends before its test is done
 _NUMBERS = itertools.count(20)
 
 
@@ -50,7 +50,7 @@ def prompt() -> list[int]:
 
 
 class Fleet:
-    """Workers that all have the weights `version`, and a router."""
+    """Runs workers with the weights `version`, and a router."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Fleet:
         num_pages: int = 256,
         lookaside: Path | None = None,
     ) -> None:
-        """`lookaside` is the file of the cluster secret that its tickets need."""
+        """Starts the workers; `lookaside` is the file with the cluster secret that signs tickets."""
         self.weights = weights
         self.version = 0
         self._security = SecurityConfig(secret_file=str(lookaside or ""))
@@ -107,7 +107,7 @@ class Fleet:
         await asyncio.gather(*(self.prepare(worker, self.next_weights) for worker in self.workers.values()))
 
     async def apply_all(self, mode: PauseMode, timeout_s: float = TIMEOUT_S) -> None:
-        """Puts them in force at all of them."""
+        """Applies the prepared weights at every worker."""
         await asyncio.gather(*(self.apply(worker, mode, timeout_s) for worker in self.workers.values()))
         self.version += 1
 
@@ -128,7 +128,7 @@ class Fleet:
         return AsyncClient(self.router.address, timeout_s=TIMEOUT_S, **settings)
 
     async def until_remote(self) -> None:
-        """Returns once the router gives prompts to the prefill worker again."""
+        """Waits until the router sends prompts to the prefill worker again."""
         async with asyncio.timeout(TIMEOUT_S), self.client() as client:
             worker = ""
             while worker != "prefill-0":
@@ -136,7 +136,7 @@ class Fleet:
 
 
 class Fresh:
-    """Engines that have loaded each version of the weights."""
+    """Loads an engine for each version of the weights on demand."""
 
     def __init__(self, weights: Sequence[LoadedWeightsConfig]) -> None:
         self._weights = (None, *weights)
@@ -167,7 +167,7 @@ def fresh(weights: list[LoadedWeightsConfig]) -> Fresh:
     return Fresh(weights)
 
 
-async def test_after_an_update_tokens_are_those_of_a_fresh_worker_wherever_the_prompt_is_computed(
+async def test_after_an_update_tokens_are_those_of_a_fresh_engine_wherever_the_prompt_is_computed(
     fleet: Fleet, fresh: Fresh
 ) -> None:
     asked = prompt()
@@ -230,9 +230,10 @@ async def begin(client: AsyncClient, asked: list[int]) -> tuple[AsyncIterator[Ch
 
 
 def tokens_by_version(chunks: list[Chunk], asked: list[int], fresh: Fresh) -> dict[int, list[int]]:
-    """Returns the tokens of an answer by the version of the weights that each comes from.
+    """Returns the tokens of an answer by the version of the weights that computed them.
 
-    They must be what engines with these weights say, each after all that was said before, and versions only rise.
+    Checks that they are what engines with these weights generate, each after all tokens before, and that versions only
+    rise.
     """
     found: dict[int, list[int]] = {}
     for chunk in chunks:
@@ -250,7 +251,7 @@ async def _read_rest(stream: AsyncIterator[Chunk], chunks: list[Chunk]) -> None:
         chunks.append(chunk)
 
 
-async def test_kept_requests_continue_with_the_new_weights_and_say_from_where_on(fleet: Fleet, fresh: Fresh) -> None:
+async def test_kept_requests_continue_with_the_new_weights_and_report_each_version(fleet: Fleet, fresh: Fresh) -> None:
     asked, before = prompt(), fleet.version
     await fleet.prepare_all()
     async with fleet.client(retry=RetryPolicy(max_attempts=1)) as client:
@@ -264,7 +265,7 @@ async def test_kept_requests_continue_with_the_new_weights_and_say_from_where_on
 
 
 @pytest.mark.parametrize(("mode", "timeout_s"), [(PauseMode.ABORT, TIMEOUT_S), (PauseMode.WAIT, 0.05)])
-async def test_aborted_and_late_requests_end_with_an_error_that_names_the_cause(
+async def test_aborted_and_late_requests_end_with_an_error_that_states_the_cause(
     fleet: Fleet, fresh: Fresh, mode: PauseMode, timeout_s: float
 ) -> None:
     asked, before = prompt(), fleet.version
@@ -296,10 +297,10 @@ async def test_weights_that_do_not_fit_change_nothing(fleet: Fleet, fresh: Fresh
     assert list(answer.token_ids) == fresh.tokens(fleet.version, asked, 10)
 
 
-async def test_a_prefill_worker_with_other_weights_computes_nothing_for_a_decode_worker(
+async def test_a_decode_worker_computes_locally_while_the_prefill_worker_has_other_weights(
     fleet: Fleet, fresh: Fresh
 ) -> None:
-    """Updates the decode worker alone: it computes its prompts until the other one has the same weights."""
+    """Updates the decode worker alone: it computes its prompts until the prefill worker has the same weights."""
     weights = fleet.next_weights
     await fleet.prepare(fleet.decode, weights)
     await fleet.apply(fleet.decode, PauseMode.WAIT)

@@ -1,4 +1,4 @@
-"""Tests updates of the weights through the controller: at every worker or at none, and at all that come later."""
+"""Tests updates of the weights through the controller: they reach every worker or none, and each later worker."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> LoadedWeightsConfig:
 
 
 def fresh_tokens(weights: LoadedWeightsConfig | None) -> list[int]:
-    """Returns what an engine that has loaded these weights answers to the first prompt."""
+    """Returns what an engine with these weights generates for the first prompt."""
     engine = Engine.load(EngineConfig.model_validate({"model": str(MODEL), "weights": weights, **ENGINE}))
     try:
         return generate(engine, PROMPTS[0], SamplingParams(max_tokens=MAX_TOKENS, **GREEDY))  # type: ignore[arg-type]
@@ -51,7 +51,7 @@ def fresh_tokens(weights: LoadedWeightsConfig | None) -> list[int]:
 
 
 async def update(deployment: Hosted, path: str, **fields: object) -> AsyncIterator[admin_pb2.WeightsProgress]:
-    """Yields the progress of an update. Raises its typed error."""
+    """Yields the progress of an update, or raises its typed error."""
     request = admin_pb2.UpdateWeightsRequest(path=path, **fields)  # type: ignore[arg-type]
     async with make_channel(deployment.admin) as channel:
         try:
@@ -78,7 +78,7 @@ async def ask(deployment: Hosted) -> GenerateResult:
         return await client.complete(PROMPTS[0], max_tokens=MAX_TOKENS, **GREEDY)  # type: ignore[arg-type]
 
 
-async def test_an_update_reaches_every_worker_and_all_that_come_later(weights: LoadedWeightsConfig) -> None:
+async def test_an_update_reaches_every_worker_and_each_later_one(weights: LoadedWeightsConfig) -> None:
     old, new = fresh_tokens(None), fresh_tokens(weights)
     async with hosted(config(prefill=1, decode=2)) as deployment:
         assert list((await ask(deployment)).token_ids) == old
@@ -129,7 +129,7 @@ async def test_spares_are_replaced_by_ones_that_hold_the_new_weights(weights: Lo
         assert list((await ask(deployment)).token_ids) == fresh_tokens(weights)
 
 
-async def test_a_worker_that_cannot_read_the_weights_leaves_the_old_ones_everywhere(
+async def test_all_workers_keep_the_old_weights_if_one_cannot_read_the_new_ones(
     weights: LoadedWeightsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with hosted(config(prefill=0, decode=2)) as deployment:
@@ -152,7 +152,7 @@ async def test_a_worker_that_cannot_read_the_weights_leaves_the_old_ones_everywh
         assert (await status(deployment)).version == 7
 
 
-async def test_a_worker_that_fails_to_apply_the_weights_is_replaced_by_one_that_has_them(
+async def test_a_worker_that_fails_to_apply_the_weights_is_replaced(
     weights: LoadedWeightsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with hosted(config(prefill=0, decode=2)) as deployment:
@@ -170,7 +170,7 @@ async def test_a_worker_that_fails_to_apply_the_weights_is_replaced_by_one_that_
         assert [worker.version for worker in (await status(deployment)).workers] == [1, 1]
 
 
-async def test_a_worker_that_starts_meanwhile_serves_with_the_new_weights_from_its_first_request(
+async def test_a_worker_that_starts_during_an_update_serves_with_the_new_weights(
     weights: LoadedWeightsConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with hosted(config(prefill=0, decode=1)) as deployment:
@@ -205,8 +205,8 @@ async def test_a_worker_that_starts_meanwhile_serves_with_the_new_weights_from_i
         assert {worker.version for worker in (await status(deployment)).workers} == {1}
 
 
-class SlowlyFound(FakeProcess):
-    """A process that counts what it is asked to do about its weights."""
+class WeightsProcess(FakeProcess):
+    """Stands in for a process and records the changes to its weights."""
 
     changes: list[WeightChange]
     changed: asyncio.Event
@@ -218,10 +218,10 @@ class SlowlyFound(FakeProcess):
 
 
 @pytest.mark.parametrize("is_decided", [False, True])
-async def test_the_next_controller_finishes_what_was_decided_and_frees_what_was_not(is_decided: bool) -> None:
+async def test_the_next_controller_applies_decided_weights_and_discards_undecided_ones(is_decided: bool) -> None:
     world = World()
     weights = LoadedWeightsConfig(version=1, path="/w", digest="d")
-    process = SlowlyFound(world, Incarnation(WorkerId("decode-0"), 1))
+    process = WeightsProcess(world, Incarnation(WorkerId("decode-0"), 1))
     process.changes, process.changed = [], asyncio.Event()
     record = ControllerRecord(generation=2, was_ready=True, weights=weights.model_dump() if is_decided else {})
     controller = make_controller(CONFIG, world.spawn, world.canary, record=record)

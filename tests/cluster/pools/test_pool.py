@@ -1,4 +1,4 @@
-"""Tests the bookkeeping of a pool and the division of a machine's resources. Pure."""
+"""Tests the bookkeeping of a pool and the division of a machine's resources. Starts nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_worker_is_started_once() -> None:
     assert not pool.is_complete
 
 
-def test_a_worker_that_was_ready_is_replaced_at_once_and_counted() -> None:
+def test_a_lost_ready_worker_is_replaced_at_once_and_counted() -> None:
     pool = Pool("decode", 1)
     (first,) = started(pool)
     make_ready(pool, first)
@@ -52,7 +52,7 @@ def test_a_worker_that_was_ready_is_replaced_at_once_and_counted() -> None:
     assert (slot.state, slot.num_restarts, slot.epoch, slot.address) == (WorkerState.STARTING, 1, 0, "")
 
 
-def test_a_worker_that_never_becomes_ready_is_retried_ever_less_often() -> None:
+def test_a_worker_that_never_becomes_ready_is_retried_at_growing_intervals() -> None:
     pool = Pool("decode", 1)
     waits = []
     now_s = 0.0
@@ -71,7 +71,7 @@ def test_a_worker_that_never_becomes_ready_is_retried_ever_less_often() -> None:
     assert pool.next_retry_s() == now_s
 
 
-def test_news_of_a_dead_incarnation_does_not_touch_its_successor() -> None:
+def test_events_of_a_dead_incarnation_do_not_touch_its_successor() -> None:
     pool = Pool("prefill", 1)
     (first,) = started(pool)
     lose(pool, first)
@@ -91,7 +91,7 @@ def test_a_smaller_pool_stops_the_highest_numbers() -> None:
     make_ready(pool, first)
     lose(pool, second)
     pool.set_replicas(1)
-    assert pool.reconcile(0.0) == [Stop(third)]  # the second is gone already
+    assert pool.reconcile(0.0) == [Stop(third)]  # the second has already ended
     assert pool.is_complete
     make_ready(pool, third)
     assert [slot.worker_id for slot in pool.ready()] == ["decode-0"]
@@ -103,7 +103,7 @@ EVENTS = st.lists(
 
 
 @given(EVENTS)
-def test_random_histories_keep_at_most_one_incarnation_a_worker(events: list[tuple[str, int]]) -> None:
+def test_random_histories_keep_at_most_one_incarnation_of_each_worker(events: list[tuple[str, int]]) -> None:
     pool, now_s = Pool("decode", 2), 0.0
     running: set[Incarnation] = set()
     seen: set[Incarnation] = set()
@@ -145,7 +145,7 @@ def test_the_default_division_always_fits(cores: int) -> None:
     assert shares["decode"].environment()["OMP_NUM_THREADS"] == str(max(1, cores // 3))
 
 
-def test_a_lone_worker_has_the_whole_machine_unless_its_pool_says_otherwise() -> None:
+def test_a_lone_worker_gets_the_whole_machine_unless_its_pool_says_otherwise() -> None:
     alone = config(prefill_pool=PoolConfig(replicas=0))
     assert divide_resources(alone, 8)["decode"].num_threads == 8
     named = config(decode_pool=PoolConfig(num_cpus=6, resources={"fast": 1}))
@@ -158,7 +158,7 @@ def test_a_lone_worker_has_the_whole_machine_unless_its_pool_says_otherwise() ->
 @pytest.mark.parametrize(
     ("workers", "gpus", "each"), [(2, 0, 0.0), (2, 4, 1.0), (2, 1, 0.5), (3, 2, 0.5), (8, 3, 0.33)]
 )
-def test_gpus_are_shared_so_that_no_part_spans_two(workers: int, gpus: int, each: float) -> None:
+def test_gpus_are_divided_so_that_no_part_spans_two(workers: int, gpus: int, each: float) -> None:
     served = config(decode_pool=PoolConfig(replicas=workers - 1))
     assert divide_resources(served, 4, gpus)["decode"].num_gpus == each
     assert divide_resources(config(engine={"device": "cpu"}), 4, gpus)["decode"].num_gpus == 0.0

@@ -1,6 +1,8 @@
-"""Tests spares over fake processes: taken by workers that start, replaced afterwards, started for silent workers.
+"""Tests spares: workers that start take them, later spares replace them, and silent workers get one. Processes are
+fake.
 
-`tests/cluster/ray/test_nodes.py` and the benchmark have real processes."""
+`tests/cluster/ray/test_nodes.py` and the benchmark have real processes.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from tests.support.engine.checkpoints import make_checkpoint
 
 
 class Warmable(FakeProcess):
-    """A worker, a router, or a spare that becomes a worker when it is flipped."""
+    """Stands in for a worker, a router, or a spare that becomes a worker when it is flipped."""
 
     async def start(self) -> Started:
         started = await super().start()
@@ -62,13 +64,13 @@ class SpareWorld(World):
         return [event.what for event in self.controller.events.after(0) if event.subject == subject]
 
 
-async def test_a_lost_worker_is_followed_by_the_spare_and_another_one_warms_up() -> None:
+async def test_the_spare_replaces_a_lost_worker_and_another_one_warms_up() -> None:
     world = SpareWorld(spares=1)
     await world.ready()
     before = await world.warm("decode-spare-0")
     assert (before.spares[0].pool, before.spares[0].pid) == ("decode", 5000)
     watch = world.controller.membership.watch()
-    assert dict((await anext(watch)).spares) == {"decode": 1}  # for the routers' metrics
+    assert dict((await anext(watch)).spares) == {"decode": 1}  # exported by routers
     await watch.aclose()
     world.processes["decode-1", 1].lose()
     after = await world.until(lambda status: status.spares and status.spares[0].name == "decode-spare-1")
@@ -81,7 +83,7 @@ async def test_a_lost_worker_is_followed_by_the_spare_and_another_one_warms_up()
     assert world.logged("decode-spare-0") == ["starting", "warm", "taken"]
     await world.controller.stop()
     assert all(process.killed for process in world.processes.values())
-    assert world.processes["decode-spare-0", 1].stopped  # in order, like any worker
+    assert world.processes["decode-spare-0", 1].stopped  # it drains in order, like any worker
 
 
 async def test_a_successor_with_its_own_reservation_does_not_wait_for_the_lost_process() -> None:
@@ -120,7 +122,7 @@ async def test_a_spare_that_dies_is_replaced() -> None:
     await world.controller.stop()
 
 
-async def test_a_spare_that_cannot_become_a_worker_costs_a_cold_start() -> None:
+async def test_a_spare_that_cannot_become_a_worker_leads_to_a_cold_start() -> None:
     world = SpareWorld(spares=1)
     await world.ready()
     await world.warm("decode-spare-0")
@@ -155,7 +157,7 @@ async def test_a_silent_worker_is_given_up_once_its_spare_is_warm(
     world.may_start.clear()
     world.processes["decode-1", 1].doubt("no sign of life for 2.3 s")
     await world.until(lambda status: len(status.spares) == 1)
-    assert worker(world.controller.status(), "decode-1").state == "silent"  # nothing could follow it yet
+    assert worker(world.controller.status(), "decode-1").state == "silent"  # no spare could replace it yet
     world.may_start.set()
     status = await world.until(lambda status: worker(status, "decode-1").num_restarts == 1)
     status = await world.until(lambda status: worker(status, "decode-1").state == "ready")
@@ -188,7 +190,9 @@ def test_names_distinguish_spares_from_workers() -> None:
 
 
 @given(st.integers(0, 3), st.integers(0, 3), st.lists(st.sampled_from(list(WorkerState)), min_size=1, max_size=6))
-def test_how_many_spares(configured: int, present: int, states: list[WorkerState]) -> None:
+def test_the_number_of_spares_follows_the_workers_states(
+    configured: int, present: int, states: list[WorkerState]
+) -> None:
     slots = [Slot(Incarnation(WorkerId(f"decode-{n}"), 1), state) for n, state in enumerate(states)]
     count = choose_num_spares(configured, present, slots, slots)
     if WorkerState.UNPLACED in states:
@@ -196,13 +200,13 @@ def test_how_many_spares(configured: int, present: int, states: list[WorkerState
     elif WorkerState.SILENT in states:
         assert count >= max(1, configured, present)
     elif {WorkerState.WAITING, WorkerState.STARTING, WorkerState.LOST} & set(states):
-        assert count == present  # none starts beside a worker, and none ends that may be taken
+        assert count == present  # no spare starts beside a starting worker, and none ends that may be needed
     else:
         assert count == configured
 
 
 async def test_a_warm_process_becomes_a_worker_that_answers(tmp_path: Path) -> None:
-    """Runs a real spare: its weights are loaded before it has a role, and it answers the canary once it has."""
+    """Runs a real spare: its weights are loaded before it has a role, and after the flip it answers the canary."""
     folder = make_checkpoint("llama", tmp_path)
     engine = EngineConfig(model=str(folder), num_pages=64, max_context=256)
     config = WorkerConfig(worker_id="decode-spare-0", role=Role.DECODE, engine=engine)

@@ -1,4 +1,4 @@
-"""Tests whose turn it is to start, and how many workers the machines can hold. Pure."""
+"""Tests which workers start next, and how many the machines can hold. Starts nothing."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def is_newcomer(slot: Slot) -> bool:
 
 
 @given(deployments(), st.sampled_from([1.0, 2.0, 4.0, 16.0]))
-def test_newcomers_start_a_few_at_a_time_and_never_before_a_lost_workers_successor(
+def test_few_newcomers_start_at_once_and_never_before_a_lost_workers_successor(
     slots: list[Slot], num_cores: float
 ) -> None:
     chosen = choose_starts(slots, num_cores)
     by_name = {slot.incarnation: slot for slot in slots}
     begun = [by_name[each] for each in chosen.begin]
     assert all(slot.state is WorkerState.WAITING and not slot.is_leaving for slot in begun)
-    # Successors and routers wait for nothing.
+    # Successors and routers never wait.
     waiting = [slot for slot in slots if slot.state is WorkerState.WAITING and not slot.is_leaving]
     assert [slot for slot in waiting if not is_newcomer(slot) and slot not in begun] == []
     newcomers = [slot for slot in begun if is_newcomer(slot)]
@@ -60,7 +60,7 @@ def test_newcomers_start_a_few_at_a_time_and_never_before_a_lost_workers_success
             slot.has_served and not slot.is_leaving and slot.state is WorkerState.WAITING and not slot.is_placed
             for slot in workers
         )
-    # What is taken back asks for a place that it does not have, and never belongs to a worker that served.
+    # Withdrawn workers have no place yet and have never served.
     for incarnation in chosen.withdraw:
         slot = by_name[incarnation]
         assert is_newcomer(slot)
@@ -70,7 +70,7 @@ def test_newcomers_start_a_few_at_a_time_and_never_before_a_lost_workers_success
 
 @given(deployments())
 def test_every_newcomer_gets_its_turn(slots: list[Slot]) -> None:
-    """Whatever blocks newcomers ends by itself: a success, a loss or a report that there is no place."""
+    """Whatever blocks newcomers ends by itself: a success, a loss, or a report that there is no place."""
     for slot in slots:
         if slot.state is not WorkerState.WAITING or slot.has_served:
             slot.state, slot.is_loaded = WorkerState.READY, True
@@ -87,7 +87,9 @@ def test_every_newcomer_gets_its_turn(slots: list[Slot]) -> None:
 @pytest.mark.parametrize(
     ("num_cores", "serving", "starts"), [(1, True, 1), (2, True, 1), (16, True, 8), (1, False, 4), (16, False, 32)]
 )
-def test_how_many_start_at_once(num_cores: float, serving: bool, starts: int) -> None:
+def test_the_number_of_workers_that_start_at_once_follows_the_cores(
+    num_cores: float, serving: bool, starts: int
+) -> None:
     assert max_starts(num_cores, serving=serving) == starts
 
 
@@ -102,13 +104,13 @@ def begun(*slots: Slot, num_cores: float | None = 2.0) -> list[str]:
     return [each.worker_id for each in choose_starts(slots, num_cores).begin]
 
 
-def test_decode_workers_start_first_and_without_machines_nothing_is_bounded() -> None:
+def test_decode_workers_start_first_and_unknown_machines_bound_nothing() -> None:
     waiting = [slot("prefill-0", WorkerState.WAITING), slot("decode-1", WorkerState.WAITING)]
     waiting.append(slot("decode-0", WorkerState.WAITING))
     serving = slot("decode-2", WorkerState.READY)
     assert begun(serving, *waiting) == ["decode-0"]
     assert begun(serving, *waiting, num_cores=None) == ["decode-0", "decode-1", "prefill-0"]
-    assert begun(*waiting) == ["decode-0", "decode-1", "prefill-0"]  # none serves: nothing suffers
+    assert begun(*waiting) == ["decode-0", "decode-1", "prefill-0"]  # no worker serves that a start could slow down
 
 
 def test_newcomers_wait_while_a_serving_worker_is_silent() -> None:
@@ -117,7 +119,7 @@ def test_newcomers_wait_while_a_serving_worker_is_silent() -> None:
     assert begun(slot("decode-0", WorkerState.READY, has_served=True), newcomer) == ["decode-1"]
 
 
-def test_newcomers_take_their_request_back_for_a_lost_worker_and_wait_until_its_successor_has_its_place() -> None:
+def test_newcomers_withdraw_for_a_lost_worker_until_its_successor_has_a_place() -> None:
     asking = slot("decode-1", WorkerState.UNPLACED)
     newcomer = slot("prefill-1", WorkerState.WAITING)
     serving = slot("decode-2", WorkerState.READY, has_served=True)
@@ -132,8 +134,8 @@ def test_newcomers_take_their_request_back_for_a_lost_worker_and_wait_until_its_
         assert newcomer.incarnation not in chosen.begin
     for state, fields in (
         (WorkerState.STARTING, {"is_placed": True}),
-        (WorkerState.UNPLACED, {}),  # it asked first
-        (WorkerState.LOST, {"failures_in_a_row": 3}),  # it never comes up, and blocks nobody
+        (WorkerState.UNPLACED, {}),  # its request is already the earlier one
+        (WorkerState.LOST, {"failures_in_a_row": 3}),  # it never becomes ready and blocks nobody
     ):
         owed = slot("decode-0", state, has_served=True, **fields)
         chosen = choose_starts([asking, newcomer, serving, owed], 16.0)
@@ -153,7 +155,7 @@ def test_a_smaller_pool_keeps_a_silent_worker_and_drops_newcomers_first() -> Non
     assert {slot.state for slot in pool.slots} == {WorkerState.SILENT, WorkerState.READY}
 
 
-def test_a_withdrawn_worker_waits_as_another_incarnation_and_one_placed_late_waits_for_its_turn() -> None:
+def test_a_withdrawn_worker_gets_a_new_incarnation_and_one_placed_late_waits_for_its_turn() -> None:
     pool = Pool("decode", 1)
     (action,) = pool.reconcile(0.0)
     assert pool.slots[0].state is WorkerState.WAITING
@@ -196,28 +198,28 @@ def plan(replicas: int, *nodes: str, cpus: float = 0.5, gpus: float = 0.0, ranks
     return PoolPlan(WorkerNeed(share, ranks), replicas, nodes)
 
 
-def test_two_cores_hold_four_workers_of_half_their_cores_twice_over() -> None:
+def test_a_node_of_four_cores_holds_six_workers_of_two_thirds_of_a_core() -> None:
     capacity = Capacity({"n": node(4.0)})
     fit = count_fitting(capacity, plan(2, "n", "n", cpus=0.66), [plan(1, "n", cpus=0.66)])
     assert fit.workers == 5  # 4 / 0.66 = 6, and one is a prefill worker
     assert fit.limit == "each needs CPU 0.66, and the nodes have CPU 4 in all"
 
 
-def test_a_worker_of_several_ranks_needs_one_node_for_all_and_leftovers_do_not_add_up() -> None:
+def test_a_worker_of_several_ranks_needs_one_node_and_leftovers_do_not_add_up() -> None:
     capacity = Capacity({"a": node(8, gpus=4), "b": node(8, gpus=3)})
     assert count_fitting(capacity, plan(0, cpus=1, gpus=1, ranks=2), []).workers == 3
     assert count_fitting(capacity, plan(0, cpus=1, gpus=1, ranks=4), []).workers == 1
     assert count_fitting(capacity, plan(0, cpus=1, gpus=1, ranks=8), []).workers == 0
 
 
-def test_desired_workers_of_the_other_pool_come_first_and_labels_count() -> None:
+def test_room_for_the_other_pool_is_kept_and_labels_count() -> None:
     capacity = Capacity({"a": node(4, zone="x"), "b": node(4, zone="y")})
     assert count_fitting(capacity, plan(1, "a", cpus=1, zone="x"), [plan(0, cpus=1)]).workers == 4
     assert count_fitting(capacity, plan(1, "a", cpus=1, zone="x"), [plan(2, cpus=1)]).workers == 2
-    assert count_fitting(capacity, plan(1, "gone", cpus=1, zone="x"), []).workers == 4  # its node is no more
+    assert count_fitting(capacity, plan(1, "gone", cpus=1, zone="x"), []).workers == 4  # its node no longer exists
 
 
-def test_a_cluster_that_grows_holds_what_it_may_grow_to() -> None:
+def test_a_cluster_that_grows_holds_its_largest_size() -> None:
     capacity = Capacity({"a": node(4)}, growth={"CPU": 100.0})
     fit = count_fitting(capacity, plan(1, "a", cpus=2), [plan(10, cpus=1)])
     assert fit.workers == 45
@@ -225,7 +227,7 @@ def test_a_cluster_that_grows_holds_what_it_may_grow_to() -> None:
     assert count_fitting(Capacity({"a": node(4)}, growth={"GPU": 8.0}), plan(1, "a", cpus=2), []).workers == 2
 
 
-def test_the_memory_of_one_machine_bounds_its_workers() -> None:
+def test_a_machines_memory_bounds_its_workers() -> None:
     capacity = Capacity({"n": node(64)}, memory=MemoryRoom(free_bytes=3.5 * 2**30, worker_bytes=2**30))
     fit = count_fitting(capacity, plan(2, "n", "n", cpus=1), [plan(2, "n", cpus=1)])
     assert (fit.workers, fit.limit) == (4, "each takes 1.0 GiB of memory, of which 3.5 are free")
@@ -238,7 +240,7 @@ def test_the_memory_of_one_machine_bounds_its_workers() -> None:
     cpus=st.sampled_from([0.33, 0.5, 1.0, 1.5]),
     other_cpus=st.sampled_from([0.5, 2.0]),
 )
-def test_what_fits_can_be_packed_and_is_not_less_than_what_runs(
+def test_what_fits_can_be_packed_and_is_at_least_what_runs(
     nodes: list[int], own: int, others: int, cpus: float, other_cpus: float
 ) -> None:
     capacity = Capacity({str(name): node(float(size)) for name, size in enumerate(nodes)})

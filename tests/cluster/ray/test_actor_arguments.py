@@ -1,4 +1,5 @@
-"""Tests that no key is an argument of an actor, which Ray stores and logs, and that a new secret makes a new token.
+"""Tests that no key is an argument of an actor, since Ray stores and logs arguments, and that a new secret makes a new
+token.
 
 Ray itself is a double: the actor's class runs in this process.
 """
@@ -35,9 +36,7 @@ def _actor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ControllerActor:
     return ControllerActor(config.model_dump(mode="json"), shares, "", True, str(tmp_path / "token"))
 
 
-def test_configurations_of_actors_name_the_secrets_file_and_hold_no_secret(
-    actor: ControllerActor, tmp_path: Path
-) -> None:
+def test_actor_configurations_name_the_secret_file_and_hold_no_secret(actor: ControllerActor, tmp_path: Path) -> None:
     actor._admin_address = "127.0.0.1:1"
     kinds = {
         "prefill-0": WorkerConfig,

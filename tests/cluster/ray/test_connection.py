@@ -1,4 +1,4 @@
-"""Tests how an embedded Ray is started when its daemons do not come up, over a double of `ray.init`."""
+"""Tests how an embedded Ray is started if its daemons do not come up, with a double of `ray.init`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT = "Timed out waiting for file /tmp/ray/session/gcs_server_port"
 
 
 class RayDouble:
-    """Starts a child process at each `init` and fails with the given errors, one a call, before it succeeds."""
+    """Starts a child process at each `init` and raises the given errors, one for each call, before it succeeds."""
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
@@ -52,7 +52,7 @@ def is_running(process: psutil.Process) -> bool:
 @pytest.fixture
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "shutdown", lambda: None)
-    monkeypatch.setattr(connection, "_EXIT_TIMEOUT_S", 0.1)  # this shutdown ends nothing, whatever time it has
+    monkeypatch.setattr(connection, "_EXIT_TIMEOUT_S", 0.1)  # this shutdown ends no process, however long it waits
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "1")
 
@@ -77,7 +77,7 @@ def test_a_ray_that_does_not_come_up_is_ended_and_started_once_more(
         second.kill()
 
 
-def test_the_second_failure_is_the_callers_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch, no_ray: None) -> None:
+def test_the_second_failure_is_raised_and_no_process_is_left(monkeypatch: pytest.MonkeyPatch, no_ray: None) -> None:
     double = RayDouble(RuntimeError(TIMEOUT), RuntimeError(TIMEOUT))
     monkeypatch.setattr(ray, "init", double.init)
 
@@ -88,7 +88,7 @@ def test_the_second_failure_is_the_callers_and_nothing_is_left(monkeypatch: pyte
     assert not any(is_running(child) for child in double.children)
 
 
-def test_another_error_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, no_ray: None) -> None:
+def test_another_error_is_not_retried(monkeypatch: pytest.MonkeyPatch, no_ray: None) -> None:
     double = RayDouble(RuntimeError("Maybe you called ray.init twice by accident?"))
     monkeypatch.setattr(ray, "init", double.init)
 
@@ -111,8 +111,8 @@ def mode(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
-def test_rays_token_is_its_owners_alone(home: Path) -> None:
-    """Ray itself writes it with the account's umask, which is readable by everybody as a rule."""
+def test_only_its_owner_can_read_rays_token(home: Path) -> None:
+    """Ray itself writes the token with the account's umask, which usually lets everybody read it."""
     token = home / ".ray" / "auth_token"
     protect_token()
     made = token.read_text()
@@ -122,7 +122,7 @@ def test_rays_token_is_its_owners_alone(home: Path) -> None:
     assert (token.read_text(), mode(token)) == (made, 0o600)
 
 
-def test_a_named_token_is_protected_and_never_made(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configured_token_file_is_protected_and_never_created(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     token = home / "token"
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
     with pytest.raises(ConfigError, match="Ray's token must be readable by its owner alone"):
@@ -134,7 +134,7 @@ def test_a_named_token_is_protected_and_never_made(home: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("name", "value"), [("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN", "t" * 64)])
-def test_no_token_is_made_where_ray_reads_none(
+def test_no_token_is_created_if_ray_does_not_read_one(
     home: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -152,10 +152,11 @@ def test_the_doctor_finds_a_token_that_others_may_read(home: Path, monkeypatch: 
     assert (found.severity, found.advice) == (Severity.PROBLEM, f"chmod 600 {token}")
 
 
-def test_the_doctor_does_not_ask_its_own_environment_whether_a_running_ray_requires_a_token(
+def test_the_doctor_ignores_its_own_environment_for_a_running_rays_token(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_checks, "ray_requires_token", lambda: False)  # the embedded Ray's processes have it set
+    # the embedded Ray's processes have the setting
+    monkeypatch.setattr(ray_checks, "ray_requires_token", lambda: False)
     none_yet = ray_checks.check_installed_ray("this machine")[1]
     assert none_yet.severity is Severity.SKIPPED
     assert str(home / ".ray" / "auth_token") in none_yet.text

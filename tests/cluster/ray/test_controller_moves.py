@@ -30,7 +30,7 @@ def deployment(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LocalRayNodes,
     with LocalRayNodes() as nodes:
         home = nodes.add({"decode": 1})
         nodes.add({"decode": 1})
-        # All nodes are on this machine, so the driver is on the head's; `penstock serve` is called elsewhere here.
+        # All nodes are on this machine, so the driver is on the head's; users call `penstock serve` elsewhere.
         monkeypatch.setattr(launching, "_home_node", lambda: home.node_id)
         config = ServeConfig(
             model=MODEL,
@@ -49,7 +49,7 @@ def deployment(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LocalRayNodes,
             yield nodes, home, running
 
 
-def test_the_controller_and_the_routers_move_and_streams_go_on(
+def test_the_controller_and_the_routers_move_and_streams_continue(
     deployment: tuple[LocalRayNodes, Any, RayDeployment],
 ) -> None:
     _, home, running = deployment
@@ -75,7 +75,7 @@ def test_the_controller_and_the_routers_move_and_streams_go_on(
 
 
 def _is_alive(pid: int) -> bool:
-    """Returns False for zombies too: an orphan stays one where init does not reap it."""
+    """Returns False for zombies too: without an init that reaps them, orphans stay zombies."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

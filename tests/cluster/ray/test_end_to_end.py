@@ -1,4 +1,4 @@
-"""Tests the whole system on a local Ray with the bundled model: serve, kill each kind of process, stop. No fakes."""
+"""Tests the whole system on a local Ray with the bundled model: serves, kills each kind of process, stops. No fakes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[3]
 MODEL = str(ROOT / "models" / "penstock-tiny")
 PROMPT = "Once upon a time there was a careful boy named Paul. He lived in a small village. " * 3
 _NUMBERS = itertools.count()
-REPLACED_WITHIN_S = 200.0  # a process start and the import of torch take a while on a busy machine
+REPLACED_WITHIN_S = 200.0  # on a busy machine, a process needs a while to start and to import torch
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def client(deployment: RayDeployment) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def long_answers(deployment: RayDeployment) -> dict[int, tuple[int, ...]]:
-    """Returns by seed what an undisturbed deployment answers to `_ask_long`."""
+    """Returns, by seed, what an undisturbed deployment answers to `_ask_long`."""
     with Client(deployment.grpc_address, timeout_s=120) as client:
         return {seed: _ask_long(client, seed).token_ids for seed in range(2)}
 
@@ -99,13 +99,13 @@ def ask(client: Client, max_tokens: int = 60) -> GenerateResult:
     return client.complete(PROMPT, max_tokens=max_tokens, temperature=0.8, seed=5, ignore_eos=True)
 
 
-def test_ready_means_that_a_request_is_answered_by_both_pools(deployment: RayDeployment, client: Client) -> None:
+def test_a_ready_deployment_answers_with_both_pools(deployment: RayDeployment, client: Client) -> None:
     status = deployment.status()
     assert status.ready
     assert {each.state for each in status.workers if each.member.worker_id != "router-1"} == {"ready"}
     until(deployment, lambda status: {each.state for each in status.workers} == {"ready"})
     assert [each.member.role for each in status.workers] == ["prefill", "decode", "decode", "router", "router"]
-    assert _prefilled_by(client, "prefill-0")  # each router comes to know it in its own time
+    assert _prefilled_by(client, "prefill-0")  # the routers learn of it at different times
     result = ask(client)
     assert (result.usage.completion_tokens, result.finish_reason) == (60, FinishReason.LENGTH)
     assert result.timing.prefill_worker == "prefill-0"
@@ -116,11 +116,11 @@ def test_ready_means_that_a_request_is_answered_by_both_pools(deployment: RayDep
     assert min(times_s) > 0
 
 
-def test_workers_listen_on_loopback_alone(deployment: RayDeployment) -> None:
+def test_workers_listen_only_on_loopback(deployment: RayDeployment) -> None:
     assert all(each.member.address.startswith("127.0.0.1:") for each in deployment.status().workers)
 
 
-def test_a_killed_decode_worker_is_replaced_and_the_stream_goes_on(deployment: RayDeployment, client: Client) -> None:
+def test_a_killed_decode_worker_is_replaced_and_its_stream_continues(deployment: RayDeployment, client: Client) -> None:
     undisturbed = ask(client, max_tokens=300)
     _decode_workers(deployment, busy=0)
     builder = ResultBuilder()
@@ -153,7 +153,7 @@ def wait_for_kept_pages(deployment: RayDeployment, successor: admin_pb2.WorkerSt
 
 
 def _decode_workers(deployment: RayDeployment, busy: int) -> list[admin_pb2.WorkerStatus]:
-    """Returns the decode workers that run a sequence, once there are `busy`. Loads are up to a second old."""
+    """Returns the decode workers that run a sequence, once `busy` of them do; loads are up to a second old."""
     deadline_s = time.monotonic() + REPLACED_WITHIN_S
     while time.monotonic() < deadline_s:
         workers = deployment.status().workers
@@ -175,7 +175,7 @@ def test_a_killed_prefill_worker_is_replaced_and_no_request_fails(deployment: Ra
 
 
 def _prefilled_by(client: Client, worker_id: str) -> bool:
-    """Returns whether the worker prefills again, once the router knows it; every prompt is new to every cache."""
+    """Returns whether the worker prefills again, once the router knows it. Each prompt is new to every cache."""
     deadline_s = time.monotonic() + REPLACED_WITHIN_S
     while time.monotonic() < deadline_s:
         prompt = f"{next(_NUMBERS)} things that no cache holds, so that they are prefilled."
@@ -185,12 +185,12 @@ def _prefilled_by(client: Client, worker_id: str) -> bool:
     return False
 
 
-def test_a_killed_router_refuses_nobody_and_comes_back_at_the_same_ports(
+def test_a_killed_router_refuses_nobody_and_returns_at_the_same_ports(
     deployment: RayDeployment, client: Client
 ) -> None:
     undisturbed = ask(client)
     before = until(deployment, lambda status: all(each.state == "ready" for each in status.workers))
-    for number in range(2):  # whichever of them the client's connection leads to
+    for number in range(2):  # the client's connection may lead to either router
         victim = worker(deployment.status(), f"router-{number}")
         with client.generate(PROMPT, max_tokens=60, temperature=0.8, seed=5, ignore_eos=True) as stream:
             tokens = next(stream).token_ids
@@ -206,7 +206,7 @@ def test_a_killed_router_refuses_nobody_and_comes_back_at_the_same_ports(
     assert ask(client).token_ids == undisturbed.token_ids
 
 
-def test_a_router_that_gets_sigterm_finishes_its_streams_and_comes_back(deployment: RayDeployment) -> None:
+def test_a_router_that_gets_sigterm_finishes_its_streams_and_returns(deployment: RayDeployment) -> None:
     router = worker(deployment.status(), "router-0")
     with Client(router.member.address, timeout_s=120) as client:
         undisturbed = client.complete(PROMPT, max_tokens=300, temperature=0.8, seed=5, ignore_eos=True)
@@ -223,7 +223,7 @@ def test_a_router_that_gets_sigterm_finishes_its_streams_and_comes_back(deployme
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_controller_comes_back_and_disturbs_no_process(
+def test_a_killed_controller_returns_and_disturbs_no_process(
     deployment: RayDeployment, client: Client, number: signal.Signals
 ) -> None:
     before = until(deployment, lambda status: all(each.state == "ready" for each in status.workers))
@@ -245,7 +245,7 @@ def test_a_killed_controller_comes_back_and_disturbs_no_process(
     assert ask(client).usage.completion_tokens == 60
     victim = next(each for each in after.workers if each.member.role == "prefill")
     os.kill(victim.pid, signal.SIGKILL)
-    assert until_replaced(deployment, victim).member.epoch != victim.member.epoch  # it replaces what dies
+    assert until_replaced(deployment, victim).member.epoch != victim.member.epoch  # it replaces dead workers
 
 
 def test_a_frozen_decode_worker_is_replaced(deployment: RayDeployment, client: Client) -> None:
@@ -264,7 +264,7 @@ def test_a_decode_worker_is_drained_under_load_and_no_request_fails(
     long_answers: dict[int, tuple[int, ...]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Running sequences migrate with their KV; the tokens are those of an undisturbed run."""
+    """Running sequences migrate with their KV, and the tokens equal those of an undisturbed run."""
     _decode_workers(deployment, busy=0)
     with ThreadPoolExecutor(8) as pool:
         asked = {index: pool.submit(_ask_long, client, index % 2) for index in range(8)}
@@ -285,7 +285,7 @@ def test_a_decode_worker_is_drained_under_load_and_no_request_fails(
     assert replaced.num_restarts == 0
 
 
-def test_a_worker_changes_its_role_in_its_process(
+def test_a_worker_flips_its_role_in_its_process(
     deployment: RayDeployment, client: Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
     undisturbed = ask(client).token_ids
@@ -305,7 +305,7 @@ def test_a_worker_changes_its_role_in_its_process(
 def test_callers_without_the_secret_are_refused_and_no_log_holds_a_secret(
     deployment: RayDeployment, client: Client
 ) -> None:
-    """Holds by default, without any setting, and for Ray's own logs too."""
+    """This is the default, and holds for Ray's own logs too."""
     marker = "xylophone-7361"
     client.complete(f"{marker} said the fox. " * 12, max_tokens=4)
     for each in deployment.status().workers:
@@ -330,7 +330,7 @@ def test_callers_without_the_secret_are_refused_and_no_log_holds_a_secret(
 
 
 def _busiest_decode_worker(deployment: RayDeployment) -> admin_pb2.WorkerStatus:
-    """Returns the decode worker with most sequences, once it runs a few."""
+    """Returns the decode worker with the most sequences, once it runs a few."""
     deadline_s = time.monotonic() + REPLACED_WITHIN_S
     while time.monotonic() < deadline_s:
         decode = [each for each in deployment.status().workers if each.member.role == "decode"]
@@ -344,7 +344,7 @@ def _busiest_decode_worker(deployment: RayDeployment) -> admin_pb2.WorkerStatus:
 def test_a_worker_that_gets_sigterm_is_drained_and_replaced(
     deployment: RayDeployment, client: Client, long_answers: dict[int, tuple[int, ...]]
 ) -> None:
-    """Sends SIGTERM to the process, as its machine does: sequences migrate, and nothing is recomputed."""
+    """Sends SIGTERM to the process, as a machine does that shuts down: sequences migrate, and nothing is recomputed."""
     until(deployment, lambda status: all(each.state == "ready" for each in status.workers))
     _decode_workers(deployment, busy=0)
     with ThreadPoolExecutor(8) as pool:

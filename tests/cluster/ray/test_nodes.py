@@ -1,4 +1,4 @@
-"""Tests faults on a Ray of several nodes: workers frozen and unplaceable, a node that dies, a head that is lost.
+"""Tests faults on a Ray of several nodes: frozen and unplaceable workers, a node that dies, a head that is lost.
 
 All tests share one deployment, and each leaves it whole. benchmarks/cluster/faults.py measures the times.
 """
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 MODEL = str(Path(__file__).resolve().parents[3] / "models" / "penstock-tiny")
 PROMPT = "Once upon a time there was a careful boy named Paul. He lived in a small village. " * 3
-WITHIN_S = 200.0  # a process start and the import of torch take a while on a busy machine
+WITHIN_S = 200.0  # on a busy machine, a process needs a while to start and to import torch
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def ray_nodes() -> Iterator[LocalRayNodes]:
 
 @pytest.fixture(scope="module")
 def lesser_node(ray_nodes: LocalRayNodes) -> Any:
-    """A node that holds only a decode worker."""
+    """Adds a node with room for nothing but a decode worker."""
     return ray_nodes.add({"decode": 1})
 
 
@@ -108,10 +108,10 @@ def ask(client: Client, max_tokens: int = 40) -> list[int]:
     return list(result.token_ids)
 
 
-def test_the_controller_and_its_routers_are_where_they_were_asked_for(
+def test_the_controller_and_its_routers_are_on_the_requested_node(
     ray_nodes: LocalRayNodes, deployment: RayDeployment
 ) -> None:
-    """They are not on a node that has just joined, where Ray places an actor that asks for nothing."""
+    """Ray would place actors without a request on the node that has just joined."""
     router = whole(deployment)["router-0"]
     assert ray_nodes.node_of(controller_process(deployment).pid) is ray_nodes.node_of(router.pid) is ray_nodes.head
 
@@ -127,7 +127,7 @@ def test_each_worker_has_a_reservation_that_outlives_the_controller(deployment: 
     assert groups["decode-0.1"]["bundles_to_node_id"] != groups["decode-1.1"]["bundles_to_node_id"]
 
 
-def test_traffic_goes_on_while_the_head_is_lost(
+def test_traffic_continues_while_the_head_is_lost(
     ray_nodes: LocalRayNodes, deployment: RayDeployment, client: Client
 ) -> None:
     """A dead worker leaves the membership while the head is away, and is replaced once the head is back."""
@@ -147,11 +147,11 @@ def test_traffic_goes_on_while_the_head_is_lost(
     assert ask(client) == tokens
 
 
-def test_a_worker_that_is_frozen_for_three_seconds_leaves_the_membership_and_returns(
+def test_a_worker_frozen_for_three_seconds_leaves_the_membership_and_returns(
     deployment: RayDeployment, client: Client
 ) -> None:
     tokens = ask(client)
-    # It is replaced after three seconds more, which a busy machine may take for the answer: then it is frozen again.
+    # It is replaced after three more seconds. A busy machine may need them for the answer; then it is frozen again.
     assert any(_returns_after_a_freeze(deployment, client, tokens) for _ in range(5))
     assert ask(client) == tokens
 
@@ -191,17 +191,17 @@ def _is_zombie(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_a_node_dies_and_its_worker_waits_for_another(
+def test_a_node_dies_and_its_worker_waits_for_another_node(
     ray_nodes: LocalRayNodes, lesser_node: Any, deployment: RayDeployment, client: Client
 ) -> None:
-    """An impossible placement is reported, the other workers serve, and a new node is used."""
+    """The status reports the impossible placement, the other workers serve, and a new node is used."""
     before, tokens = whole(deployment), ask(client)
     ray_nodes.kill(lesser_node)
     assert ask(client) == tokens
     without = until(deployment, lambda workers: "unplaced" in {each.state for each in workers.values()})
     (unplaced,) = [each for each in without.values() if each.state == "unplaced"]
     assert "decode 1" in unplaced.detail
-    # The proof on which a fence over RDMA waits: of these two nodes, Ray comes to hold that one for dead.
+    # A fence over RDMA waits for this proof: Ray considers the killed node dead, and only that one.
     dead, alive = before[unplaced.member.worker_id].node, before["prefill-0"].node
     nodes, found = RayNodes(alive, asyncio.Event().wait), set[str]()
     until(deployment, lambda _: found.update(asyncio.run(nodes.find_dead([dead, alive]))) or bool(found))
@@ -213,7 +213,7 @@ def test_a_node_dies_and_its_worker_waits_for_another(
     assert ask(client) == tokens
 
 
-def test_a_node_that_ray_drains_is_left_without_a_lost_token(
+def test_a_node_that_ray_drains_is_emptied_without_a_lost_token(
     ray_nodes: LocalRayNodes, deployment: RayDeployment, client: Client
 ) -> None:
     """A successor starts elsewhere, sequences migrate to it, and the node is empty in time."""
@@ -246,18 +246,18 @@ def test_a_node_that_ray_drains_is_left_without_a_lost_token(
     assert ask(client) == tokens[:40]
 
 
-def test_serve_follows_a_deployment_that_is_there_already(deployment: RayDeployment, client: Client) -> None:
-    """A head that is started again finds it there; without `attach` it is refused."""
+def test_serve_attaches_to_a_running_deployment(deployment: RayDeployment, client: Client) -> None:
+    """This happens after a restart of the head's node; without `attach` the start is refused."""
     before = whole(deployment)
     following = RayDeployment(deployment.config, [])
     following.start({}, time.monotonic(), lambda status: None, running_controller())
     assert {each.pid for each in following.status().workers} == {each.pid for each in before.values()}
-    assert find_token(deployment.admin_address) == deployment.admin_token  # not replaced by one that opens nothing
+    assert find_token(deployment.admin_address) == deployment.admin_token  # the valid token was not replaced
     with pytest.raises(ConfigError, match="runs in this Ray cluster already"):
         RayDeployment(deployment.config, []).start({}, time.monotonic(), lambda status: None)
 
 
-def test_a_detached_controller_comes_back_and_recovers_the_workers(deployment: RayDeployment, client: Client) -> None:
+def test_a_detached_controller_returns_and_recovers_the_workers(deployment: RayDeployment, client: Client) -> None:
     before, tokens = whole(deployment), ask(client)
     controller_process(deployment).kill()
     assert ask(client) == tokens

@@ -1,5 +1,5 @@
-"""Tests `penstock serve` whose own Ray loses a daemon: streams continue, it says what happened, and it serves again
-until Ctrl-C ends it."""
+"""Tests `penstock serve` when its own Ray loses a daemon: streams continue, the output says what happened, and serving
+resumes until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(800)]
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMPT = "Once upon a time there was a careful boy named Paul. "
-WITHIN_S = 240.0  # a start of everything, on a busy machine
+WITHIN_S = 240.0  # everything starts within this time on a busy machine
 NO_RETRY = RetryPolicy(max_attempts=1)
 
 
 class Serving:
-    """A running `penstock serve`, whose Ray was lost once while it started, and what it has printed."""
+    """Runs `penstock serve`, whose Ray loses a daemon while it starts, and records its output."""
 
     def __init__(self, folder: Path) -> None:
         config = folder / "serve.toml"
@@ -43,8 +43,8 @@ class Serving:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            # A session of its own, so that a signal reaches every process of it, as a terminal's Ctrl-C does; and
-            # handled even where the tests run in a shell's background, whose children ignore it.
+            # A session of its own lets a signal reach each of its processes, as a terminal's Ctrl-C does. The handler
+            # is reset because children of a background shell ignore SIGINT.
             start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL) and None,
         )
@@ -52,7 +52,7 @@ class Serving:
         self._changed = threading.Condition()
         self._is_over = False
         threading.Thread(target=self._read, daemon=True).start()
-        self.until("decode-0 is starting")  # the controller has asked Ray for it
+        self.until("decode-0 is starting")  # the controller has asked Ray for the worker
         self.kill("raylet")
         self.until("Ctrl-C")
         address = re.search(r"gRPC +(\S+)", self.printed)
@@ -61,7 +61,7 @@ class Serving:
 
     @property
     def admin(self) -> str:
-        """host:port of the Admin service that was announced last."""
+        """Returns host:port of the Admin service that was announced last."""
         return re.findall(r"admin +(\S+)", self.printed)[-1]
 
     def _read(self) -> None:
@@ -81,7 +81,7 @@ class Serving:
         assert self.printed.count(text) >= times, self.printed
 
     def until_over(self) -> None:
-        """Waits until everything that it printed has been read."""
+        """Waits until the whole output has been read."""
         with self._changed:
             assert self._changed.wait_for(lambda: self._is_over, WITHIN_S), self.printed
 
@@ -90,7 +90,8 @@ class Serving:
         victim.kill()
 
     def answer(self, killing: str = "") -> list[int]:
-        """Returns a long answer, of which a single connection must carry all; `killing` ends a process in its midst."""
+        """Returns a long answer, carried by a single connection; `killing` names a process to end in the middle of
+        it."""
         with Client(self.address, retry=NO_RETRY, timeout_s=WITHIN_S) as client:
             stream = client.generate(PROMPT, max_tokens=600, temperature=0.8, seed=5, ignore_eos=True)
             builder = ResultBuilder()
@@ -123,7 +124,7 @@ def undisturbed(serving: Serving) -> list[int]:
     return serving.answer()
 
 
-def test_a_node_manager_that_is_lost_while_it_starts_is_started_again(serving: Serving) -> None:
+def test_a_node_manager_lost_during_its_start_is_restarted(serving: Serving) -> None:
     reason = "Ray is lost before the deployment was ready: its node manager (raylet) ended"
     before, found, after = serving.printed.partition(reason)
     assert found, serving.printed
@@ -133,23 +134,23 @@ def test_a_node_manager_that_is_lost_while_it_starts_is_started_again(serving: S
 
 
 def begin_of_answer(client: Client) -> list[int]:
-    """Returns the first tokens of the same answer, which the client may ask for again and again."""
+    """Returns the first tokens of the same answer; the client may retry."""
     result = client.complete(PROMPT, max_tokens=60, temperature=0.8, seed=5, ignore_eos=True, timeout_s=WITHIN_S)
     return list(result.token_ids)
 
 
-def test_streams_do_not_notice_that_the_control_store_is_lost(serving: Serving, undisturbed: list[int]) -> None:
+def test_streams_continue_while_the_control_store_is_lost(serving: Serving, undisturbed: list[int]) -> None:
     assert serving.answer(killing="gcs_server") == undisturbed
     serving.until("control store (gcs_server) ended; it is restarted")
-    for each in _descendants(serving):  # the new one works: it starts a router and a worker
-        with contextlib.suppress(psutil.NoSuchProcess):  # or it has ended and waits for its parent
+    for each in _descendants(serving):  # the new control store works if it starts a router and a worker
+        with contextlib.suppress(psutil.NoSuchProcess):  # the process has ended and waits for its parent
             if "ServerActor" in " ".join(each.cmdline()):
                 each.kill()
     with Client(serving.address) as client:
         assert begin_of_answer(client) == undisturbed[:60]
 
 
-def test_streams_end_well_when_the_node_manager_is_lost_and_serving_goes_on_at_the_same_ports(
+def test_after_a_lost_node_manager_streams_end_well_and_serving_resumes_at_the_same_ports(
     serving: Serving, undisturbed: list[int]
 ) -> None:
     assert serving.answer(killing="raylet") == undisturbed
@@ -160,8 +161,9 @@ def test_streams_end_well_when_the_node_manager_is_lost_and_serving_goes_on_at_t
     assert sum(each.name() == "raylet" for each in _descendants(serving)) == 1
 
 
-def test_ctrl_c_ends_a_served_deployment_in_order(serving: Serving) -> None:
-    assert serving.printed.count("ready: penstock-tiny, 0 prefill + 1 decode workers") == 2  # it was lost in between
+def test_ctrl_c_ends_a_deployment_in_order(serving: Serving) -> None:
+    # although Ray was lost before
+    assert serving.printed.count("ready: penstock-tiny, 0 prefill + 1 decode workers") == 2
     _check_commands(serving)
     _check_threads(serving)
     family, num_printed = _descendants(serving), len(serving.printed)
@@ -183,7 +185,7 @@ def _check_commands(serving: Serving) -> None:
 
 
 def _check_threads(serving: Serving) -> None:
-    """Each process has its own number of threads in the environment that it was started with."""
+    """Checks that the environment of each process sets its own number of threads."""
     servers = [each for each in _descendants(serving) if each.name().startswith("ray::ServerActor")]
     found = sorted(
         (one["OMP_NUM_THREADS"], one["OPENBLAS_NUM_THREADS"]) for one in map(psutil.Process.environ, servers)

@@ -30,13 +30,13 @@ CONFIG = AutoscalerConfig(
     mode="on", slo=SloConfig(ttft_s=2.0, itl_s=0.05), start_s=20.0, history_s=300.0, flip_after_s=0.0
 )
 BOUNDS = {role: PoolBounds(1, 10) for role in Role}
-TOKEN_S = 0.001  # of a prompt, on every worker
+TOKEN_S = 0.001  # in tokens of a prompt, on every worker
 STEP_S = 0.02
 
 
 @dataclass
 class World:
-    """Simulates workers that start at once and prefill 1000 tokens/s each; the rest of the prompts queues."""
+    """Simulates workers that start at once and prefill 1000 tokens/s each; other prompts queue."""
 
     scaler: AutoscalerPolicy
     sizes: dict[Role, int] = field(default_factory=lambda: {Role.PREFILL: 2, Role.DECODE: 2})
@@ -48,7 +48,7 @@ class World:
     changes: list[tuple[float, object]] = field(default_factory=list)
     unplaceable: str = ""
     fitting: int | None = None
-    age_s: float = 0.0  # of the last worker's report
+    age_s: float = 0.0  # the age of the last worker's report
     starting: int = 0
     starting_role: Role = Role.PREFILL
     last: ScalingDecision | None = None
@@ -86,7 +86,7 @@ class World:
         silent: bool = False,
         waiting: int = 0,
     ) -> ScalingDecision:
-        """Advances by one interval; `running` is of all decode workers, `waiting` of all routers."""
+        """Advances by one interval; `running` is the sum over decode workers, `waiting` the sum over routers."""
         after_s = CONFIG.interval_s
         self.now_s += after_s
         prompts = round(tokens_per_s * after_s / 500)
@@ -190,7 +190,7 @@ def test_unplaceable_workers_do_not_count_and_do_not_block_scaling() -> None:
     fleet.unplaceable, fleet.starting = "no node has GPU: 1", 2
     fleet.run(100, 4000, 8)
     record = next(record for record in fleet.last.records if record.role is Role.PREFILL)  # type: ignore[union-attr]
-    assert fleet.sizes[Role.PREFILL] == 2  # no further workers are requested
+    assert fleet.sizes[Role.PREFILL] == 2  # no more workers are requested
     assert "2 requested workers never became ready (no node has GPU: 1)" in record.reason
     fleet.run(100, 4000, 400)
     assert fleet.sizes[Role.DECODE] > 2  # the other pool still scales
@@ -247,7 +247,7 @@ def test_bounds_hold_and_missing_data_changes_nothing(
 
 @examples(3)
 @given(st.floats(100, 8000), st.integers(0, 200))
-def test_constant_load_ends_in_constant_pools(tokens_per_s: float, running: int) -> None:
+def test_constant_load_leads_to_constant_pools(tokens_per_s: float, running: int) -> None:
     fleet = world()
     fleet.run(500, tokens_per_s, running)
     settled = len(fleet.changes)
@@ -290,7 +290,7 @@ def test_totals_never_fall_when_routers_restart_or_leave() -> None:
     assert demand is not None
     assert (demand.requests, demand.waiting) == (15, 3)
     totals.on_report(admin_pb2.DemandReport(router="a", epoch=2, requests=2), 5.0)
-    assert totals.signal(["a", "b", "c"], 6.0, 10.0) is None  # c has not reported yet
+    assert totals.signal(["a", "b", "c"], 6.0, 10.0) is None  # c has not reported yet, and b is silent
     assert totals.signal(["a", "b"], 11.0, 10.0) is None  # b is silent
     demand = totals.signal(["a"], 11.0, 10.0)
     assert demand is not None
@@ -298,8 +298,8 @@ def test_totals_never_fall_when_routers_restart_or_leave() -> None:
     assert totals.signal([], 11.0, 10.0) is None
 
 
-def test_requests_that_wait_in_routers_grow_the_pool_that_they_wait_for() -> None:
-    """Lets 400 prompts wait while every decode slot is taken, and while nearly all are free."""
+def test_requests_queued_in_routers_grow_the_pool_that_they_wait_for() -> None:
+    """400 prompts wait, first while each decode slot is taken, then while nearly all are free."""
     for running, grows in ((64, True), (4, False)):
         fleet = world(flips=False)
         fleet.run(60, 500, 8)

@@ -18,7 +18,7 @@ from tests.system.test_faults import MODEL
 
 pytestmark = pytest.mark.processes
 
-# The page pool is what limits: the number of pages of a request does not depend on the machine's speed.
+# The page pool is the limit, since the pages of a request do not depend on the machine's speed.
 NUM_PAGES, NUM_LANES, MAX_TOKENS = 64, 12, 100
 CONFIG = ServeConfig.model_validate(
     {
@@ -61,7 +61,7 @@ def decode_states(status: admin_pb2.StatusResponse) -> list[str]:
     return [each.state for each in status.workers if each.member.role == "decode"]
 
 
-async def test_load_adds_a_worker_and_its_end_drains_one_without_failed_requests() -> None:
+async def test_load_adds_a_worker_and_its_end_drains_one_without_a_failed_request() -> None:
     answered = []
     async with plain_deployment(CONFIG) as deployment:
         async with load(deployment, NUM_LANES) as heavy:
@@ -86,4 +86,4 @@ async def test_load_adds_a_worker_and_its_end_drains_one_without_failed_requests
     assert "from 1 to 2 workers by the autoscaler" in [each.reason for each in events if each.what == "scaled"]
     assert any(subject.startswith("decode") and what == "draining" for subject, what in happened)
     texts = {number: {tuple(each.token_ids) for each in answered if each.prompt == number} for number in range(4)}
-    assert all(len(some) == 1 for some in texts.values())  # each prompt has one answer, whichever worker computed it
+    assert all(len(some) == 1 for some in texts.values())  # each prompt has one answer, whichever worker computes it

@@ -37,7 +37,7 @@ class World(Processes):
         self.tokens = 0
 
     def report(self) -> None:
-        """Reports from each prefill worker one more second of work and a long queue."""
+        """Reports one more second of work and a long queue from each prefill worker."""
         for (worker_id, _), process in self.processes.items():
             if worker_id.startswith("prefill") and hasattr(process, "report"):
                 self.tokens += 1000
@@ -74,7 +74,7 @@ async def deployment(mode: str) -> AsyncIterator[tuple[World, admin_pb2_grpc.Adm
 
 
 @pytest.mark.parametrize("mode", ["on", "dry-run"])
-async def test_a_pool_follows_its_queue_and_says_why(mode: str) -> None:
+async def test_a_pool_follows_its_queue_and_explains_why(mode: str) -> None:
     async with deployment(mode) as (world, stub):
         world.controller.scaling.step(time.monotonic())
         answer = await stub.Explain(admin_pb2.ExplainRequest(pool="prefill"), timeout=60)

@@ -1,4 +1,5 @@
-"""Tests the autoscaler's limits one by one: stale data, what the machines hold, minimums, and who may give a worker."""
+"""Tests the autoscaler's limits one by one: stale data, the machines' room, minimums, and which pool may give a
+worker."""
 
 from __future__ import annotations
 
@@ -33,14 +34,14 @@ def test_a_stale_report_stops_every_decision_and_one_within_the_limit_does_not()
     assert fleet.sizes[Role.PREFILL] > grown
 
 
-def test_a_pool_grows_to_what_the_machines_hold_and_says_so() -> None:
+def test_a_pool_grows_to_the_machines_room_and_says_so() -> None:
     fleet = world(flips=False)
     fleet.fitting = 4
     fleet.run(60, 9000, 8)
     assert fleet.sizes[Role.PREFILL] == 4
     assert record(fleet).verdict == "hold"
     assert "the machines hold 4 workers of this pool" in record(fleet).reason
-    fleet.fitting = 1  # a node has gone; what runs is not stopped for it
+    fleet.fitting = 1  # a node has gone, but running workers are not stopped for it
     fleet.run(20, 9000, 8)
     assert fleet.sizes[Role.PREFILL] == 4
     fleet.fitting = None
@@ -74,10 +75,10 @@ def test_the_last_worker_of_a_pool_never_flips() -> None:
         assert flips(fleet) == [Flip(Role.PREFILL, Role.DECODE)] * (num_prefill - 1)
 
 
-def test_a_pool_gives_a_worker_only_after_it_had_one_to_spare_for_long_enough() -> None:
+def test_a_pool_gives_a_worker_only_after_a_lasting_surplus() -> None:
     scaler = AutoscalerPolicy(CONFIG.model_copy(update={"flip_after_s": 40.0}), BOUNDS, 64)
     fleet = World(scaler, {Role.PREFILL: 2, Role.DECODE: 4})
-    fleet.unplaceable, fleet.starting = "no node has GPU: 1", 6  # the pool cannot grow otherwise
+    fleet.unplaceable, fleet.starting = "no node has GPU: 1", 6  # growing is impossible, so only a flip remains
     fleet.run(36, 2600, 4)
     assert flips(fleet) == []
     fleet.run(20, 2600, 4)
@@ -93,8 +94,8 @@ def test_a_pool_that_is_changing_gives_no_worker(is_changing: bool) -> None:
     assert (Flip(Role.DECODE, Role.PREFILL) in flips(fleet)) is not is_changing
 
 
-def test_the_time_without_reports_is_no_interval_of_traffic() -> None:
-    """The first observation after a gap only says where the counting begins."""
+def test_the_time_without_reports_does_not_count_as_traffic() -> None:
+    """The first observation after a gap only starts the counting."""
     fleet = world()
     fleet.run(20, 1800, 8)
     assert record(fleet).verdict != "missing"

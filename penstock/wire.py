@@ -180,7 +180,7 @@ def load_to_wire(load: WorkerLoad) -> worker_pb2.Load:
 
 
 def load_from_wire(wire: worker_pb2.Load) -> WorkerLoad:
-    """Reads a report. A figure that nobody can have measured, such as NaN, reads as one that is not known."""
+    """Reads a report. A figure that cannot have been measured, such as NaN, reads as unknown."""
     if not _is_plausible(wire):
         wire = worker_pb2.Load.FromString(wire.SerializeToString())
         drop_false_figures(wire, MAX_TOTAL)
@@ -194,7 +194,7 @@ def load_from_wire(wire: worker_pb2.Load) -> WorkerLoad:
 
 
 def _is_plausible(load: worker_pb2.Load) -> bool:
-    """Returns whether all doubles are in bounds: in a tenth of the time of looking at every field of the message."""
+    """Returns whether all doubles are in bounds. Takes a tenth of the time of walking all fields of the message."""
     prefill, decode, requests = load.prefill_steps, load.decode_steps, load.requests
     figures = (
         load.prefill_tokens_per_s,

@@ -1,4 +1,4 @@
-"""Running calls of the asyncio client: their chunks, their retries, and lookaside attempts with the same interface."""
+"""Runs calls of the asyncio client: their chunks, their retries, and lookaside attempts with the same interface."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class AsyncGenerateStream:
 
     # sync only: @property
     async def decision(self) -> dict[str, Any] | None:
-        """The reason why the request's workers were chosen; known once the stream has ended, if `explain` was set."""
+        """Why the request's workers were chosen; known once the stream has ended, if `explain` was set."""
         return await self._read_decision()
 
     async def _read_decision(self) -> dict[str, Any] | None:

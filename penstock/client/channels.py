@@ -1,4 +1,4 @@
-"""Configures the client's channels, and keeps those to decode workers."""
+"""Configures the client's channels, and keeps the channels to decode workers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.min_reconnect_backoff_ms", 5_000),  # bounds the time to connect: gRPC's default of 20 s looks like a hang
 )
-# gRPC has only these messages for it, no code. A failed TLS handshake begins the same way but is permanent.
+# gRPC has no code for a refused connection, only these messages. A failed TLS handshake begins the same way but is
+# permanent.
 _NOT_CONNECTED = "failed to connect to all addresses"
 _REFUSED = ("Connection refused", "Connection reset", "timed out before receiving SETTINGS", "Connection timed out")
-# A router notices that a worker of its own streams is frozen; with lookaside the client has to.
+# With lookaside, the client itself must notice a frozen worker; otherwise its router does.
 _WORKER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 2_000),
     ("grpc.keepalive_timeout_ms", 2_000),

@@ -77,7 +77,7 @@ class Timing:
     prices: tuple[PrefillPrice, ...] = ()  # the chosen way to compute the prompt, then the others
     decode_first_token_ms: float = 0.0  # predicted time from placement to the first token at the decode worker
     pull: PrefixPull | None = None
-    hints: tuple[HintAnswer, ...] = ()  # what became of KV hints, at each worker that they reached
+    hints: tuple[HintAnswer, ...] = ()  # the outcomes of KV hints at each worker that they reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Chunk:
 
     text: str
     token_ids: tuple[int, ...]
-    index: int = 0  # which of the n completions this belongs to
+    index: int = 0  # which of the n completions the tokens belong to
     finish_reason: FinishReason | None = None  # set on the last chunk of this index
     usage: Usage | None = None  # set on the last chunk of the stream
     timing: Timing | None = None  # set on the last chunk of this index

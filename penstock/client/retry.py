@@ -14,7 +14,7 @@ import grpc
 from penstock.errors import PenstockError, SequenceMoved, Unavailable
 from penstock.v1 import inference_pb2
 
-_MAX_CONNECT_DELAY_S = 1.0  # a successor is found within about a second of listening
+_MAX_CONNECT_DELAY_S = 1.0  # so a successor is found about a second after it listens
 
 
 class Failure(Enum):
@@ -165,7 +165,7 @@ class Attempts:
 
 
 class Continuation:
-    """The received part of a stream, from which another router can continue. It fixes the seed and thus the sampled
+    """The received part of a stream, from which another router can continue it. Fixes the seed, and with it the sampled
     tokens.
     """
 
@@ -186,7 +186,7 @@ class Continuation:
 
     @property
     def is_over(self) -> bool:
-        """Returns whether every completion has ended."""
+        """Whether every completion has ended."""
         num_completions = max(1, self._request.sampling.n)
         return len(self._emitted) == num_completions and all(emitted.finished for emitted in self._emitted.values())
 

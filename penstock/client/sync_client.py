@@ -105,10 +105,10 @@ class Client:
 
         `prompt` is text, token ids, chat messages, or a `Chat` of them. `timeout_s` bounds the whole call, retries
         included. `lane` is interactive, standard or bulk, by default the tenant's own. Requests of one `session` go to
-        the same workers if that costs little; with `explain`, the stream's `decision` says why they were chosen. What
-        `kv_hints` ask of caches is answered in the `timing` of the first completion. A call
-        inside an OpenTelemetry span becomes part of its trace. Raises InvalidInput at once for a malformed prompt or
-        option; every other error comes from the stream.
+        the same workers if that costs little; with `explain`, the stream's `decision` says why they were chosen. The
+        `timing` of the first completion holds the outcome of each of the `kv_hints`. A call inside an OpenTelemetry
+        span becomes part of its trace. Raises InvalidInput at once for a malformed prompt or option; every other error
+        comes from the stream.
         """
         request = build_request(prompt, sampling, model=model, request_id=request_id, lane=lane, kv_hints=kv_hints)
         attempts = self._attempts(timeout_s, self._timeout_s)

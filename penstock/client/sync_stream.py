@@ -1,5 +1,5 @@
 # Generated from penstock/client/async_stream.py by tests/support/repository/blocking_client.py (make client).
-"""Running calls of the blocking client: their chunks, their retries, and lookaside attempts with the same interface."""
+"""Runs calls of the blocking client: their chunks, their retries, and lookaside attempts with the same interface."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class GenerateStream:
 
     @property
     def decision(self) -> dict[str, Any] | None:
-        """The reason why the request's workers were chosen; known once the stream has ended, if `explain` was set."""
+        """Why the request's workers were chosen; known once the stream has ended, if `explain` was set."""
         return self._read_decision()
 
     def _read_decision(self) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Settings of admission: lanes, tenants' limits, and a router's concessions under overload."""
+"""Settings of admission: lanes, limits of tenants, and a router's measures against overload."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ class LaneConfig(FrozenConfig):
     weight: float = Field(4.0, gt=0)
     """Share of the capacity, relative to the other lanes that have requests waiting."""
     max_queue: int = Field(8192, ge=1)
-    """Requests that may wait; further ones are refused. Those of one tenant may fill half of it."""
+    """Requests that may wait; further ones are refused. One tenant may fill half of the queue."""
     max_queue_bytes: int = Field(512 * 1024 * 1024, ge=1)
-    """Memory of waiting requests, estimated as 36 KiB and 90 bytes a prompt token; half of it for one tenant."""
+    """Bytes of memory for waiting requests, estimated as 36 KiB each plus 90 bytes per prompt token; one tenant may use
+    half.
+    """
     max_tokens: int | None = Field(None, ge=1)
-    """Tokens of one completion; by default what the context holds."""
+    """Most tokens of one completion; by default as many as the context holds."""
     target_wait_s: float = Field(30.0, gt=0)
     """Seconds in the queue at which saturation is 1; with `overload.shed` no request waits longer."""
     shed_from: float = Field(0.7, ge=0, lt=1)
@@ -51,11 +53,13 @@ class TenantLimits(FrozenConfig):
     burst_tokens: int | None = Field(None, ge=1)
     """Largest burst of tokens after a pause; by default 60 seconds of `tokens_per_s`."""
     max_inflight_tokens: int | None = Field(None, ge=1)
-    """Tokens of KV at the workers: prompts and `max_tokens`, or without it 4096 output tokens at a time."""
+    """Tokens of KV at the workers: prompts plus `max_tokens`. A request without `max_tokens` counts 4096 output tokens
+    at a time.
+    """
     max_requests: int | None = Field(None, ge=1)
     """Concurrent requests, including waiting ones."""
     max_unused_tickets: int = Field(64, ge=1)
-    """Unused lookaside tickets, at most a quarter of the decode slots; `Route` fails beyond them."""
+    """Unused lookaside tickets, in any case at most a quarter of the decode slots; beyond that, `Route` fails."""
 
     @model_validator(mode="after")
     def _check_burst_has_rate(self) -> TenantLimits:
@@ -65,14 +69,14 @@ class TenantLimits(FrozenConfig):
 
 
 class OverloadConfig(FrozenConfig):
-    """The router's concessions under overload; by default none. Saturation is 0 when idle, and 1 when a new request
+    """The router's measures against overload; by default none. Saturation is 0 when idle, and 1 when a new request
     would wait for its lane's `target_wait_s`.
     """
 
     shed: bool = False
     """Refuses requests early if they would miss `target_wait_s`, so that those admitted wait only briefly."""
     max_tokens: int | None = Field(None, ge=1)
-    """Most tokens of one completion from `shorten_at` on, which the answer then reports; by default unlimited."""
+    """Most tokens of one completion while saturation is above `shorten_at`; answers report it. By default unlimited."""
     shorten_at: float = Field(0.6, gt=0)
     """Saturation from which completions end at `max_tokens`, if that is set."""
     pause_bulk_at: float = Field(0.8, gt=0)
@@ -80,7 +84,7 @@ class OverloadConfig(FrozenConfig):
     refuse_at: float = Field(0.95, gt=0)
     """Saturation from which `shed` lets only interactive requests queue."""
     margin: float = Field(0.2, gt=0)
-    """How far saturation must fall below the start of a stage to end it."""
+    """How far saturation must fall below the value that started a stage to end it."""
     hold_s: float = Field(3.0, ge=0)
     """Seconds that saturation must stay that low before a stage ends."""
 
@@ -108,15 +112,15 @@ class AdmissionConfig(FrozenConfig):
     output_weight: float = Field(2.0, gt=0)
     """Cost of an output token, relative to a prompt token."""
     slot_headroom: float = Field(0.25, ge=0)
-    """Requests dispatched beyond the decode slots, as a share of these."""
+    """Requests dispatched beyond the number of decode slots, as a share of that number."""
     prefill_queue_s: float = Field(1.0, gt=0)
-    """Seconds of prefill work queued at the workers."""
+    """Seconds of prefill work at the workers from which nothing more is dispatched."""
     max_page_use: float = Field(0.95, gt=0, le=1)
     """Share of the decode workers' pages in use above which nothing more is dispatched."""
     overload: OverloadConfig = OverloadConfig()
-    """Concessions under overload."""
+    """Measures against overload."""
     retry_share: float = Field(0.2, ge=0)
-    """Repeated dispatches, as a share of recent successes."""
+    """Repeated dispatches that are allowed, as a share of recent successes."""
     retry_reserve: int = Field(100, ge=1)
     """Repeated dispatches that are always allowed within 10 seconds."""
 

@@ -53,7 +53,7 @@ class AutoscalerConfig(FrozenConfig):
     stuck_after_s: float = Field(300.0, gt=0)
     """Seconds after which a worker that is still starting no longer counts."""
     stale_s: float = Field(10.0, gt=0)
-    """Age in seconds from which a report counts as missing, which differs from zero."""
+    """Age in seconds from which a report counts as missing, not as zero."""
 
 
 class BalanceConfig(FrozenConfig):
@@ -66,7 +66,7 @@ class BalanceConfig(FrozenConfig):
     full: float = Field(0.5, ge=0, le=1)
     """Share of its pages or batch slots that a worker must use before it gives sequences away."""
     gap: float = Field(0.3, gt=0, le=1)
-    """Difference between the shares of the two workers."""
+    """Least difference between the shares of the two workers at which sequences migrate."""
     lasting_s: float = Field(10.0, ge=0)
     """Seconds for which the difference must last."""
     cooldown_s: float = Field(15.0, ge=0)

@@ -87,8 +87,8 @@ class EngineConfig(FrozenConfig):
     def _check_tiers(self) -> EngineConfig:
         if self.host_memory_bytes and not self.prefix_caching:
             raise ValueError(
-                f"engine.host_memory_bytes = {self.host_memory_bytes} keeps evicted pages of the prefix cache, which "
-                "engine.prefix_caching = false turns off; set one of them"
+                f"engine.host_memory_bytes = {self.host_memory_bytes} keeps evicted pages of the prefix cache, but "
+                "engine.prefix_caching = false turns it off; set one of them"
             )
         if self.disk_bytes and not self.host_memory_bytes:
             raise ValueError(

@@ -15,8 +15,8 @@ class LimitsConfig(FrozenConfig):
     header_bytes: int = Field(16 * 1024, ge=1024)
     """Bytes of gRPC metadata or HTTP headers."""
     prompt_characters: int = Field(4_000_000, ge=1)
-    """Characters of a text, or of all messages and tools together; long ones may also have at most 64 per token of the
-    context.
+    """Characters of a text prompt, or of all messages and tools together; a long prompt may also have at most 64
+    characters per token of the context.
     """
     prompt_tokens: int = Field(1 << 20, ge=1)
     """Tokens of a prompt, which must also fit into the workers' context."""

@@ -31,15 +31,16 @@ class StoreConfig(FrozenConfig):
     """Responses that a router keeps for `previous_response_id` and GET /v1/responses, in its own memory."""
 
     tenant_bytes: int = Field(64 << 20, ge=0)
-    """Bytes of one tenant's responses; the least recently used ones leave first. 0 stores none."""
+    """Bytes of one tenant's responses; the least recently used ones are dropped first. 0 stores none."""
     total_bytes: int = Field(512 << 20, ge=0)
-    """Bytes of all tenants' responses; the tenant with the most loses its least recently used ones first."""
+    """Bytes of all tenants' responses; beyond that, the tenant with the most loses its least recently used ones first.
+    """
     age_s: float = Field(86_400.0, gt=0)
-    """Seconds after which a response leaves."""
+    """Seconds after which a response is dropped."""
 
 
 class EngineEndpointConfig(FrozenConfig):
-    """Another engine's server behind this router: vLLM, or what speaks as it does."""
+    """A server of another engine behind this router: vLLM, or one with the same API."""
 
     url: str = Field(pattern=r"^https?://[^/\s?#@]+/?$")
     """Address of its HTTP API, such as http://10.0.0.7:8000, without credentials: see `api_key_file`."""
@@ -50,21 +51,23 @@ class EngineEndpointConfig(FrozenConfig):
     """Address of its KV events, such as tcp://10.0.0.7:5557; without it, pages of prompts sent there count as cached
     for a while."""
     replay: str = Field("", pattern=r"^$|^(tcp|ipc)://\S+$")
-    """Address at which its events can be asked for again; without it, a lost event empties the router's picture of its
-    cache."""
+    """Address that sends its events again on request; without it, the router counts its cache as empty after a lost
+    event.
+    """
     topic: str = Field("", max_length=256)
     """Topic of its events; empty takes all."""
     api_key_file: str = ""
-    """File with the API key that it demands."""
+    """File with the API key that it requires."""
     max_running: int = Field(0, ge=0)
-    """Sequences that it runs at once (`--max-num-seqs`), beyond which requests wait in this router; 0: not known."""
+    """Sequences that it runs at once (`--max-num-seqs`), beyond which requests wait in this router; 0 means unknown."""
     remote_from_tokens: int = Field(256, ge=0)
-    """Shortest prompt that a `decode` engine has computed elsewhere."""
+    """Shortest prompt, in tokens, that a `prefill` engine computes for a `decode` engine."""
 
 
 class EndpointPickerConfig(FrozenConfig):
-    """Endpoint picker of a gateway, which sends requests to engines itself, or to routers: Envoy's external processing,
-    as the Gateway API Inference Extension uses it."""
+    """Endpoint picker for a gateway that sends requests to engines or routers itself: Envoy's external processing, as
+    the Gateway API Inference Extension uses it.
+    """
 
     port: int | None = Field(None, ge=0, le=65535)
     """gRPC port that gateways call; 0 takes any free one; by default there is no picker."""
@@ -83,11 +86,13 @@ class BatchConfig(FrozenConfig):
     max_running: int = Field(32, ge=1)
     """Requests of batches in flight at a router while there are no others."""
     beside: int = Field(1, ge=0)
-    """Requests of batches in flight for each decode worker while there are others; 0 waits for an idle moment."""
+    """Requests of batches in flight for each decode worker while there are others; 0 runs batches only while there are
+    none.
+    """
     file_bytes: int = Field(64 << 20, ge=1)
     """Bytes of one file."""
     tenant_bytes: int = Field(1 << 30, ge=1)
-    """Bytes of one tenant's files; its batches' outputs count too, but are never cut."""
+    """Bytes of one tenant's files; its batches' outputs count too, but are never truncated."""
     max_files: int = Field(1000, ge=1)
     """Files of one tenant."""
     max_lines: int = Field(50_000, ge=1)
@@ -196,8 +201,9 @@ class RouterConfig(KvAwareConfig):
     tenants_file: str = ""
     """File with the table `tenants`, TOML or JSON, instead of the setting; it is read again when it changes."""
     tenant_labels: int = Field(0, ge=0, le=1000)
-    """Tenants that the metrics of latency name in the label `tenant`, in the order of their first requests; further
-    ones share `other`. 0: these metrics do not tell tenants apart."""
+    """Number of tenants that get their own value of the label `tenant` in the latency metrics, in the order of their
+    first requests; all others share `other`. With 0, these metrics do not distinguish tenants.
+    """
     limits: LimitsConfig = LimitsConfig()
     """Largest calls to the public ports."""
     tls: TlsConfig | None = None
@@ -235,10 +241,10 @@ class RouterConfig(KvAwareConfig):
         picker = self.endpoint_picker
         if picker.port is not None and bool(self.engines) == bool(picker.router_endpoint):
             raise ValueError(
-                f"endpoint_picker.router_endpoint = {picker.router_endpoint!r} with {len(self.engines)} engines: give "
-                "it where there are none, since routers are picked then"
+                f"endpoint_picker.router_endpoint = {picker.router_endpoint!r} with {len(self.engines)} engines: the "
+                "picker picks routers if there are no engines; set it then, and only then"
             )
         addresses = [urlsplit(engine.url).netloc for engine in self.engines.values()]
         if len(set(addresses)) < len(addresses):
-            raise ValueError("engines names one url twice; give each server once")
+            raise ValueError("engines holds one url twice; give each server once")
         return self

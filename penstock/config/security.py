@@ -22,14 +22,14 @@ class _SecretiveConfig(FrozenConfig):
 
 
 class TlsConfig(_SecretiveConfig):
-    """PEM files of a listening side, read again when they change. At the start, unreadable ones raise ConfigError."""
+    """PEM files of a server, read again when they change. Unreadable files raise ConfigError at the start."""
 
     cert_file: str
     """Certificate chain."""
     key_file: str
     """Private key of the certificate."""
     ca_file: str = ""
-    """Authority whose certificates callers must show; empty requires none."""
+    """Authority that must have signed callers' certificates; empty requires no certificate."""
     server_name: str = ""
     """Name expected in the certificate of a called process; by default the host that is called."""
 
@@ -44,8 +44,7 @@ class SecurityConfig(_SecretiveConfig):
     tls: TlsConfig | None = None
     """Certificates of every connection between routers, workers and the Admin service."""
     insecure: bool = False
-    """Lets a process without secret and certificates listen beyond loopback, where anybody who reaches it can command
-    it.
+    """Lets a process without secret and certificates listen beyond loopback, where anybody who reaches it controls it.
     """
 
     def check_host(self, setting: str, host: str) -> None:
@@ -53,12 +52,12 @@ class SecurityConfig(_SecretiveConfig):
         if self.secret_file or self.tls is not None or self.insecure or is_loopback(host):
             return
         raise ValueError(
-            f"{setting} = {host!r} is beyond loopback, and without a secret whoever reaches it commands this process; "
-            "set security.secret_file, or listen on 127.0.0.1; security.insecure = true allows it all the same"
+            f"{setting} = {host!r} is beyond loopback, and without a secret anybody who reaches it controls this "
+            "process; set security.secret_file, or listen on 127.0.0.1; security.insecure = true allows it anyway"
         )
 
     @model_validator(mode="after")
     def _check_mutual_tls(self) -> SecurityConfig:
         if self.tls is not None and not self.tls.ca_file:
-            raise ValueError("security.tls.ca_file is missing; both ends show a certificate here, so name the CA")
+            raise ValueError("security.tls.ca_file is missing; both ends present a certificate here, so name the CA")
         return self

@@ -75,7 +75,7 @@ class PoolConfig(FrozenConfig):
     def _check_shared_precision(self) -> PoolConfig:
         for name in {"dtype", "quantization"} & set(self.engine):
             raise ValueError(
-                f"engine.{name} = {self.engine[name]!r} of one pool: KV moves between them; set it for all"
+                f"engine.{name} = {self.engine[name]!r} is set for one pool, but KV moves between pools; set it for all"
             )
         return self
 
@@ -102,7 +102,7 @@ class ServeConfig(FrozenConfig):
     """Router processes, which share the public ports: while one of them is replaced, the others take all requests. With
     0, routers are started elsewhere, by `python -m router`, and follow the Admin service."""
     metrics_ports: tuple[int, ...] = ()
-    """HTTP port of each single router, with /metrics and /health but no models; by default any free ones."""
+    """HTTP port of each router, with /metrics and /health but no models; by default any free ones."""
     lookaside: bool = False
     """Lets decode workers stream to clients that ask for it, at ports of their own."""
     lookaside_port: int = Field(0, ge=0, le=65535)
@@ -111,7 +111,7 @@ class ServeConfig(FrozenConfig):
     """Gives each worker its own HTTP port for /metrics; routers list these at /metrics/targets."""
     worker_metrics_ports: tuple[int, int] | None = None
     """First and last port for workers' metrics; each worker takes one that is free on its machine. By default any free
-    port, which cannot be named in firewall rules.
+    port, for which no firewall rule can be written.
     """
     kv_publisher: KvPublisherConfig | None = None
     """Publishes each worker's KV events for routers of other projects; by default only Penstock's routers get them."""
@@ -169,7 +169,7 @@ class ServeConfig(FrozenConfig):
     @model_validator(mode="after")
     def _check_parts(self) -> ServeConfig:
         if self.decode_pool.replicas < 1:
-            raise ValueError("decode_pool.replicas is 0: at least 1 decode worker is needed")
+            raise ValueError("decode_pool.replicas is 0: at least 1 decode worker is needed; give 1 or more")
         if self.decode_pool.lowest < 1:
             raise ValueError("decode_pool.min_replicas is 0: at least 1 decode worker is needed; give 1 or more")
         self.security.check_host("admin_host", self.admin_host)
@@ -181,8 +181,8 @@ class ServeConfig(FrozenConfig):
                 )
         if self.metrics_ports and len(self.metrics_ports) != self.routers:
             raise ValueError(
-                f"metrics_ports holds {len(self.metrics_ports)} ports; with routers = {self.routers} give as many, "
-                "or none"
+                f"metrics_ports holds {len(self.metrics_ports)} ports, but routers = {self.routers}; give one port for "
+                "each router, or none"
             )
         if self.address and not self.security.secret_file:
             raise ValueError(
@@ -199,8 +199,8 @@ class ServeConfig(FrozenConfig):
             named = "adapters_file is set" if self.adapters_file else f"adapters names {len(self.adapters)}"
             if (self.adapters or self.adapters_file) and not engine.max_adapters and self.pool(role).highest:
                 raise ValueError(
-                    f"{named}, and engine.max_adapters of {role.value} workers is 0; give "
-                    "the number that a worker holds at once"
+                    f"{named}, but engine.max_adapters of {role.value} workers is 0; give "
+                    "the number of adapters that a worker holds at once"
                 )
         self.router_config()
         return self
@@ -209,8 +209,8 @@ class ServeConfig(FrozenConfig):
         num_gpus = self.pool(role).num_gpus
         if num_gpus or engine.tensor_parallel > 1:
             raise ValueError(
-                f"keeper keeps the memory of CPU workers of one rank, and {role.value} workers have num_gpus = "
-                f"{num_gpus:g} and tensor_parallel = {engine.tensor_parallel}; remove it"
+                f"keeper keeps the memory of CPU workers of one rank, but {role.value} workers have num_gpus = "
+                f"{num_gpus:g} and tensor_parallel = {engine.tensor_parallel}; leave keeper out"
             )
 
     @property

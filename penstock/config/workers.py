@@ -47,14 +47,14 @@ class DecodeConfig(FrozenConfig):
     ttft_target_s: float | None = Field(None, gt=0)
     """Time to first token, in seconds, that `placement = "auto"` tries to keep; by default none."""
     placement: Literal["auto", "remote", "local", "split"] = "auto"
-    """Where prompts are computed: at prefill workers, here, half at each, or wherever the predicted time to first token
-    and delay of others is least.
+    """Where prompts are computed: at prefill workers (`remote`), here (`local`), or half at each (`split`). `auto`
+    takes the way with the least predicted time to first token and delay of others.
     """
     max_local_tokens: int | None = Field(None, ge=0)
     """Longest part of a prompt, in tokens, that `placement = "auto"` computes here; by default any."""
     speculation: Literal["off", "auto", "always"] = "off"
-    """Proposes tokens that followed the same words before, and verifies several in one step, either where that pays or
-    always. Outputs do not change.
+    """Proposes tokens that followed the same text before, and verifies several in one step: `auto` where that saves
+    time, `always` everywhere. Outputs do not change.
     """
     speculation_tokens: int = Field(8, ge=1, le=32)
     """Most tokens proposed to a sequence at a time."""
@@ -97,7 +97,7 @@ class TransferConfig(FrozenConfig):
     """Lease of a transfer: seconds without a sign of life from its other end."""
     layer_groups: int | None = Field(None, ge=1)
     """Groups of layers that are sent while later layers compute, over cuda_ipc and shm; 1 sends whole pages after each
-    chunk. By default what the transport gains from."""
+    chunk. By default 4 over cuda_ipc, else 1."""
     checksums: bool = True
     """Verifies the checksum of every page before it is used; set alike for all workers. It costs about as much as
     reading the pages once at either end."""
@@ -136,7 +136,7 @@ class LookasideConfig(FrozenConfig):
 
 
 class KvPublisherConfig(FrozenConfig):
-    """Publishes a worker's KV events over ZMQ in vLLM's schema, for routers of other projects. The schema knows no
+    """Publishes a worker's KV events over ZMQ in vLLM's schema, for routers of other projects. The schema has no
     credentials, and its events hold the tokens of every cached prompt.
     """
 
@@ -159,7 +159,7 @@ class KvPublisherConfig(FrozenConfig):
     def _check_host(self) -> KvPublisherConfig:
         if not self.insecure and not is_loopback(self.host):
             raise ValueError(
-                f"kv_publisher.host = {self.host!r} is beyond loopback, and the schema has no credentials: whoever "
+                f"kv_publisher.host = {self.host!r} is beyond loopback, and the schema has no credentials: anybody who "
                 "reaches it reads the tokens of all cached prompts; listen on 127.0.0.1, or set kv_publisher.insecure "
                 "= true where only routers reach it"
             )
@@ -167,8 +167,8 @@ class KvPublisherConfig(FrozenConfig):
 
 
 class KeeperConfig(FrozenConfig):
-    """Lets the cached pages of a worker that dies outlive it: a small process of the host keeps its pool's memory for
-    its successor and other workers of the same model. CPU pools only.
+    """Lets the cached pages of a worker outlive its process: a small process on the host keeps the pool's memory for
+    the worker's successor and other workers of the same model. CPU pools only.
     """
 
     lease_s: float = Field(120.0, gt=0, le=3600)
@@ -218,7 +218,7 @@ class WorkerConfig(FrozenConfig):
     keeper: KeeperConfig | None = None
     """Lets cached pages outlive this process; by default they end with it."""
     kv_store: KvStoreConfig | None = None
-    """Shares cached pages with other hosts and later processes; by default only with workers that are there."""
+    """Shares cached pages with other hosts and later processes; by default only with running workers."""
 
     @model_validator(mode="after")
     def _check_kv_store(self) -> WorkerConfig:
@@ -235,8 +235,8 @@ class WorkerConfig(FrozenConfig):
             )
         if self.keeper is not None and self.engine.tensor_parallel > 1:
             raise ValueError(
-                f"keeper keeps the pool of one process, and engine.tensor_parallel = {self.engine.tensor_parallel} has "
-                "as many; set 1, or leave keeper out"
+                f"keeper keeps the pool of one process, but engine.tensor_parallel = {self.engine.tensor_parallel} "
+                "runs several; set it to 1, or leave keeper out"
             )
         return self
 

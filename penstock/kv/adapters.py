@@ -36,7 +36,7 @@ def check_adapter_name(name: str, model: str) -> None:
     if not _NAME.fullmatch(name):
         raise InvalidInput("adapter", f"is named {name!r}; give 1 to 128 letters, digits, '.', '_', ':', '/' or '-'")
     if name == model:
-        raise InvalidInput("adapter", f"is named {name!r}, as the model itself is; give another name")
+        raise InvalidInput("adapter", f"is named {name!r}, like the model itself; give another name")
 
 
 def read_adapter_ref(name: str, path: str) -> AdapterRef:

@@ -17,8 +17,8 @@ import msgpack
 GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"  # media
 SEQ_BYTES = 8
 END_SEQ = (-1).to_bytes(SEQ_BYTES, "big", signed=True)  # ends an answer of the replay socket
-MAX_BATCH_BYTES = 1 << 20  # 200,000 tokens: what an engine stores in one step is far less
-_MAX_LISTS = 1 << 16  # lists and maps in one batch, at any depth: what bounds the memory of a hostile one
+MAX_BATCH_BYTES = 1 << 20  # 200,000 tokens, far more than an engine stores in one step
+_MAX_LISTS = 1 << 16  # lists and maps in one batch, at any depth; bounds the memory of a hostile batch
 _MAX_NAME = 512  # characters of any string that is kept
 _MAX_TOKEN = 1 << 32
 
@@ -30,18 +30,18 @@ class BlocksStored:
     """A run of blocks that a medium holds, each the child of the previous one."""
 
     block_hashes: tuple[BlockHash, ...]
-    parent: BlockHash | None  # of the first block; None: it begins a prompt
-    token_ids: tuple[int, ...]  # of all blocks, end to end
+    parent: BlockHash | None  # parent of the first block; None: the block begins a prompt
+    token_ids: tuple[int, ...]  # tokens of all blocks, end to end
     block_size: int
     medium: str | None = GPU
     lora_name: str | None = None
-    extra_keys: tuple[tuple[object, ...] | None, ...] | None = None  # of each block: what else its hash depends on
-    group: int | None = None  # of layers with KV of their own
+    extra_keys: tuple[tuple[object, ...] | None, ...] | None = None  # for each block, what else its hash depends on
+    group: int | None = None  # number of the group of layers, if groups have separate KV
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Blocks that a medium holds no more."""
+    """Blocks that a medium no longer holds."""
 
     block_hashes: tuple[BlockHash, ...]
     medium: str | None = GPU
@@ -83,7 +83,7 @@ def _to_map(event: BlockEvent) -> dict[str, object]:
         "parent_block_hash": event.parent,
         "token_ids": event.token_ids,
         "block_size": event.block_size,
-        "lora_id": None,  # deprecated there in favour of the name
+        "lora_id": None,  # deprecated by vLLM in favour of the name
         "medium": event.medium,
         "lora_name": event.lora_name,
     }
@@ -91,7 +91,7 @@ def _to_map(event: BlockEvent) -> dict[str, object]:
 
 
 def decode_batch(payload: bytes) -> list[BlockEvent]:
-    """Returns the events of a message's payload. Raises ValueError, which names what is wrong, for anything else."""
+    """Returns the events of a message's payload. Raises a ValueError that names the fault for any other payload."""
     if len(payload) > MAX_BATCH_BYTES:
         raise ValueError(f"a batch has {len(payload)} bytes, more than {MAX_BATCH_BYTES}")
     batch = _unpack(payload)
@@ -116,7 +116,7 @@ def _unpack(payload: bytes) -> object:
         )
     except _Refused:
         raise
-    except Exception as error:  # msgpack's own have no common base but this
+    except Exception as error:  # msgpack's exceptions have no other common base
         raise ValueError(f"a batch is not msgpack: {error!r}") from error
 
 
@@ -138,7 +138,7 @@ def _to_event(event: object) -> BlockEvent:
     if type(size) is not int or size < 1 or len(token_ids) != size * len(hashes):
         raise ValueError(f"block_size = {str(size)[:32]} for {len(token_ids)} token_ids and {len(hashes)} block_hashes")
     if not all(type(token) is int and 0 <= token < _MAX_TOKEN for token in token_ids):
-        raise ValueError("token_ids holds a value that is no token id")
+        raise ValueError("token_ids holds a value that is not a token id")
     parent = fields.get("parent_block_hash")
     return BlocksStored(
         hashes,

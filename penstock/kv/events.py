@@ -3,8 +3,8 @@
 `KvEventLog` is the worker's side and owns the numbering; `router.routing.index.prefix_index` is the reader.
 Thread-safe, because the step loop appends while the server's event loop reads.
 
-An event says where pages are from then on, not what happened to them. So a reader may apply events a second time, and
-adjacent events of one kind may be sent as one.
+An event states where pages are from then on, not how they got there. So a reader may apply events twice, and adjacent
+events of one kind may be sent as one.
 """
 
 from __future__ import annotations
@@ -124,20 +124,23 @@ class KvEventLog:
         return self._next_seq
 
     def keep_texts(self, page_size: int) -> None:
-        """From now on remembers the tokens of pages that `note_texts` names."""
+        """Starts to remember the tokens of pages that `note_texts` and `note_held_texts` name."""
         if self._texts is None:
             self._texts = PageTexts(page_size)
 
     def note_texts(self, source: TextSource, hashes: Sequence[PageHash], first: int = 0) -> None:
-        """Remembers the tokens of the pages `hashes[first:]`, which the caller is about to store, if anybody reads
-        them."""
+        """Remembers the tokens of the pages `hashes[first:]`, which the caller is about to store. Does nothing unless
+        `keep_texts` was called.
+        """
         if self._texts is None:
             return
         with self._lock:
             self._restate(self._texts.note(source, hashes, first))
 
     def note_held_texts(self, source: TextSource, hashes: Sequence[PageHash]) -> None:
-        """Does the same for leading pages of a prompt of which some are held, whoever stored them."""
+        """Does the same for leading pages of a prompt, of which some are held. Forgets the tokens of those that are
+        not.
+        """
         if self._texts is None:
             return
         with self._lock:
@@ -146,7 +149,7 @@ class KvEventLog:
             self._restate(new)
 
     def _restate(self, pages: Iterable[PageHash]) -> None:
-        """Records held pages again: readers of tokens could not understand the first time."""
+        """Records held pages again, since readers that need the tokens could not use the first event."""
         by_rank: list[list[PageHash]] = [[] for _ in range(NUM_RANKS + 1)]
         for page in pages:
             by_rank[self._places.rank_of(page)].append(page)

@@ -1,7 +1,7 @@
-"""KV hints: what a client says about the future of its cached pages, and what became of each hint.
+"""KV hints: how a client expects to use its cached pages, and the outcome of each hint.
 
-Every form of a hint (HTTP fields and headers, gRPC fields) becomes one `KvHints`. Hints are advice: no answer's tokens
-depend on them. docs/kv-hints.md describes them.
+Every form of a hint (HTTP fields and headers, gRPC fields) becomes one `KvHints`. Hints are advice: they never change
+the tokens of an answer. docs/kv-hints.md describes them.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ class HintAnswer:
 
     hint: Hint
     outcome: HintOutcome
-    reason: str = ""  # of an outcome other than accepted
-    num_pages: int = 0  # that it concerned
+    reason: str = ""  # why the outcome is not accepted
+    num_pages: int = 0  # pages that the hint concerned
     worker_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class KvHints:
-    """All hints of a request. The defaults are no hints."""
+    """All hints of a request. By default there are none."""
 
     session: str = ""  # names the conversation, within its tenant
     fork_of: str = ""  # session whose pages this one shares
-    pin_s: float = 0.0  # hold the request's pages so long after its end
-    priority: int = 0  # hold them, and release them under pressure only after those of lower priority
-    demote: bool = False  # evict them first
-    prefetch_s: float | None = None  # bring them back from lower tiers so long after the request's end
+    pin_s: float = 0.0  # how long the request's pages are held after its end
+    priority: int = 0  # holds them, and evicts them under pressure only after pages of lower priority
+    demote: bool = False  # evicts them first
+    prefetch_s: float | None = None  # brings them back from lower tiers this long after the request's end
     end_session: bool = False  # its pages are not needed any more
-    only: bool = False  # nothing is generated: the hints are all that is asked for
+    only: bool = False  # only applies the hints and generates nothing
 
     def __bool__(self) -> bool:
         return self != NO_KV_HINTS

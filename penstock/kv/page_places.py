@@ -27,7 +27,7 @@ class _Place:
         self.page = page
         self.rank = rank
         self.parent = parent  # None only for the two places that are not pages
-        self.children = 0  # counts of held children on each tier, packed into one number
+        self.children = 0  # numbers of held children on each tier, packed into one integer
 
 
 class PagePlaces:

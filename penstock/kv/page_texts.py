@@ -1,7 +1,7 @@
-"""Remembers which tokens each cached page stands for, for readers of KV events that do not know Penstock's page hashes.
+"""Remembers the tokens of each cached page, for readers of KV events that do not know Penstock's page hashes.
 
-A page hash cannot be turned back into its tokens. A worker that publishes its events to other routers keeps the tokens
-beside the page's place: about 200 bytes for a page of 16 tokens.
+A page hash cannot be turned back into its tokens. A worker that publishes its events to other projects' routers keeps
+the tokens of its pages: about 200 bytes for a page of 16 tokens.
 """
 
 from __future__ import annotations

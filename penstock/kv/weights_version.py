@@ -1,7 +1,7 @@
-"""Names the weights of an update within a model's revision, which page hashes and layouts depend on.
+"""Encodes an update of the weights in the model's revision, on which page hashes and layouts depend.
 
-Pages of two versions never match, and no page is transferred between workers of different ones. What the revisions have
-in common says that one is an update of the other, so that a request may continue with it.
+Pages of two versions never match, and no page is transferred between workers of different ones. Revisions with the same
+base belong to updates of one model, so a request may continue with another of them.
 """
 
 from __future__ import annotations

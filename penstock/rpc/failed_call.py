@@ -31,7 +31,7 @@ _MAY_PASS = {
 _WILL_NOT_PASS = {  # each with its fix, if that is not a different address
     "failed parsing http/2": ("speaks HTTP, not gRPC", ""),
     "misformatted domain name": ("is not of the form host:port", ""),
-    "wrong_version_number": ("speaks no TLS", "call it without TLS"),
+    "wrong_version_number": ("does not speak TLS", "call it without TLS"),
     "hostname verification": ("has a certificate for another name", "call it by that name, or give it (--server-name)"),
     "certificate_verify_failed": (
         "has a certificate that the given authority has not signed",

@@ -27,21 +27,21 @@ _ERRNOS = {
 def failed_http(error: BaseException, url: str, advice: str) -> PenstockError:
     """Returns the typed error of a request without a complete answer. `advice` is an imperative clause with the fix.
 
-    An unknown cause is given in the library's own words.
+    The message quotes the library for an unknown cause.
     """
     url = without_user(url)
     for cause in _causes(error):
         if isinstance(cause, ssl.SSLCertVerificationError):
-            return ConfigError(f"{url} has a certificate that is refused ({cause}); name its authority's by --ca")
+            return ConfigError(f"{url} has an untrusted certificate ({cause}); give its authority's with --ca")
         if isinstance(cause, ssl.SSLError) and "alert" in str(cause).lower():
             return ConfigError(
-                f"{url} refuses the TLS handshake ({_brief(str(cause))}); if it wants a client's certificate, give "
+                f"{url} refuses the TLS handshake ({_brief(str(cause))}); if it requires a client certificate, give "
                 "--cert and --cert-key"
             )
         if isinstance(cause, ssl.SSLError):
-            return ConfigError(f"{url} speaks no TLS; call it as http://")
+            return ConfigError(f"{url} does not speak TLS; call it as http://")
         if _is_no_http(cause):
-            return ConfigError(f"{url} speaks no HTTP; {advice}")
+            return ConfigError(f"{url} does not speak HTTP; {advice}")
         if found := _why_unreached(cause):
             return Unavailable(f"{url} does not answer: {found}; {advice}")
     return Unavailable(f"{url} does not answer: {_brief(str(error) or type(error).__name__)}; {advice}")
@@ -80,7 +80,7 @@ def refused_http(status: int, text: str, url: str, advice: str) -> PenstockError
     if kind := _REFUSALS.get(status):
         return kind(f"{url} refuses the call{said}; {advice}")
     if status == 404:
-        return ConfigError(f"{url} is no path of that server{said}; {advice}")
+        return ConfigError(f"{url} does not exist on that server{said}; {advice}")
     if status >= 500:
         return Unavailable(f"{url} failed with status {status}{said}; look at the server's log")
     return ConfigError(f"{url} answers with status {status}{said}")

@@ -47,7 +47,7 @@ class WatchedFiles(Generic[ValueT]):
         except Exception as error:  # no content of a file may stop the watching task
             self._mark = mark
             self.problem = error.message if isinstance(error, PenstockError) else type(error).__name__
-            log.error("%s; what was read before stays in force (%s)", self.problem, self.setting)
+            log.error("%s; the previous content stays in force (%s)", self.problem, self.setting)
             return True
         if _mark(self._paths) != mark:
             return False  # they are still being written, so the next check finds them changed

@@ -97,8 +97,8 @@ class GrpcServer:
         """`keepalive` pings callers; it is off for public ports, whose callers may be behind proxies. `credentials`
         turn TLS on. `limits` are gRPC options that override the common ones. Concurrent calls beyond `max_calls` are
         refused with RESOURCE_EXHAUSTED. With `shares_port` other servers may listen at the same port, and the system
-        gives each new connection to one of them. The health service answers under `names` as under those of the
-        `services`, and under `live_names` that the process is alive.
+        gives each new connection to one of them. The health service reports under `names` what it reports under the
+        names of `services`, and under `live_names` that the process is alive.
         """
         options = dict([*_OPTIONS, *PING_POLICY, *(_KEEPALIVE if keepalive else [])]) | dict(limits)
         options["grpc.so_reuseport"] = int(shares_port)
@@ -169,8 +169,8 @@ async def abort(context: grpc.aio.ServicerContext, error: PenstockError) -> NoRe
     metadata = ((STATUS_DETAILS, status.SerializeToString()),)
     try:
         await context.abort(error.code, status.message, trailing_metadata=metadata)
-    except grpc.aio.InternalError:  # earlier writes are stuck, or the client is gone
-        log.info("reset a call that takes no status: %s", status.message)
+    except grpc.aio.InternalError:  # earlier writes have not been read, or the client is gone
+        log.info("reset a call whose client reads no status: %s", status.message)
         raise asyncio.CancelledError from None  # ends the call without a traceback
     raise AssertionError("context.abort returned")
 

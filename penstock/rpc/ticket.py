@@ -23,7 +23,7 @@ _FORGET_EVERY_S = 1.0
 
 
 class TicketKey:
-    """A key derived from a cluster secret: routers sign with it, and decode workers verify."""
+    """A key derived from a cluster secret: routers sign with it, and decode workers verify with it."""
 
     def __init__(self, secret: ClusterSecret) -> None:
         self._key = secret.key(_USE)
@@ -78,7 +78,7 @@ class TicketVerifier:
         if not issued_s - SKEW_S <= now_unix_s <= expires_s + SKEW_S:
             late_s = max(now_unix_s - expires_s, issued_s - now_unix_s)
             raise Unavailable(
-                f"ticket: is {late_s:.1f} s past its time, or clocks differ here; ask Inference.Route for another one"
+                f"ticket: is {late_s:.1f} s past its time, or the clocks differ; ask Inference.Route for another one"
             )
         self._forget(now_unix_s)
         if ticket.id in self._used:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """PEM files of a calling side. Without `ca_file`, gRPC's default authorities must have certified the server."""
+    """PEM files of a client. Without `ca_file`, gRPC's default authorities must have certified the server."""
 
     ca_file: str | None = None  # the authority that certifies the server
     cert_file: str | None = None  # the client's own certificate, if the server asks for one
@@ -82,7 +82,7 @@ class _ClientContext(ssl.SSLContext):
 
 @dataclass(frozen=True, slots=True)
 class CertificateFiles:
-    """The content of a listening side's files: valid PEM, with a key that matches the certificate."""
+    """The content of a server's files: valid PEM, with a key that matches the certificate."""
 
     chain: bytes
     key: bytes
@@ -103,8 +103,8 @@ class CertificateFiles:
 
 
 class ServerCertificate:
-    """The certificate of a listening side, for gRPC and HTTP servers. New connections use the files that were read
-    last; open ones keep theirs.
+    """The certificate of a server, for gRPC and HTTP. New connections use the files that were read last; open ones keep
+    theirs.
     """
 
     def __init__(self, tls: TlsConfig, setting: str, watcher: FileWatcher) -> None:
@@ -164,7 +164,7 @@ def _make_context(tls: TlsConfig, setting: str) -> ssl.SSLContext:
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"{setting}.ca_file = {tls.ca_file}: {error}; give certificates in PEM") from error
         context.verify_mode = ssl.CERT_REQUIRED
-        # A resumed session would not present its certificate again, which may have been withdrawn since.
+        # A resumed session would not present its certificate again, whose authority may no longer be accepted.
         context.options |= ssl.OP_NO_TICKET
         context.num_tickets = 0
     return context

@@ -89,7 +89,7 @@ class Trust:
 
 
 def _to_call_with(tls: TlsConfig) -> grpc.ChannelCredentials:
-    """Returns a caller's credentials. Raises ConfigError if the files cannot be used."""
+    """Returns the credentials for calls. Raises ConfigError if the files cannot be used."""
     CertificateFiles.read(tls, "security.tls")
     return ClientTls.from_config(tls).credentials()
 

@@ -1,4 +1,4 @@
-"""Learns online how seconds depend linearly on quantities: the regression behind every learned cost. Pure.
+"""Learns online, by linear regression, how many seconds work takes: the base of every learned cost. Pure.
 
 Routers learn the costs of steps and links from workers' reports, decode workers those of their own steps.
 """

@@ -1,4 +1,4 @@
-"""Estimates the queue of prompts at prefill workers, from how often there is one. Pure.
+"""Estimates the queue length at prefill workers from how often they have a queue. Pure.
 
 Routers and decode workers price a prefill by the prompts that it delays. With random arrivals and a utilization of u, a
 mean of u / (1 - u) prompts are waiting or in service (an M/M/1 queue).
@@ -7,7 +7,7 @@ mean of u / (1 - u) prompts are waiting or in service (an M/M/1 queue).
 from __future__ import annotations
 
 _SMOOTHING = 0.05  # weight of the newest prompt
-_MAX_PROMPTS = 4.0  # beyond this, prices rise no further: then admission has to act
+_MAX_PROMPTS = 4.0  # beyond this, prices rise no further, and admission has to act
 
 
 class QueueLength:

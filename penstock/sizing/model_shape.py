@@ -32,7 +32,7 @@ class ModelShape:
     num_experts: int = 0
     num_chosen: int = 0  # experts chosen for each token
     expert_size: int = 0
-    shared_size: int = 0  # width of the block that every token passes besides its experts
+    shared_size: int = 0  # width of the shared expert, which every token passes through
     num_dense_layers: int = 0  # layers without experts in a model that has experts
     latent_rank: int = 0  # above 0: latent attention (DeepSeek-V2, arXiv:2405.04434)
     rope_dim: int = 0

@@ -61,7 +61,10 @@ def test_a_pool_may_have_an_engine_that_differs(tmp_path: Path) -> None:
         ('model = "m"\n[transfer]\ntransport = "pigeon"', "transfer.transport = 'pigeon'"),
         ('model = "m"\n[decode_pool]\nreplicas = 0', "decode_pool.replicas is 0: at least 1 decode worker is needed"),
         ('model = "m"\n[decode_pool.engine]\npage_sise = 3', "page_sise"),
-        ('model = "m"\n[decode_pool.engine]\ndtype = "float16"', "engine.dtype = 'float16' of one pool: KV moves"),
+        (
+            'model = "m"\n[decode_pool.engine]\ndtype = "float16"',
+            "engine.dtype = 'float16' is set for one pool, but KV moves",
+        ),
         ('model = "m"\n[prefill_pool.engine]\nquantization = "int8"', "engine.quantization = 'int8' of one pool: KV"),
         (
             'model = "m"\n[security.tls]\ncert_file = "c"\nkey_file = "k"',
@@ -80,7 +83,7 @@ def test_a_pool_may_have_an_engine_that_differs(tmp_path: Path) -> None:
         ),
         (
             'model = "m"\nadapters = {sql = "/a"}',
-            "adapters names 1, and engine.max_adapters of prefill workers is 0; give the number that a worker holds",
+            "adapters names 1, but engine.max_adapters of prefill workers is 0; give the number of adapters",
         ),
         (
             'model = "m"\n[keeper]\n[decode_pool]\nnum_gpus = 1',

@@ -191,8 +191,8 @@ def test_a_grpc_benchmark_ends_at_its_first_refused_request(
     ("kind", "cause"),
     [
         ("none", "does not answer: nothing listens there"),
-        ("page", "is no path of that server: <html>no such page</html>"),
-        ("other gRPC", "speaks no HTTP"),
+        ("page", "does not exist on that server: <html>no such page</html>"),
+        ("other gRPC", "does not speak HTTP"),
     ],
 )
 @pytest.mark.parametrize("words", [[*BENCH, "--url"], ["trace", "some-request", "--router"]], ids=["bench", "trace"])
@@ -210,7 +210,7 @@ def test_a_wrong_url_is_reported_with_the_cause(
 def test_plain_http_behind_an_https_url_is_reported(wrong: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["trace", "x", "--router"], [*BENCH, "--url"]):
         assert main([*words, f"https://{wrong['page']}"]) == 2
-        assert "speaks no TLS; call it as http://" in capsys.readouterr().err
+        assert "does not speak TLS; call it as http://" in capsys.readouterr().err
 
 
 @pytest.fixture

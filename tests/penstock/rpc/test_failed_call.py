@@ -105,7 +105,7 @@ def test_a_url_in_place_of_an_address() -> None:
 
 def test_one_side_has_tls(plain: int, secured: int, authority: Authority) -> None:
     encrypted = failure(f"localhost:{plain}", ClientTls(authority.ca))
-    assert encrypted.message == f"localhost:{plain} speaks no TLS; call it without TLS"
+    assert encrypted.message == f"localhost:{plain} does not speak TLS; call it without TLS"
     assert "call it with TLS if it has a certificate" in failure(f"localhost:{secured}").message
 
 

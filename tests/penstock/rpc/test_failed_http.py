@@ -35,14 +35,14 @@ def wrapped(cause: Exception) -> Exception:
         (socket.gaierror(-2, "unknown"), Unavailable, "the host has no address"),
         (TimeoutError(), Unavailable, "no answer came in time"),
         (http.client.RemoteDisconnected("closed"), Unavailable, "it closed the connection"),
-        (http.client.BadStatusLine("xx"), ConfigError, f"{URL} speaks no HTTP; {ADVICE}"),
-        (ssl.SSLError(1, "WRONG_VERSION_NUMBER"), ConfigError, "speaks no TLS; call it as http://"),
+        (http.client.BadStatusLine("xx"), ConfigError, f"{URL} does not speak HTTP; {ADVICE}"),
+        (ssl.SSLError(1, "WRONG_VERSION_NUMBER"), ConfigError, "does not speak TLS; call it as http://"),
         (
             ssl.SSLError(1, "[SSL: TLSV13_ALERT_CERTIFICATE_REQUIRED] tlsv13 alert"),
             ConfigError,
             "give --cert and --cert",
         ),
-        (ssl.SSLCertVerificationError(1, "self-signed"), ConfigError, "name its authority's by --ca"),
+        (ssl.SSLCertVerificationError(1, "self-signed"), ConfigError, "give its authority's with --ca"),
         (ValueError("something new"), Unavailable, "connection failed"),
     ],
 )
@@ -58,7 +58,7 @@ def test_a_request_without_an_answer_says_why(cause: Exception, kind: type[Penst
     [
         (401, Unauthenticated, f"{URL} refuses the call: no key; {ADVICE}"),
         (403, PermissionDenied, f"{URL} refuses the call: no key; {ADVICE}"),
-        (404, ConfigError, f"{URL} is no path of that server: no key; {ADVICE}"),
+        (404, ConfigError, f"{URL} does not exist on that server: no key; {ADVICE}"),
         (422, ConfigError, f"{URL} answers with status 422: no key"),
         (503, Unavailable, f"{URL} failed with status 503: no key; look at the server's log"),
     ],

@@ -168,7 +168,7 @@ async def test_certificates_are_renewed_under_running_streams(tmp_path: Path, ca
             stream = client.generate([1, 2, 3], max_tokens=6, ignore_eos=True)
             tokens = list((await anext(stream)).token_ids)
             put(cert_file=new.cert_file)  # whose key is still missing
-            await until(lambda: "what was read before stays in force (tls)" in caplog.text, WITHIN_S)
+            await until(lambda: "the previous content stays in force (tls)" in caplog.text, WITHIN_S)
             assert await trusts(0) == (True, True)
             put(key_file=new.key_file, ca_file=authorities[1].ca)
             await eventually(lambda: _is((True, True), trusts(1)))

@@ -113,11 +113,11 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"url": "/shared/kv"}, "names no place; give file:///shared/kv, s3://bucket/prefix or the like"),
+        ({"url": "/shared/kv"}, "has no location; give file:///shared/kv, s3://bucket/prefix or the like"),
         ({"url": "file://host/kv"}, "is not a path on this host; give file:/// and a whole path"),
         ({"url": "s3://key:secret@bucket"}, "holds credentials or options; leave them out"),
         ({"url": "s3://bucket?key=secret"}, "holds credentials or options"),
-        ({"url": "file:///kv", "endpoint": "http://x"}, "is for s3:// alone; leave it out"),
+        ({"url": "file:///kv", "endpoint": "http://x"}, "applies only to s3:// URLs; leave it out"),
     ],
 )
 def test_a_url_that_names_no_store_is_refused(settings: dict[str, str], message: str) -> None:
@@ -138,7 +138,7 @@ def test_a_store_that_cannot_be_opened_says_why(tmp_path: Path) -> None:
     ("engine", "message"),
     [
         ({"prefix_caching": False}, "engine.prefix_caching = false turns off; turn it on, or leave kv_store out"),
-        ({"tensor_parallel": 2}, "engine.tensor_parallel = 2 has as many; set 1, or leave kv_store out"),
+        ({"tensor_parallel": 2}, "engine.tensor_parallel = 2 runs several; set it to 1, or leave kv_store out"),
     ],
 )
 def test_engines_whose_pages_cannot_be_shared_are_refused(engine: dict[str, object], message: str) -> None:

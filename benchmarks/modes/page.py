@@ -10,7 +10,7 @@ from benchmarks.common.process_group import ROOT
 from benchmarks.common.report import Row, hardware
 from benchmarks.modes.deployments import AUTO, COLOCATED, SPLIT, VLLM
 from benchmarks.modes.study import SLO_SCALES, WorkloadStudy
-from penstock.bench.pages.text import Table
+from penstock.bench.reports.text import Table
 from penstock.bench.results.compare import FigureRatio
 from penstock.bench.results.quantiles import Quantiles
 from penstock.bench.results.result_file import PointResult

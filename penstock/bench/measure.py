@@ -36,7 +36,7 @@ class SweepSpec:
     warm_up: int = 3  # number of requests sent first, one after another, and not counted
     token_ids: range = TOKEN_IDS
     words_per_token: float = 1.0
-    max_requests_s: float | None = None  # length of the arrivals; with a rate it determines the number of requests
+    max_requests_s: float | None = None  # how long requests arrive; with a rate it determines the number of requests
     is_quiet: bool = False
 
 
@@ -82,8 +82,8 @@ async def warm_up(plan: LoadPlan, endpoint: Endpoint, spec: SweepSpec, salt: str
 
 
 async def words_per_token(endpoint: Endpoint, seed: int) -> float:
-    """Measures how many common words the server counts as one token. It sends prompts of two lengths, as their
-    difference leaves out what a chat template adds. Returns 1 if the server counts no tokens.
+    """Measures how many common words the server counts as one token. It sends prompts of two lengths, whose difference
+    does not contain what a chat template adds. Returns 1 if the server counts no tokens.
     """
     writer, counted = PromptWriter(f"{seed}/calibration"), []
     for index, num_words in enumerate(_PROBE_TOKENS):

@@ -18,7 +18,7 @@ COLORS = (
     "#5c6b7a",
     "#c2447a",
     "#2e9aa8",
-)  # for white and black
+)  # readable on white and on black
 FONT_SIZE, _TITLE_SIZE, _NOTE_SIZE = 12, 14, 11
 _INK, _PAPER, _LINE = "#1c2430", "#ffffff", "#d8dde4"
 _WIDTH_OF_LETTER = 0.56  # average letter width as a share of the font size

@@ -10,7 +10,7 @@ from typing import TextIO
 
 Styles = Mapping[str, str]  # SGR numbers of the cells to colour, by their text
 NO_STYLES: Styles = MappingProxyType({})
-# C0 and C1 control characters, of which terminals make commands. Line ends and tabs stay.
+# C0 and C1 control characters, which terminals obey as commands. Line ends and tabs stay.
 _CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t\r"} | {13: None}
 _GAP = "  "
 _NARROWEST = 10  # characters that a folded column of text keeps at least
@@ -34,7 +34,7 @@ def format_table(
 
     A table wider than `columns` is narrowed step by step: empty columns are left out; the cells of a last column
     without a title become lines of their own; a single row becomes a line for each column; titles and texts are folded;
-    `optional` columns are left out, the first of them first; and at last each row becomes a block of lines.
+    `optional` columns are left out one by one; and at last each row becomes a block of lines.
     """
     rows = [[printable(cell) for cell in row] for row in rows]
     if columns is not None and _width(header, rows) > columns:
@@ -60,8 +60,8 @@ def name_rows(rows: Sequence[tuple[str, str]], columns: int | None = None) -> st
 
 
 def wrap(text: str, columns: int | None, indent: int | None = None) -> str:
-    """Folds lines longer than `columns` at spaces. What follows is indented by `indent` spaces, by default by two more
-    than the line.
+    """Folds lines longer than `columns` at spaces. The lines that follow are indented by `indent` spaces, by default by
+    two more than the first.
     """
     if columns is None:
         return text
@@ -79,7 +79,7 @@ def printable(text: str) -> str:
 
 
 def paint(text: str, style: str) -> str:
-    """Returns the text in a style, which is a number of ANSI's SGR; as it is without one."""
+    """Returns the text in a style, which is a number of ANSI's SGR; an empty style leaves it unchanged."""
     return f"\x1b[{style}m{text}\x1b[0m" if style else text
 
 
@@ -171,7 +171,7 @@ def _width(header: Sequence[str], rows: Rows) -> int:
 
 
 def _without_empty_columns(header: Sequence[str], rows: Rows) -> tuple[Sequence[str], Rows]:
-    """Returns the table without titled columns whose every cell is zero, a dash or empty."""
+    """Returns the table without titled columns in which every cell is zero, a dash or empty."""
     kept = [
         number
         for number, title in enumerate(header)

@@ -31,8 +31,8 @@ class CompletionText:
         return self._matcher.stopped
 
     def resume(self, before: Emitted) -> None:
-        """Continues after what an earlier call has streamed. That call would have ended at a stop string, so only the
-        tail can still be part of one, and all but the tail is only detokenized.
+        """Continues after the tokens that an earlier call has streamed. That call would have ended at a stop string, so
+        only the tail can still be part of one, and all but the tail is only detokenized.
         """
         self.num_tokens = len(before.token_ids)
         self.ended = before.finished
@@ -41,7 +41,8 @@ class CompletionText:
             self._matcher.skip(self._detokenizer.add(before.token_ids[self._min_tokens :]))
 
     def feed(self, delta: CompletionDelta) -> Output:
-        # With stop strings, tokens are added one by one, so that those after a match are left out however they arrived.
+        # With stop strings, tokens are added one by one, so that tokens after a match are left out even if they arrive
+        # with it.
         if self._has_stops:
             text, num_used = self._feed_until_stop(delta)
         else:
@@ -79,7 +80,9 @@ class CompletionText:
         return self._matcher.add(rest) + ("" if self._matcher.stopped else self._matcher.finish())
 
     def _text_tokens(self, delta: CompletionDelta) -> Sequence[int]:
-        """Returns the tokens that have text. The one that stopped the worker is left out unless stops are included."""
+        """Returns the tokens that have text. The token that stopped the worker is left out, unless stops are
+        included.
+        """
         stops = delta.finish_reason is FinishReason.STOP and not self._includes_stop
         return delta.token_ids[:-1] if stops else delta.token_ids
 

@@ -81,7 +81,7 @@ def to_response(output: Output, request_id: str, model: str) -> inference_pb2.Ge
 
 def completion_sampling(sampling: SamplingParams, index: int) -> SamplingParams:
     """Returns the sampling parameters for the worker of completion `index`: its own seed, and no stop strings, which
-    are matched where the text is made.
+    are matched where the text is produced.
     """
     if sampling.n == 1 and not index and not sampling.stop:
         return sampling
@@ -108,7 +108,7 @@ def streamed_timing(
     decode_worker: str,
     num_prompt_tokens: int,
 ) -> common_pb2.Timing:
-    """Adds to a worker's timing of a completion what only the streaming process observes.
+    """Returns a worker's timing of a completion with the times that only the streaming process can measure.
 
     `waited_s` is a duration; the other times are in monotonic seconds. `first_token_s` is 0 without a token.
     """

@@ -1,7 +1,7 @@
-"""Compiles grammars for one checkpoint's tokens: for routers, which check them, and workers, which obey them.
+"""Compiles grammars for one checkpoint's tokens: for routers, which check them, and workers, which enforce them.
 
 It uses llguidance, which reads tokenizer.json itself. The fuel, states and items that `_LIMITS` grants for each step
-bound the cost of masking tokens; they and `MAX_SOURCE_BYTES` mostly bound that of compiling.
+bound the cost of masking tokens; together with `MAX_SOURCE_BYTES` they bound most of the cost of compiling.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class GrammarCompiler:
     def compile(self, grammar: Grammar) -> LLMatcher:
         """Returns a matcher at the grammar's start. Blocks for milliseconds without holding the interpreter's lock.
 
-        Raises InvalidInput for a grammar that cannot be obeyed, even if only its first step shows it, and
+        Raises InvalidInput for a grammar that cannot be enforced, even if only its first step shows it, and
         CheckpointError if the checkpoint has no tokens.
         """
         known = self.cached(grammar)
@@ -116,7 +116,7 @@ class GrammarCompiler:
         if not matcher.is_error():
             _compute_mask(matcher, self._vocab_size)
         if matcher.is_error():
-            raise InvalidInput(FIELD, f"cannot be obeyed: {_first_lines(matcher.get_error())}")
+            raise InvalidInput(FIELD, f"cannot be enforced: {_first_lines(matcher.get_error())}")
         return matcher
 
     def _keep(self, grammar: Grammar, outcome: LLMatcher | InvalidInput) -> None:
@@ -185,8 +185,8 @@ def _special_tokens(tokenizer: str) -> dict[str, int]:
 def _without_names(tokenizer: str) -> str:
     """Returns a tokenizer.json whose special tokens have names that occur in no text.
 
-    llguidance splits a text that must follow into tokens by the tokenizer, which would turn a special token's name into
-    that token. But the token does not match the grammar's text, so that nothing at all could follow.
+    llguidance uses the tokenizer to split a text that the grammar requires next. The tokenizer would turn a special
+    token's name in it into that token, which does not match the grammar's text, so no token at all could follow.
     """
     made = json.loads(tokenizer)
     model = made.get("model") or {}
@@ -217,7 +217,7 @@ def _schema_to_llguidance(source: str) -> str:
     try:
         return str(LLMatcher.grammar_from_json_schema(text, defaults=options))
     except ValueError as error:
-        raise InvalidInput(FIELD, f"cannot be obeyed: {str(error)[:_MAX_PROBLEM]}") from None
+        raise InvalidInput(FIELD, f"cannot be enforced: {str(error)[:_MAX_PROBLEM]}") from None
 
 
 def _choice_to_lark(source: str) -> str:
@@ -225,7 +225,7 @@ def _choice_to_lark(source: str) -> str:
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise InvalidInput(FIELD, f"is {source[:100]!r}; a choice is a JSON list of texts")
     if len(texts) > _MAX_CHOICES:
-        raise InvalidInput(FIELD, f"cannot be obeyed: it has {len(texts)} texts; give {_MAX_CHOICES} or fewer")
+        raise InvalidInput(FIELD, f"cannot be enforced: it has {len(texts)} texts; give {_MAX_CHOICES} or fewer")
     return "start: " + " | ".join(json.dumps(text) for text in texts)
 
 

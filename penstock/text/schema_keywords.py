@@ -1,7 +1,7 @@
-"""Rewrites JSON schemas without the keywords that llguidance does not know, where others can say the same. Pure.
+"""Replaces keywords of JSON schemas that llguidance does not know by equivalent ones that it does. Pure.
 
-The result is equivalent to the given schema, or stricter where that does not limit a writer: an IRI becomes a URI, and
-the names listed by `propertyNames` come in order. Whatever is valid against the result is valid against the given
+The result is equivalent to the given schema, or stricter where that costs a model nothing: an IRI becomes a URI, and
+the names listed by `propertyNames` come in order. A text that is valid against the result is valid against the given
 schema. A keyword that cannot be rewritten stays, so that llguidance refuses it by name.
 """
 
@@ -153,7 +153,7 @@ def _write_unevaluated(schema: Schema) -> None:
 
 
 def _drop_idle(schema: Schema) -> None:
-    """Drops keywords without effect, unless they determine what counts as evaluated."""
+    """Drops keywords without effect, unless they determine which parts count as evaluated."""
     if "if" not in schema:
         schema.pop("then", None)
         schema.pop("else", None)
@@ -192,7 +192,7 @@ def _write_format(schema: Schema) -> None:
 
 
 def _write_dependencies(schema: Schema) -> None:
-    """Rewrites dependencies: either a property is absent, or what depends on it holds."""
+    """Rewrites dependencies: either a property is absent, or its condition holds."""
 
     def write(keyword: str, kinds: type | tuple[type, ...], wanted: Callable[[str, Any], Schema]) -> None:
         parts = schema.get(keyword)

@@ -1,7 +1,7 @@
 """Closes JSON schemas for generation: an object that names its properties gets no others. Pure.
 
-By default JSON schemas allow additional properties, and a model would write some. Whatever is valid against the closed
-schema is valid against the given one.
+By default JSON schemas allow additional properties, and a model would write some. A text that is valid against the
+closed schema is valid against the given one.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A structural tag is JSON in one of two forms:
 
 * `{"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}`: free text; wherever a trigger occurs, one of
   the structures that begin with it follows;
-* `{"format": {"type": ..., ...}}`: formats in formats, as xgrammar and vLLM define them. Those in
-  `_Writer._FORMATS` are obeyed; others are refused by name.
+* `{"format": {"type": ..., ...}}`: nested formats, as xgrammar and vLLM define them. Those in `_Writer._FORMATS` are
+  supported; others are refused by name.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def structural_tag_to_lark(source: str, special_tokens: Mapping[str, int], field
 class _Writer:
     """Writes formats as expressions.
 
-    Each method takes the text `end` that closes its part, because free text before it ends with its first occurrence.
-    An empty `end` is the end of the output.
+    Each method takes the text `end` that closes its part, because free text ends at the first occurrence of `end`. An
+    empty `end` is the end of the output.
     """
 
     def __init__(self, lark: LarkWriter, field: str, json_form: Mapping[str, Any]) -> None:
@@ -83,8 +83,8 @@ class _Writer:
         kind = value.get("type")
         known = self._FORMATS.get(kind) if isinstance(kind, str) else None
         if known is None:
-            obeyed = ", ".join(self._FORMATS)
-            raise self.problem(f"{place}.type", f"is {_shown(kind)}, which is not supported; give one of {obeyed}")
+            supported = ", ".join(self._FORMATS)
+            raise self.problem(f"{place}.type", f"is {_shown(kind)}, which is not supported; give one of {supported}")
         names, write = known
         self._known(value, place, ("type", *names))
         return write(self, value, place, end, depth)

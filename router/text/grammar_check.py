@@ -1,4 +1,4 @@
-"""Compiles the grammar of a request before it is admitted, so that no worker is sent one that cannot be obeyed.
+"""Compiles the grammar of a request before it is admitted, so that no worker is sent one that cannot be enforced.
 
 Compiling runs in turns by caller (a tenant), in a process of its own under limits (`router.text.grammar_sandbox`).
 """
@@ -73,7 +73,7 @@ class GrammarCheck:
             await self._threads.run(caller, size, work)
 
     async def check(self, grammar: Grammar, caller: str) -> None:
-        """Raises InvalidInput for a grammar that cannot be obeyed, CheckpointError where the tokens are unknown, or
+        """Raises InvalidInput for a grammar that cannot be enforced, CheckpointError where the tokens are unknown, or
         Overloaded."""
         if len(grammar.source) > MAX_SOURCE_BYTES:
             raise InvalidInput(FIELD, f"has more than {MAX_SOURCE_BYTES} bytes; shorten it")

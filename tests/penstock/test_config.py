@@ -65,15 +65,15 @@ def test_a_pool_may_have_an_engine_that_differs(tmp_path: Path) -> None:
             'model = "m"\n[decode_pool.engine]\ndtype = "float16"',
             "engine.dtype = 'float16' is set for one pool, but KV moves",
         ),
-        ('model = "m"\n[prefill_pool.engine]\nquantization = "int8"', "engine.quantization = 'int8' of one pool: KV"),
+        ('model = "m"\n[prefill_pool.engine]\nquantization = "int8"', "engine.quantization = 'int8' is set for one"),
         (
             'model = "m"\n[security.tls]\ncert_file = "c"\nkey_file = "k"',
-            "security.tls.ca_file is missing; both ends show a certificate here, so name the CA",
+            "security.tls.ca_file is missing; both ends present a certificate here, so name",
         ),
         ('model = "m"\n[prefill_pool]\nreplicas = 1\nmin_replicas = 2', "replicas = 1 is not within min_replicas = 2"),
         ('model = "m"\n[prefill_pool]\nreplicas = 3\nmax_replicas = 2', "is not within min_replicas = 1 and max_repl"),
         ('model = "m"\n[decode_pool]\nmin_replicas = 0', "decode_pool.min_replicas is 0: at least 1 decode worker"),
-        ('model = "m"\nrouters = 3\nmetrics_ports = [1, 2]', "metrics_ports holds 2 ports; with routers = 3"),
+        ('model = "m"\nrouters = 3\nmetrics_ports = [1, 2]', "metrics_ports holds 2 ports, but routers = 3"),
         ('model = "m"\n[prefill.reserved]\nbulk = -0.1', "prefill.reserved = {'bulk': -0.1} are not shares of a step"),
         ('model = "m"\n[prefill.reserved]\nbulk = 0.6\nstandard = 0.5', "give each 0 or more, and 1 at most together"),
         ('model = "m"\n[engine]\ndisk_bytes = 9\ndisk_path = "d"', "engine.host_memory_bytes is 0; set it too"),
@@ -87,11 +87,11 @@ def test_a_pool_may_have_an_engine_that_differs(tmp_path: Path) -> None:
         ),
         (
             'model = "m"\n[keeper]\n[decode_pool]\nnum_gpus = 1',
-            "keeper keeps the memory of CPU workers of one rank, and decode workers have num_gpus = 1 and tensor_par",
+            "keeper keeps the memory of CPU workers of one rank, but decode workers have num_gpus = 1 and tensor_par",
         ),
         (
             'model = "m"\nadapters_file = "a"',
-            "adapters_file is set, and engine.max_adapters of prefill workers is 0; give the number",
+            "adapters_file is set, but engine.max_adapters of prefill workers is 0; give the number",
         ),
         ('model = "m"\naddress = "auto"', "security.secret_file is missing: with address, workers on other machines"),
         ("model = ", "give a readable TOML or JSON file"),
@@ -142,7 +142,7 @@ def test_beyond_loopback_a_process_without_credentials_is_refused(host: str) -> 
         with pytest.raises(ConfigError) as caught:
             parse(kind, data)
         message = caught.value.message
-        assert f"{key} = {host!r} is beyond loopback, and without a secret whoever reaches it commands" in message
+        assert f"{key} = {host!r} is beyond loopback, and without a secret anybody who reaches it" in message
         assert "set security.secret_file, or listen on 127.0.0.1" in message
         assert "security.insecure = true" in message
         tls = {"cert_file": "c", "key_file": "k", "ca_file": "a"}

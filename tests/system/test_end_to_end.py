@@ -198,7 +198,7 @@ def test_outputs_match_their_schema_over_both_apis(client: Client, openai_client
     jsonschema.validate(json.loads(by_grpc.text), schema)
     pieces = [chunk.text for chunk in client.generate(PROMPT, seed=5, grammar=grammar)]
     assert "".join(pieces) == by_grpc.text
-    with pytest.raises(InvalidInput, match=r"sampling\.grammar: cannot be obeyed: Invalid type: strin"):
+    with pytest.raises(InvalidInput, match=r"sampling\.grammar: cannot be enforced: Invalid type: strin"):
         client.complete(PROMPT, grammar=Grammar(GrammarKind.JSON_SCHEMA, '{"type": "strin"}'))
 
 

@@ -50,7 +50,7 @@ async def hostile_grammars(target: AttackTarget) -> None:
     bodies = [_body(field, value, rank) for rank in range(4) for field, value in HOSTILE.values()]
     head = post("/v1/completions", target.key)
     for status, answer in await asyncio.gather(*(http_request(target.http, head, body) for body in bodies)):
-        # Some may be obeyed; others wait behind each other to their own deadline.
+        # Some may be accepted; others wait behind each other until their own deadline.
         if not 200 <= status < 500 and status != _DEADLINE_EXCEEDED:
             raise Breach(f"a grammar was answered {status}: {answer[-200:]!r}")
 

@@ -1,2 +1,3 @@
-"""Sends the requests of a plan and times what comes back: endpoints (`openai_http`, `deployment_grpc`), the open and
-the closed loop, and the generator's own lag (`run`). It judges nothing."""
+"""Sends the requests of a plan and times the answers: endpoints (`openai_http`, `deployment_grpc`), the open and the
+closed loop, and the generator's own lag (`run`). It judges nothing.
+"""

@@ -39,9 +39,9 @@ class RequestForm:
 
     model: str
     api: Literal["completions", "chat"] = "completions"
-    as_text: bool = False  # write prompts planned as blocks in words instead of token ids
+    as_text: bool = False  # writes prompts that are planned as blocks in words instead of token ids
     temperature: float = 0.0
-    ignore_eos: bool = True  # give answers exactly the planned length; some servers refuse the field
+    ignore_eos: bool = True  # gives answers exactly the planned length; some servers refuse the field
     body: Mapping[str, Any] = field(default_factory=dict)  # additional fields of each request
 
 
@@ -212,5 +212,5 @@ async def find_model(url: str, api_key: str | None, tls: ClientTls | None = None
         return str(json.loads(text)["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise InvalidInput(
-            "--model", f"cannot be found out, since {without_user(listing)} lists none; name it"
+            "--model", f"is not given, and {without_user(listing)} lists no model; give its name"
         ) from error

@@ -169,8 +169,8 @@ def record_of(request: LoadRequest, log: StreamLog, started_s: float, due_s: flo
 
 
 class GeneratorLag:
-    """Samples how late the event loop's timers fire, since pieces that arrive during such a delay get too late a
-    timestamp.
+    """Samples how late the event loop's timers fire: a piece that arrives during such a delay gets a timestamp that is
+    too late.
     """
 
     def __init__(self) -> None:

@@ -111,7 +111,7 @@ def _plan_of(point: PointResult) -> list[tuple[object, ...]]:
 
 
 def block_counts(size: int, rng: random.Random) -> list[int]:
-    """Returns how often each of `size` neighbours is in a sample of `size`, in blocks of about their cube root."""
+    """Returns how often each of `size` neighbours is in a sample of `size`, taken in blocks of about the cube root."""
     length = max(1, round(size ** (1 / 3)))
     counts, left = [0] * size, size
     while left:

@@ -1,6 +1,7 @@
 """Finds and reads trace files in every supported format.
 
-A `.jsonl` file has a JSON object a line with `timestamp` (ms), `input_length` and `output_length`, and where known:
+Each line of a `.jsonl` file is a JSON object with `timestamp` (ms), `input_length` and `output_length`, and where
+known:
 
 * `hash_ids`: an id for each 512-token block of the prompt (`block_tokens` names another size). Mooncake published its
   traces in this form (https://github.com/kvcache-ai/Mooncake, FAST'25).
@@ -60,7 +61,7 @@ def find_trace(file: str | Path) -> Path:
     if not path.exists() and folder and (Path(folder) / path).exists():
         return Path(folder) / path
     if not path.exists():
-        raise InvalidInput("trace", f"no file {file}, nor in {FOLDER_VARIABLE} = {folder or '(not set)'}; name one")
+        raise InvalidInput("trace", f"no file {file}, here or in {FOLDER_VARIABLE} = {folder or '(not set)'}; name one")
     return path
 
 

@@ -17,8 +17,8 @@ BlockRuns = tuple[tuple[int, int], ...]  # (first id, count): the ids first, fir
 class TraceRecord:
     """A request. Its prompt consists of blocks of `block_tokens` tokens; the last may be incomplete.
 
-    Two prompts share the tokens of their equal leading block ids. `block_runs` always covers the whole prompt: what a
-    trace does not describe consists of unshared blocks.
+    Two prompts share the tokens of their equal leading block ids. `block_runs` always covers the whole prompt: the part
+    that a trace does not describe consists of unshared blocks.
     """
 
     arrival_s: float  # time since the first request
@@ -32,7 +32,7 @@ class TraceRecord:
     lane: Lane | None = None
 
     def __post_init__(self) -> None:
-        assert self.num_blocks == math.ceil(self.num_input_tokens / self.block_tokens), "the blocks are not the prompt"
+        assert self.num_blocks == math.ceil(self.num_input_tokens / self.block_tokens), "blocks do not cover the prompt"
 
     @property
     def num_blocks(self) -> int:

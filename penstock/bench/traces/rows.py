@@ -55,7 +55,7 @@ def _from_json(row: Mapping[str, object]) -> TraceRow:
     elif row.get("hash_ids"):
         runs = to_runs(int(block) for block in row["hash_ids"])  # type: ignore[attr-defined]
     if any(first < 0 or count < 1 or first + count > FIRST_UNSHARED for first, count in runs):
-        raise ValueError(f"a block id outside 0 to {FIRST_UNSHARED - 1}")
+        raise ValueError(f"a block id is outside 0 to {FIRST_UNSHARED - 1}")
     lane = row.get("lane")
     return TraceRow(
         time_s=float(row["timestamp"]) / 1e3,  # type: ignore[arg-type]
@@ -104,5 +104,5 @@ def _time_s(text: str) -> float:
 def _length(value: object) -> int:
     length = float(value)  # type: ignore[arg-type]
     if not 0 <= length < 1 << 40:
-        raise ValueError(f"a length of {value}")
+        raise ValueError(f"a length is {value}")
     return max(1, int(length))

@@ -37,7 +37,7 @@ def dataset_source(file: str | Path, num_output_tokens: int, count: int | None =
     notes = []
     if count is not None:
         if count > len(drafts):
-            notes.append(f"{len(drafts)} prompts, sent again from the first on: prefix caches know them by then")
+            notes.append(f"the file's {len(drafts)} prompts are sent more than once: prefix caches hold them by then")
         drafts = [drafts[index % len(drafts)] for index in range(count)]
     return Source(path.name, tuple(drafts), notes=tuple(notes))
 

@@ -176,9 +176,7 @@ def mix_source(
             )
     name = "+".join(f"{share:g} {name}" if len(shares) > 1 else name for name, share in shares.items())
     notes = (
-        (f"{num_dropped} requests beside these need more than {max_context} tokens and were left out",)
-        if num_dropped
-        else ()
+        (f"{num_dropped} more requests need more than {max_context} tokens and were left out",) if num_dropped else ()
     )
     return Source(f"mix {name}", tuple(make.drafts[:count]), gaps_are_pauses=True, notes=notes)
 

@@ -28,7 +28,7 @@ def trace_source(
     if trace.tick_s:
         notes.append(f"recorded in ticks of {trace.tick_s:g} s, over which arrivals are spread by the seed")
     if not trace.has_blocks:
-        notes.append("the trace says nothing about shared prefixes, so no prompts share any")
+        notes.append("the trace does not describe shared prefixes, so no prompts share any")
     if input_factor != 1.0 or output_factor not in (None, 1.0):
         records = scale_lengths(records, input_factor, output_factor)
         of_outputs = input_factor if output_factor is None else output_factor

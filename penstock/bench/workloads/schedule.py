@@ -108,10 +108,8 @@ def _planned(chain: Sequence[Draft], first: int, gaps_are_pauses: bool, speed: f
 
 def _with_extras(request: LoadRequest, extras: Extras, rng: random.Random) -> LoadRequest:
     lane, cancel_after = request.lane, None
-    lane_at, cancel_at = (
-        rng.random(),
-        rng.random(),
-    )  # sampled for every request, so that neither option affects the other
+    # Both are sampled for every request, so that neither option affects the other.
+    lane_at, cancel_at = rng.random(), rng.random()
     if lane is None and extras.lanes:
         lane = _pick(extras.lanes, lane_at)
     if cancel_at < extras.cancel_share:

@@ -18,7 +18,7 @@ from cluster.cli.commands.sizing.bench import write_files
 from cluster.cli.main import main
 from cluster.cli.rates import compute_rates
 from cluster.diagnose.findings import Finding, Severity
-from penstock.bench.pages.text import describe_result
+from penstock.bench.reports.text import describe_result
 from penstock.charts.table import format_table, name_rows, wrap
 from penstock.client.results import Timing, Usage
 from tests.cluster.cli.test_sizing import PLAN, STATISTICS, write_trace

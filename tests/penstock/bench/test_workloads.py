@@ -226,7 +226,7 @@ def test_datasets_are_read_in_every_shape(tmp_path: Path) -> None:
         "one",
     ]
     assert [draft.num_output_tokens for draft in source.drafts] == [7, 5, 5, 7]
-    assert "sent again" in source.notes[0]
+    assert "more than once" in source.notes[0]
     share = tmp_path / "share.json"
     turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     share.write_text(json.dumps([{"id": "x", "conversations": turns}]))

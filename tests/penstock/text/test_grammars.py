@@ -74,9 +74,9 @@ UNBOUNDED = {"multiples", "many multiples", "optional classes"}  # which only th
 
 @pytest.mark.parametrize("name", sorted(HOSTILE.keys() - UNBOUNDED - CHEAP))
 def test_a_hostile_grammar_is_refused_and_remembered(compiler: GrammarCompiler, name: str) -> None:
-    with pytest.raises(InvalidInput, match=r"sampling\.grammar: cannot be obeyed"):
+    with pytest.raises(InvalidInput, match=r"sampling\.grammar: cannot be enforced"):
         compiler.compile(hostile(name))
-    with pytest.raises(InvalidInput, match=r"sampling\.grammar: cannot be obeyed"):
+    with pytest.raises(InvalidInput, match=r"sampling\.grammar: cannot be enforced"):
         compiler.cached(hostile(name))  # without compiling
 
 

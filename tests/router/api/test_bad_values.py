@@ -72,7 +72,7 @@ CHAT: Table = [
     (formatted(), "response_format.json_schema: is None; give an object with a schema"),
     (formatted(json_schema={"name": "a"}), "response_format.json_schema.schema: is missing; give it"),
     (formatted(json_schema={"schema": 1}), "response_format.json_schema.schema: is 1; a JSON schema is an object"),
-    (formatted(json_schema={"schema": {"type": "x"}}), "response_format.json_schema.schema: cannot be obeyed"),
+    (formatted(json_schema={"schema": {"type": "x"}}), "response_format.json_schema.schema: cannot be enforced"),
     ({"stop": ["a"] * 17}, "stop: has 17 strings; give 16 or fewer"),
     ({"stop": 1}, "stop: is 1; give text or a list of texts"),
     ({"stop": ""}, "stop: has a string of 0 characters; give 1 to 256"),

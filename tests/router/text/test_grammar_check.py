@@ -32,7 +32,7 @@ def _check() -> Iterator[GrammarCheck]:
 async def test_what_compiles_passes_and_the_rest_is_named(check: GrammarCheck) -> None:
     for _ in range(2):
         await check.check(regex("a+"), "tenant")
-        with pytest.raises(InvalidInput, match=r"sampling\.grammar: cannot be obeyed: .*look-around"):
+        with pytest.raises(InvalidInput, match=r"sampling\.grammar: cannot be enforced: .*look-around"):
             await check.check(regex("(?=a)"), "tenant")
     with pytest.raises(InvalidInput, match=r"sampling\.grammar: has more than 131072 bytes; shorten it"):
         await check.check(regex("a" * (MAX_SOURCE_BYTES + 1)), "tenant")

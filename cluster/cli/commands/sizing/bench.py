@@ -179,7 +179,7 @@ def _run(arguments: Namespace) -> int:
 
 
 def _format(result: BenchResult, as_json: bool) -> str:
-    from penstock.bench.pages.text import describe_result
+    from penstock.bench.reports.text import describe_result
     from penstock.bench.results.result_file import summary_json
 
     return json.dumps(summary_json(result), indent=2) if as_json else describe_result(result, columns_of(sys.stdout))
@@ -187,7 +187,7 @@ def _format(result: BenchResult, as_json: bool) -> str:
 
 def write_files(result: BenchResult, folder: Path) -> None:
     """Writes the three files of a result."""
-    from penstock.bench.pages.html import result_page
+    from penstock.bench.reports.html import result_page
     from penstock.bench.results.result_file import to_csv, to_json
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -358,7 +358,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _compare(arguments: Namespace) -> int:
     """Prints the comparison of two results."""
-    from penstock.bench.pages.text import comparison_table
+    from penstock.bench.reports.text import comparison_table
     from penstock.bench.results.compare import compare
     from penstock.bench.results.result_file import read_result
 
@@ -389,7 +389,7 @@ def _as_json(data: dict[str, Any], ratios: Any) -> dict[str, Any]:
 
 def _report(arguments: Namespace) -> int:
     """Prints a result, and writes its page next to it."""
-    from penstock.bench.pages.html import result_page
+    from penstock.bench.reports.html import result_page
     from penstock.bench.results.result_file import read_result
 
     result = read_result(arguments.result)

@@ -84,7 +84,7 @@ def test_a_trace_is_found_in_the_folder_that_the_environment_names(
     write(tmp_path / "here.jsonl", rows(row(0)))
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     assert len(read_trace("here.jsonl").records) == 1
-    with pytest.raises(InvalidInput, match=r"no file gone\.jsonl, nor in PENSTOCK_TRACES"):
+    with pytest.raises(InvalidInput, match=r"no file gone\.jsonl, here or in PENSTOCK_TRACES"):
         read_trace("gone.jsonl")
 
 
@@ -92,8 +92,8 @@ def test_a_trace_is_found_in_the_folder_that_the_environment_names(
     ("name", "text", "message"),
     [
         ("bad.jsonl", rows(row(0), {"timestamp": 1}), r"bad\.jsonl:2: KeyError\('input_length'\); expected numbers"),
-        ("bad.jsonl", rows(row(0, input_length=-1)), r"bad\.jsonl:1: ValueError\('a length of -1'\)"),
-        ("bad.jsonl", rows(row(0, hash_ids=[1 << 30])), r"a block id outside 0 to"),
+        ("bad.jsonl", rows(row(0, input_length=-1)), r"bad\.jsonl:1: ValueError\('a length is -1'\)"),
+        ("bad.jsonl", rows(row(0, hash_ids=[1 << 30])), r"a block id is outside 0 to"),
         ("bad.jsonl", "[1]\n", r"bad\.jsonl:1: AttributeError"),
         ("bad.jsonl", "\n", "has no requests"),
         ("bad.csv", "a,b\n1,2\n", r"no column timestamp; its header is a,b"),

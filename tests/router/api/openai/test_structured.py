@@ -187,6 +187,6 @@ async def test_a_grammar_that_cannot_be_obeyed_is_refused_under_the_clients_name
             assert answer.status_code == 400
             error = answer.json()["error"]
             assert error["param"] == field
-            assert error["message"].startswith(f"{field}: cannot be obeyed")
+            assert error["message"].startswith(f"{field}: cannot be enforced")
             assert problem in error["message"]
     assert not worker.submits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-from penstock.bench.pages.text import Table, describe_own_error, group_table, latency_table, sweep_table
+from penstock.bench.reports.text import Table, describe_own_error, group_table, latency_table, sweep_table
 from penstock.bench.results.figures import LATENCIES
 from penstock.bench.results.result_file import BenchResult, PointResult
 from penstock.charts.page import Page, PageSection, PageTable, render_page

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from hypothesis import given
 
-from penstock.bench.pages.html import result_page
-from penstock.bench.pages.text import comparison_table, describe_result
+from penstock.bench.reports.html import result_page
+from penstock.bench.reports.text import comparison_table, describe_result
 from penstock.bench.results.compare import compare
 from penstock.bench.results.record import RunRecord
 from penstock.bench.results.result_file import make_point

@@ -1,6 +1,6 @@
-"""Parses what a model writes into text, reasoning and tool calls, token by token. Pure.
+"""Parses a model's output into text, reasoning and tool calls as it arrives. Pure.
 
-`router.api` takes `choose_parsers`, which finds the formats of a model from its chat template, and `OutputParser`,
-which turns text into `ParserEvent`s. What a parser returns does not depend on how the text was cut, and text that fits
-no format stays text. This room must not know HTTP, requests or workers.
+`router.api` uses `choose_parsers`, which finds a model's formats from its chat template, and `OutputParser`, which
+turns text into `ParserEvent`s. The parsed output does not depend on how its text was split, and text that fits no
+format stays text. The room must not know HTTP, requests or workers.
 """

@@ -20,7 +20,7 @@ NONE = "none"
 
 @dataclass(frozen=True, slots=True)
 class ParserChoice:
-    """The formats of one model's output; None where it has none."""
+    """The formats of one model's output; None if the model has none."""
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
@@ -37,21 +37,21 @@ class ParserChoice:
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Returns whether marks of a format are special tokens, which the text must then keep."""
+        """Whether a format's marks are special tokens, so that the text has to keep these."""
         return self.keeps_special_tokens(has_tools=True)
 
     def keeps_special_tokens(self, has_tools: bool) -> bool:
-        """Returns whether the text of this request must keep special tokens: without tools, only reasoning counts."""
+        """Returns whether a request's text must keep special tokens. Without tools, only reasoning marks count."""
         return bool((has_tools and self.tools and self.tools.special) or (self.reasoning and self.reasoning.special))
 
     def make(self, tools: Sequence[ToolFunction] = (), *, starts_in_reasoning: bool = False) -> OutputParser:
-        """Returns a parser at the start of a completion. Without tools, tool calls stay text."""
+        """Returns a parser for the start of a completion. Without tools, tool calls stay text."""
         return OutputParser(self.tools, self.reasoning, tools, starts_in_reasoning=starts_in_reasoning)
 
     def restore(self, state: Mapping[str, Any], tools: Sequence[ToolFunction] = ()) -> OutputParser:
-        """Returns a parser that continues where the parser with this `state()` stopped.
+        """Returns a parser that continues from another parser's `state()`.
 
-        Raises InvalidInput if `state` is not a state of a parser of this choice.
+        Raises InvalidInput if `state` does not come from a parser of this choice.
         """
         parser = self.make(tools)
         parser.load(state)
@@ -66,11 +66,11 @@ class ParserChoice:
         special_tokens: Mapping[str, int] | None = None,
         starts_in_reasoning: bool = False,
     ) -> str | None:
-        """Returns an llguidance Lark grammar of outputs in this format whose calls are valid, or None for any output.
+        """Returns an llguidance Lark grammar that allows only valid calls in this format; None to allow any output.
 
-        `tool_choice` is "auto" (calls of strict tools are valid; None if no tool is strict), "required", "none" or the
-        name of the tool to call. `special_tokens` are the ids of the tokens that the tokenizer keeps out of text: marks
-        among them are matched as tokens. Raises InvalidInput if the model has no format of calls or no such tool.
+        `tool_choice` is "auto" (calls of strict tools must be valid; None if no tool is strict), "required", "none" or
+        the name of the tool to call. `special_tokens` are the ids of special tokens by text; marks among them are
+        matched as tokens. Raises InvalidInput if the model has no format of calls or there is no such tool.
         """
         offered = list(tools)
         named = tool_choice not in ("auto", "required", NONE)
@@ -81,7 +81,7 @@ class ParserChoice:
         if tool_choice == NONE or (tool_choice == AUTO and not any(tool.strict for tool in tools)):
             return None
         if self.tools is None:
-            problem = "this model has no known format of tool calls; set tool_parser, or ask without tool_choice"
+            problem = "this model has no known format of tool calls; set tool_parser, or send no tool_choice"
             raise InvalidInput("tool_choice", problem)
         if not offered:
             raise InvalidInput("tools", "is empty, but tool_choice requires a call; give at least one tool")
@@ -97,14 +97,14 @@ class ParserChoice:
         )
 
     def prompt_opens_reasoning(self, prompt_text_end: str) -> bool:
-        """Returns whether the end of the prompt leaves the model reasoning, as with some templates."""
+        """Returns whether the prompt ends with an opened reasoning section, as some templates write it."""
         return self.reasoning is not None and prompt_text_end.rstrip().endswith(self.reasoning.prompts or ("\0",))
 
 
 def choose_parsers(chat_template: str | None, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> ParserChoice:
-    """Returns the formats that the marks in a chat template's source indicate, or the named ones.
+    """Returns the formats that the source of a chat template shows, or the named ones.
 
-    "none" switches a parser off. Raises ConfigError for a name that is not known.
+    "none" disables a parser. Raises ConfigError for an unknown name.
     """
     source = chat_template or ""
     return ParserChoice(

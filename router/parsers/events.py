@@ -14,14 +14,14 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """New text of the model's reasoning, which comes before or between answers."""
+    """New text of the model's reasoning, which comes before or between parts of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A tool call begins; its arguments follow. The API assigns its id."""
+    """The start of a tool call, whose arguments follow. The API assigns its id."""
 
     index: int  # among the completion's tool calls, from 0
     name: str
@@ -29,7 +29,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolArgumentsDelta:
-    """New text of a tool call's arguments; all of them together are one JSON object."""
+    """New text of a tool call's arguments. Joined, the deltas are one JSON object."""
 
     index: int
     text: str
@@ -37,7 +37,7 @@ class ToolArgumentsDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnd:
-    """A tool call's arguments are complete."""
+    """The end of a tool call: its arguments are complete."""
 
     index: int
 

@@ -1,7 +1,6 @@
-"""The tables of formats: how each family of models writes tool calls and reasoning, and how to recognise it in a
-template.
+"""The tables of formats: how each family of models writes tool calls and reasoning, and how its template shows it.
 
-A format is a row; the first row whose texts a chat template holds is chosen. `docs/parsers.md` says how to add one.
+A row is a format; a model gets the first row that its chat template shows. `docs/parsers.md` says how to add one.
 """
 
 from __future__ import annotations
@@ -25,19 +24,18 @@ class CallMark:
     """The mark that begins a call, and the parts that follow it."""
 
     parts: Parts
-    only_first: bool = False  # counts only where no text came before it
-    is_part: bool = False  # the mark is the first text of the parts, not before them
+    only_first: bool = False  # the mark counts only if no text came before it
+    is_part: bool = False  # the parts parse the mark itself too
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The contents of a row of either table. A template shows the format if it holds all texts of any entry of
-    `shown_by`."""
+    """What rows of both tables have. A template shows the format if it contains all texts of an entry of `shown_by`."""
 
     name: str
     shown_by: tuple[tuple[str, ...], ...]
-    special: bool = False  # its marks are special tokens, which the text must keep
-    ends: frozenset[str] = frozenset()  # marks that end a message, and are dropped wherever they stand
+    special: bool = False  # its marks are special tokens, which the text has to keep
+    ends: frozenset[str] = frozenset()  # marks that end a message; dropped wherever they occur
 
     def is_shown_by(self, chat_template: str) -> bool:
         """Returns whether the source of a chat template shows this format."""
@@ -46,21 +44,21 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat(Format):
-    """The way in which a family of models writes tool calls."""
+    """How a family of models writes tool calls."""
 
     calls: Mapping[str, CallMark] = field(default_factory=dict)
-    before: frozenset[str] = frozenset()  # marks that may stand before calls
-    after: frozenset[str] = frozenset()  # marks that may stand after calls
-    ends_reasoning: bool = False  # a call ends the reasoning that it is in
+    before: frozenset[str] = frozenset()  # marks that may precede calls
+    after: frozenset[str] = frozenset()  # marks that may follow calls
+    ends_reasoning: bool = False  # a call within reasoning ends the reasoning
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat(Format):
-    """The way in which a family of models writes its reasoning."""
+    """How a family of models writes reasoning."""
 
     opening: str = ""
     closings: tuple[str, ...] = ()
-    headers: Mapping[str, CallMark] = field(default_factory=dict)  # marks of headers that say what follows them
+    headers: Mapping[str, CallMark] = field(default_factory=dict)  # marks of headers, which say what follows
     prompts: tuple[str, ...] = ()  # prompt endings after which the model is reasoning
 
 
@@ -153,7 +151,7 @@ def _harmony() -> tuple[Part, ...]:
 _HARMONY_HEADERS = {
     "<|start|>": CallMark(_harmony, is_part=True),
     "<|channel|>": CallMark(_harmony, is_part=True),
-    " to=": CallMark(_harmony, is_part=True, only_first=True),  # the prompt ends with the role
+    " to=": CallMark(_harmony, is_part=True, only_first=True),  # of the first message, whose role is in the prompt
 }
 _HARMONY_ENDS = frozenset({"<|end|>", "<|return|>", "<|call|>"})
 

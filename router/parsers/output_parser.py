@@ -1,8 +1,8 @@
-"""The parser of one completion: text in, events out.
+"""The parser of one completion, which turns its text into events.
 
-It takes one character after another, so its events cannot depend on how the text was cut. It keeps only what it cannot
-decide yet: a mark that may be complete with the next character, line ends before a mark, and the beginning of a call
-whose name is not known.
+It processes one character at a time, so that the result does not depend on how the text was split. It holds back only
+what it cannot classify yet: the beginning of a mark, line ends that may precede a mark, and the beginning of a call
+before its name is known.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from router.parsers.parts.body import CallBody
 from router.parsers.parts.part import MAX_HELD, CallSink, Stateful, Step, TextBuffer
 from router.parsers.tools import ToolFunction
 
-_MAX_WAITING = 256  # characters that wait for what follows them
+_MAX_WAITING = 256  # characters held back until the next ones show what they mean
 _FIELDS = ("section", "held", "waiting", "first", "after", "wrote", "opened_by")
 
 
@@ -40,7 +40,7 @@ class OutputSection(StrEnum):
 
 
 class EventSink(CallSink, Stateful):
-    """Collects the events of one call of `feed`; adjacent deltas of one kind are one event."""
+    """Collects the events of one call of `feed`, and merges adjacent deltas of one kind."""
 
     FIELDS = ("name", "num_calls", "open", "settled")
 
@@ -49,11 +49,11 @@ class EventSink(CallSink, Stateful):
         self.name = ""
         self.num_calls = 0
         self.open = False  # a call has begun and not ended
-        self.settled = False  # a call of this body has ended, and no other one may have begun
-        self.used = False  # the last step passed something on
+        self.settled = False  # a call of this body has ended, and no further one can have begun yet
+        self.used = False  # the last step added to a call
         self.events: list[ParserEvent] = []
-        self._types: dict[tuple[str, str], frozenset[str]] = {}  # parameter types that were looked up
-        self._parts: list[str] = []  # of the delta that is being collected
+        self._types: dict[tuple[str, str], frozenset[str]] = {}  # parameter types looked up before, by tool and key
+        self._parts: list[str] = []  # the texts of the delta being collected
         self._kind: type[TextDelta | ReasoningDelta | ToolArgumentsDelta] = TextDelta
 
     def types_of(self, key: str) -> frozenset[str]:
@@ -95,7 +95,7 @@ class EventSink(CallSink, Stateful):
         self.used = self.settled = True
 
     def take(self) -> list[ParserEvent]:
-        """Returns the events since the last call."""
+        """Returns the events since the last `take`."""
         self._flush()
         events, self.events = self.events, []
         return events
@@ -114,7 +114,7 @@ class EventSink(CallSink, Stateful):
 
 
 class OutputParser:
-    """Parses one completion. `ParserChoice.make` makes it; it is for one completion and one thread."""
+    """Parses one completion, on one thread. `ParserChoice.make` makes it."""
 
     def __init__(
         self,
@@ -124,27 +124,27 @@ class OutputParser:
         *,
         starts_in_reasoning: bool = False,
     ) -> None:
-        """Makes a parser at the start of a completion. Without tools, no call is looked for."""
+        """Makes a parser for the start of a completion. Without tools, it does not look for calls."""
         self._tools = tool_format if tools else None
         self._reasoning = reasoning_format
-        self._heads = _heads(self._tools, reasoning_format)
+        self._call_marks = _call_marks(self._tools, reasoning_format)
         self._ends = _ends(self._tools, reasoning_format)
         self._marks = {section: _marks(section, self._tools, reasoning_format) for section in OutputSection}
         self._output = EventSink({tool.name: tool for tool in tools})
         self._section = OutputSection.TEXT
-        self._held = ""  # the beginning of a mark, or nothing
+        self._held = ""  # the beginning of a mark, if any
         self._waiting = ""  # line ends and marks before calls, whose meaning depends on what follows
-        self._raw = TextBuffer()  # what was read of a call and not passed on
-        self._first = True  # nothing but white space since the start or the last call or reasoning
-        self._after = False  # a call or reasoning ended or began, and only line ends came since
-        self._wrote = False  # there was text of the answer
-        self._opened_by = ""  # the mark that began the call
+        self._raw = TextBuffer()  # text of the current call that is not passed on yet
+        self._first = True  # only white space came since the start or the end of the last call or reasoning
+        self._after = False  # only line ends came since a call or reasoning began or ended
+        self._wrote = False  # text of the answer was passed on
+        self._opened_by = ""  # the mark that began the current call
         self._body: CallBody | None = None
         if starts_in_reasoning and reasoning_format:
             self._section, self._after = OutputSection.REASONING, True
 
     def feed(self, text: str) -> list[ParserEvent]:
-        """Takes new text and returns the events that it completes."""
+        """Parses new text and returns its events."""
         at = 0
         while at < len(text):
             end = self._skip(text, at)
@@ -155,7 +155,7 @@ class OutputParser:
         return self._output.take()
 
     def finish(self) -> list[ParserEvent]:
-        """Ends the completion and returns the last events. A call that was cut off has no ToolCallEnd."""
+        """Ends the completion and returns the last events. A call that is cut off gets no ToolCallEnd."""
         if self._body is not None:
             self._body.cut_off(self._output)
             if not self._output.open and not self._output.settled:
@@ -168,7 +168,7 @@ class OutputParser:
         return self._output.take()
 
     def state(self) -> dict[str, Any]:
-        """Returns what `ParserChoice.restore` continues from, as JSON-able data. Call it between calls of `feed`."""
+        """Returns the state for `ParserChoice.restore`, as JSON-able data. To be called between calls of `feed`."""
         return {
             **{name: getattr(self, f"_{name}") for name in _FIELDS},
             "raw": self._raw.state(),
@@ -177,7 +177,7 @@ class OutputParser:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state` of a parser of the same choice returned. Raises InvalidInput for anything else."""
+        """Continues from the `state` of a parser of the same choice. Raises InvalidInput for anything else."""
         if state.keys() != {*_FIELDS, "raw", "output", "body"}:
             raise InvalidInput("parser_state", "lacks the fields of a parser; send what state() returned")
         for name in _FIELDS:
@@ -194,13 +194,13 @@ class OutputParser:
         self._output.load(state["output"])
         self._body = None
         if state["body"] is not None:
-            if self._opened_by not in self._heads:
+            if self._opened_by not in self._call_marks:
                 raise InvalidInput("parser_state", "names a mark of another format; restore it with its own choice")
-            self._body = CallBody(self._heads[self._opened_by].parts())
+            self._body = CallBody(self._call_marks[self._opened_by].parts())
             self._body.load(state["body"])
 
     def _skip(self, text: str, at: int) -> int:
-        """Takes characters that change nothing but their own section; returns where it stopped."""
+        """Passes on the characters from `at` on that cannot begin a mark; returns the position after them."""
         if self._body is not None:
             return self._body.skip(text, at, self._output) if self._output.open else at
         if self._held or self._waiting or self._first or self._after:
@@ -218,7 +218,7 @@ class OutputParser:
             self._outside(char)
 
     def _outside(self, char: str) -> None:
-        """Takes a character of text or reasoning: part of a mark, or not."""
+        """Processes a character outside calls, which may belong to a mark."""
         held, self._held = self._held + char, ""
         marks = self._marks[self._section]
         while held and held not in marks.beginnings:
@@ -233,7 +233,7 @@ class OutputParser:
         self._held = held
 
     def _plain(self, char: str) -> None:
-        """Takes a character that belongs to no mark."""
+        """Processes a character that belongs to no mark."""
         if char == "\n":
             self._wait(char)
             return
@@ -249,9 +249,9 @@ class OutputParser:
             self._release()
 
     def _release(self, *, last: bool = False) -> None:
-        """Passes on what waited, since no call follows it.
+        """Passes on the waiting text, since no call follows it.
 
-        Line ends next to a call or reasoning are dropped, unless text stands on both sides.
+        Drops line ends next to a call or reasoning, unless there is text on both sides.
         """
         waiting, self._waiting = self._waiting, ""
         if self._after and (last or not self._wrote or self._section is OutputSection.REASONING):
@@ -263,15 +263,15 @@ class OutputParser:
             self._first = self._first and waiting.isspace()
 
     def _to_plain(self, text: str) -> None:
-        """Passes on text that looked like a call, after what waited before it."""
+        """Passes on, as plain text, the waiting text and then text that turned out to be no call."""
         self._wait(text)
         self._release()
 
     def _mark(self, mark: str) -> None:
-        head = self._heads.get(mark)
+        call_mark = self._call_marks.get(mark)
         tools, reasoning = self._tools, self._reasoning
-        if head and (not head.only_first or (self._first and self._section is OutputSection.TEXT)):
-            self._begin(mark, head)
+        if call_mark and (not call_mark.only_first or (self._first and self._section is OutputSection.TEXT)):
+            self._begin(mark, call_mark)
         elif tools and mark in tools.before:
             self._wait(mark)
         elif mark in self._ends or (
@@ -291,18 +291,18 @@ class OutputParser:
     def _closing_marks(self) -> frozenset[str]:
         return self._tools.after if self._tools else frozenset()
 
-    def _begin(self, mark: str, head: CallMark) -> None:
+    def _begin(self, mark: str, call_mark: CallMark) -> None:
         self._opened_by = mark
-        self._body = body = CallBody(head.parts())
+        self._body = body = CallBody(call_mark.parts())
         self._output.settled = False
-        if not head.is_part:
+        if not call_mark.is_part:
             self._raw.add(mark)
             return
         for char in mark:
             self._in_call(body, char)
 
     def _in_call(self, body: CallBody, char: str) -> None:
-        """Takes a character of a call, or the one that ends it."""
+        """Processes a character of a call, or the first one after it."""
         output = self._output
         output.used = False
         step = body.step(char, output)
@@ -330,7 +330,7 @@ class OutputParser:
             self._fail(body)
 
     def _fail(self, body: CallBody) -> None:
-        """Leaves a call that does not fit its format: the part that was not passed on becomes text."""
+        """Gives up on a call that does not fit its format: what was not passed on becomes text."""
         body.fail(self._output)
         raw, settled = self._raw.take(), self._output.settled
         if settled or self._output.open:
@@ -341,7 +341,7 @@ class OutputParser:
             self._to_plain(raw)
 
     def _close(self) -> None:
-        """Ends a call or reasoning; text follows."""
+        """Ends a call or reasoning, after which text follows."""
         self._body = None
         self._output.open = False
         self._raw.take()
@@ -359,11 +359,11 @@ class MarkSet:
     """The marks that count in a section."""
 
     whole: frozenset[str]
-    beginnings: frozenset[str]  # of the marks, without their ends
-    plain: re.Pattern[str]  # text without line ends in which no mark begins
+    beginnings: frozenset[str]  # all proper prefixes of the marks
+    plain: re.Pattern[str]  # matches text without line ends in which no mark begins
 
 
-def _heads(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> dict[str, CallMark]:
+def _call_marks(tools: ToolFormat | None, reasoning: ReasoningFormat | None) -> dict[str, CallMark]:
     return {**(reasoning.headers if reasoning else {}), **(tools.calls if tools else {})}
 
 

@@ -1,4 +1,4 @@
-"""The tools that a request offers, as parsers see them."""
+"""The tools that a request offers, in the form that parsers use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ToolFunction:
     strict: bool = False  # the arguments must be valid against the schema
 
     def has(self, key: str) -> bool:
-        """Returns whether the schema names the parameter `key`."""
+        """Returns whether the schema has the parameter `key`."""
         properties = self.parameters.get("properties")
         return isinstance(properties, Mapping) and key in properties
 

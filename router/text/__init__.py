@@ -1,7 +1,7 @@
-"""Turns prompts into token ids as the checkpoint says: tokenizer, chat template and the model's defaults.
+"""Turns prompts into token ids by the checkpoint's files: tokenizer, chat template and the model's defaults.
 
-Other rooms take `Tokenizer`, `ModelCard` and `FairThreads`, which runs such work in turns by tenant. A chat template is
-untrusted code: `chat_template` renders it in a process of its own (`template_sandbox`) with what `template_functions`
-lets it call. Detokenizing and stop strings are in `penstock.text`, which workers share. This room knows no requests and
-no workers.
+Other rooms use `Tokenizer`, `ModelCard` and `FairThreads`, which lets tenants take turns at such work. A chat template
+is untrusted code: `chat_template` has it rendered in a process of its own (`template_sandbox`), where it can call only
+what `template_functions` defines. Detokenizing and stop strings are in `penstock.text`, which workers share. The room
+must not know requests or workers.
 """

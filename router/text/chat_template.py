@@ -1,4 +1,4 @@
-"""Renders a model's chat template: a conversation in, prompt text out.
+"""Renders conversations to prompt text with a model's chat template.
 
 The template comes with the checkpoint and is not trusted: it runs in `router.text.template_sandbox`.
 """
@@ -6,10 +6,8 @@ The template comes with the checkpoint and is not trusted: it runs in `router.te
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,16 +21,14 @@ from jinja2.meta import TrackingCodeGenerator
 from penstock.errors import CheckpointError, InternalError, InvalidInput
 from router.text.conversation import Conversation
 from router.text.frames import read_frame, write_frame
+from router.text.sandbox_process import clean_up_sandbox, start_sandbox
 from router.text.template_functions import compile_template, template_environment
 from router.text.template_sandbox import INVALID, RENDERED, TOOL_TEMPLATE
-
-_ROOT = Path(__file__).resolve().parents[2]
-_STOP_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateLimits:
-    """Limits of one rendering. A million-token conversation stays well below each of them."""
+    """Limits of one rendering. A conversation of a million tokens stays well below each of them."""
 
     max_s: float = 2.0
     max_characters: int = 16 << 20
@@ -40,9 +36,9 @@ class TemplateLimits:
 
 
 class ChatTemplate:
-    """A template that is compiled once and rendered in a process of its own, which the limits end.
+    """A template that is rendered in a process of its own, which ends when a rendering exceeds its time limit.
 
-    Owns that process; it starts with the first rendering, and again after a rendering that was ended. For one thread.
+    Owns that process, starts it with the first rendering, and starts it again after it has ended. For one thread.
     """
 
     def __init__(
@@ -55,7 +51,8 @@ class ChatTemplate:
     ) -> None:
         """`special_tokens` (bos_token, eos_token ...) are variables of the template.
 
-        `tool_source` is the template of conversations with tools, if it is another one. Raises CheckpointError.
+        `tool_source` is the template for conversations with tools, if the model has a separate one. Raises
+        CheckpointError.
         """
         try:
             for text in filter(None, (source, tool_source)):
@@ -63,7 +60,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             problem = f"{origin}: line {error.lineno} of the chat template: {error.message}; correct the template"
             raise CheckpointError(problem) from error
-        self.source = source + tool_source  # marks in it show which formats the model writes
+        self.source = source + tool_source  # its marks show which formats the model writes
         self.takes_tools = "tools" in _variables(tool_source or source)
         self._limits = limits or TemplateLimits()
         self._start_frame = msgpack.packb(
@@ -81,7 +78,7 @@ class ChatTemplate:
         self._in_use = threading.Lock()
 
     def render(self, conversation: Conversation | Sequence[Mapping[str, Any]]) -> str:
-        """Returns the prompt of a conversation, or of messages alone; blocks at most as long as the limits allow.
+        """Returns the prompt of a conversation, or of messages alone. Blocks no longer than the limits allow.
 
         Raises InvalidInput if the template refuses the messages or exceeds its limits with them.
         """
@@ -109,7 +106,7 @@ class ChatTemplate:
         except BrokenPipeError:
             answer = None
         if answer is None:
-            raise self._explain_end(process)
+            raise self._clean_up(process)
         text = answer[1:].decode()
         if answer[:1] == RENDERED:
             return text
@@ -118,7 +115,7 @@ class ChatTemplate:
         raise InvalidInput("messages", f"the model's chat template refuses them: {text}")
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Returns the process, started now if there is none."""
+        """Returns the process; starts it if there is none."""
         with self._in_use:
             return self._started()
 
@@ -126,15 +123,7 @@ class ChatTemplate:
         if self._closed:
             raise InternalError("the router is stopping")
         if self._process is None:
-            # No more of the environment than it needs: a template that breaks out must find no secrets there.
-            kept = {name: os.environ[name] for name in ("PATH", "LANG", "TZ", "VIRTUAL_ENV") if name in os.environ}
-            path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "router.text.template_sandbox"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**kept, "PYTHONPATH": path},
-            )
+            self._process = start_sandbox("router.text.template_sandbox")
             assert self._process.stdin is not None
             write_frame(self._process.stdin, self._start_frame)
         return self._process
@@ -145,20 +134,15 @@ class ChatTemplate:
         process = self._process
         if process is not None:
             process.kill()
-        with self._in_use:  # a rendering ends with the process
+        with self._in_use:  # soon free, since a rendering ends with the process
             if self._process is not None:
                 self._process.kill()
-                self._explain_end(self._process)
+                self._clean_up(self._process)
 
-    def _explain_end(self, process: subprocess.Popen[bytes]) -> InvalidInput | InternalError:
+    def _clean_up(self, process: subprocess.Popen[bytes]) -> InvalidInput | InternalError:
+        """Waits for a process that ends, and returns the error that says why it ended."""
         self._process = None
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            try:
-                pipe.close()
-            except BrokenPipeError:
-                continue  # input that the process had not read
-        status = process.wait(_STOP_TIMEOUT_S)
+        status = clean_up_sandbox(process)
         if status == -signal.SIGALRM:
             problem = f"the model's chat template took more than {self._limits.max_s:g} s for them; shorten them"
             return InvalidInput("messages", problem)
@@ -166,7 +150,7 @@ class ChatTemplate:
 
 
 class _NameTracker(TrackingCodeGenerator):
-    """Finds names without computing constant expressions, which may be of any size."""
+    """Finds names without evaluating constant expressions, whose values may be of any size."""
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
@@ -174,7 +158,7 @@ class _NameTracker(TrackingCodeGenerator):
 
 
 def _variables(source: str) -> set[str]:
-    """Returns the names that a template takes from outside. Runs nothing of the template."""
+    """Returns the variables that a template expects to be given. Does not run any of the template."""
     environment = template_environment()
     tracker = _NameTracker(environment)
     tracker.visit(environment.parse(source))
@@ -182,28 +166,31 @@ def _variables(source: str) -> set[str]:
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:
-    """Reads chat_template.jinja, else tokenizer_config.json; returns None if the model has no template."""
+    """Reads the template from chat_template.jinja, else tokenizer_config.json; returns None if there is none.
+
+    Raises CheckpointError.
+    """
     config = read_json(folder / "tokenizer_config.json")
     special = {
         name: value["content"] if isinstance(value, dict) else value
         for name in ("bos_token", "eos_token", "pad_token", "unk_token")
         if (value := config.get(name)) is not None
     }
-    separate, of_tools = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
-    if separate.is_file():
-        tool_source = of_tools.read_text(encoding="utf-8") if of_tools.is_file() else ""
-        return ChatTemplate(separate.read_text(encoding="utf-8"), special, str(separate), tool_source=tool_source)
+    path, tool_path = folder / "chat_template.jinja", folder / "additional_chat_templates" / "tool_use.jinja"
+    if path.is_file():
+        tool_source = tool_path.read_text(encoding="utf-8") if tool_path.is_file() else ""
+        return ChatTemplate(path.read_text(encoding="utf-8"), special, str(path), tool_source=tool_source)
     source, tool_source = config.get("chat_template"), ""
     if isinstance(source, list):  # several templates, by name
         named = {entry["name"]: entry["template"] for entry in source}
         source = named.get("default", next(iter(named.values()), None))
         tool_source = named.get("tool_use", "")
-    path = str(folder / "tokenizer_config.json")
-    return ChatTemplate(source, special, path, tool_source=tool_source) if source else None
+    origin = str(folder / "tokenizer_config.json")
+    return ChatTemplate(source, special, origin, tool_source=tool_source) if source else None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object, empty if the file is absent. Raises CheckpointError for anything else."""
+    """Returns the JSON object in a file; an empty one if there is no file. Raises CheckpointError for anything else."""
     if not path.is_file():
         return {}
     try:

@@ -1,7 +1,8 @@
 """Threads for work before admission, such as parsing and tokenizing: callers take turns, and the queue is bounded.
 
-A caller is a tenant. Whoever was served least goes next, by the size of its work; when the queue is full, the newest
-work of whoever has most of it queued is refused. Work whose caller no longer waits leaves the queue undone.
+A caller is a tenant. The caller that was served least, by the size of its work, goes next; when the queue is full, the
+newest work of the caller with the most queued work is refused. Work is dropped if its caller stops waiting before its
+turn.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ResultT = TypeVar("ResultT")
 Args = ParamSpec("Args")
 
 _RETRY_AFTER_S = 1.0
-_SMALLEST = 1024  # characters that any work counts for, however short its text is
+_SMALLEST = 1024  # characters that each piece of work counts for at least
 
 Turn = asyncio.Future[None]
 
@@ -29,20 +30,20 @@ class FairThreads:
     """Serves one event loop. Owns its threads; `close` drops what is queued."""
 
     def __init__(self, name: str, num_threads: int, max_queued: int) -> None:
-        """`name` is that of the work, in errors; `max_queued` is in characters (or bytes) of its text."""
+        """`name` names the work in errors; `max_queued` bounds the queued sizes, in characters or bytes of text."""
         self._name = name
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._num_idle = num_threads
         self._max_queued = max_queued
         self._queues: dict[str, OrderedDict[Turn, int]] = {}  # by caller: its queued turns, with their sizes
-        self._sizes: dict[str, int] = {}  # by caller: of its queue
+        self._sizes: dict[str, int] = {}  # by caller: the sum of its queued sizes
         self._served = FairCounters[str]()
         self.num_queued = 0
 
     async def run(
         self, caller: str, size: int, work: Callable[Args, ResultT], *args: Args.args, **kwargs: Args.kwargs
     ) -> ResultT:
-        """Does the work once it is the caller's turn. Raises Overloaded, or what the work raises."""
+        """Runs `work` on a thread when it is the caller's turn. Raises Overloaded, or what `work` raises."""
         await self._wait_turn(caller, max(size, _SMALLEST))
         loop = asyncio.get_running_loop()
         try:
@@ -51,10 +52,10 @@ class FairThreads:
             self._give_turn()
             raise
         running.add_done_callback(self._on_done)
-        return await asyncio.shield(running)  # a thread cannot be stopped: its turn ends with the work
+        return await asyncio.shield(running)  # a thread cannot be stopped, so the turn ends with the work
 
     def submit(self, work: Callable[[], object]) -> None:
-        """Does the work at once, or as soon as a thread is free. Nobody waits for it."""
+        """Runs `work` as soon as a thread is free, without a turn and without waiting for it."""
         self._threads.submit(work)
 
     def close(self) -> None:
@@ -73,16 +74,16 @@ class FairThreads:
         self._sizes[caller] = self._sizes.get(caller, 0) + size
         self.num_queued += 1
         try:
-            await turn  # its caller's deadline bounds this wait
+            await turn  # bounded by the caller's deadline
         except BaseException:
             if turn in self._queues.get(caller, ()):
                 self._remove(caller, turn)
             elif not turn.cancelled() and turn.exception() is None:
-                self._give_turn()  # it came at the very moment at which the caller left
+                self._give_turn()  # the turn came at the moment when the caller stopped waiting
             raise
 
     def _make_room(self, caller: str, size: int) -> None:
-        """Refuses queued work until `size` more fits. Raises Overloaded where that would be the caller's own."""
+        """Refuses queued work until `size` more fits. Raises Overloaded if the caller itself has the most queued."""
         while sum(self._sizes.values()) + size > self._max_queued:
             largest = max(self._sizes, key=self._sizes.__getitem__, default=caller)
             if self._sizes.get(caller, 0) + size >= self._sizes.get(largest, 0):
@@ -107,7 +108,7 @@ class FairThreads:
 
     def _on_done(self, running: asyncio.Future[ResultT]) -> None:
         if not running.cancelled():
-            running.exception()  # its caller may no longer be there to see it
+            running.exception()  # retrieves it, since the caller may have stopped waiting
         self._give_turn()
 
     def _give_turn(self) -> None:
@@ -116,7 +117,7 @@ class FairThreads:
         while self._queues and self._num_idle:
             caller = min(self._queues, key=self._served.__getitem__)
             turn, size = next(iter(self._queues[caller].items()))
-            if not turn.done():  # else its caller leaves at this very moment
+            if not turn.done():  # done: the caller has just stopped waiting
                 self._num_idle -= 1
                 self._served.serve(caller, size)
                 turn.set_result(None)

@@ -1,7 +1,6 @@
-"""Holds what a router and its sandboxed processes (`template_sandbox`, `grammar_sandbox`) have in common: frames and
-memory.
+"""What the router shares with its sandboxed processes (`template_sandbox`, `grammar_sandbox`): frames and memory use.
 
-Imported in untrusted processes: hence neither grpc nor anything of penstock.
+Untrusted processes import it, so it must import neither grpc nor anything of penstock.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import resource
 import struct
 from typing import IO
 
-NICENESS = 5  # of a sandbox: workers that share its cores continue with their steps while it works
+NICENESS = 5  # of a sandbox, so that workers on the same cores are not slowed down
 _LENGTH = struct.Struct(">I")
 
 
@@ -20,7 +19,7 @@ def write_frame(stream: IO[bytes], data: bytes) -> None:
 
 
 def read_frame(stream: IO[bytes]) -> bytes | None:
-    """Returns None at the end of the stream."""
+    """Returns the next frame; None at the end of the stream."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None

@@ -1,12 +1,12 @@
 """Compiles grammars in a process of its own, under limits: `python -m router.text.grammar_sandbox`.
 
-No limit of the grammar library bounds every grammar, and a thread inside the library cannot be stopped. So each grammar
-is compiled by a fork of this process, which a timer of processor time ends. The fork inherits the tokens' trie, which
-takes up to a second to build; this process itself compiles nothing and stays.
+The grammar library's own limits do not bound every grammar, and a thread inside the library cannot be stopped. So each
+grammar is compiled by a fork of this process, under a timer of processor time that ends the fork. The fork inherits the
+tokens' trie, which takes up to a second to build; this process itself compiles nothing and goes on.
 
-Frames on stdin and stdout are a length (4 bytes, big endian) and as many bytes. In: first the checkpoint's folder, its
-number of logits and the limits, then a grammar for each compilation (msgpack). Out: `READY` once the trie is built,
-then for each grammar `OBEYED`, or a reason why it is refused.
+A frame on stdin or stdout is a length (4 bytes, big endian) and that many bytes. In: first the checkpoint's folder, the
+vocabulary size and the limits, then one grammar for each compilation (msgpack). Out: `READY` once the trie is built,
+then for each grammar `OBEYED` or the reason why it is refused.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from penstock.text.grammars import GrammarCompiler
 from penstock.types import Grammar, GrammarKind
 from router.text.frames import NICENESS, read_frame, used_bytes, write_frame
 
-# The first byte of an answer. What is wrong with the grammar, or with the checkpoint, follows the last two.
+# The first byte of an answer. The problem with the grammar follows REFUSED, that with the checkpoint UNKNOWN.
 READY, OBEYED, REFUSED, UNKNOWN = b"=", b"+", b"-", b"!"
 
 
 def main() -> None:
-    """Compiles until stdin ends."""
+    """Compiles grammars until stdin ends."""
     first = read_frame(sys.stdin.buffer)
     if first is None:
         return
     given = msgpack.unpackb(first)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(NICENESS)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the router's processes too; stdin ends then
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal also interrupts the router, which then closes stdin
     compiler = GrammarCompiler(given["folder"], given["vocab_size"])
-    with contextlib.suppress(CheckpointError):  # each grammar is answered with it
+    with contextlib.suppress(CheckpointError):  # raised again, and reported, for each grammar
         compiler.prepare()
     write_frame(sys.stdout.buffer, READY)
     while (frame := read_frame(sys.stdin.buffer)) is not None:
@@ -47,14 +47,16 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             _compile(compiler, Grammar(GrammarKind(kind), source), given)
-        _, status = os.waitpid(child, 0)  # the timer and the memory's limit bound it
+        _, status = os.waitpid(child, 0)  # bounded by the fork's timer and memory limit
         code = os.waitstatus_to_exitcode(status)
         if code:
             write_frame(sys.stdout.buffer, REFUSED + _explain(code, given).encode())
 
 
 def _compile(compiler: GrammarCompiler, grammar: Grammar, given: dict[str, Any]) -> NoReturn:
-    """Answers, and ends the fork with status 0; ends it otherwise, or is ended, before any answer is written."""
+    """Writes the answer and ends the fork with status 0. A fork that exceeds a limit ends without writing an answer,
+    and with another status.
+    """
     memory_bytes = used_bytes() + given["max_memory_bytes"]
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     # The default action of SIGPROF ends the fork wherever it is.

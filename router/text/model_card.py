@@ -1,6 +1,6 @@
-"""The model as the checkpoint folder describes it to the router: name, vocabulary size, generation defaults.
+"""What the router reads about the model from the checkpoint folder: vocabulary size and generation defaults.
 
-Context length and revision are not here: workers report them (`WorkerDescription`).
+It takes the context length and the revision from workers' reports (`WorkerDescription`) instead.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    name: str  # as clients know it
+    name: str  # that clients use
     vocab_size: int
     generation_defaults: Mapping[str, float]
 
     @classmethod
     def load(cls, config: RouterConfig) -> ModelCard:
-        """Raises CheckpointError that names the file and the key."""
+        """Reads the card from the checkpoint folder. Raises CheckpointError, which names the file and the key."""
         folder = Path(config.model)
         path = folder / "config.json"
         if not path.is_file():
@@ -37,7 +37,7 @@ class ModelCard:
 
 
 def _generation_defaults(path: Path) -> dict[str, float]:
-    """Reads the defaults; those of sampling apply only to a model with `do_sample`, a penalty to greedy models too."""
+    """Reads the defaults. Those for sampling apply only with `do_sample`, the penalty to greedy models as well."""
     config = read_json(path)
     sampled = _SAMPLED if config.get("do_sample") else ()
     return {name: config[name] for name in (*sampled, "repetition_penalty") if config.get(name) is not None}

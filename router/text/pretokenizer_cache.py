@@ -1,9 +1,9 @@
-"""Cuts prompts where their parts tokenize as they do within the whole, and caches the ids of the parts. Pure.
+"""Cuts prompts into segments that can be tokenized separately, and caches the segments' ids. Pure.
 
-A tokenizer takes its added tokens out of the text first, from left to right, and works on each stretch between them by
-itself. So the ids of a text are those of its segments in order, where each segment after the first begins with an added
-token. A conversation as a chat template renders it has such a token at every turn: when it grows only its last segments
-are new, and the others are looked up. Not thread-safe.
+A tokenizer first splits a text at its added tokens, from left to right, and tokenizes each stretch between them
+separately. So the ids of a text are those of its segments in order, where each segment after the first begins with an
+added token. A conversation rendered by a chat template has such a token at every turn: when it grows, only its last
+segments are new, and the others are looked up. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_MAX_SEGMENTS = 16384  # looked up in a few milliseconds; a conversation has two or three for each message
-_ENTRY_BYTES = 200  # of a cached segment besides its text and ids, approximately
+_MAX_SEGMENTS = 16384  # take a few milliseconds to look up; a conversation has two or three for each message
+_ENTRY_BYTES = 200  # approximate memory of a cached segment besides its text and ids
 
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """An added token as tokenizer.json describes it."""
+    """An added token of tokenizer.json."""
 
     content: str
-    normalized: bool = False  # looked for in the normalized text, hence after the others
-    single_word: bool = False  # not recognized beside a letter
-    strips: bool = False  # swallows the white space beside it
+    normalized: bool = False  # searched for in the normalized text, and so after the others
+    single_word: bool = False  # not recognized next to a letter
+    strips: bool = False  # includes the white space next to it
 
 
 class SegmentCutter:
-    """Cuts only at tokens that nothing to the left of them could swallow or undo."""
+    """Cuts texts at those added tokens that are recognized whatever precedes them."""
 
     def __init__(self, tokens: Sequence[AddedToken]) -> None:
         contents = [token.content for token in tokens if token.content]
         safe = [token.content for token in tokens if token.content and _is_safe(token, contents)]
-        longest_first = sorted(safe, key=len, reverse=True)  # as the tokenizer prefers them
+        longest_first = sorted(safe, key=len, reverse=True)  # the tokenizer prefers the longest as well
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if safe else None
 
     def cut(self, text: str) -> list[str]:
-        """Returns the segments, none of them empty; joined they are the text. A text of too many stays whole."""
+        """Returns the segments, which are not empty and join to the text. Does not cut a text that has too many."""
         if self._pattern is None:
             return [text] if text else []
         found = itertools.islice(self._pattern.finditer(text), _MAX_SEGMENTS + 1)
@@ -50,24 +50,24 @@ class SegmentCutter:
 
 
 def _is_safe(token: AddedToken, contents: Sequence[str]) -> bool:
-    """Returns whether the tokenizer recognizes the token, or a longer one, wherever its text stands."""
+    """Returns whether the tokenizer recognizes the token, or a longer one, wherever its text occurs."""
     text = token.content
     if token.normalized or token.single_word or token.strips:
         return False
     if text != text.strip() or text[0].isalnum() or text[0] == "_":
-        return False  # it could end another token's white space, or touch a token that must stand alone
+        return False  # another token could strip its space, or not be recognized next to it
     return not any(_covers(other, text) for other in contents)
 
 
 def _covers(other: str, text: str) -> bool:
-    """Returns whether `other` may begin before `text` does and end within or after it."""
+    """Returns whether `other` may begin before `text` and end within or after it."""
     if text in other[1:]:
         return True
     return any(other.endswith(text[:length]) for length in range(1, min(len(text), len(other))))
 
 
 class PretokenizerCache:
-    """Ids of segments by scope and text; the least recently used leave first. Scopes never see each other's."""
+    """Ids of segments by scope and text, with the least recently used evicted first. Scopes share no entries."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -94,5 +94,5 @@ class PretokenizerCache:
 
 
 def _size(segment: str, ids: array[int]) -> int:
-    width = 1 if segment.isascii() else 4  # the widest that a string's characters may be
+    width = 1 if segment.isascii() else 4  # the most bytes that a character of the string may take
     return len(segment) * width + len(ids) * ids.itemsize + _ENTRY_BYTES

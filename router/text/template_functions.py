@@ -1,8 +1,8 @@
-"""Defines what a chat template may use besides the conversation: its functions, filters and tags.
+"""Defines the functions, filters and tags that chat templates may use.
 
-The names are those that checkpoints' templates expect of transformers: `raise_exception`, `strftime_now`, `tojson` and
-`{% generation %}`. Whatever this module imports is also in the untrusted process of `router.text.template_sandbox`;
-hence neither grpc nor anything of penstock.
+They have the names that templates know from transformers: `raise_exception`, `strftime_now`, `tojson` and
+`{% generation %}`. The untrusted process of `router.text.template_sandbox` imports this module, so it must import
+neither grpc nor anything of penstock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class _GenerationBlocks(Extension):
-    """Renders what is in `{% generation %}` blocks, which mark an assistant's text for training, like any text."""
+    """Renders the contents of `{% generation %}` blocks, which mark an assistant's text for training, unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -29,12 +29,12 @@ class _GenerationBlocks(Extension):
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """Runs nothing of the template, not even its constant expressions. Raises jinja2.TemplateSyntaxError."""
+    """Compiles a template without running any of it, even constant expressions. Raises jinja2.TemplateSyntaxError."""
     return template_environment().from_string(source)
 
 
 def template_environment() -> jinja2.Environment:
-    """Returns what templates are parsed and rendered with."""
+    """Returns the environment in which templates are parsed and rendered."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -59,7 +59,7 @@ def _strftime_now(form: str) -> str:
 
 @jinja2.pass_context
 def _as_it_is(_: object, value: object) -> object:
-    """Demands the context, so that jinja2 evaluates constants when it renders and not when it compiles."""
+    """Takes the context, so that jinja2 evaluates constants when it renders rather than when it compiles."""
     return value
 
 
@@ -70,5 +70,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Writes JSON as transformers' filter does, with the same options."""
+    """Writes JSON like the filter in transformers, with the same options."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -4,9 +4,9 @@ A template comes with a checkpoint and is not trusted. jinja2's sandbox keeps it
 but stops neither endless nested loops nor a string of gigabytes. A timer that ends the process and a bound on its
 memory do.
 
-Frames on stdin and stdout are a length (4 bytes, big endian) and as many bytes. In: first the template and its limits,
+A frame on stdin or stdout is a length (4 bytes, big endian) and that many bytes. In: first the template and its limits,
 then a conversation for each rendering (msgpack). Out: for each rendering its text, or the reason why there is none.
-Whatever this module imports is in the untrusted process too; hence neither grpc nor anything of penstock.
+Because the process is untrusted, this module must import neither grpc nor anything of penstock.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import msgpack
 from router.text.frames import NICENESS, read_frame, used_bytes, write_frame
 from router.text.template_functions import compile_template
 
-# The first byte of an answer. After INVALID come a field's name, a line feed and what is wrong with the field.
+# The first byte of an answer. INVALID is followed by a field's name, a line feed and the problem with the field.
 RENDERED, REFUSED, INVALID = b"+", b"-", b"!"
-TOOL_TEMPLATE = "tool_source"  # of the first frame: the template of conversations with tools, if there is one
+TOOL_TEMPLATE = "tool_source"  # key in the first frame: the separate template for conversations with tools
 
-_CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # ends with a space, which shows whether the template trims contents
+_CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # its final space shows whether the template trims contents
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
     os.nice(NICENESS)
     templates = {name: compile_template(given[name]) for name in ("source", TOOL_TEMPLATE) if given.get(name)}
     while (frame := read_frame(sys.stdin.buffer)) is not None:
-        # The default action of SIGALRM ends the process wherever it is, even after its router has gone.
+        # The default action of SIGALRM ends the process whatever it does, even if the router is gone.
         signal.setitimer(signal.ITIMER_REAL, given["max_s"])
         answer = _render(templates, msgpack.unpackb(frame), given)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -59,12 +59,13 @@ def _render(templates: dict[str, jinja2.Template], conversation: dict[str, Any],
     try:
         text = _text_of(templates, conversation, given["special_tokens"])
         if len(text) > given["max_characters"]:
-            return REFUSED + f"it made {len(text)} characters of them, of at most {given['max_characters']}".encode()
+            problem = f"it renders them to {len(text)} characters; the limit is {given['max_characters']}"
+            return REFUSED + problem.encode()
         return RENDERED + text.encode()
     except _InvalidField as error:
         return INVALID + str(error).encode(errors="replace")
     except MemoryError:
-        return REFUSED + f"it took more than {given['max_memory_bytes'] >> 20} MiB of memory".encode()
+        return REFUSED + f"it takes more than {given['max_memory_bytes'] >> 20} MiB of memory".encode()
     except Exception as error:  # a template may fail like any program; these messages made it fail
         return REFUSED + str(error).encode(errors="replace")
 
@@ -72,7 +73,7 @@ def _render(templates: dict[str, jinja2.Template], conversation: dict[str, Any],
 def _text_of(
     templates: dict[str, jinja2.Template], conversation: dict[str, Any], special_tokens: dict[str, str]
 ) -> str:
-    """Raises _InvalidField, or whatever the template raises."""
+    """Returns the rendered text. Raises _InvalidField, or whatever the template raises."""
     messages, tools = conversation["messages"], conversation["tools"]
     _parse_json(messages, tools)
     template = templates.get(TOOL_TEMPLATE, templates["source"]) if tools else templates["source"]
@@ -97,7 +98,7 @@ def _text_of(
 
 
 def _cut_after(text: str, content: str) -> str:
-    """Returns a rendering up to the end of its final message's content, as transformers does it."""
+    """Returns the rendering up to the end of the final message's content, as transformers does."""
     at = text.rfind(_CONTINUED.strip())
     if at < 0 or content.strip() not in text:
         raise _InvalidField("continue_final_message", "is not possible: the chat template alters the final message")
@@ -105,9 +106,9 @@ def _cut_after(text: str, content: str) -> str:
 
 
 def _parse_json(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> None:
-    """Replaces the JSON texts of tools and tool calls by their values, as templates expect.
+    """Replaces the JSON texts of tools and tool calls by their values, which templates expect.
 
-    A model may have written arguments that are not a JSON object; those stay texts.
+    Arguments of a call that are not a JSON object stay text, since a model may write anything.
     """
     for number, tool in enumerate(tools):
         function = tool["function"]

@@ -1,7 +1,6 @@
-"""Encodes text and conversations to token ids, as the checkpoint's tokenizer.json says.
+"""Encodes text and conversations to token ids with the checkpoint's tokenizer.json.
 
-Owns the compiled tokenizer, its cache and its threads: long texts are encoded off the event loop, and chats rendered,
-in turns by caller (a tenant).
+Conversations are rendered, and long texts encoded, on threads at which callers (tenants) take turns.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from router.text.fair_threads import FairThreads
 from router.text.pretokenizer_cache import AddedToken, PretokenizerCache, SegmentCutter
 
 _MAX_QUEUED = 1 << 28  # characters
-_INLINE_TOKENS = 1024  # spelt in about a millisecond
+_INLINE_TOKENS = 1024  # converted to text in about a millisecond
 _INLINE_CHARACTERS = 4096  # encoded in about a millisecond; longer texts would delay every other stream
 _NUM_THREADS = 2
 _CACHE_BYTES = 64 << 20  # about ten million characters of conversations
@@ -30,12 +29,12 @@ ResultT = TypeVar("ResultT")
 
 
 class Tokenizer:
-    """Owns the compiled tokenizer, the chat template, a cache of earlier prompts, and a small thread pool."""
+    """Owns the compiled tokenizer, the chat template, a cache of segments, and the threads."""
 
     def __init__(
         self, tokenizer: tokenizers.Tokenizer, template: ChatTemplate | None, max_queued: int = _MAX_QUEUED
     ) -> None:
-        """`max_queued` is in characters."""
+        """`max_queued` bounds the text queued for the threads, in characters."""
         self._tokenizer = tokenizer
         self.template = template
         self._cutter = SegmentCutter([_as_added(token) for token in tokenizer.get_added_tokens_decoder().values()])
@@ -49,13 +48,16 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path, max_queued: int = _MAX_QUEUED) -> Tokenizer:
-        """Raises CheckpointError that names the file."""
+        """Loads the tokenizer and the chat template from a checkpoint folder.
+
+        Raises CheckpointError, which names the file.
+        """
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
             raise CheckpointError(f"{path}: is missing; point `model` at a checkpoint folder that has one")
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises nothing more specific
             raise CheckpointError(f"{path}: {error}; copy the file again from the model's source") from error
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -64,7 +66,7 @@ class Tokenizer:
     async def encode(
         self, text: str, *, add_special_tokens: bool = True, scope: str = "", caller: str = ""
     ) -> list[int]:
-        """Returns the ids of a prompt, with the special tokens that the tokenizer's own post-processor puts around it.
+        """Returns the ids of a prompt, by default with the special tokens that the tokenizer's post-processor adds.
 
         Segments that a request of the same scope has sent before are not tokenized again. Raises Overloaded.
         """
@@ -74,11 +76,11 @@ class Tokenizer:
         before, after = self._affixes if add_special_tokens and self._affixes else ((), ())
         known = [self._cache.get(scope, segment) for segment in segments]
         missing = [segment for segment, ids in zip(segments, known, strict=True) if ids is None]
-        fresh = iter(await self._encode_parts(missing, caller, add_special_tokens=False))
+        encoded = iter(await self._encode_parts(missing, caller, add_special_tokens=False))
         prompt = array("I", before)
         for segment, ids in zip(segments, known, strict=True):
             if ids is None:
-                ids = array("I", next(fresh))
+                ids = array("I", next(encoded))
                 self._cache.put(scope, segment, ids)
             prompt.extend(ids)
         prompt.extend(after)
@@ -92,7 +94,7 @@ class Tokenizer:
         *,
         add_special_tokens: bool = False,
     ) -> list[int]:
-        """Returns the ids of a conversation; the template writes its special tokens itself.
+        """Returns the ids of a conversation, by default without special tokens, since the template writes them.
 
         Raises InvalidInput or Overloaded.
         """
@@ -107,9 +109,9 @@ class Tokenizer:
         return template.render(conversation)
 
     def _check_template(self, template: ChatTemplate, conversation: Conversation) -> None:
-        """Checks that the template shows what the conversation has. Raises InvalidInput."""
+        """Checks that the template renders all parts of the conversation. Raises InvalidInput."""
         if conversation.tools and not template.takes_tools:
-            raise InvalidInput("tools", "are not possible: the model's chat template has no place for tools")
+            raise InvalidInput("tools", "are not possible: the model's chat template does not render tools")
         roles = [role for role in ROLES if role != "tool" or "tool" in template.source]
         for number, message in enumerate(conversation.messages):
             if message["role"] not in roles:
@@ -117,37 +119,35 @@ class Tokenizer:
                     f"messages[{number}].role", f"is {message['role']!r}; give one of {', '.join(roles)}"
                 )
             if "tool_calls" in message and "tool_calls" not in template.source:
-                raise InvalidInput(
-                    f"messages[{number}].tool_calls", "are not possible: the model's chat template has none"
-                )
+                problem = "are not possible: the model's chat template does not render tool calls"
+                raise InvalidInput(f"messages[{number}].tool_calls", problem)
 
     async def off_loop(self, caller: str, size: int, work: Callable[[], ResultT]) -> ResultT:
-        """Does other work on a prompt of that many characters, off the event loop. Raises Overloaded, or what it
-        raises."""
+        """Runs other work on a prompt of `size` characters on a thread. Raises Overloaded, or what `work` raises."""
         return await self._threads.run(caller, size, work)
 
     async def encode_each(self, texts: Sequence[str], caller: str = "") -> list[list[int]]:
-        """Returns the ids of each text, without special tokens around it. Raises Overloaded."""
+        """Returns the ids of each text, without special tokens. Raises Overloaded."""
         return await self._encode_parts(texts, caller, add_special_tokens=False)
 
     async def spell(self, token_ids: Sequence[int], caller: str = "") -> list[str]:
         """Returns each token's text. Raises Overloaded."""
 
-        def spelt() -> list[str]:
+        def token_texts() -> list[str]:
             return [self.spelling.token_text(token_id) for token_id in token_ids]
 
-        return spelt() if len(token_ids) <= _INLINE_TOKENS else await self._threads.run(caller, len(token_ids), spelt)
+        if len(token_ids) <= _INLINE_TOKENS:
+            return token_texts()
+        return await self._threads.run(caller, len(token_ids), token_texts)
 
     async def decode(self, token_ids: Sequence[int], caller: str = "") -> str:
-        """Returns the text of tokens, special ones by their names. Raises Overloaded."""
+        """Returns the text of tokens, including special ones. Raises Overloaded."""
 
-        def decoded() -> str:
-            # Not `decode`: that keeps the interpreter's lock.
+        def text() -> str:
+            # Unlike `decode`, `decode_batch` releases the interpreter's lock.
             return self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=False)[0]
 
-        return (
-            decoded() if len(token_ids) <= _INLINE_TOKENS else await self._threads.run(caller, len(token_ids), decoded)
-        )
+        return text() if len(token_ids) <= _INLINE_TOKENS else await self._threads.run(caller, len(token_ids), text)
 
     async def _encode_parts(self, parts: Sequence[str], caller: str, *, add_special_tokens: bool) -> list[list[int]]:
         size = sum(map(len, parts))
@@ -156,12 +156,12 @@ class Tokenizer:
         return await self._threads.run(caller, size, self._encode, parts, add_special_tokens)
 
     def _encode(self, parts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        # Not `encode`: that keeps the interpreter's lock, and would stop every stream for as long as it takes.
+        # Unlike `encode`, this releases the interpreter's lock; otherwise every stream would stop meanwhile.
         encodings = self._tokenizer.encode_batch_fast(list(parts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
     def _find_affixes(self) -> tuple[Sequence[int], Sequence[int]] | None:
-        """Returns the ids that the post-processor puts before and after any text; None if it does more than that."""
+        """Returns the ids that the post-processor adds before and after any text; None if it does anything else."""
         found = set()
         for probe in ("a", "b c, d"):
             bare, whole = (self._encode([probe], add)[0] for add in (False, True))
@@ -172,7 +172,7 @@ class Tokenizer:
         return found.pop() if len(found) == 1 else None
 
     def start(self) -> None:
-        """Starts the template's process off the event loop; otherwise the first chat would wait for that."""
+        """Starts the template's process on a thread, so that the first chat does not wait for it."""
         if self.template is not None:
             self._template_thread.submit(self.template.start)
 

@@ -20,25 +20,24 @@ WriteCall = Callable[[LarkWriter, ToolFunction], str]
 
 @dataclass(frozen=True, slots=True)
 class CallGrammar:
-    """The way in which a format writes calls: each begins with `mark`; `opening` and `closing` stand around all of
-    them."""
+    """How a format writes calls: `mark` begins each call; `opening` and `closing` enclose all of them."""
 
     mark: str
-    call: WriteCall  # after the mark
+    call: WriteCall  # what follows the mark
     separator: str = ""
     opening: str = ""
     closing: str = ""
     one_only: bool = False  # the format has no parallel calls
-    trigger: str = ""  # the beginning of `opening` after which only calls may come; all of it if empty
+    trigger: str = ""  # the part of `opening` after which only calls may come; empty: all of it
 
 
 def schema_of(tool: ToolFunction) -> dict[str, Any]:
-    """Returns the schema of a tool's arguments: an object with only the named properties, unless it says otherwise."""
+    """Returns the schema of a tool's arguments: an object without other properties, unless the schema allows them."""
     return closed({"type": "object", **tool.parameters})
 
 
 def _with_json(before: str, after: str) -> WriteCall:
-    """Returns a writer of calls that are fixed text around the arguments; `{}` stands for the name."""
+    """Returns a writer of calls with fixed text around JSON arguments; `{}` stands for the tool's name."""
 
     def write(lark: LarkWriter, tool: ToolFunction) -> str:
         parts = (lark.literal(before.replace("{}", tool.name)), lark.json(schema_of(tool)), lark.literal(after))
@@ -53,7 +52,7 @@ def _kimi(lark: LarkWriter, tool: ToolFunction) -> str:
 
 
 def _tagged(before: str, key: str, value_end: str, after: str) -> WriteCall:
-    """Returns a writer of calls with a tag for each parameter; strings are written in them without quotes."""
+    """Returns a writer of calls with a tag for each parameter, in which strings have no quotes."""
 
     def write(lark: LarkWriter, tool: ToolFunction) -> str:
         def parameter(name: str, schema: Mapping[str, Any]) -> str:
@@ -73,13 +72,13 @@ def _tagged(before: str, key: str, value_end: str, after: str) -> WriteCall:
 
 
 def all_strings(schema: Mapping[str, Any]) -> bool:
-    """Returns whether a schema allows a list of strings and nothing else."""
+    """Returns whether a schema lists the allowed values and all of them are strings."""
     values = allowed_values(schema)
     return values is not None and all(isinstance(value, str) for value in values)
 
 
 def _bare(name: str) -> str:
-    """Returns the name of a parameter that is written without quotes. Raises InvalidInput if it needs them."""
+    """Returns the name of a parameter if it can be written without quotes, else raises InvalidInput."""
     if not _KEY.fullmatch(name):
         problem = f"the parameter {name[:64]!r} cannot be enforced with this model; use letters, digits and underscores"
         raise InvalidInput("tools", problem)
@@ -105,7 +104,7 @@ def _gemma(quote: str, end: str) -> WriteCall:
 
 
 def _gemma_value(lark: LarkWriter, schema: Mapping[str, Any], quote: str, depth: int) -> str:
-    """Returns an expression of a value whose strings are written between `quote`s."""
+    """Returns an expression of a value that matches the schema, with `quote` around its strings."""
     kind = schema.get("type")
     values = allowed_values(schema)
     if values is not None:
@@ -175,7 +174,7 @@ _ROWS: Mapping[str, CallGrammar] = {
 
 
 def call_grammar(format_name: str, special_tokens: Mapping[str, int]) -> CallGrammar:
-    """Returns how a format writes calls, which in some families depends on the tokens that exist."""
+    """Returns how a format writes calls. In some families that depends on the special tokens that exist."""
     if format_name == "mistral":
         return _MISTRAL_NAMED if "[ARGS]" in special_tokens else _MISTRAL_LIST
     if format_name == "gemma":

@@ -1,4 +1,4 @@
-"""The grammar of a whole output: reasoning, then only calls or text with calls in it."""
+"""The grammar of a whole output: reasoning, then either only calls or text with calls in it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def write_grammar(
     special_tokens: Mapping[str, int],
     starts_in_reasoning: bool,
 ) -> str:
-    """Returns a Lark grammar of outputs with valid calls of `tools`; if `required`, at least one and no text.
+    """Returns a Lark grammar of outputs with valid calls of `tools`; if `required`, with at least one call and no text.
 
-    `reasoning_marks` open and close reasoning, which may come first. If not required, arguments of tools that are not
-    strict may be any object.
+    `reasoning_marks` open and close the reasoning that may come first. If calls are not required, tools that are not
+    strict accept any object as arguments.
     """
     lark = LarkWriter(special_tokens, "tools")
     form = call_grammar(format_name, special_tokens)
@@ -44,12 +44,12 @@ def _reasoning(lark: LarkWriter, marks: tuple[str, str] | None, required: bool, 
     thoughts = f"{lark.until(marks[1])} /\\n{{0,2}}/"
     if starts_in_reasoning:
         return thoughts
-    # Before free text, reasoning is part of that text, unless its mark is a token, which text cannot hold.
+    # The text that follows may itself contain the reasoning, unless the opening mark is a special token.
     return f"({lark.literal(marks[0])} {thoughts})?" if required or marks[0] in lark.special_tokens else ""
 
 
 def _calls_only(lark: LarkWriter, form: CallGrammar, call: str, parallel: bool, begun: str = "") -> str:
-    """Returns an expression of calls without text, from the end of `begun` on."""
+    """Returns an expression of calls without text. Leaves out `begun`, with which the calls have already begun."""
     beginning = lark.literal((form.opening + form.mark).removeprefix(begun))
     more = (
         f"({lark.literal(form.separator)} {lark.literal(form.mark)} {call})*" if parallel and not form.one_only else ""

@@ -1,4 +1,4 @@
-"""Parts one after another, repeated, or chosen by their first character."""
+"""Composes parts: in sequence, repeated, or chosen by the first character."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SPACE = " \t\r\n"
 
 
 class CallBody(Stateful):
-    """Feeds the parts of one call, in order."""
+    """Feeds the parts of one call in sequence."""
 
     def __init__(self, parts: tuple[Part, ...]) -> None:
         self._parts = parts
@@ -22,7 +22,7 @@ class CallBody(Stateful):
         self.ended_at = False  # a part ended with the last character
 
     def step(self, char: str, sink: CallSink) -> Step:
-        """Takes the next character. DONE and DONE_BEFORE refer to the call as a whole."""
+        """Processes the next character. DONE and DONE_BEFORE refer to the whole call."""
         self.ended_before = self.ended_at = False
         while self._current < len(self._parts):
             step = self._parts[self._current].step(char, sink)
@@ -36,15 +36,15 @@ class CallBody(Stateful):
         return Step.DONE_BEFORE
 
     def skip(self, text: str, start: int, sink: CallSink) -> int:
-        """Takes as many characters as the current part takes at once; returns where it stopped."""
+        """Processes as many characters as the current part takes at once; returns the position after them."""
         return self._parts[self._current].skip(text, start, sink)
 
     def cut_off(self, sink: CallSink) -> None:
-        """Passes on what the current part keeps of an open call."""
+        """Passes on what the current part holds of an open call that is cut off."""
         self._parts[self._current].cut_off(sink)
 
     def fail(self, sink: CallSink) -> None:
-        """Passes on what the current part keeps of an open call that goes wrong."""
+        """Passes on what the current part holds of an open call that does not fit its format."""
         self._parts[self._current].fail(sink)
 
     def state(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class CallBody(Stateful):
         return {"part": self._current, "state": self._parts[self._current].state()}
 
     def load(self, state: object) -> None:
-        """Takes over what `state` returned. Raises InvalidInput if it is not such a state."""
+        """Continues from what `state` returned. Raises InvalidInput for anything else."""
         current = state.get("part") if isinstance(state, dict) else None
         if not isinstance(state, dict) or not isinstance(current, int) or not 0 <= current < len(self._parts):
             raise InvalidInput("parser_state", f"has no part below {len(self._parts)}; send what state() returned")
@@ -61,9 +61,9 @@ class CallBody(Stateful):
 
 
 class Repeated(Part):
-    """Calls one after another, between `opening` and `closing` and with `separator` between them.
+    """Calls between `opening` and `closing`, separated by `separator`.
 
-    With `bare`, a single call may stand without the opening and closing ones.
+    With `bare`, a single call may lack the opening and closing characters.
     """
 
     FIELDS = ("place", "alone", "item")
@@ -118,7 +118,7 @@ class Repeated(Part):
 
 
 class Choice(Part):
-    """Any of several bodies, chosen by the first character that is not white space; `""` stands for any other one."""
+    """One of several bodies, chosen by the first character that is not white space; `""` is the default."""
 
     FIELDS = ("case",)
 

@@ -1,4 +1,4 @@
-"""A call as one JSON object that holds the tool's name and its arguments."""
+"""A call written as one JSON object with the tool's name and its arguments."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from router.parsers.parts.part import MAX_HELD, CallSink, Part, Step, TextBuffer
 from router.parsers.parts.plain import MAX_NAME, NAME
 
 _SPACE = " \t\r\n"
-_IGNORED = ("id", "type")  # models write them next to the name
+_IGNORED = ("id", "type")  # keys that models write next to the name
 _NULL = "null"
 
 
 class Envelope(Part):
-    """`{"name": ..., "arguments": {...}}`, its keys in any order.
+    """`{"name": ..., "arguments": {...}}`, with the keys in any order.
 
-    Arguments before the name are kept until it comes. Arguments in a string are unescaped; none at all are `{}`. With
-    `known_only`, an object fails unless it names a tool of the request.
+    Arguments before the name are held until the name comes. Arguments in a string are unescaped; missing ones become
+    `{}`. With `known_only`, an object fails unless it names a tool of the request.
     """
 
     FIELDS = ("place", "key", "name", "early", "started", "ended", "scanner", "reader", "word")
@@ -31,7 +31,7 @@ class Envelope(Part):
         self.ended = False
         self.scanner = ObjectScanner()
         self.reader = StringReader()
-        self.word = ""  # a string or a bare word that is not complete
+        self.word = ""  # the text so far of a string or a bare word
 
     def step(self, char: str, sink: CallSink) -> Step:
         if self.place in ("key", "string"):
@@ -76,7 +76,7 @@ class Envelope(Part):
         return Step.MORE
 
     def _in_string(self, char: str, sink: CallSink) -> Step:
-        """Takes a character of a key or of a value that is a string."""
+        """Processes a character of a key or of a string value."""
         self.word += self.reader.step(char)
         if not self.reader.ended:
             return Step.MORE if len(self.word) <= MAX_NAME else Step.FAILED
@@ -130,7 +130,7 @@ class Envelope(Part):
         return Step.MORE
 
     def _in_quoted_object(self, char: str, sink: CallSink) -> Step:
-        """Takes a character of arguments that are an object in a string."""
+        """Processes a character of arguments that are an object within a string."""
         text = self.reader.step(char)
         for each in text:
             if not self.scanner.depth and each not in (_SPACE if self.ended else "{" + _SPACE):

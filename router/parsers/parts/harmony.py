@@ -1,4 +1,4 @@
-"""The header of a message of OpenAI's harmony format: its channel, and the tool that it is for."""
+"""The header of a message in OpenAI's harmony format, with its channel and the tool that it addresses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from router.parsers.parts.plain import NAME
 
 _END = "<|message|>"
 _MAX_HEADER = 512  # characters
-# Single optional spaces, so that matching is linear. The recipient is in the role or in the channel.
+# Each space is optional and single, so that matching takes linear time. The recipient follows the role or the channel.
 _HEADER = re.compile(
     r"(?:<\|start\|>)?(?:assistant)? ?(?:to=(?P<role>[^\s<]+))? ?"
     r"(?:<\|channel\|> ?(?P<channel>analysis|commentary|final))? ?(?:to=(?P<recipient>[^\s<]+))? ?"
@@ -19,7 +19,7 @@ _FUNCTIONS = "functions."
 
 
 class HarmonyHeader(Part):
-    """Everything up to `<|message|>`. A message for a tool of the request continues with its arguments."""
+    """Everything up to `<|message|>`. If the message addresses a tool, the tool's arguments follow."""
 
     FIELDS = ("text",)
 

@@ -1,6 +1,4 @@
-"""JSON as a model writes it: the text of an object, delimited only by its braces, and strings, unescaped as they
-arrive.
-"""
+"""Reads JSON as a model writes it: finds an object's end by its braces, and unescapes strings as they arrive."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ _OUTSIDE = re.compile(r'[^"{}\[\]]+')
 
 
 class ObjectScanner(Stateful):
-    """Finds the end of a JSON object. Counts braces outside strings, so that any depth costs the same memory."""
+    """Finds the end of a JSON object. It only counts brackets outside strings, so depth costs no memory."""
 
     FIELDS = ("depth", "quoted", "escaped")
 
@@ -24,7 +22,7 @@ class ObjectScanner(Stateful):
         self.escaped = False
 
     def step(self, char: str) -> bool:
-        """Takes the next character, the first of which is a brace; returns whether it is the object's last."""
+        """Processes the next character, beginning with the opening brace; returns whether it is the object's last."""
         if self.escaped:
             self.escaped = False
         elif self.quoted:
@@ -40,7 +38,7 @@ class ObjectScanner(Stateful):
         return False
 
     def skip(self, text: str, start: int) -> int:
-        """Returns how far the characters from `start` on change nothing."""
+        """Returns the position after the characters from `start` on that cannot change the scanner's state."""
         if self.escaped or not self.depth:
             return start
         match = (_IN_STRING if self.quoted else _OUTSIDE).match(text, start)
@@ -48,7 +46,7 @@ class ObjectScanner(Stateful):
 
 
 class Arguments(Part):
-    """The JSON object with the arguments of the call whose name was read; streams its text unchanged."""
+    """A call's arguments as a JSON object, after the call's name. Streams the text unchanged."""
 
     FIELDS = ("scanner",)
 
@@ -74,7 +72,7 @@ class Arguments(Part):
 
 
 class StringReader(Stateful):
-    """Unescapes a JSON string as it arrives, beginning after its opening quote."""
+    """Unescapes a JSON string as it arrives, from after its opening quote."""
 
     FIELDS = ("escape", "ended")
 
@@ -83,7 +81,7 @@ class StringReader(Stateful):
         self.ended = False  # the closing quote was read
 
     def step(self, char: str) -> str:
-        """Takes the next character and returns the text that is now known."""
+        """Processes the next character and returns the text that it completes."""
         if not self.escape:
             if char == "\\":
                 self.escape = char
@@ -98,13 +96,18 @@ class StringReader(Stateful):
         return _unescape(text)
 
     def rest(self) -> str:
-        """Returns the text of an escape that never ended."""
+        """Returns the text of an escape that was cut off."""
         text, self.escape = self.escape, ""
         return text
 
 
+def escaped(text: str) -> str:
+    """Returns text as the inside of a JSON string, without the quotes around it."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
 def _is_open(escape: str) -> bool:
-    """Returns whether an escape needs more characters; a high surrogate waits for the low one."""
+    """Returns whether an escape may need more characters; a high surrogate waits for a low one."""
     if escape[1:2] != "u" or not _hexadecimal(escape[2:6]):
         return False
     if len(escape) < 6:
@@ -119,7 +122,7 @@ def _hexadecimal(text: str) -> bool:
 
 
 def _unescape(text: str) -> str:
-    """Returns the text of an escape, with U+FFFD for half a surrogate pair, or the escape itself if JSON has none."""
+    """Returns the text of an escape: U+FFFD for half a surrogate pair, the escape itself if JSON has no such escape."""
     try:
         value = str(json.loads(f'"{text}"', strict=False))
     except ValueError:

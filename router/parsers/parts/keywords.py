@@ -1,4 +1,4 @@
-"""Arguments as keywords: Python's `key=value, ...)` and Gemma's `key:value,...}`, which become a JSON object."""
+"""Converts keyword arguments to a JSON object: Python's `key=value, ...)` and Gemma's `key:value,...}`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import dataclass
 
+from router.parsers.parts.json_text import escaped
 from router.parsers.parts.part import CallSink, Part, Step
 
 _MAX_DEPTH = 128
@@ -20,18 +21,18 @@ _ESCAPES |= {char: char for char in "\\'\"/"}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _HEX = "0123456789abcdefABCDEF"
 _PLAIN = re.compile(r"""[^"'\\]+""")
-# The kinds of containers: with bare keys, a dictionary, a list, a tuple, the parameters of a Python call.
+# The kinds of containers: k has bare keys, d is a dictionary, l a list, t a tuple, p the parameters of a Python call.
 _CLOSING = {"k": "}", "d": "}", "l": "]", "t": ")", "p": ")"}
 _OPENING = {"[": "l", "(": "t", "{": "d"}
 
 
 @dataclass(frozen=True, slots=True)
 class KeywordDialect:
-    """The way in which a family of models writes values."""
+    """How a family of models writes values."""
 
     assign: str  # between a key and its value
-    quotes: tuple[str, ...]  # what opens a string, and closes it
-    escapes: bool  # strings hold escapes, dictionaries have strings as keys
+    quotes: tuple[str, ...]  # each opens a string that the same quote closes
+    escapes: bool  # strings contain escapes, and dictionary keys are strings
     parameters: str  # the kind of the outermost container
 
 
@@ -40,18 +41,18 @@ GEMMA = KeywordDialect(":", ("<escape>", '<|"|>'), escapes=False, parameters="k"
 
 
 class KeywordArguments(Part):
-    """The arguments of a call after its opening bracket, up to the closing one. Streams them as JSON."""
+    """The arguments of a call from after its opening bracket to its closing one. Streams them as JSON."""
 
     FIELDS = ("place", "stack", "quote", "word", "comma", "as_key")
 
     def __init__(self, dialect: KeywordDialect) -> None:
         self._dialect = dialect
-        self.place = "key"  # what comes next, or what is being read
-        self.stack = dialect.parameters  # the open containers, one character each
-        self.quote = ""  # of the string that is open
-        self.word = ""  # a key, a constant, an escape or a quote that is not complete
-        self.comma = False  # a comma came, and no element after it
-        self.as_key = False  # the string is a dictionary's key
+        self.place = "key"  # what is being read, or expected next
+        self.stack = dialect.parameters  # the kinds of the open containers
+        self.quote = ""  # the quote that closes the open string
+        self.word = ""  # the text so far of a key, a constant, an escape or a quote
+        self.comma = False  # a comma came, but no element after it yet
+        self.as_key = False  # the open string is a dictionary's key
 
     def step(self, char: str, sink: CallSink) -> Step:
         if self.place == "string":
@@ -85,21 +86,21 @@ class KeywordArguments(Part):
         match = _PLAIN.match(text, start)
         if not match:
             return start
-        sink.arguments(_escape(match[0]))
+        sink.arguments(escaped(match[0]))
         return match.end()
 
     def cut_off(self, sink: CallSink) -> None:
         if self.place == "string":
-            sink.arguments(_escape(self.word))
+            sink.arguments(escaped(self.word))
         elif self.place == "word":
             self._begin_value(sink)
             sink.arguments(self.word)
 
     def fail(self, sink: CallSink) -> None:
-        return  # what is kept was not passed on, so it becomes text
+        return  # what is held was not passed on, so the parser turns it into text
 
     def _begin_element(self, sink: CallSink) -> None:
-        """Begins an element of the innermost container; the first one of all begins the call."""
+        """Begins an element of the innermost container. The very first element also begins the call."""
         if self.comma:
             sink.arguments(", ")
         elif len(self.stack) == 1:
@@ -108,7 +109,7 @@ class KeywordArguments(Part):
         self.comma = False
 
     def _begin_value(self, sink: CallSink) -> None:
-        """Begins a value, which is an element if its container is a list."""
+        """Begins a value, which is an element of its own if its container is a list or a tuple."""
         if self.stack[-1] in "lt":
             self._begin_element(sink)
 
@@ -179,34 +180,34 @@ class KeywordArguments(Part):
             self.word = self._unescape(held, sink)
             return
         while held and not self.quote.startswith(held):
-            sink.arguments(_escape(held[0]))
+            sink.arguments(escaped(held[0]))
             held = held[1:]
         if held == self.quote:
             held = ""
             self._end_string(sink)
         self.word = held
-        sink.arguments("")  # what is held belongs to the string
+        sink.arguments("")  # marks what is held as part of the call
 
     def _unescape(self, held: str, sink: CallSink) -> str:
-        """Passes on the value of `held`, one character or an escape; returns `held` if it is not complete."""
+        """Passes on the value of `held`, which is one character or an escape; returns `held` if it is incomplete."""
         sink.arguments("")
         if held == self.quote:
             self._end_string(sink)
         elif held == "\\":
             return held
         elif len(held) == 1:
-            sink.arguments(_escape(held))
+            sink.arguments(escaped(held))
         elif digits := _HEX_DIGITS.get(held[1]):
             code = held[2:]
             if all(char in _HEX for char in code):
                 if len(code) < digits:
                     return held
                 sink.arguments(_escape_code(int(code, 16)))
-            else:  # no escape, and the last character may be the quote or begin one
-                sink.arguments(_escape(held[:-1]))
+            else:  # not an escape; the last character may be the closing quote or begin an escape
+                sink.arguments(escaped(held[:-1]))
                 return self._unescape(held[-1], sink)
         else:
-            sink.arguments(_escape(_ESCAPES.get(held[1], held)))
+            sink.arguments(escaped(_ESCAPES.get(held[1], held)))
         return ""
 
     def _end_string(self, sink: CallSink) -> None:
@@ -239,19 +240,15 @@ class KeywordArguments(Part):
         return Step.DONE
 
 
-def _escape(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
 def _escape_code(code: int) -> str:
-    """Returns a code point as text of a JSON string; halves of a surrogate pair stay escapes."""
+    """Returns a code point in the form it has in a JSON string; halves of a surrogate pair stay escapes."""
     if 0xD800 <= code < 0xE000:
         return f"\\u{code:04x}"
-    return _escape(chr(code) if code < 0x110000 else "\ufffd")
+    return escaped(chr(code) if code < 0x110000 else "\ufffd")
 
 
 def _word_as_json(word: str, dialect: KeywordDialect) -> str | None:
-    """Returns a constant or number as JSON; None if the word is neither. Gemma writes some strings without quotes."""
+    """Returns a constant or number as JSON, else None. In Gemma's dialect, other words are strings without quotes."""
     if word in _WORDS:
         return _WORDS[word]
     if _NUMBER.fullmatch(word):

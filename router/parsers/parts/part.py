@@ -1,4 +1,4 @@
-"""The interface of a part, and the sink that takes the calls which parts find."""
+"""The interface of a part, and of the sink for the calls that parts find."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any, ClassVar
 from penstock.errors import InvalidInput
 from router.parsers.tools import ToolFunction
 
-MAX_HELD = 1 << 16  # characters that a parser keeps before it knows what they are
+MAX_HELD = 1 << 16  # characters that a parser holds before it knows what they are
 
 
 class Step(Enum):
-    """The verdict of a part on a character."""
+    """What a part says about a character."""
 
     MORE = auto()  # it belongs to the part, which continues
-    DONE = auto()  # it is the part's last
-    DONE_BEFORE = auto()  # the part ended before it
-    FAILED = auto()  # it cannot stand here: the text does not fit the format
-    TO_TEXT = auto()  # it is the last of a header, after which text of the answer follows
-    TO_REASONING = auto()  # it is the last of a header, after which reasoning follows
+    DONE = auto()  # it is the part's last character
+    DONE_BEFORE = auto()  # it comes after the part's end
+    FAILED = auto()  # it does not fit the format
+    TO_TEXT = auto()  # it ends a header, and text of the answer follows
+    TO_REASONING = auto()  # it ends a header, and reasoning follows
 
 
 class CallSink(ABC):
     """Takes the calls that parts find."""
 
-    name: str  # of the call that begins next; a part that reads names sets it
-    tools: Mapping[str, ToolFunction]  # those that the request offers, by name
+    name: str  # the tool of the next call, set by the part that reads it
+    tools: Mapping[str, ToolFunction]  # the request's tools, by name
 
     @abstractmethod
     def types_of(self, key: str) -> frozenset[str]:
@@ -36,7 +36,7 @@ class CallSink(ABC):
 
     @abstractmethod
     def begin_next(self) -> None:
-        """Notes that a further call may begin here, in the same body."""
+        """Notes that another call of the same body may begin here."""
 
     @abstractmethod
     def start(self) -> None:
@@ -44,7 +44,7 @@ class CallSink(ABC):
 
     @abstractmethod
     def arguments(self, text: str) -> None:
-        """Adds text to the arguments of the open call."""
+        """Adds text to the arguments of the open call. Empty text marks the last character as part of the call."""
 
     @abstractmethod
     def end(self) -> None:
@@ -52,7 +52,7 @@ class CallSink(ABC):
 
 
 class Stateful:
-    """An object whose state is the attributes that `FIELDS` names, each of a JSON type or Stateful."""
+    """An object whose state is the attributes that `FIELDS` names, each of them a JSON value or Stateful."""
 
     FIELDS: ClassVar[tuple[str, ...]] = ()
 
@@ -62,7 +62,7 @@ class Stateful:
         return {name: value.state() if isinstance(value, Stateful) else value for name, value in values.items()}
 
     def load(self, state: object) -> None:
-        """Takes over what `state` returned. Raises InvalidInput if it is not such a state."""
+        """Continues from what `state` returned. Raises InvalidInput for anything else."""
         if not isinstance(state, dict) or state.keys() != set(self.FIELDS):
             raise InvalidInput(
                 "parser_state", f"must have the fields {sorted(self.FIELDS)}; send what state() returned"
@@ -79,7 +79,7 @@ class Stateful:
 
 
 class TextBuffer(Stateful):
-    """Text that grows by characters. Adding to it costs the same however much it holds."""
+    """Text that grows by characters, at a constant cost for each."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
@@ -91,7 +91,7 @@ class TextBuffer(Stateful):
         self.size += len(text)
 
     def take(self) -> str:
-        """Returns the text and forgets it."""
+        """Returns the text and empties the buffer."""
         text = "".join(self._pieces)
         self._pieces.clear()
         self.size = 0
@@ -110,22 +110,22 @@ class TextBuffer(Stateful):
 
 
 class Part(Stateful, ABC):
-    """A piece of the syntax of a call. A new one is made for each call."""
+    """A piece of the syntax of a call. Each call gets new parts."""
 
     @abstractmethod
     def step(self, char: str, sink: CallSink) -> Step:
-        """Takes the next character."""
+        """Processes the next character."""
 
     def skip(self, text: str, start: int, sink: CallSink) -> int:
-        """Takes as many characters of `text` from `start` as belong together, and returns where it stopped.
+        """Processes as many characters of `text` from `start` on as it can at once; returns the position after them.
 
-        The result is the same as that of single steps; this is only faster.
+        Only faster than single steps; the result is the same.
         """
         return start
 
     def cut_off(self, sink: CallSink) -> None:
-        """Passes on what the part keeps of an open call, since the text ends or fails here."""
+        """Passes on what the part holds of an open call, because the text ends here."""
 
     def fail(self, sink: CallSink) -> None:
-        """Passes on what the part keeps of an open call, since what follows does not fit; may end the call."""
+        """Passes on what the part holds of an open call, because the text does not fit the format; may end the call."""
         self.cut_off(sink)

@@ -12,7 +12,7 @@ NAME = re.compile(r"[A-Za-z0-9_.:/\-]+")
 
 
 class Literal(Part):
-    """A fixed text. An optional one may be absent as a whole."""
+    """A fixed text. An optional one may be missing entirely."""
 
     FIELDS = ("matched",)
 
@@ -29,17 +29,17 @@ class Literal(Part):
 
 
 class Space(Part):
-    """White space, or nothing."""
+    """Any amount of white space."""
 
     def step(self, char: str, sink: CallSink) -> Step:
         return Step.MORE if char in " \t\r\n" else Step.DONE_BEFORE
 
 
 class Name(Part):
-    """The name of a tool, up to any of the literals `ends` or before any of the characters `stops`.
+    """The name of a tool, ended by one of the literals `ends` or followed by one of the characters `stops`.
 
-    `clean` removes what the format adds to the name. With `known_only`, a name fails unless the request has a tool of
-    that name.
+    `clean` removes what the format adds to the name. With `known_only`, a name fails unless the request has such a
+    tool.
     """
 
     FIELDS = ("text",)

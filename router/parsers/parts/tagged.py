@@ -1,23 +1,24 @@
-"""Arguments as tags of keys and values, which become a JSON object by the types of the tool's schema."""
+"""Converts arguments in tags of keys and values to a JSON object, by the types in the tool's schema."""
 
 from __future__ import annotations
 
 import json
 import re
 
+from router.parsers.parts.json_text import escaped
 from router.parsers.parts.part import CallSink, Part, Step, TextBuffer
 from router.parsers.parts.plain import MAX_NAME
 from router.parsers.tools import json_type
 
-_MAX_VALUE = 1 << 18  # characters of a value that is not a string; a longer one becomes a string
+_MAX_VALUE = 1 << 18  # characters of a value that is no string; a longer one becomes a string
 
 
 class TaggedArguments(Part):
     """`<key tag>KEY</key tag><value tag>VALUE</value tag>...` up to `end`.
 
-    A string streams; a value of another type is kept until it is complete, and is a string if it is not valid JSON of a
-    type that the schema allows. With `untyped_json`, the same holds for parameters without a type, which are strings
-    otherwise. With `trim`, one line end after the opening tag and one before the closing tag are not part of the value.
+    Strings are streamed. A value of another type is held until it is complete, and becomes a string unless it is valid
+    JSON of a type that the schema allows. A value without a type is a string, or with `untyped_json` any valid JSON.
+    With `trim`, one line end after the opening tag and one before the closing tag are not part of the value.
     """
 
     FIELDS = ("place", "held", "key", "value", "started", "streams", "empty")
@@ -42,10 +43,10 @@ class TaggedArguments(Part):
         self.place = "between"
         self.held = ""  # the beginning of a tag
         self.key = ""
-        self.value = TextBuffer()  # of a type other than string, so far
+        self.value = TextBuffer()  # the text so far of a value that is no string
         self.started = False
         self.streams = False  # the value is a string
-        self.empty = True  # nothing of the value was read
+        self.empty = True  # no character of the value has come yet
 
     def step(self, char: str, sink: CallSink) -> Step:
         if self.place == "value":
@@ -76,12 +77,12 @@ class TaggedArguments(Part):
         match = self._plain.match(text, start)
         if not match:
             return start
-        sink.arguments(_escape(match[0]))
+        sink.arguments(escaped(match[0]))
         return match.end()
 
     def cut_off(self, sink: CallSink) -> None:
         if self.place == "value":
-            sink.arguments(_escape(self.held) if self.streams else self.value.take() + self.held)
+            sink.arguments(escaped(self.held) if self.streams else self.value.take() + self.held)
 
     def fail(self, sink: CallSink) -> None:
         if self.started and self.place != "value":
@@ -130,7 +131,7 @@ class TaggedArguments(Part):
                 self._add(held[0], sink)
                 held = held[1:]
         self.held = held
-        sink.arguments("")  # what is held belongs to the value
+        sink.arguments("")  # marks what is held as part of the call
         return Step.MORE
 
     def _add(self, char: str, sink: CallSink) -> None:
@@ -138,20 +139,16 @@ class TaggedArguments(Part):
         if leading and self._trim and char == "\n":
             return
         if self.streams:
-            sink.arguments(_escape(char))
+            sink.arguments(escaped(char))
             return
         self.value.add(char)
         if self.value.size > _MAX_VALUE:
             self.streams = True
-            sink.arguments('"' + _escape(self.value.take()))
-
-
-def _escape(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+            sink.arguments('"' + escaped(self.value.take()))
 
 
 def _as_json(text: str, types: frozenset[str]) -> str:
-    """Returns the text of a value as JSON of one of `types` (any, if there is none), or as a JSON string."""
+    """Returns the text of a value as JSON of one of `types` (of any type if empty), else as a JSON string."""
     literal = text.strip()
     if literal in ("True", "False"):
         literal = literal.lower()

@@ -66,7 +66,7 @@ async def test_a_process_that_has_ended_is_replaced(check: GrammarCheck) -> None
     assert check._process is not None
     check._process.kill()
     check._process.wait(WAIT_S)
-    with pytest.raises(InternalError, match="the grammars' process ended with status -9"):
+    with pytest.raises(InternalError, match="the process that compiles grammars ended with status -9"):
         await check.check(regex("b+"), "tenant")
     await check.check(regex("b+"), "tenant")
 

@@ -462,7 +462,7 @@ class DecodeWorker:
         self._landed.discard(request.sequence)
         self._delivery.remove(request)
         self._events.on_release(request)
-        self._transfers.abandon(request)
+        self._prefills.leave(request)
         self.scheduler.forget(request.sequence)
         self._readiness.release(request.sequence)
 

@@ -42,6 +42,7 @@ HANDOFF_MISMATCHES = WorkerMetric(
 )
 PULLS = WorkerMetric("pulls", "Pulls of cached pages from other workers that have ended")
 PULL_FAILURES = WorkerMetric("pull_failures", "Pulls that brought fewer pages than requested; the rest was computed")
+PULLS_CANCELLED = WorkerMetric("pulls_cancelled", "Pulls stopped because every request that waited for them had ended")
 PULLED_PAGES = WorkerMetric("pulled_pages", "KV pages pulled from other workers instead of being computed")
 PULL_SECONDS = WorkerMetric("pull_seconds", "Seconds that pulls took")
 KEPT_POOLS = WorkerMetric("kept_pools", "Page pools of dead workers of this host from which pages could be taken")

@@ -186,6 +186,8 @@ class PrefillWorker:
             return
         job.error = error or Cancelled("the decode worker cancelled the prefill")
         self.scheduler.remove(job.sequence)
+        if self._pulls is not None:
+            self._pulls.leave(job.sequence)
         self._sender.abort(key)
 
     def on_heartbeat(self, key: TransferKey) -> None:

@@ -95,6 +95,12 @@ class PrefillAttempts:
             chosen.num_remote if chosen.place is PrefillPlace.SPLIT else None,
         )
 
+    def leave(self, request: DecodeRequest) -> None:
+        """Gives up the prefill of a request that has ended: its transfers, or the pull that it waits for."""
+        self._transfers.abandon(request)
+        if self._pulls is not None:
+            self._pulls.leave(request.sequence)
+
     def _compute_here(self, request: DecodeRequest, pull: common_pb2.Pull | None) -> None:
         """Queues a request after its pull, unless it has ended."""
         if self._scheduler.is_tracked(request.sequence):

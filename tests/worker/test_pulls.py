@@ -8,7 +8,6 @@ import functools
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +22,9 @@ from penstock.config import EngineConfig, TransferConfig
 from penstock.errors import PenstockError, TransferError
 from penstock.kv.page_hash import hash_pages
 from penstock.rpc.server import make_channel
-from penstock.types import Epoch, Role, SamplingParams, StepTotals, WorkerId
+from penstock.types import Epoch, PageHash, Role, SamplingParams, StepTotals, WorkerId
 from penstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from penstock.worker_metrics import PULL_FAILURES, PULLED_PAGES, PULLS
+from penstock.worker_metrics import PULL_FAILURES, PULLED_PAGES, PULLS, PULLS_CANCELLED
 from prefill_worker.server import PrefillServer
 from tests.support.engine.checkpoints import make_checkpoint
 from tests.support.serving import (
@@ -142,6 +141,19 @@ def test_no_prompt_waits_longer_than_computing_is_predicted_to_take(
 # Prompts that wait, over an engine's cache alone.
 
 
+class Waiting:
+    """What a pull asks of a sequence."""
+
+    lane = "standard"
+    scores_prompt = False
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.token_ids = token_ids
+
+    def hash_full_pages(self, size: int) -> list[PageHash]:
+        return hash_pages(self.token_ids, size, SALT)
+
+
 class Pulls:
     """`PrefixPulls` of an empty cache; a test ends the pulls by hand."""
 
@@ -149,19 +161,20 @@ class Pulls:
         self.engine = Engine.load(EngineConfig(model=str(model), num_pages=64, num_threads=1))
         self.asked: list[tuple[PullRequest, Callable[[PenstockError | None], None]]] = []
         self.ended: list[common_pb2.Pull | None] = []
+        self.stopped: list[int] = []  # places in `asked`
         config = TransferConfig.model_validate({"min_pull_tokens": PAGE} | settings)
-        self.pulls = PrefixPulls(
-            self.engine, lambda *call: self.asked.append(call), StepTotals, config, clock=lambda: 0.0
-        )
+        self.pulls = PrefixPulls(self.engine, self.start, StepTotals, config, clock=lambda: 0.0)
 
-    def bring(self, prompt: list[int], source: PrefixSource | None = CHEAP) -> None:
-        sequence: Any = SimpleNamespace(
-            token_ids=prompt,
-            hash_full_pages=lambda size: hash_pages(prompt, size, SALT),
-            lane="standard",
-            scores_prompt=False,
-        )
+    def start(self, request: PullRequest, on_end: Callable[[PenstockError | None], None]) -> Callable[[], object]:
+        number = len(self.asked)
+        self.asked.append((request, on_end))
+        return lambda: self.stopped.append(number)
+
+    def bring(self, prompt: list[int], source: PrefixSource | None = CHEAP) -> Any:
+        """Returns the sequence of the prompt."""
+        sequence: Any = Waiting(prompt)
         self.pulls.bring(sequence, source, self.ended.append)
+        return sequence
 
     def land(self, num_pages: int) -> None:
         """Caches leading pages of `PROMPT`, as a batch that has arrived does."""
@@ -185,6 +198,25 @@ def test_prompts_that_lack_the_same_pages_wait_for_one_pull(model: Path) -> None
     assert world.pulls.num_open == 0
     world.bring(PROMPT)
     assert world.ended[-1] is None  # there is nothing to pull any more
+
+
+def test_a_pull_is_stopped_when_the_last_prompt_that_waits_for_it_ends(model: Path) -> None:
+    world = Pulls(model)
+    first, second = world.bring(PROMPT), world.bring(PROMPT)
+    world.pulls.leave(first)
+    assert not world.stopped
+    world.pulls.leave(second)
+    world.pulls.leave(second)
+    assert world.stopped == [0]
+    assert world.pulls.num_open == 0
+    world.bring(PROMPT)  # pulls anew
+    world.asked[0][1](TransferError("it was stopped"))
+    assert (len(world.asked), world.pulls.num_open, world.ended) == (2, 1, [])
+    world.land(PULLED // PAGE)
+    world.asked[1][1](None)
+    assert [pull.pulled_tokens for pull in world.ended if pull] == [PULLED]
+    assert (world.pulls.metrics.values()[PULLS.name], world.pulls.metrics.values()[PULLS_CANCELLED.name]) == (2, 1)
+    assert PULL_FAILURES.name not in world.pulls.metrics.values()
 
 
 def test_only_pages_that_are_not_here_are_asked_for(model: Path) -> None:
@@ -391,7 +423,7 @@ async def test_a_worker_that_may_not_or_can_not_send_or_spare_pages_says_so(mode
                 await worker_pb2_grpc.PageHandoverStub(channel).SendPages(request, timeout=TIMEOUT_S)
 
 
-async def test_a_pull_that_takes_too_long_is_given_up_and_one_without_a_request_is_forgotten(
+async def test_a_pull_that_takes_too_long_is_given_up_and_one_without_a_request_is_stopped(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patience_s = [0.3]
@@ -418,11 +450,36 @@ async def test_a_pull_that_takes_too_long_is_given_up_and_one_without_a_request_
             stream = to_it.submit(PROMPT, source=source(holder, puller))
             await asyncio.wait_for(begun.wait(), TIMEOUT_S)
             to_it.cancel(stream)
-            await until(lambda: not puller.worker.requests)
-            go_on.set()
-            await until(lambda: puller.shell.pulls.num_open == 0)
-        assert metric(puller, PULLED_PAGES.name) == PULLED // PAGE  # they are cached all the same
-        assert puller.shell._engine.prefix_cache.num_cached == PULLED // PAGE
+            await until(lambda: not puller.worker.requests and puller.shell.pulls.num_open == 0)
+            await until(lambda: holder.shell.handover._num_pulls == 0)  # it has stopped sending
+        assert metric(puller, PULLS_CANCELLED.name) == 1
+        assert metric(puller, PULLED_PAGES.name) == 0
+        go_on.set()
+        again = await ask(puller, source(holder, puller))
+        assert (again.token_ids, pull_of(again).pulled_tokens) == (expected(model), PULLED)
+
+
+async def test_a_prefill_that_is_cancelled_stops_its_pull(
+    model: Path, always: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roles = (Role.PREFILL, Role.DECODE, Role.DECODE)
+    async with fleet(model, *roles, decode={"placement": "remote"}) as (prefill, decode, holder):
+        await ask(holder, prefill=candidate(prefill))
+        prefill.shell.loop.post(prefill.shell._engine.prefix_cache.clear)
+        begun = asyncio.Event()
+
+        async def wait(*arguments: Any) -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(holder.shell.handover._client, "_follow", wait)
+        async with caller(decode) as to_it:
+            stream = to_it.submit(PROMPT, GREEDY, [candidate(prefill, source(holder, prefill))])
+            await asyncio.wait_for(begun.wait(), TIMEOUT_S)
+            to_it.cancel(stream)
+            await until(lambda: holder.shell.handover._num_pulls == 0)
+        assert metric(prefill, PULLS_CANCELLED.name) == 1
+        assert prefill.shell.pulls.num_open == 0
 
 
 async def test_a_pulled_prefix_survives_preemption(model: Path, always: None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import grpc.aio
 
@@ -21,6 +22,7 @@ from worker.channels import Channels
 from worker.pull.policy import PrefixSource
 
 Post = Callable[[Callable[[], None]], None]
+Stop = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +47,28 @@ class PullClient:
         self._running = asyncio.get_running_loop()
         self._tasks = TaskSet()
 
-    def start(self, pull: PullRequest, on_end: Callable[[PenstockError | None], None]) -> None:
+    def start(self, pull: PullRequest, on_end: Callable[[PenstockError | None], None]) -> Stop:
         """Starts a pull; may be called from any thread. Calls `on_end` once on the step loop, at the latest at the
         deadline, with an error unless the source has sent everything.
+
+        Returns a function that cancels the pull, so that the source stops sending; it may be called from any thread.
         """
-        self._running.call_soon_threadsafe(self._start, pull, on_end)
+        task: asyncio.Task[None] | None = None
+
+        def begin() -> None:
+            nonlocal task
+            task = self._tasks.start(self._follow(pull, on_end))
+
+        def cancel() -> None:
+            assert task is not None  # calls run in the order in which they were made
+            task.cancel()
+
+        self._running.call_soon_threadsafe(begin)
+        return partial(self._running.call_soon_threadsafe, cancel)
 
     async def close(self) -> None:
         """Cancels the pulls in flight."""
         await self._tasks.close()
-
-    def _start(self, pull: PullRequest, on_end: Callable[[PenstockError | None], None]) -> None:
-        self._tasks.start(self._follow(pull, on_end))
 
     async def _follow(self, pull: PullRequest, on_end: Callable[[PenstockError | None], None]) -> None:
         problem: PenstockError | None = None

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from engine.engine import Engine
@@ -19,8 +20,8 @@ from penstock.config import TransferConfig
 from penstock.errors import PenstockError
 from penstock.types import PageHash, StepTotals
 from penstock.v1 import common_pb2
-from penstock.worker_metrics import PULL_FAILURES, PULL_SECONDS, PULLED_PAGES, PULLS, WorkerMetrics
-from worker.pull.client import PullRequest
+from penstock.worker_metrics import PULL_FAILURES, PULL_SECONDS, PULLED_PAGES, PULLS, PULLS_CANCELLED, WorkerMetrics
+from worker.pull.client import PullRequest, Stop
 from worker.pull.policy import MissingPages, PartlyPulled, PrefixSource, PullCosts, PullPlan
 
 log = logging.getLogger(__name__)
@@ -47,8 +48,10 @@ class SharedStore(Protocol):
         tenant: str,
         timeout_s: float,
         on_end: Callable[[PenstockError | None], None],
-    ) -> None:
-        """Caches `hashes[first:]` as they arrive, and calls `on_end` by the deadline."""
+    ) -> Stop:
+        """Caches `hashes[first:]` as they arrive, and calls `on_end` by the deadline. Returns a function that ends the
+        read early.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,8 @@ class _Wanted:
 class _Pull:
     wanted: _Wanted
     started_s: float
-    waiting: list[Callable[[PenstockError | None], None]] = field(default_factory=list)
+    stop: Stop = lambda: None
+    waiting: dict[TokenSequence, Callable[[PenstockError | None], None]] = field(default_factory=dict)
 
 
 class PrefixPulls:
@@ -75,7 +79,7 @@ class PrefixPulls:
     def __init__(
         self,
         engine: Engine,
-        start: Callable[[PullRequest, Callable[[PenstockError | None], None]], None],
+        start: Callable[[PullRequest, Callable[[PenstockError | None], None]], Stop],
         totals: Callable[[], StepTotals],
         config: TransferConfig,
         clock: Callable[[], float] = time.monotonic,
@@ -94,6 +98,7 @@ class PrefixPulls:
         self._store = store
         self._page_size = engine.layout.page_size
         self._open: dict[PageHash, _Pull] = {}  # by their first pages
+        self._waiting: dict[TokenSequence, _Pull] = {}
         self.costs = PullCosts(engine.saturating_tokens)
         self.metrics = WorkerMetrics()
 
@@ -110,7 +115,7 @@ class PrefixPulls:
         """Calls `then` once the prompt's pull has ended, or at once if no pull pays.
 
         `then` receives a record of the pull, if there was one, and runs on the step loop. The prompt may have ended by
-        then.
+        then; whoever ends it calls `leave`.
         """
         if self._store is not None:
             self._store.on_prompt(sequence)
@@ -123,20 +128,31 @@ class PrefixPulls:
             wanted, plan = best
             self._begin(wanted, plan, sequence)
         began_s = self._clock()
-        pull = self._open[wanted.hashes[wanted.first]]
-        pull.waiting.append(lambda problem: then(self._account(wanted, began_s, problem)))
+        pull = self._waiting[sequence] = self._open[wanted.hashes[wanted.first]]
+        pull.waiting[sequence] = lambda problem: then(self._account(wanted, began_s, problem))
+
+    def leave(self, sequence: TokenSequence) -> None:
+        """Forgets a prompt that has ended, and stops its pull if no other prompt waits for it. What has arrived stays
+        in the cache.
+        """
+        pull = self._waiting.pop(sequence, None)
+        if pull is None:
+            return
+        pull.waiting.pop(sequence, None)
+        if not pull.waiting and self._is_open(pull):
+            self._close(pull)
+            self.metrics.add(PULLS_CANCELLED)
+            pull.stop()
 
     def _begin(self, wanted: _Wanted, plan: PullPlan, sequence: TokenSequence) -> None:
-        first = wanted.hashes[wanted.first]
-        self._open[first] = _Pull(wanted, self._clock())
+        pull = self._open[wanted.hashes[wanted.first]] = _Pull(wanted, self._clock())
+        on_end = partial(self._on_end, pull)
         if wanted.is_stored:
             assert self._store is not None
-            self._store.read(
-                wanted.hashes, wanted.first, sequence.tenant, plan.patience_s, lambda error: self._on_end(first, error)
-            )
-            return
-        request = PullRequest(wanted.source, wanted.hashes[wanted.first :], sequence.lane, plan.patience_s)
-        self._start(request, lambda problem: self._on_end(first, problem))
+            pull.stop = self._store.read(wanted.hashes, wanted.first, sequence.tenant, plan.patience_s, on_end)
+        else:
+            request = PullRequest(wanted.source, wanted.hashes[wanted.first :], sequence.lane, plan.patience_s)
+            pull.stop = self._start(request, on_end)
 
     def _best(self, sequence: TokenSequence, source: PrefixSource | None) -> tuple[_Wanted, PullPlan] | None:
         """Returns the pull that should save most time, and its plan."""
@@ -180,11 +196,11 @@ class PrefixPulls:
         self.costs.on_steps(self._totals())
         return self.costs.plan(wanted.source, wanted.missing, self._clock())
 
-    def _on_end(self, first: PageHash, problem: PenstockError | None) -> None:
-        pull = self._open.pop(first)
+    def _on_end(self, pull: _Pull, problem: PenstockError | None) -> None:
+        if not self._is_open(pull):
+            return  # it was stopped
         wanted, now_s = pull.wanted, self._clock()
-        seconds = now_s - pull.started_s
-        num_pulled = max(0, self._engine.prefix_cache.num_on_device(wanted.hashes) - wanted.first)
+        seconds, num_pulled = now_s - pull.started_s, self._close(pull)
         if num_pulled < len(wanted.hashes) - wanted.first:
             self.metrics.add(PULL_FAILURES)
             if not isinstance(problem, PartlyPulled):
@@ -192,15 +208,28 @@ class PrefixPulls:
             log.info("pulled %d pages from %s: %s", num_pulled, wanted.source.worker_id, problem or "it sent no more")
         else:
             self.costs.on_pulled(wanted.source, wanted.missing, seconds, now_s)
+        waiting, pull.waiting = pull.waiting, {}
+        for sequence, resume in waiting.items():
+            if self._waiting.pop(sequence, None) is not None:
+                resume(problem)
+
+    def _is_open(self, pull: _Pull) -> bool:
+        return self._open.get(pull.wanted.hashes[pull.wanted.first]) is pull
+
+    def _close(self, pull: _Pull) -> int:
+        """Counts a pull that brings no more pages. Returns how many it has brought."""
+        del self._open[pull.wanted.hashes[pull.wanted.first]]
+        num_pulled = self._num_pulled(pull.wanted)
         self.metrics.add(PULLS)
-        self.metrics.add(PULLED_PAGES, max(0, num_pulled))
-        self.metrics.add(PULL_SECONDS, seconds)
-        for resume in pull.waiting:
-            resume(problem)
+        self.metrics.add(PULLED_PAGES, num_pulled)
+        self.metrics.add(PULL_SECONDS, self._clock() - pull.started_s)
+        return num_pulled
+
+    def _num_pulled(self, wanted: _Wanted) -> int:
+        return max(0, self._engine.prefix_cache.num_on_device(wanted.hashes) - wanted.first)
 
     def _account(self, wanted: _Wanted, began_s: float, problem: PenstockError | None) -> common_pb2.Pull:
-        num_pulled = max(0, self._engine.prefix_cache.num_on_device(wanted.hashes) - wanted.first)
-        num_wanted = len(wanted.hashes) - wanted.first
+        num_pulled, num_wanted = self._num_pulled(wanted), len(wanted.hashes) - wanted.first
         reason = "" if num_pulled == num_wanted else (problem.message if problem else "not all of them came")
         return common_pb2.Pull(
             source=wanted.source.worker_id,

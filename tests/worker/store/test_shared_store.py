@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from penstock.config import KvStoreConfig, SecurityConfig, WorkerConfig
 from penstock.kv.kv_hints import KvHints
 from penstock.types import Role, SamplingParams
 from penstock.worker_metrics import (
+    PULLS_CANCELLED,
     STORE_FAILURES,
     STORE_MISSED_PAGES,
     STORE_READ_PAGES,
@@ -24,7 +26,7 @@ from penstock.worker_metrics import (
 )
 from prefill_worker.server import PrefillServer
 from tests.support.engine.checkpoints import make_checkpoint
-from tests.support.serving import Answer, caller, until, wait_until_empty, worker_config, workers
+from tests.support.serving import TIMEOUT_S, Answer, caller, until, wait_until_empty, worker_config, workers
 from worker.pull.policy import PullCosts, PullPlan
 from worker.pull.store.folder_store import FolderStore
 
@@ -223,3 +225,35 @@ async def test_a_store_that_fails_is_given_up_and_found_again(
         works.set()
         await until(lambda: metric(second, STORE_USABLE.name) == 1)
         await knows(second, 3)
+
+
+async def test_a_prompt_that_is_cancelled_reads_no_more(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fill(tmp_path, model)
+    begun, go_on = threading.Event(), threading.Event()
+    names: list[str] = []
+    read = FolderStore.get
+
+    def get(self: FolderStore, name: str, max_bytes: int) -> memoryview | None:
+        if len(name.rpartition("/")[2]) == 32:  # an object with pages
+            names.append(name)
+            begun.set()
+            go_on.wait(TIMEOUT_S)
+        return read(self, name, max_bytes)
+
+    monkeypatch.setattr("worker.pull.store.store_threads.NUM_READERS", 1)
+    async with running(sharing(tmp_path, model, "second")) as [second]:
+        await knows(second, 3)
+        monkeypatch.setattr(FolderStore, "get", get)
+        async with caller(second) as to_it:
+            stream = to_it.submit(PROMPT, GREEDY)
+            await until(begun.is_set)
+            to_it.cancel(stream)
+            await until(lambda: second.shell.pulls.num_open == 0)
+            go_on.set()
+        assert metric(second, PULLS_CANCELLED.name) == 1
+        answer = await ask(second)
+        assert answer.timing is not None
+        assert answer.timing.pull.problem == ""
+    assert len(names) == 1 + 3  # two objects were still to come when the prompt was cancelled

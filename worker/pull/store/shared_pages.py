@@ -18,7 +18,7 @@ from functools import partial
 from engine.engine import Engine
 from engine.step.sequence import Sequence as TokenSequence
 from penstock.config.kv_store import KvStoreConfig
-from penstock.errors import DeadlineExceeded, PenstockError, TransferError
+from penstock.errors import Cancelled, DeadlineExceeded, PenstockError, TransferError
 from penstock.types import Epoch, PageHash, PageId, WorkerId
 from penstock.worker_metrics import (
     STORE_BYTES,
@@ -37,6 +37,7 @@ from penstock.worker_metrics import (
     STORE_WRITTEN_BYTES,
     WorkerMetrics,
 )
+from worker.pull.client import Stop
 from worker.pull.policy import PartlyPulled, PrefixSource
 from worker.pull.store.housekeeping import Housekeeping, Listing
 from worker.pull.store.known_runs import KnownRuns
@@ -170,12 +171,18 @@ class SharedPages:
         form = self._form()
         return (-(-stop // form.run_pages) - first // form.run_pages) * form.run_bytes
 
-    def read(self, hashes: Sequence[PageHash], first: int, tenant: str, timeout_s: float, on_end: OnEnd) -> None:
+    def read(self, hashes: Sequence[PageHash], first: int, tenant: str, timeout_s: float, on_end: OnEnd) -> Stop:
         form = self._form()
         run, stop = first // form.run_pages, len(hashes) // form.run_pages
         reading = _Reading(form, hashes, first, tenant, self._clock() + timeout_s, on_end, run, run, stop)
         self._readings.append(reading)
         self._ask(reading)
+        return partial(self._stop, reading)
+
+    def _stop(self, reading: _Reading) -> None:
+        """Reads no more of a prompt's objects, and drops those that are still to come."""
+        if reading in self._readings:
+            self._end(reading, Cancelled("every request that waited for the pages has ended"))
 
     def _ask(self, reading: _Reading) -> None:
         ahead = max(NUM_READERS, min(_AHEAD_BYTES // reading.form.run_bytes, 4 * NUM_READERS))
@@ -186,7 +193,7 @@ class SharedPages:
                 Reader(
                     reading.form,
                     reading.run_hashes(run),
-                    reading.deadline_s,
+                    lambda: self._clock() < reading.deadline_s,
                     lambda read, on_read=on_read: self._post(partial(on_read, read)),  # type: ignore[misc]
                 )
             )

@@ -50,8 +50,8 @@ class Reader:
 
     form: RunFormat
     hashes: Sequence[PageHash]
-    deadline_s: float  # monotonic; a read that has not begun by then is skipped
-    on_done: Callable[[RunRead], None]  # called on a reader's thread, or not at all after the deadline
+    is_wanted: Callable[[], bool]  # asked on a reader's thread; a read that nobody waits for any more is skipped
+    on_done: Callable[[RunRead], None]  # called on a reader's thread, unless the read was skipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class StoreThreads:
 
     def _read_loop(self) -> None:
         while (reader := self._reads.get()) is not None:
-            if self._clock() < reader.deadline_s:
+            if reader.is_wanted():
                 reader.on_done(self._read(reader))
 
     def _read(self, reader: Reader) -> RunRead:

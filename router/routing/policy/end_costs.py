@@ -16,12 +16,18 @@ from router.routing.policy import prices, pulls
 from router.routing.policy.interface import PlacementDemand, WorkerView
 from router.routing.policy.rendezvous import preferred
 
-# Cost in seconds, a random tie-breaker, the worker, the bonus already subtracted from the cost, and the seconds that
-# the worker takes to compute the prompt (0 for decode workers). A plain tuple: every request makes one per worker.
-End = tuple[float, float, WorkerView, float, float]
+# Cost in seconds, a random tie-breaker, the worker, the bonus subtracted from the cost, the seconds to compute the
+# prompt there, and the part of the cost by which the delay of waiting prompts counts beyond its seconds (the last two
+# are 0 for decode workers). A plain tuple: one is made for every worker of every request.
+End = tuple[float, float, WorkerView, float, float, float]
 
 
 DEFAULT_WEIGHTS = KvAwareConfig()
+
+
+def local_harm_weight(weights: KvAwareConfig, has_prefill: bool) -> float:
+    """Returns the weight of the delay that a prompt computed at a decode worker causes there."""
+    return 1.0 if has_prefill else weights.decode_weight
 
 
 class PrefillContention:
@@ -79,7 +85,8 @@ class EndCosts:
             return []
         pulled, plans = pulls.with_pulls(demand, views)
         computes = prices.all_prefill_s(pulled, views)
-        delays = self._weighted_delays(pulled, views, computes)
+        delays = self._delays_s(pulled, views, computes)
+        weight = self._weights.contention_weight
         waits = [
             wait_s + load_s
             for wait_s, load_s in zip(pulls.waits_s(views, plans), prices.adapter_waits_s(demand, views), strict=True)
@@ -89,7 +96,14 @@ class EndCosts:
             self._add_replica_bonuses(demand, views, computes, bonuses)
         tie_breaker = rng.random
         return sorted(
-            (view.queue_s + wait_s + compute_s + delay_s - bonus_s, tie_breaker(), view, bonus_s, compute_s)
+            (
+                view.queue_s + wait_s + compute_s + weight * delay_s - bonus_s,
+                tie_breaker(),
+                view,
+                bonus_s,
+                compute_s,
+                (weight - 1.0) * delay_s,
+            )
             for view, wait_s, compute_s, delay_s, bonus_s in zip(views, waits, computes, delays, bonuses, strict=True)
         )
 
@@ -104,34 +118,32 @@ class EndCosts:
         bonuses = self._session_bonuses(demand, views)
         loads = prices.adapter_waits_s(demand, views)
         return [
-            (cost_s + load_s - bonus_s, tie_breaker(), view, bonus_s, 0.0)
+            (cost_s + load_s - bonus_s, tie_breaker(), view, bonus_s, 0.0, 0.0)
             for view, cost_s, bonus_s, load_s in zip(views, costs, bonuses, loads, strict=True)
         ]
 
     def local_s(self, demand: PlacementDemand, ends: Sequence[End], has_prefill: bool) -> list[float]:
         """Returns the total cost of each decode end if it computes the prompt itself.
 
-        Includes the delay of every sequence that the worker decodes, and that of the prompts waiting behind this one
-        only if there are no prefill workers to take them.
+        Includes the delay of every sequence that the worker decodes, in full if there are prefill workers, since that
+        is how the worker compares itself with them. Includes the delay of the prompts waiting behind this one only if
+        there are no prefill workers to take them.
         """
         views = [end[2] for end in ends]
         pulled, plans = pulls.with_pulls(demand, views)
         computes = prices.all_prefill_s(pulled, views)
-        delays = [0.0] * len(views) if has_prefill else self._weighted_delays(pulled, views, computes)
+        delays = [0.0] * len(views) if has_prefill else self._delays_s(pulled, views, computes)
         waits = pulls.waits_s(views, plans)
-        decode_weight = self._weights.decode_weight
+        weight, harm_weight = self._weights.contention_weight, local_harm_weight(self._weights, has_prefill)
         return [
-            cost_s + view.queue_s + wait_s + compute_s + delay_s + decode_weight * view.num_requests * compute_s
-            for (cost_s, _, view, _, _), wait_s, compute_s, delay_s in zip(ends, waits, computes, delays, strict=True)
+            cost_s + view.queue_s + wait_s + compute_s + weight * delay_s + harm_weight * view.num_requests * compute_s
+            for (cost_s, _, view, *_), wait_s, compute_s, delay_s in zip(ends, waits, computes, delays, strict=True)
         ]
 
-    def _weighted_delays(
-        self, demand: PlacementDemand, views: Sequence[WorkerView], computes: Sequence[float]
-    ) -> list[float]:
+    def _delays_s(self, demand: PlacementDemand, views: Sequence[WorkerView], computes: Sequence[float]) -> list[float]:
         delays = self.contention.delays_s(demand, views, computes)
         self.contention.observe(views)
-        weight = self._weights.contention_weight
-        return [weight * delay_s for delay_s in delays]
+        return delays
 
     def _session_bonuses(self, demand: PlacementDemand, views: Sequence[WorkerView]) -> list[float]:
         """Returns a bonus for the session's worker: another one serves the session only if it is cheaper by more."""

@@ -3,6 +3,7 @@
 A pair costs the sum of its ends (`end_costs`) and of the transfer over its link. The search therefore takes both ends
 cheapest first and stops when even the fastest link could not make up the difference: it is exact, and prices a few
 pairs in a thousand. A decode worker that computes the prompt itself is one more candidate, priced by the same models.
+The decode worker decides in the end, so the two are compared as `decode_worker.prefill.placement_policy` does.
 """
 
 from __future__ import annotations
@@ -68,13 +69,13 @@ class KvAwarePolicy:
             and not slack_s
             and is_plain(demand)
         ):
-            senders, floors, pairs = self._wide_ends(demand, decode, prefill, rng)
+            senders, floors, local = self._wide_ends(demand, decode, prefill, rng)
         else:
             senders = self._costs.prefill(demand, prefill, rng)
             receivers = self._costs.decode(demand, decode, rng)
-            pairs = self._local_pairs(demand, receivers, bool(prefill))
+            local = self._local_pairs(demand, receivers, bool(prefill))
             floors = _floors(demand, receivers) if senders else []
-        _search(demand, senders, floors, slack_s, pairs)
+        pairs = _with_local(_search(demand, senders, floors, slack_s), local)
         return _choice(demand, self._sample(pairs, rng), senders, pairs)
 
     def _wide_ends(
@@ -124,16 +125,15 @@ def _floors(demand: PlacementDemand, receivers: list[End]) -> list[Floor]:
     return floors
 
 
-def _search(
-    demand: PlacementDemand, senders: list[End], floors: list[Floor], slack_s: float, found: list[_Pair]
-) -> None:
-    """Appends to `found` every pair that may be the best one or within `slack_s` of it."""
+def _search(demand: PlacementDemand, senders: list[End], floors: list[Floor], slack_s: float) -> list[_Pair]:
+    """Returns every pair of two workers that may be the best one or within `slack_s` of it."""
     links = demand.links
-    best_s = min((pair.total_s for pair in found), default=math.inf)
+    found: list[_Pair] = []
+    best_s = math.inf
     remaining = _MAX_PAIRS
     for floor_s, _, receiver, num_bytes in floors:
         if floor_s + senders[0][0] > best_s + slack_s:
-            return
+            break
         decode_id = receiver[2].worker_id
         for sender in senders:
             if floor_s + sender[0] > best_s + slack_s or not remaining:
@@ -145,6 +145,21 @@ def _search(
             total_s = receiver[0] + sender[0] + transfer_s
             found.append(_Pair(total_s, receiver, sender))
             best_s = min(best_s, total_s)
+    return found
+
+
+def _with_local(pairs: list[_Pair], local: list[_Pair]) -> list[_Pair]:
+    """Adds decode workers that compute the prompt themselves.
+
+    A decode worker counts the delay of waiting prompts by its seconds, without the weight that makes caches worth a
+    longer queue. Local pairs cost as much more as that weight adds to the best pair of two workers. Otherwise the
+    router would expect prompts at decode workers that go to prefill workers, and would credit the wrong workers.
+    """
+    if not pairs or not local:
+        return pairs or local
+    best = min(pairs, key=itemgetter(0))
+    surcharge_s = best.prefill[5] if best.prefill else 0.0
+    return [*pairs, *(pair._replace(total_s=pair.total_s + surcharge_s) for pair in local)]
 
 
 def _choice(demand: PlacementDemand, chosen: _Pair, senders: list[End], pairs: list[_Pair]) -> PairChoice:
@@ -153,7 +168,7 @@ def _choice(demand: PlacementDemand, chosen: _Pair, senders: list[End], pairs: l
         considered = tuple(_score(demand, pair) for pair in sorted(pairs, key=itemgetter(0))[:_NUM_CONSIDERED])
     view, score = chosen.decode[2], _score(demand, chosen)
     ranked = _ranked(demand, chosen, senders)
-    estimates = tuple(_estimate(demand, sender, compute_s) for _, _, sender, _, compute_s in ranked)
+    estimates = tuple(_estimate(demand, sender, compute_s) for _, _, sender, _, compute_s, _ in ranked)
     decode_pull = pulls.plan(demand, view)
     computes = chosen.prefill[2] if chosen.prefill is not None else view
     uncached = _after_pull(demand, computes, score.pull).uncached_on(computes.worker_id)

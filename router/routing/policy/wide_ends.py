@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.config import KvAwareConfig
 from router.routing.policy import prices
-from router.routing.policy.end_costs import End, PrefillContention
+from router.routing.policy.end_costs import End, PrefillContention, local_harm_weight
 from router.routing.policy.interface import PlacementDemand
 from router.routing.policy.rendezvous import preferred
 from router.routing.policy.view_table import Figures, ViewTable
@@ -36,12 +36,13 @@ class WideEnds:
     ties: Figures
     bonus_s: Figures
     compute_s: Figures
+    surcharge_s: Figures
     uncached: Figures  # tokens of the request that each worker lacks
 
     def take(self, places: np.ndarray) -> list[End]:
-        columns = (self.cost_s, self.ties, self.bonus_s, self.compute_s)
-        cost_s, ties, bonus_s, compute_s = (column[places].tolist() for column in columns)
-        return list(zip(cost_s, ties, self.views.pick(places.tolist()), bonus_s, compute_s, strict=True))
+        columns = (self.cost_s, self.ties, self.bonus_s, self.compute_s, self.surcharge_s)
+        cost_s, ties, bonus_s, compute_s, surcharge_s = (column[places].tolist() for column in columns)
+        return list(zip(cost_s, ties, self.views.pick(places.tolist()), bonus_s, compute_s, surcharge_s, strict=True))
 
 
 class WideEndCosts:
@@ -66,8 +67,10 @@ class WideEndCosts:
             lacks = 2 * cached < cached.max()
             bonus_s[lacks] += np.minimum(self._weights.replica_s, compute_s - compute_s.min())[lacks]
         ties = _ties(rng, len(views))
-        cost_s = views.columns.queue_s + compute_s + delay_s - bonus_s
-        return WideEnds(views, cost_s, ties, bonus_s, compute_s, uncached).take(np.lexsort((ties, cost_s))[:max_ends])
+        weight = self._weights.contention_weight
+        cost_s = views.columns.queue_s + compute_s + weight * delay_s - bonus_s
+        ends = WideEnds(views, cost_s, ties, bonus_s, compute_s, (weight - 1.0) * delay_s, uncached)
+        return ends.take(np.lexsort((ties, cost_s))[:max_ends])
 
     def decode(self, demand: PlacementDemand, views: ViewTable, rng: random.Random) -> WideEnds:
         """Prices decoding on each worker, excluding the transfer."""
@@ -81,8 +84,8 @@ class WideEndCosts:
             delay_s = weights.contention_weight * prices.page_delay_s(demand, view)
             cost_s[place] += prices.decode_queue_s(demand, view) + delay_s
         bonus_s = self._session_bonuses(demand, views)
-        ties, compute_s = _ties(rng, len(views)), np.zeros(len(views))
-        return WideEnds(views, cost_s - bonus_s, ties, bonus_s, compute_s, uncached)
+        ties, nothing = _ties(rng, len(views)), np.zeros(len(views))
+        return WideEnds(views, cost_s - bonus_s, ties, bonus_s, nothing, nothing, uncached)
 
     def cheapest_local(
         self, demand: PlacementDemand, ends: WideEnds, has_prefill: bool, tie_s: float
@@ -96,8 +99,8 @@ class WideEndCosts:
         compute_s = _compute_s(demand, views, uncached)
         total_s = ends.cost_s + columns.queue_s + compute_s
         if not has_prefill:
-            total_s = total_s + self._delays_s(demand, views, uncached, compute_s)
-        total_s = total_s + self._weights.decode_weight * columns.num_requests * compute_s
+            total_s = total_s + self._weights.contention_weight * self._delays_s(demand, views, uncached, compute_s)
+        total_s = total_s + local_harm_weight(self._weights, has_prefill) * columns.num_requests * compute_s
         if has_prefill:
             total_s[columns.max_local_tokens < uncached] = np.inf
         least_s = total_s.min()
@@ -119,7 +122,7 @@ class WideEndCosts:
         ]
 
     def _delays_s(self, demand: PlacementDemand, views: ViewTable, uncached: Figures, compute_s: Figures) -> Figures:
-        """Returns the weighted delay of waiting prompts, and learns from the queues."""
+        """Returns the delay of waiting prompts, and learns from the queues."""
         waiting = self._contention.num_waiting
         self._contention.observe_share(np.count_nonzero(views.columns.queue_s > 0.0) / len(views))
         if not waiting:
@@ -128,7 +131,7 @@ class WideEndCosts:
         cost = fastest.costs.prefill
         context_s, token_s = cost.context_s / 2, cost.token_s + cost.context_s * demand.num_tokens
         like_s = -(-uncached // fastest.chunk_tokens) * cost.fixed_s + uncached * (token_s - uncached * context_s)
-        delays_s: Figures = self._weights.contention_weight * (waiting * like_s)
+        delays_s: Figures = waiting * like_s
         return delays_s
 
     def _session_bonuses(self, demand: PlacementDemand, views: ViewTable) -> Figures:

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import pytest
 
-from penstock.config import KvAwareConfig
+from decode_worker.prefill.placement_policy import PrefillPlace, PrefillPlacement, PromptDemand, RemoteOption
+from penstock.config import DecodeConfig, KvAwareConfig
 from penstock.types import WorkerId, WorkerLoad
+from router.routing.costs.cost_model import PREFILL_PRIOR, CostBook
+from router.routing.costs.inflight import NO_WORK, InflightLedger
+from router.routing.costs.link_costs import LinkBook
+from router.routing.placement_core import PlacementCore
 from router.routing.policy.end_costs import PrefillContention
 from router.routing.policy.interface import PlacementDemand, WorkerLimits, WorkerView
 from router.routing.policy.kv_aware import KvAwarePolicy
 
 A, B, D = WorkerId("a"), WorkerId("b"), WorkerId("d")
+NO_LIMITS = WorkerLimits()
 DECODE = [WorkerView(D, WorkerLoad(), 16, limits=WorkerLimits(max_local_tokens=32))]
+
+
+@dataclass
+class Worker:
+    worker_id: WorkerId
+    load: WorkerLoad
+    page_size: int = 16
+    limits: WorkerLimits = NO_LIMITS
 
 
 def view(worker_id: WorkerId, queued: int) -> WorkerView:
@@ -57,3 +72,24 @@ def test_the_number_waiting_is_bounded_and_zero_at_first() -> None:
     assert contention.num_waiting == 4.0
     own_s = views[0].costs.prefill.prefill_s(100, 100, 2048)
     assert contention.delays_s(PlacementDemand(100, 1.0), views, [1.0, 1.0]) == pytest.approx([4 * own_s] * 2)
+
+
+@pytest.mark.parametrize("num_running", [2, 6, 20, 60])
+@pytest.mark.parametrize("wide_from", [0, 128])
+def test_the_router_expects_a_prompt_where_its_decode_worker_sends_it(num_running: int, wide_from: int) -> None:
+    """Otherwise it credits a worker that does not compute the prompt, and more prompts go to the one that does."""
+    core = PlacementCore(InflightLedger(), CostBook(), LinkBook())
+    policy = KvAwarePolicy(wide_from=wide_from)
+    running = WorkerLoad(num_running=num_running, free_pages=1000, total_pages=1000)
+    ends = [[Worker(D, running)], [Worker(each, WorkerLoad(queued_prefill_tokens=4000)) for each in (A, B)]]
+    demand = PlacementDemand(1000, 1.0)
+    for _ in range(200):  # prompts wait at all prefill workers
+        tables = [core.views(workers, lambda worker_id: NO_WORK) for workers in ends]
+        choice = policy.choose(demand, tables[0], tables[1], random.Random(0))
+    decode_worker = PrefillPlacement(DecodeConfig())
+    decode_worker.steps.assume(PREFILL_PRIOR.token_s)
+    asked = PromptDemand(1000, 0, 0, num_running, 2048, 16, 1.0)
+    options = [RemoteOption(each.worker_id, each.queue_s, each.prefill_s) for each in choice.candidates]
+    for _ in range(200):
+        decided = decode_worker.choose(asked, options, 0.0).chosen
+    assert (decided.place is PrefillPlace.LOCAL) == (not choice.prefill)

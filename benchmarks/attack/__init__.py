@@ -10,11 +10,11 @@ an hour and looks for growth. `docs/security.md` names each attack of the table,
 | `attacks` | the attacks, by what they abuse |
 | `table` | all of them by name |
 | `target` | the deployment: its processes, ports, keys |
-| `witness` | a separate process: streams that suffer, and probes of the router |
-| `sockets`, `http2_frames` | connections that misbehave, which no client library does |
-| `verdict`, `growth` | pure: what counts as held, and as growth |
+| `witness` | a separate process that times ordinary streams and probes the router |
+| `sockets`, `http2_frames` | connections that misbehave as no client library lets them |
+| `verdict`, `growth` | pure: decide whether an attack was withstood, and whether something grew |
 
-An attack is a function of the target that returns if the deployment behaved and raises `Breach` otherwise; what it
-costs others is measured outside. Raw connections come from a separate address, 127.0.0.66, so that limits by peer
+An attack is a function that takes the target. It returns if the deployment behaved and raises `Breach` otherwise; the
+harness measures what it costs others. Raw connections come from a separate address, 127.0.0.66, so that limits by peer
 distinguish them from other callers. Attacks reach the deployment only through its sockets.
 """

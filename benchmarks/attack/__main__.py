@@ -1,9 +1,10 @@
-"""`make attack`: runs every attack of the table against a running deployment and says which were held.
+"""`make attack`: runs every attack of the table against a running deployment and reports which it withstood.
 
-For each attack: the router's longest pause (a probe every 5 ms, answered on its event loop), the ITL of concurrent
-streams compared with the time before, the router's memory, and the attack's own finding. A separate idle server, and
-the cores that other work leaves, show the influence of the machine itself. The attacker runs at a lower priority, since
-in reality it would have its own machine. Ends with status 1 if an attack was not held.
+It reports for each attack the router's longest pause (a probe every 5 ms, answered on its event loop), the ITL of
+concurrent streams compared with the time before, the router's memory, and the attack's own finding. A separate idle
+server, and the cores that other work leaves, show the influence of the machine itself. The attacker runs at a lower
+priority, since in reality it would have its own machine. Ends with status 1 if the deployment did not withstand an
+attack.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from rich.table import Table
 from benchmarks.attack.machine import CoresLeft
 from benchmarks.attack.table import ATTACKS, ORDINARY_USE, AttackFunction, describe
 from benchmarks.attack.target import AttackTarget, WitnessProcess, attacked_deployment, becomes, started_witness
-from benchmarks.attack.verdict import MIB, AttackOutcome, Bounds, Breach, Memory, is_held
+from benchmarks.attack.verdict import MIB, AttackOutcome, Bounds, Breach, Memory, are_withstood
 from benchmarks.common.report import Row, publish
 
 _BEFORE_S = 2.0
 _AFTER_S = 0.5
-_FREED_WITHIN_S = 10.0  # by threads that are still at work for callers who have left
-_AT_LEAST_S = 2.0  # a shorter attack is repeated: a few tokens show no pace
+_FREED_WITHIN_S = 10.0  # time for threads that still work for callers who have left
+_AT_LEAST_S = 2.0  # a shorter attack is repeated, since a few tokens do not show the ITL
 _ATTACK_TIMEOUT_S = 60.0
 _SAMPLE_S = 0.05
 _NICENESS = 5  # a third of the share of a process of the deployment
@@ -89,7 +90,7 @@ async def run_attack(
     except Breach as error:
         breach = str(error)
     except TimeoutError:
-        breach = f"not over within {_ATTACK_TIMEOUT_S:g} s"
+        breach = f"did not end within {_ATTACK_TIMEOUT_S:g} s"
     except Exception as error:  # a connection that is refused at the wrong moment is a finding too
         breach = f"{type(error).__name__}: {error}"[:300]
     took_s = time.monotonic() - began_s
@@ -115,7 +116,7 @@ async def run_attack(
 
 
 async def _settle(target: AttackTarget, outcome: AttackOutcome, pids: dict[str, int]) -> AttackOutcome:
-    """Waits until the deployment is ready again, and notes which processes ended."""
+    """Waits until the deployment is ready again, and adds the processes that ended to the outcome."""
 
     async def is_ready() -> bool:
         return (await target.status()).ready
@@ -130,8 +131,8 @@ async def _settle(target: AttackTarget, outcome: AttackOutcome, pids: dict[str, 
 async def run_all(
     target: AttackTarget, witness: WitnessProcess, names: list[str], bounds: Bounds
 ) -> list[AttackOutcome]:
-    """Runs the attacks one by one. A fault that only measurements show must show twice, because the machine has other
-    work too.
+    """Runs the attacks one by one. An attack whose only faults are measurements is run again, and the second run
+    counts, because other work on the machine disturbs measurements.
     """
     outcomes = []
     for name in names:
@@ -140,7 +141,7 @@ async def run_all(
             outcome = await run_attack(target, witness, ATTACKS[name], bounds)
         outcomes.append(outcome)
         faults = outcome.faults(bounds)
-        print(f"{name}: {'; '.join(faults) if faults else 'held'} ({_figures(outcome)})", flush=True)
+        print(f"{name}: {'; '.join(faults) if faults else 'withstood'} ({_figures(outcome)})", flush=True)
     return outcomes
 
 
@@ -149,30 +150,40 @@ def _figures(each: AttackOutcome) -> str:
     pause = f"pause {each.before.pause_s * 1e3:.0f} -> {each.during.pause_s * 1e3:.0f} ms"
     pause += f" (idle server {each.before.idle_pause_s * 1e3:.0f} -> {each.during.idle_pause_s * 1e3:.0f} ms)"
     itl = f"ITL {each.before.itl_s * 1e3:.1f} -> {each.during.itl_s * 1e3:.1f} ms"
-    itl += f" (beside ordinary use {each.ordinary.itl_s * 1e3:.1f} ms)" if each.ordinary else ""
+    itl += f" (during ordinary use {each.ordinary.itl_s * 1e3:.1f} ms)" if each.ordinary else ""
     cores = f"cores left {each.cores_before:.1f} -> {each.cores_during:.1f}"
     return f"{each.took_s:.1f} s, {pause}, {itl}, {cores}, router {memory} MiB"
 
 
 def show(outcomes: list[AttackOutcome], bounds: Bounds) -> None:
-    columns = ("attack", "held", "seconds", "router's pause", "ITL before", "beside it", "router MiB", "peak", "after")
+    columns = (
+        "attack",
+        "withstood",
+        "seconds",
+        "router's pause",
+        "ITL before",
+        "during",
+        "router MiB",
+        "peak",
+        "after",
+    )
     table = Table(*columns, "why not")
     for each in outcomes:
         faults = each.faults(bounds)
         memory = [f"{value / MIB:.0f}" for value in (each.memory.before, each.memory.peak, each.memory.after)]
         itl = [f"{window.itl_s * 1e3:.1f} ms" for window in (each.before, each.during)]
         pause = f"{each.during.pause_s * 1e3:.0f} ms"
-        held = "[red]no" if faults else "[green]yes"
-        table.add_row(each.name, held, f"{each.took_s:.1f}", pause, *itl, *memory, "; ".join(faults))
+        withstood = "[red]no" if faults else "[green]yes"
+        table.add_row(each.name, withstood, f"{each.took_s:.1f}", pause, *itl, *memory, "; ".join(faults))
     Console(width=190).print(table)
 
 
 def rows(outcomes: list[AttackOutcome], bounds: Bounds) -> list[Row]:
     found = []
     for each in outcomes:
-        found.append(Row(f"{each.name}: held", float(not each.faults(bounds)), "1 is yes"))
+        found.append(Row(f"{each.name}: withstood", float(not each.faults(bounds)), "1 is yes"))
         found.append(Row(f"{each.name}: router's longest pause", each.during.pause_s, "s", "bound", bounds.pause_s))
-        found.append(Row(f"{each.name}: ITL beside it", each.during.itl_s, "s", "before", each.before.itl_s))
+        found.append(Row(f"{each.name}: ITL during it", each.during.itl_s, "s", "before", each.before.itl_s))
         found.append(Row(f"{each.name}: router's peak memory", each.memory.peak, "B", "before", each.memory.before))
     return found
 
@@ -198,7 +209,7 @@ def main() -> int:
     show(outcomes, bounds)
     if not arguments.names:
         publish("attack", "bundled model, 1 prefill and 1 decode worker, 2 streams", rows(outcomes, bounds), quiet=True)
-    return 0 if is_held(outcomes, bounds) else 1
+    return 0 if are_withstood(outcomes, bounds) else 1
 
 
 if __name__ == "__main__":

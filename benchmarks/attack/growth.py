@@ -1,4 +1,4 @@
-"""Finds growth in readings that were taken at quiet moments, when nothing was left to do. Pure."""
+"""Finds growth in readings that were taken at quiet moments, when no request was left. Pure."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ ALLOWANCES: Mapping[str, Allowance] = {
 
 
 def find_growth(quiet: Sequence[Readings]) -> list[str]:
-    """Lists what has grown from the second quiet moment to the last; before the first one, caches and pools fill.
+    """Lists what has grown from the second quiet moment to the last; before the second, caches and pools fill.
 
-    A quantity counts only if it ended as high as it ever was: one that came down again does not leak. A quantity with
+    A quantity counts only if its last value is its highest: one that came down again does not leak. A quantity with
     an allowance of 0 must be 0 at every moment.
     """
     found = []

@@ -13,7 +13,7 @@ import psutil
 
 
 class CoresLeft:
-    """Between `begin` and `end`: the cores that processes other than the given ones left, on average."""
+    """Measures the mean number of cores that processes other than the given ones left between `begin` and `end`."""
 
     def __init__(self, own: Callable[[], Sequence[psutil.Process]]) -> None:
         """`own` returns the processes of the deployment and of the harness."""

@@ -1,9 +1,9 @@
 """`make soak`: half an hour of faults, slow readers, bad input and cancellations at the same time; nothing may grow.
 
-The time is divided into rounds. After each, all traffic stops; once every request is over, the memory, files, threads,
-tasks and segments of shared memory of the processes that were never killed are read, and the counts that must be 0:
-pages held or fenced, and open requests. Answers are compared token by token throughout. Ends with status 1 where
-something has grown, an answer was wrong, or too many requests failed.
+The time is divided into rounds. After each, all traffic stops. Once every request has ended, the memory, files,
+threads, tasks and shared-memory segments of the processes that were never killed are read, and so are the counts that
+must be 0: pages held or fenced, and open requests. Answers are compared token by token throughout. Ends with status 1
+if something has grown, an answer was wrong, or too many requests failed.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ _FAULT_EVERY_S = 20.0
 _FREEZE_S = 1.5
 _POOL_BYTES = 32 << 20  # every page is touched in the first round, so that pools do not look like growth
 _QUIET_WITHIN_S = 90.0
-_KILLED = ("decode-1", "prefill-0")  # the others must last, so that what they keep shows
+_KILLED = ("decode-1", "prefill-0")  # the others are never killed, so that growth shows
 _MOST_FAILED = 0.02  # of the steady requests; those in flight at a killed worker continue at another
 
 
 @dataclass
 class SoakCounts:
-    """Counts of what happened, by name."""
+    """Counts of events by name, and the problems found."""
 
     happened: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
 
 
 class Soak:
-    """Runs rounds of trouble against one deployment."""
+    """Runs rounds of load and faults against one deployment."""
 
     def __init__(self, target: AttackTarget, seed: int) -> None:
         self._target = target
@@ -65,7 +65,7 @@ class Soak:
         self.counts = SoakCounts()
 
     async def round(self, seconds: float) -> Readings:
-        """Makes trouble for that long, then waits until all is over and returns the readings."""
+        """Runs load and faults for that long, waits until every request has ended, and returns the readings."""
         end_s = time.monotonic() + seconds
         key = self._target.credentials.victim_key
         async with AsyncClient(self._target.grpc, timeout_s=60.0, api_key=key) as client:
@@ -114,10 +114,9 @@ class Soak:
 
     async def _read_slowly(self) -> None:
         while True:
-            attack = self._rng.choice((slow_readers_http, slow_readers_grpc))  # breaches: others hold requests too
-            with contextlib.suppress(
-                Breach, OSError, RuntimeError, grpc.aio.AioRpcError
-            ):  # others hold requests at the same time
+            attack = self._rng.choice((slow_readers_http, slow_readers_grpc))
+            # A breach says nothing here, since other clients hold requests at the same time.
+            with contextlib.suppress(Breach, OSError, RuntimeError, grpc.aio.AioRpcError):
                 await attack(self._target)
             self.counts.happened["waves of slow readers"] += 1
 
@@ -151,7 +150,7 @@ class Soak:
                     self.counts.happened["workers frozen"] += 1
 
     async def _quiet_readings(self) -> Readings:
-        """Returns the readings once nothing is held, or as they are when time is up."""
+        """Returns the readings once nothing is held, or after `_QUIET_WITHIN_S`."""
         await becomes(self._is_quiet, _QUIET_WITHIN_S)
         await asyncio.sleep(5.0)  # connections and tasks of the last clients end
         return await read_all(self._target)
@@ -213,7 +212,7 @@ async def run_rounds(soak: Soak, minutes: float, num_rounds: int, report: Callab
 
 
 def verdict(soak_counts: SoakCounts, quiet: list[Readings]) -> list[str]:
-    """Lists why the soak has failed; nothing if it has not."""
+    """Lists why the soak has failed; empty if it has not."""
     found = [*soak_counts.problems[:10], *find_growth(quiet)]
     failed, served = soak_counts.happened["failed answers"], soak_counts.happened["answers"]
     if failed > _MOST_FAILED * (served + failed):

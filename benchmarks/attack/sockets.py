@@ -1,4 +1,4 @@
-"""Connections of an attacker: plain sockets from a separate address, which read and write as they like."""
+"""Connections of an attacker: plain sockets from a separate address, which obey no protocol."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable
 
 from benchmarks.attack import http2_frames as h2
 
-ATTACKER = "127.0.0.66"  # loopback has 16 million addresses, and limits by peer see this one
+ATTACKER = "127.0.0.66"  # an address of loopback that limits by peer can distinguish
 OWN = "127.0.0.1"  # the harness's
 CONNECT_TIMEOUT_S = 5.0
 _READ_BYTES = 65536
@@ -18,7 +18,7 @@ _READ_BYTES = 65536
 async def connect(
     address: str, receive_buffer: int | None = None, peer: str = ATTACKER
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connects from the address `peer`; a small receive buffer makes a slow reader felt at once."""
+    """Connects from the address `peer`; with a small receive buffer, a slow reader blocks the server at once."""
     host, _, port = address.rpartition(":")
     connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -100,7 +100,7 @@ def post(path: str, key: str = "", more: Iterable[tuple[str, str]] = ()) -> byte
 
 
 class Http2:
-    """An HTTP/2 connection that sends any frame and counts what comes back."""
+    """An HTTP/2 connection that sends any frame and counts the frames that arrive."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, reads: bool) -> None:
         self._reader = reader
@@ -119,7 +119,7 @@ class Http2:
         reads: bool = True,
         receive_buffer: int | None = None,
     ) -> Http2:
-        """Opens the connection; reads nothing that arrives unless `reads` is given."""
+        """Opens the connection. Unless `reads` is set, it reads nothing that arrives."""
         made = cls(*await connect(address, receive_buffer), reads=reads)
         made.writer.write(h2.PREFACE + h2.settings(values))
         return made
@@ -169,4 +169,4 @@ class Http2:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        self.writer.transport.abort()  # does not wait for what was never read
+        self.writer.transport.abort()  # closes at once, although the peer has not read everything

@@ -11,7 +11,7 @@ AttackFunction = Callable[[AttackTarget], Awaitable[None]]
 
 ROOMS = (operators, messages, grammars, quotas, connections, readers, storms)
 ATTACKS: Mapping[str, AttackFunction] = {attack.__name__: attack for room in ROOMS for attack in room.ATTACKS}
-# the ordinary use from which an attack differs in one thing: it may slow others as much as that use does
+# The ordinary use from which an attack differs in one thing: the attack may slow others as much as that use does.
 ORDINARY_USE: Mapping[AttackFunction, AttackFunction] = quotas.ORDINARY_USE | readers.ORDINARY_USE | storms.ORDINARY_USE
 
 

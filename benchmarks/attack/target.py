@@ -1,7 +1,7 @@
 """The deployment under attack: `penstock serve` with the bundled model, two tenants, lookaside and a known secret.
 
-`attacker` has quotas such as a seller of access would give to strangers; `victim` has none. The harness, which knows
-the cluster secret, looks at processes and reports; attacks use only keys that a stranger could have.
+`attacker` has quotas like those of a stranger who pays for access; `victim` has none. The harness, which knows the
+cluster secret, looks at processes and reports; attacks use only keys that a stranger could have.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ READ_GRACE_S = 4.0  # after the deadline, for clients that still read
 WRITE_STALL_S = 4.0
 MAX_CONNECTIONS = 1024  # of one peer to the HTTP port
 DEFAULT_TIMEOUT_S = 6.0  # of calls that name no deadline
-MAX_REQUESTS = 24  # of the attacker at once
+MAX_REQUESTS = 24  # concurrent requests of the attacker
 _SETTLE_S = 15.0
 _STATUS_TIMEOUT_S = 60.0
 
@@ -52,7 +52,7 @@ class Credentials:
 
 
 class _Serve(PipedProcess):
-    """`penstock serve`, ended as Ctrl-C ends it."""
+    """`penstock serve`, which ends on SIGINT instead of with its input."""
 
     _ask_to_end = ProcessGroup._ask_to_end
 
@@ -100,8 +100,8 @@ class AttackTarget:
         return sum(each.load.num_open for each in (await self.status()).workers if each.member.role == "decode")
 
     async def describe_held(self) -> str:
-        """Describes what is held, including the victims' streams."""
-        return f"{await self.open_requests():g} are open at workers and {await self.metric(OUT):g} out at the router"
+        """Describes the requests that are held, including the victims' streams."""
+        return f"workers hold {await self.open_requests():g} requests and the router has {await self.metric(OUT):g} out"
 
     async def wait_until_idle(self, at_most: int, within_s: float = _SETTLE_S) -> bool:
         """Returns whether the decode workers and the router hold at most that many requests within the time."""
@@ -149,13 +149,13 @@ class WitnessProcess(PipedProcess):
     """The witness's process."""
 
     async def window(self) -> Window:
-        """Returns what it has seen since the last call."""
+        """Returns the witness's observations since the last call."""
         self.write_line("window")
         raw = json.loads(await asyncio.to_thread(self.read_line, 90.0))
         return Window(**{**raw, "failures": tuple(raw["failures"])})
 
     def processes(self) -> list[psutil.Process]:
-        """Returns the witness and the idle server that it asks too."""
+        """Returns the witness and the idle server that it probes too."""
         witness = psutil.Process(self._popen.pid)
         return [witness, *witness.children()]
 
@@ -181,7 +181,7 @@ def serve_config(folder: Path, credentials: Credentials) -> dict[str, Any]:
         "http_port": 0,
         "grpc_port": 0,
         "admin_port": 0,
-        "routers": 1,  # whose metrics and memory are read
+        "routers": 1,  # its metrics and memory are read
         "lookaside": True,
         "prefill_pool": {"replicas": 1, "num_cpus": 0.1},
         "decode_pool": {"replicas": 1, "num_cpus": 0.1},

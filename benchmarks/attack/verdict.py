@@ -11,20 +11,20 @@ MIB = 1 << 20
 
 
 class Breach(Exception):
-    """The deployment answered an attack as it must not."""
+    """The deployment did not withstand an attack."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
     """The witness's observations in one stretch of time."""
 
-    pause_s: float  # longest answer to a probe, less the witness's own delays
+    pause_s: float  # longest time to the answer of a probe, minus the witness's own delays
     itl_s: float  # mean time between two tokens of a stream, open gaps included
     worst_gap_s: float
     num_tokens: int
     num_probes: int
     failures: tuple[str, ...] = ()  # of its streams and probes
-    idle_pause_s: float = 0.0  # as `pause_s`, for a separate server that does nothing else
+    idle_pause_s: float = 0.0  # `pause_s` of a separate server that does nothing else
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,11 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of a held attack.
+    """Limits within which an attack counts as withstood.
 
     Two of them are relative to the machine, which has other work and is shared with the attacker: a router may take
-    twice as long as an idle server on the same machine, and the pace of streams may fall with the cores that other work
-    leaves. If an attack differs from ordinary use in one thing, the pace may also be a little below that during such
-    use.
+    twice as long as an idle server on the same machine, and the ITL may rise as other work leaves fewer cores. If an
+    attack differs from ordinary use in one thing, the ITL may also be a little above that during such use.
     """
 
     pause_s: float = 0.25  # the router's; a healthy one takes 10 to 50 ms
@@ -63,8 +62,8 @@ class AttackOutcome:
     during: Window
     memory: Memory
     breach: str = ""
-    replaced: tuple[str, ...] = ()  # processes that ended meanwhile
-    cores_before: float = 1.0  # that the machine's other work left, before and during the attack
+    replaced: tuple[str, ...] = ()  # processes that ended during the attack
+    cores_before: float = 1.0  # cores that the machine's other work left, before and during the attack
     cores_during: float = 1.0
     ordinary: Window | None = None  # during ordinary use of the same size, if the attack has any
 
@@ -77,19 +76,19 @@ class AttackOutcome:
         return max(slowed, self.ordinary.itl_s * bounds.ordinary_itl_ratio if self.ordinary else 0.0)
 
     def faults(self, bounds: Bounds) -> list[str]:
-        """Lists why the attack was not held; nothing if it was."""
+        """Lists why the deployment did not withstand the attack; empty if it did."""
         found = []
         if self.breach:
             found.append(self.breach)
         if self.replaced:
             found.append(f"ended: {', '.join(self.replaced)}")
         if self.during.failures:
-            found.append(f"{len(self.during.failures)} failures of others, such as: {self.during.failures[0]}")
+            found.append(f"{len(self.during.failures)} requests of others failed, such as: {self.during.failures[0]}")
         if not self.during.num_tokens:
-            found.append("the streams beside it got no token")
+            found.append("other streams got no token")
         elif self.during.itl_s > self._longest_itl_s(bounds):
-            cores = f"{self.cores_before:.1f} cores before, {self.cores_during:.1f} beside it"
-            found.append(f"ITL beside it {self.itl_ratio:.1f} times ({cores})")
+            cores = f"{self.cores_before:.1f} cores before, {self.cores_during:.1f} during it"
+            found.append(f"ITL during it {self.itl_ratio:.1f} times as long ({cores})")
         pause_limit_s = max(bounds.pause_s, 2 * self.before.pause_s, 2 * self.during.idle_pause_s)
         if self.during.pause_s > pause_limit_s:
             found.append(f"router silent for {self.during.pause_s:.2f} s")
@@ -110,7 +109,7 @@ class StreamGaps:
     num_tokens: int = 0
 
     def on_tokens(self, count: int, now_s: float) -> None:
-        """Counts tokens that arrived together; a stream's first ones open its first gap."""
+        """Counts tokens that arrived together; the first tokens of a stream begin its first gap."""
         if self.last_s is not None:
             self._add(now_s - self.last_s)
             self.num_tokens += count
@@ -120,7 +119,7 @@ class StreamGaps:
         self.last_s = None
 
     def cut(self, now_s: float) -> None:
-        """Closes the window: a gap that is open counts up to now."""
+        """Ends the window: an open gap counts up to now."""
         if self.last_s is not None:
             self._add(now_s - self.last_s)
             self.last_s = now_s
@@ -160,5 +159,5 @@ class WindowSums:
         return window
 
 
-def is_held(outcomes: Sequence[AttackOutcome], bounds: Bounds) -> bool:
+def are_withstood(outcomes: Sequence[AttackOutcome], bounds: Bounds) -> bool:
     return not any(outcome.faults(bounds) for outcome in outcomes)

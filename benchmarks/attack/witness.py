@@ -1,4 +1,4 @@
-"""`python -m benchmarks.attack.witness ADDRESS`: measures in a separate process what other callers see of an attack.
+"""`python -m benchmarks.attack.witness ADDRESS`: measures in a separate process how an attack affects other callers.
 
 Two streams run one answer after the other, and the router's health service is called every 5 ms; it answers on the
 event loop that serves all requests. The health service of a server that does nothing else (this module without an
@@ -139,7 +139,7 @@ async def _serve_idly() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        assert os.environ.get("PENSTOCK_API_KEY"), "the witness's key is handed over in PENSTOCK_API_KEY"
+        assert os.environ.get("PENSTOCK_API_KEY"), "set PENSTOCK_API_KEY to the witness's key"
         asyncio.run(Witness(sys.argv[1]).run())
     else:
         asyncio.run(_serve_idly())

@@ -1,10 +1,10 @@
 """Compares the autoscaler with queue-length autoscaling on traces in virtual time (`make bench-autoscale`).
 
-Workers take 10, 60 or 200 s to start. The queue-length policy runs with each of a grid of targets, of which three
+Workers take 10, 60 or 200 s to start. The queue-length policy runs with each of a grid of targets; three of these
 settings are compared with ours (`benchmarks.autoscale.baselines`). A policy that knows the trace shows the best that
 any policy could do. The first ten minutes, in which every policy sees the traffic for the first time, are reported
 separately and do not count in the ratios. Traces come from the folder in PENSTOCK_TRACES; without it only the generated
-mix runs, whose rate swings.
+mix runs, whose rate oscillates.
 
 Deployments are simulated coarsely. With `simulator.fleet`, which computes every page and token, nine policies on all
 cases would take about 90 minutes on one core, ten times as long; `--detailed` runs ours and the chosen baselines
@@ -161,7 +161,7 @@ def run_case(case: tuple[str, float, str, bool]) -> PolicyResult:
     else:
         sizes = plan(offered(requests, SPEC, SLO), SPEC, SLO, _LOADS[policy])
         scaler = Foresight(sizes, BOUNDS, start_s, _FORESIGHT_CHANGES)
-    if detailed:  # several decode steps at once would make short answers late
+    if detailed:
         return run(policy, requests, start_s, scaler, SPEC, DetailedDeployment, WARM_S)
     return run(policy, requests, start_s, scaler, make=CoarseFleet, warm_s=WARM_S)
 
@@ -169,7 +169,7 @@ def run_case(case: tuple[str, float, str, bool]) -> PolicyResult:
 def compare(
     trace: str, start_s: float, results: Sequence[PolicyResult], detailed: Sequence[PolicyResult]
 ) -> dict[str, object]:
-    """Prints one trace with one start-up time and returns it as a case of the result file."""
+    """Prints the results of a trace with a start-up time and returns them as a case of the result file."""
     known = {result.policy: result for result in results}
     ours, baselines = known[OURS], [known[name] for name in _BASELINES]
     foresight = min(
@@ -216,7 +216,9 @@ def _line(result: PolicyResult) -> str:
 
 
 def _print_over_all() -> None:
-    """Prints ours over each setting, the cheapest first, over all stored cases, including those of earlier runs."""
+    """Prints the ratios of ours to each setting, the cheapest first, over all stored cases, those of earlier runs
+    included.
+    """
     cases = json.loads((RESULTS / "autoscale.json").read_text())["cases"]
     print("\nours over one setting for all traces and start-ups: missed, worker hours, changes")
     found = over_all([PolicyResult(**row) for case in cases for row in case["rows"]], OURS)
@@ -257,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             requests = _requests(trace)
         except InvalidInput as error:
-            print(f"left out: {error}")
+            print(f"skipped: {error}")
             continue
         print(f"{trace}: {len(requests)} requests, {requests[-1].arrival_s:.0f} s")
         cases += [(trace, start_s) for start_s in args.start or STARTS_S]

@@ -1,15 +1,15 @@
 """The baseline of the autoscaler benchmark: replicas in proportion to queue lengths, and the settings to compare with.
 
-Most deployments scale like this, with Kubernetes' horizontal pod autoscaler or KEDA and their defaults: every 15 s the
-total of waiting and running requests of a pool over a target for each worker, up at once, down to the most that was
-wanted in the last 300 s. Operators tune the targets; three tunings are chosen here, each with hindsight of the whole
-trace, which is more than an operator has:
+Most deployments scale like this, with Kubernetes' horizontal pod autoscaler or KEDA and their defaults. Every 15 s, the
+wanted size of a pool is its waiting and running requests divided by a target per worker; a pool grows at once, and
+shrinks only to the largest size wanted in the last 300 s. Operators tune the targets. Three settings are chosen here,
+each with knowledge of the whole trace, which no operator has:
 
-* `cheapest in time`: fewest worker hours of the settings that serve the share of requests that the autoscaler is asked
-  for; if none does, the setting that misses fewest. An operator with a service level would choose it.
-* `fewest missed`: at any cost.
-* `equal hours`: fewest missed of the settings that cost no more than the autoscaler, by the aim; if none is so cheap,
-  the cheapest.
+* `cheapest in time`: the fewest worker hours among the settings that meet the autoscaler's attainment; if none does,
+  the setting that misses fewest. An operator with a service level would choose it.
+* `fewest missed`: the fewest missed requests, at any cost.
+* `equal hours`: the fewest missed among the settings that take at most the autoscaler's worker hours divided by the aim
+  for them; if there are none, the cheapest.
 
 The autoscaler has one setting for all traces, as must an operator who does not know the traffic: `over_all` compares
 it with each baseline setting on all traces together.
@@ -29,7 +29,7 @@ from penstock.types import Role
 
 @dataclass(frozen=True, slots=True)
 class QueueTargets:
-    """Requests for each worker."""
+    """The targets: numbers of requests for each worker."""
 
     prefill: float
     decode: float
@@ -40,7 +40,7 @@ TARGETS = [QueueTargets(prefill, decode) for prefill in (0.5, 1.0, 1.5, 2.0) for
 EQUAL_HOURS = "equal hours"
 AIMS = {"missed": 0.2, "worker_hours": 0.95, "changes": 0.25}
 _ATTAINMENT: float = AutoscalerConfig().attainment
-_TOLERANCE = 0.1  # of the target, within which nothing changes
+_TOLERANCE = 0.1  # share of the target within which nothing changes
 
 
 class QueueScaler:
@@ -107,7 +107,7 @@ def choose(baselines: Sequence[PolicyResult], ours: PolicyResult) -> dict[str, P
 
 
 def ratios(ours: PolicyResult, other: PolicyResult) -> dict[str, float]:
-    """Returns ours over the other's; a count of 0 in the denominator is taken as 1."""
+    """Returns ours divided by the other's; a count of 0 in the denominator counts as 1."""
     return {
         "missed": ours.num_missed / max(1, other.num_missed),
         "worker_hours": ours.worker_hours / other.worker_hours,
@@ -122,7 +122,7 @@ def judge(rule: str, found: dict[str, float]) -> dict[str, bool]:
 
 
 def over_all(results: Sequence[PolicyResult], ours: str) -> dict[str, dict[str, float]]:
-    """Returns the ratios of ours over each other policy, summed over all cases."""
+    """Returns the ratios of ours to each other policy, of figures summed over all cases."""
     names = dict.fromkeys(result.policy for result in results)
     totals = {name: _sum_up([result for result in results if result.policy == name]) for name in names}
     own_total = totals.pop(ours)

@@ -1,4 +1,4 @@
-"""Simulates a decode worker by the arithmetic of its steps: no pages, no tokens, an event for each change of batch.
+"""Simulates a decode worker with arithmetic over its steps: no pages, no tokens, and one event per change of the batch.
 
 The costs are those of the detailed worker (`simulator.costs.step_costs`); steps between two changes are summed in
 closed form.
@@ -31,7 +31,7 @@ class Job:
     rank: float = 0.0
     begun: bool = False
     num_computed: int = 0
-    context: int = 0  # tokens when it joined, or joined again
+    context: int = 0  # tokens when it joined the batch last
     has_pages: bool = False
     is_computed: bool = False
     stopped: bool = False  # preempted: its KV will be recomputed
@@ -126,7 +126,7 @@ class CoarseDecode:
         return found
 
     def migrate(self, job: Job, target: CoarseDecode) -> None:
-        """Moves a running sequence with its KV to another worker, without the pause for its last pages."""
+        """Migrates a running sequence with its KV to another worker, without the pause for its last pages."""
         self._advance()
         generated = job.num_generated + self._steps - job.joined_at
         self._leave(job)
@@ -156,7 +156,7 @@ class CoarseDecode:
         return costs.step_s + len(self._running) * costs.sequence_s + self._context * costs.kv_token_s
 
     def _advance(self) -> None:
-        """Accounts for the steps since the last call, whose context grows by a token a sequence and step."""
+        """Accounts for the steps since the last call, in which each sequence's context grew by a token per step."""
         now_s = self._sim.now_s
         elapsed_s, self._since_s = now_s - self._since_s, now_s
         lost_s = min(self._stall_s, elapsed_s)

@@ -1,7 +1,8 @@
-"""A coarse deployment, about ten times as fast as `simulator.fleet`, for questions of scaling, which concern minutes.
+"""A coarse deployment, about ten times as fast as `simulator.fleet`, for scaling, whose time scale is minutes.
 
-Its router knows everything: a prompt goes to the prefill worker with the earliest first token, and to the decode worker
-with free pages and the shortest steps. `tests/simulator/test_scaling.py` compares it with the detailed deployment.
+Its router sees the exact state of all workers: a prompt goes to the prefill worker with the earliest first token, and
+to the decode worker with free pages and the shortest steps. `tests/simulator/test_scaling.py` compares it with the
+detailed deployment.
 """
 
 from __future__ import annotations
@@ -111,9 +112,8 @@ class CoarseFleet:
     def _on_computed(self, job: Job) -> None:
         job.outcome.first_token_s = self.sim.now_s
         link = self._spec.link_costs
-        exposed = min(
-            job.num_input - job.outcome.cached_tokens, self._chunk_tokens
-        )  # earlier chunks were transferred meanwhile
+        # Earlier chunks were transferred while later ones were computed.
+        exposed = min(job.num_input - job.outcome.cached_tokens, self._chunk_tokens)
         transfer_s = exposed * link.token_bytes / link.bytes_per_s + 2 * link.latency_s
         self.sim.after(transfer_s, lambda: job.target.join(job))  # type: ignore[union-attr]
 

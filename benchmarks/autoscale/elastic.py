@@ -106,9 +106,11 @@ class ElasticFleet:
         make: Callable[[FleetSpec, int], ElasticDeployment] = DetailedDeployment,
         warm_s: float = 0.0,
     ) -> None:
-        """`warm_s` ends the warm-up, in which the scaler first sees the traffic and which callers count separately."""
+        """`warm_s` is the end of the warm-up, in which the scaler first sees the traffic; callers count it
+        separately.
+        """
         self.fleet = make(spec, seed)
-        self.worker_s = 0.0  # of all workers, from the order to the end
+        self.worker_s = 0.0  # seconds of all workers, from the decision to start each to its end
         self.num_changes = 0
         self.warm_worker_s, self.warm_changes = 0.0, 0  # those before `warm_s`
         self._scaler = scaler
@@ -167,7 +169,7 @@ class ElasticFleet:
         }
         return Signals(pools, self._counts.demand)
 
-    # Its decisions.
+    # The scaler's decisions.
 
     def _decide(self) -> None:
         self._count_first_tokens()

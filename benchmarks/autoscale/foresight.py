@@ -1,4 +1,4 @@
-"""A scaler that knows the trace: it shows the best that is possible with so many workers and so many changes.
+"""A scaler that knows the trace: it shows the best result that a number of workers and of changes allows.
 
 It plans sizes over the whole trace: for prefill the fewest workers that keep the queue within what each prompt may
 wait, for decode the fewest that hold the running sequences. Then it joins neighbouring sizes at the least cost (dynamic
@@ -74,7 +74,8 @@ def _with_cached(requests: Sequence[TraceRequest]) -> Iterator[tuple[TraceReques
 def plan(work: Offered, spec: FleetSpec, slo: SloConfig, load: Mapping[Role, float]) -> dict[Role, list[int]]:
     """Returns the workers for each window, each loaded to the share `load` of its capacity.
 
-    For prefill the share may exceed 1, since the plan lets prompts queue for as long as the least patient may wait.
+    For prefill the share may exceed 1, since the plan lets prompts queue for as long as the one with the earliest
+    deadline may wait.
     """
     per_window = round(_WINDOW_S / _BIN_S)
     starts = range(0, len(work.prefill_s), per_window)

@@ -1,4 +1,4 @@
-"""Measures how soon a fault is noticed, how soon its victim is replaced, and what clients see of both.
+"""Measures how soon a fault is noticed, how soon its victim is replaced, and how both affect clients.
 
 The bundled model runs on a Ray of several nodes on this machine. A fault is noticed when the membership that routers
 follow no longer lists the victim (for a router: when the status no longer reports it as ready). The victim is replaced
@@ -88,7 +88,7 @@ def kill_controller(deployment: RayDeployment) -> float:
             admin_pb2.StatusRequest(), timeout=WITHIN_S, metadata=admin_metadata(deployment), wait_for_ready=True
         )
     if {each.pid for each in status.workers} != before:
-        raise RuntimeError("the new controller did not take over the running workers")
+        raise RuntimeError("the new controller does not know all running workers")
     return time.monotonic() - began_s
 
 
@@ -119,7 +119,7 @@ class Killer(threading.Thread):
 
 
 async def run_streams(address: str, number: int) -> tuple[int, int]:
-    """Runs `number` streams; returns how many had the right tokens, and how many moved to another worker."""
+    """Runs `number` streams; returns how many had the right tokens, and how many were re-dispatched."""
     async with AsyncClient(address, timeout_s=120) as client:
         expected = [await _stream(client, seed) for seed in range(NUM_PROMPT_SEEDS)]
         limit = asyncio.Semaphore(CONCURRENCY)
@@ -193,7 +193,7 @@ def worst(found: list[FaultTimes], field: str) -> float:
 
 
 def node_killed(follower: StatusFollower, ray_nodes: LocalRayNodes) -> list[Row]:
-    """Kills a node other than the only one for prefill workers; another node has room for its decode worker."""
+    """Kills a node without the prefill worker; another node has room for its decode worker."""
     workers = {
         each.member.worker_id: ray_nodes.node_of(each.pid)
         for each in follower.until_all_ready().workers

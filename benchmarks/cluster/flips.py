@@ -34,7 +34,7 @@ SAMPLING = {"temperature": 0.875, "top_p": 0.9375, "ignore_eos": True}
 
 @dataclass
 class ClientStreams:
-    """Sends one request after the other in each of several tasks and compares the tokens of each when it ends."""
+    """Sends requests one after another in each of several tasks and compares the tokens of each answer."""
 
     expected: list[list[int]]
     stopping: bool = False

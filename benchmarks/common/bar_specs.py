@@ -12,8 +12,8 @@ from dataclasses import dataclass
 class BarSpec:
     """Selects rows by their metric and, where one is given, their unit.
 
-    The pattern matches the whole metric. Its group `row` is the label of a row and `kind` the kind of a bar (without
-    one: Penstock); a group `part` makes one chart of each of its values. Baselines are kinds of their own; `renamed`
+    The pattern matches the whole metric. Its group `row` is the label of a row, and `kind` the kind of a bar (by
+    default Penstock). With a group `part`, each of its values gets its own chart. Each baseline is a kind; `renamed`
     (pattern, replacement) merges kinds whose names differ.
     """
 
@@ -38,7 +38,7 @@ _REPLAYED = r"(?P<part>.+): (?P<row>(?:%s)), (?P<kind>.+)"
 SPECS: dict[str, tuple[BarSpec, ...]] = {
     "attack": (
         BarSpec("Longest pause of the router in each attack, s", r"(?P<row>.+): router's longest pause", "s"),
-        BarSpec("ITL of ordinary streams during each attack, s", r"(?P<row>.+): ITL beside it", "s"),
+        BarSpec("ITL of ordinary streams during each attack, s", r"(?P<row>.+): ITL during it", "s"),
     ),
     "autoscale": (
         BarSpec("Autoscaling", "(?P<row>.+): (?P<part>missed requests|worker hours|changes of size), (?P<kind>.+)"),
@@ -93,7 +93,7 @@ SPECS: dict[str, tuple[BarSpec, ...]] = {
             shared_scale=True,
         ),
     ),
-    "startup": (BarSpec("How soon a worker serves, s", "(?P<row>.+)", "s(, .+)?"),),
+    "startup": (BarSpec("Time until a worker serves, s", "(?P<row>.+)", "s(, .+)?"),),
     "speculation": (
         BarSpec("Tokens a second with speculation", r"(?P<part>[^,]+), (?P<row>.+): (?P<kind>auto[^,]*)", "tokens/s"),
         BarSpec("A step that verifies tokens, ms", "(?P<row>.+ verifies .+)", "ms"),
@@ -102,7 +102,7 @@ SPECS: dict[str, tuple[BarSpec, ...]] = {
         BarSpec("A decode step without its model, us", "(?P<row>step with .+)", "us"),
         BarSpec(
             "Parts of a decode step, us",
-            r" +(?P<kind>schedule|lay out|tokens|deal out|frames), (?P<row>batch \d+)",
+            r" +(?P<kind>schedule|lay out|tokens|deliver|frames), (?P<row>batch \d+)",
             with_baselines=False,
             shared_scale=True,
         ),

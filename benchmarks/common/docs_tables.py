@@ -13,7 +13,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def replace_between(file: Path, begin: str, end: str, body: str) -> None:
-    """Replaces what is between the lines `begin` and `end` of a page. The page must have them."""
+    """Replaces the text between the lines `begin` and `end` of a page, which must have both."""
     text = file.read_text()
     assert begin in text, f"{file} has no line {begin}"
     whole = "\n\n".join([begin, body, end])

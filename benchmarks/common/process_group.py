@@ -66,8 +66,9 @@ class ProcessGroup:
 
 
 class PipedProcess(ProcessGroup):
-    """Talks to a process that prints one line when it is ready and one for each line that it reads, and ends with its
-    input."""
+    """Talks to a process that prints one line when it is ready and one for each line that it reads, and that exits at
+    the end of its input.
+    """
 
     def __init__(self, command: Sequence[str | Path], environment: Mapping[str, str]) -> None:
         super().__init__(command, environment, is_piped=True)

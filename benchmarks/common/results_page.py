@@ -23,7 +23,7 @@ _VERSIONS = ("python", "torch", "ray")
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A benchmark: the name of its result, what it measures, the command, and the page that says what it means."""
+    """A benchmark: the name of its result, its title, what it measures, its command, and the page that explains it."""
 
     name: str
     title: str
@@ -66,21 +66,21 @@ SUBJECTS = (
     Subject(
         "steps",
         "A step without its model",
-        "What scheduling, layout, tokens and frames cost a step, over a null engine.",
+        "The cost of scheduling, layout, tokens and frames in a step, over a null engine.",
         "make bench-steps",
         "lab-notes/serving.md",
     ),
     Subject(
         "structured",
         "Structured output",
-        "What a grammar costs a stream, and how many steps forced tokens save.",
+        "The cost of a grammar to a stream, and the number of steps that forced tokens save.",
         "make bench-structured",
         "structured-output.md",
     ),
     Subject(
         "schemas",
         "Outputs and the schemas of public suites",
-        "Every schema of the JSON Schema Test Suite and of SchemaStore that is obeyed, through a deployment: how many "
+        "Every supported schema of the JSON Schema Test Suite and of SchemaStore, through a deployment: how many "
         "outputs are valid, greedy, seeded and across the loss of a worker.",
         "make bench-schemas",
         "structured-output.md",
@@ -88,14 +88,14 @@ SUBJECTS = (
     Subject(
         "adapters",
         "Adapters",
-        "What adapters cost a decode step of 64 sequences, and how long one takes to load.",
+        "The cost of adapters in a decode step of 64 sequences, and the time to load one.",
         "make bench-lora",
         "adapters.md",
     ),
     Subject(
         "speculation",
         "Speculation",
-        "What verifying proposed tokens costs a step, and tokens a second with and without speculation.",
+        "The cost of verifying proposed tokens in a step, and tokens a second with and without speculation.",
         "make bench-speculation",
         "speculation.md",
     ),
@@ -151,14 +151,14 @@ SUBJECTS = (
     Subject(
         "http_streams",
         "Tokens over HTTP",
-        "What a token costs a router over HTTP and over gRPC.",
+        "The cost of a token to a router over HTTP and over gRPC.",
         "make bench-router",
         "lab-notes/router.md",
     ),
     Subject(
         "observing",
         "Metrics and traces",
-        "What metrics and traces cost a router, turned on and off in one process.",
+        "The cost of metrics and traces to a router, turned on and off in one process.",
         "make bench-router",
         "lab-notes/observability.md",
     ),
@@ -222,14 +222,14 @@ SUBJECTS = (
     Subject(
         "faults",
         "Faults",
-        "How soon a fault is noticed and its victim replaced, with 1000 streams running.",
+        "The time until a fault is noticed and its victim replaced, with 1000 streams running.",
         "make bench-faults",
         "lab-notes/pools.md",
     ),
     Subject(
         "startup",
         "Start of workers",
-        "How soon a worker serves: cold, from a spare, and in place of a lost one.",
+        "The time until a worker serves: cold, from a spare, and in place of a lost one.",
         "make bench-startup",
         "lab-notes/pools.md",
     ),
@@ -243,14 +243,15 @@ SUBJECTS = (
     Subject(
         "attack",
         "Attacks",
-        "What each attack of the table in the security page costs the router and its other callers.",
+        "The cost of each attack of the table in the security page to the router and its other callers.",
         "make attack",
         "security.md",
     ),
     Subject(
         "soak",
         "Half an hour of faults",
-        "What processes hold after half an hour of faults, slow readers and bad input, compared with the second round.",
+        "Memory, files and threads of processes after half an hour of faults, slow readers and bad input, compared "
+        "with those after the second round.",
         "make soak",
         "security.md",
     ),
@@ -273,11 +274,11 @@ SUBJECTS = (
 _HEAD = """# Results
 
 Every figure below comes from a file in `benchmarks/results/`, which the named command
-writes together with its charts. `make results` collects them here and measures nothing. What the figures mean, and what
-was tried and did not help, is in [the lab notes](lab-notes/README.md). The machines were shared virtual ones, so ratios
-of one run are worth more than absolute figures.
+writes together with its charts. `make results` collects them here and measures nothing.
+[The lab notes](lab-notes/README.md) explain the figures and say what was tried and did not help. The machines were
+shared virtual ones, so ratios of one run are worth more than absolute figures.
 
-What a deployment does with your traffic on your machines, [`penstock bench`](bench.md) measures.
+[`penstock bench`](bench.md) measures a deployment with your traffic on your machines.
 """
 
 
@@ -295,13 +296,13 @@ def render(results: Path, charts: Path) -> str:
             parts.append(_section(subject, {"name": subject.name} | json.loads(file.read_text()), charts))
         else:
             missing.append(f"* **{subject.title}.** {subject.about} `{subject.command}`")
-    parts.append("## Not yet run\n\nNo result of these is committed.\n\n" + "\n".join(missing or ["* none"]) + "\n")
+    parts += ["## Not yet run", "", "No results of these benchmarks are committed.", "", *(missing or ["* none"]), ""]
     return "\n".join(parts)
 
 
 def _undescribed(name: str) -> Subject:
-    """Returns a subject for a result that nobody has described here yet."""
-    about = "Its module says what it measures."
+    """Returns a subject for a result that has none above."""
+    about = "Its module describes what it measures."
     return Subject(name, name.replace("_", " ").capitalize(), about, f"python -m benchmarks.{name}", _NOTES)
 
 

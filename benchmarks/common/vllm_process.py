@@ -128,8 +128,8 @@ def preloads(python: Path, environment: Mapping[str, str] = os.environ) -> tuple
 class VllmEngine(PipedProcess):
     """vLLM's `LLM` in a process; `start_s` is the time from the start of the process to its first token.
 
-    It is paused except while it answers: for seconds after an answer its workers poll their queues, which would take
-    the cores from the subject measured next.
+    The process is stopped except while it answers: for seconds after an answer, vLLM's workers poll their queues, which
+    would take the cores from the subject measured next.
     """
 
     def __init__(self, vllm: Vllm, folder: Path, num_threads: int, cache: Path) -> None:

@@ -168,8 +168,8 @@ def first_token_s(subject: str, folder: Path, num_threads: int, cache: Path | No
 
 
 @contextmanager
-def beside(vllm: Vllm | None, folder: Path, num_threads: int) -> Iterator[tuple[VllmEngine | None, float, float]]:
-    """Yields a paused vLLM, or None, and the seconds of its first and its second start."""
+def started_vllm(vllm: Vllm | None, folder: Path, num_threads: int) -> Iterator[tuple[VllmEngine | None, float, float]]:
+    """Yields vLLM, stopped until it is called, or None, and the seconds of its first and its second start."""
     if vllm is None:
         yield None, 0.0, 0.0
         return
@@ -224,7 +224,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     began_s, folder = time.perf_counter(), random_llama()
     found = {} if arguments.only else starts(folder, arguments.threads)
-    with beside(vllm, folder, arguments.threads) as (peer, cold_s, warm_s):
+    with started_vllm(vllm, folder, arguments.threads) as (peer, cold_s, warm_s):
         if peer is not None and not arguments.only:
             found[COLD][VLLM], found[WARM][VLLM] = cold_s, warm_s
         found |= measure(folder, peer, arguments.threads, arguments.rounds, arguments.only)

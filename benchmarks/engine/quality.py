@@ -1,6 +1,6 @@
-"""Measures what quantization does to the bundled model: its logits and greedy tokens compared with those in float32.
+"""Measures how quantization changes the bundled model: its logits and greedy tokens compared with those in float32.
 
-The model reads held-out text with the text's own tokens, so that every kind is compared at the same positions.
+The model is given the tokens of held-out text (teacher forcing), so that every kind is compared at the same positions.
 Attention reads KV as it is stored, even within a chunk. Further rows show the error of KV itself with one scale for
 each token and head, as in our pages, and with one for each page and head. `python -m benchmarks.engine.quality`
 """

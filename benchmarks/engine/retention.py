@@ -1,9 +1,9 @@
-"""Hit shares of orders of eviction at several sizes of cache (`make bench-retention`).
+"""Measures the hit shares of eviction orders at several cache sizes (`make bench-retention`).
 
-Traces come from the folder in PENSTOCK_TRACES: agents' sessions, whose order of eviction learns from their gaps, and a
-chat service's requests, which name no session, so that both orders must do the same. A trace is replayed through one
-page pool and prefix cache in virtual time. Requests run one after another and take no room beside the cache, so a
-figure depends on the order of eviction alone; the ideal is the same for a cache that evicts nothing.
+Traces come from the folder in PENSTOCK_TRACES: agents' sessions, from whose gaps the eviction order learns, and a chat
+service's requests, which name no session, so that both orders must evict alike. A trace is replayed through one page
+pool and prefix cache in virtual time. Requests run one after another and need no pages outside the cache, so a figure
+depends only on the eviction order; the ideal is that of a cache that evicts nothing.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6)  # of the pages that an unlimited cache
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An order of eviction, and what sessions say."""
+    """An eviction order, and whether requests name their sessions and announce their end."""
 
     name: str
     config: RetentionConfig
     names_sessions: bool = True
-    ends_sessions: bool = False  # the last turn of each says so
+    ends_sessions: bool = False  # the last turn of each session has the hint `end_session`
 
 
 ORDERS = (
@@ -43,7 +43,7 @@ ORDERS = (
 
 
 def hit_share(records: Sequence[TraceRecord], num_pages: int, order: Order) -> float:
-    """Returns the share of prompt tokens that a cache of so many pages holds; a page is a block of the trace."""
+    """Returns the share of prompt tokens that hit in a cache of `num_pages`; a page is a block of the trace."""
     now_s = 0.0
     cache = PrefixCache(num_pages, records[0].block_tokens, retention=order.config, clock=lambda: now_s)
     pool = cache.pool
@@ -67,7 +67,7 @@ def hit_share(records: Sequence[TraceRecord], num_pages: int, order: Order) -> f
 
 
 def ideal_share(records: Sequence[TraceRecord]) -> float:
-    """Returns the share that one unlimited cache holds."""
+    """Returns the share that hits in one unlimited cache."""
     return hit_share(records, len({block for record in records for block in record.block_ids()}), ORDERS[0])
 
 

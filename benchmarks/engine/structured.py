@@ -1,4 +1,4 @@
-"""Measures what a grammar costs a stream, and what forced tokens save: batches of streams on this machine.
+"""Measures what a grammar costs a stream, and how many steps forced tokens save, with batches of streams.
 
 Costs are measured over the bundled model in float32, its checkpoint's type, whose step takes two milliseconds, and in
 bf16 over the shape of a 135M Llama with the same tokenizer, about the smallest that is served.

@@ -1,9 +1,9 @@
 """Compares kernels, whole steps and transfers on a CUDA device with what the device can do (`make gpu-check`).
 
 Sections run in order of importance, starting with the figures that the engine must meet. Each has a time limit, after
-which it ends with its current row. Every row is printed and written as soon as it is measured, and a failing section
-is reported without keeping the others from running. `--rehearse` runs everything without a GPU, at toy shapes, into a
-given folder; its figures mean nothing.
+which it ends with its current row. Every row is printed and written as soon as it is measured. A section that fails is
+reported, and the others still run. `--rehearse` runs everything without a GPU, at toy shapes, into a given folder; its
+figures mean nothing.
 """
 
 from __future__ import annotations

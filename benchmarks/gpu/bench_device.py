@@ -42,7 +42,7 @@ class BenchDevice:
     def seconds(self, call: Callable[[], object], repeats: int | None = None) -> float:
         """Returns the median device time with a flushed cache.
 
-        The device is kept busy until the host has launched everything, else the launches would be timed.
+        The device is kept busy until the host has launched everything; otherwise the launches would be timed.
         """
         for _ in range(self.warm_ups):
             call()

@@ -38,8 +38,8 @@ TOY_HEADS = (2, 1)
 _LIBRARY_STEPS = {
     "64 decodes of 2048": ([1] * 64, [2048] * 64),
     "chunk of 2048": ([2048], [2048]),
-    "chunk of 512 behind 7680": ([512], [8192]),
-    "32 decodes beside it": ([1] * 32 + [512], [2048] * 32 + [8192]),
+    "chunk of 512 after 7680": ([512], [8192]),
+    "the same with 32 decodes": ([1] * 32 + [512], [2048] * 32 + [8192]),
 }
 
 
@@ -300,7 +300,7 @@ def library_rows(bench: BenchDevice, own: AttentionBackend) -> Iterator[Row]:
         try:
             library = select_backend(name, bench.device)
         except ConfigError as error:
-            print(f"left out: {error}", file=sys.stderr)
+            print(f"skipped: {error}", file=sys.stderr)
             continue
         for at, (query_lens, context_lens) in bench.pick(_LIBRARY_STEPS, {"a chunk": ([3], [20])}).items():
             meta, num_pages = paged(query_lens, context_lens, 16, bench.device)

@@ -3,7 +3,7 @@
 `python -m benchmarks.gpu.tune` writes to the cache folder, where workers of this machine look
 (`engine.kernels.triton.attention.tuning`); `--ship` writes into the package. It measures the shapes named here, or
 those given with `--shape HEADS/KV_HEADS/HEAD_DIM`, in that order, and stores each choice at once, so that an
-interrupted run keeps the shapes before. `--rehearse` runs it without a GPU.
+interrupted run keeps the shapes that it has measured. `--rehearse` runs it without a GPU.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def fastest(bench: BenchDevice, case: TuningCase) -> tuple[KernelConfig, float]:
 
 
 def compile_all(bench: BenchDevice, call: Callable[[KernelConfig], None], configs: list[KernelConfig]) -> None:
-    """Compiles in parallel on all cores without launching; what does not compile fails again when it is measured."""
+    """Compiles in parallel on all cores without launching; a configuration that fails fails again when it is
+    measured.
+    """
     if bench.is_rehearsal:
         return
     launch = JITFunction.run
@@ -160,7 +162,7 @@ def tune(bench: BenchDevice, file: Path, shapes: list[str] | None = None, second
     end_s, count = time.monotonic() + seconds, 0
     for case in cases(bench, shapes):
         if time.monotonic() > end_s:
-            print(f"{case.kernel}, {case.shape} and what follows: not measured, {seconds:.0f} s are over")
+            print(f"{case.kernel}, {case.shape} and the rest were not measured: {seconds:.0f} s are over")
             break
         if bench.is_rehearsal:
             del case.candidates[2:]

@@ -1,6 +1,6 @@
 """Disaggregated against colocated serving at equal cores: the same requests at the same times, over loads and SLOs.
 
 `python -m benchmarks.modes` measures and writes `results/modes.json`, `results/modes.html` and the tables and charts of
-docs/modes.md. It keeps raw results in `build/modes` and measures only what it is asked to, so that a long sweep can be
-taken in pieces.
+docs/modes.md. It keeps raw results in `build/modes` and measures only the parts that its options name, so that a long
+sweep can be run in pieces.
 """

@@ -52,7 +52,7 @@ def calibrate(address: str, source: Source, vocab_size: int) -> Calibration:
 def measure_mode(
     study: WorkloadStudy, mode: str, address: str, source: Source, loads: Sequence[float], vocab_size: int
 ) -> None:
-    """Measures a mode at every load and adds what it finds to the study."""
+    """Measures a mode at every load and adds the results to the study."""
     assert study.calibration is not None
     points = [Arrivals(rate=float(f"{load * study.calibration.capacity:.3g}")) for load in loads]
     found = asyncio.run(measure_http(address, source, points, vocab_size))
@@ -93,7 +93,7 @@ def measure_all(studies: Sequence[WorkloadStudy], options: argparse.Namespace, v
             except (RuntimeError, TimeoutError) as error:
                 if mode != MODES[-1]:
                     raise
-                print(f"{mode} is left out: {error!r}", flush=True)  # our figures are valid without it
+                print(f"skipped {mode}: {error!r}", flush=True)  # our figures are valid without it
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ class WorkloadStudy:
 
     @classmethod
     def load(cls, name: str, folder: Path, modes: Sequence[str]) -> WorkloadStudy:
-        """Returns what earlier runs have written into the folder."""
+        """Returns the measurements that earlier runs have written into the folder."""
         study = cls(name, folder / name)
         file = study.folder / "calibration.json"
         if file.exists():

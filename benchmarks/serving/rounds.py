@@ -52,7 +52,7 @@ async def measure_http(
 async def measure_at(
     endpoint: Endpoint, source: Source, points: Sequence[Arrivals], vocab_size: int, seed: int = 0
 ) -> list[PointResult]:
-    """Measures the points. Raises RuntimeError if a request was not answered whole: compared figures must be of the
+    """Measures the points. Raises RuntimeError if a request was not answered in full: compared figures must be of the
     same work.
     """
     spec = SweepSpec(source, points, seed=seed, token_ids=range(3, vocab_size), is_quiet=True)

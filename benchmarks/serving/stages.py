@@ -54,7 +54,7 @@ class FirstTokens:
 
     @property
     def stages(self) -> dict[str, float]:
-        """The stages of the first token, which add up to it, and what follows until the second."""
+        """The stages of the first token, which add up to its time, and the time from it to the second."""
         timing = self.timing
         worker_ms = timing.decode_first_token_ms
         is_split = bool(timing.prices) and timing.prices[0].place == "split"

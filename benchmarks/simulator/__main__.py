@@ -1,7 +1,7 @@
 """Measures simulated requests a second of processor time, for deployments of several sizes (`make bench-simulator`).
 
 The baseline sends every load report as a message at its time, instead of letting it wait until a router reads it. Both
-must have equal results, to the bit. Traces come from the folder in PENSTOCK_TRACES; without it only the generated mix
+must have equal results, bit for bit. Traces come from the folder in PENSTOCK_TRACES; without it only the generated mix
 runs.
 """
 
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             requests = read_requests(case.trace, 0, max(1, int(case.limit * args.share)))
         except InvalidInput as error:
-            print(f"left out: {error}")
+            print(f"skipped: {error}")
             continue
         spec = FleetSpec(case.num_pairs, case.num_pairs, _PAGE_SIZE, _PAGES, _PAGES)
         fitted, _ = fit(requests, spec, case.load)

@@ -97,7 +97,9 @@ async def measure(
     salt: str,
     fault: tuple[float, Callable[[], None]] | None = None,
 ) -> Latencies:
-    """Sends the requests at their times. `salt` keeps runs from finding each other's pages; `fault` acts at a time."""
+    """Sends the requests at their times. `salt` makes the prompts of each run different; `fault` is a time and an
+    action.
+    """
     found = Latencies()
     prompts = {request.number: spell_prompt(request, VOCAB_SIZE, salt) for request in requests}
     async with AsyncClient(system.router.address, timeout_s=_TIMEOUT_S) as client:

@@ -106,7 +106,7 @@ def sequential(num_requests: int, seed: int) -> list[TraceRequest]:
 
 
 def spell_prompt(request: TraceRequest, vocab_size: int, salt: str) -> list[int]:
-    """Returns real token ids, equal where blocks are and different for each salt."""
+    """Returns real token ids, which are equal where blocks are equal and differ by salt."""
     tokens: list[int] = []
     for block in request.block_ids:
         tokens += random.Random(f"{salt}/{block}").choices(range(8, vocab_size), k=request.block_tokens)

@@ -30,7 +30,7 @@ from benchmarks.attack.verdict import (
     StreamGaps,
     Window,
     WindowSums,
-    is_held,
+    are_withstood,
 )
 from penstock.rpc.secret import ClusterSecret, digest_of
 from penstock.v1 import admin_pb2
@@ -81,9 +81,9 @@ WINDOW = Window(pause_s=0.01, itl_s=0.004, worst_gap_s=0.02, num_tokens=500, num
 CALM = AttackOutcome("calm", 1.0, WINDOW, WINDOW, Memory(200 * MIB, 210 * MIB, 205 * MIB))
 
 
-def test_an_attack_that_costs_nothing_is_held() -> None:
+def test_an_attack_that_costs_nothing_is_withstood() -> None:
     assert CALM.faults(Bounds()) == []
-    assert is_held([CALM], Bounds())
+    assert are_withstood([CALM], Bounds())
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,9 @@ def test_an_attack_that_costs_nothing_is_held() -> None:
     [
         ({"breach": "answered INTERNAL"}, "answered INTERNAL"),
         ({"replaced": ("router-0",)}, "ended: router-0"),
-        ({"during": replace(WINDOW, failures=("stream: Unavailable: x",))}, "1 failures of others"),
+        ({"during": replace(WINDOW, failures=("stream: Unavailable: x",))}, "1 requests of others failed"),
         ({"during": replace(WINDOW, num_tokens=0)}, "got no token"),
-        ({"during": replace(WINDOW, itl_s=0.009)}, "ITL beside it 2.2 times"),
+        ({"during": replace(WINDOW, itl_s=0.009)}, "ITL during it 2.2 times as long"),
         ({"during": replace(WINDOW, pause_s=0.3)}, "router silent for 0.30 s"),
         ({"memory": Memory(200 * MIB, 700 * MIB, 205 * MIB)}, "memory grew by 500 MiB"),
         ({"memory": Memory(200 * MIB, 350 * MIB, 340 * MIB)}, "kept 140 MiB"),
@@ -102,7 +102,7 @@ def test_an_attack_that_costs_nothing_is_held() -> None:
 def test_each_cost_is_named(change: dict[str, object], fault: str) -> None:
     (found,) = replace(CALM, **change).faults(Bounds())  # type: ignore[arg-type]
     assert fault in found
-    assert not is_held([CALM, replace(CALM, **change)], Bounds())  # type: ignore[arg-type]
+    assert not are_withstood([CALM, replace(CALM, **change)], Bounds())  # type: ignore[arg-type]
 
 
 def test_a_machine_that_is_slow_by_itself_is_not_blamed_on_the_attack() -> None:
@@ -120,7 +120,7 @@ def test_streams_may_slow_down_with_the_cores_that_other_work_leaves() -> None:
     slow = replace(CALM, during=replace(WINDOW, itl_s=0.012), cores_before=2.0)
     assert replace(slow, cores_during=1.0).faults(Bounds()) == []
     assert replace(slow, cores_during=2.0).faults(Bounds()) == [
-        "ITL beside it 3.0 times (2.0 cores before, 2.0 beside it)"
+        "ITL during it 3.0 times as long (2.0 cores before, 2.0 during it)"
     ]
     assert len(replace(slow, cores_before=0.5, cores_during=2.0).faults(Bounds())) == 1  # more of them excuse nothing
 
@@ -129,7 +129,7 @@ def test_streams_may_be_as_slow_as_beside_ordinary_use_of_the_same_size() -> Non
     slow = replace(CALM, during=replace(WINDOW, itl_s=0.012))
     assert replace(slow, ordinary=replace(WINDOW, itl_s=0.010)).faults(Bounds()) == []
     (fault,) = replace(slow, ordinary=replace(WINDOW, itl_s=0.009)).faults(Bounds())
-    assert "ITL beside it 3.0 times" in fault
+    assert "ITL during it 3.0 times" in fault
 
 
 def test_a_stream_that_stands_still_counts_up_to_now() -> None:

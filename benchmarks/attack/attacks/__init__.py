@@ -10,6 +10,6 @@
 | `readers` | answers that nobody reads |
 | `storms` | many requests at once, and clients that leave |
 
-An attack knows the target's public addresses and the keys that a stranger may have. It measures nothing: what it costs
-others is seen from outside.
+An attack knows the target's public addresses and the keys that a stranger may have. It does not measure what it costs
+others; the harness does.
 """

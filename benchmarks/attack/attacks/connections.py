@@ -50,7 +50,7 @@ async def slowloris_bodies(target: AttackTarget) -> None:
 
 
 async def silent_connections(target: AttackTarget) -> None:
-    """Opens 200 connections to each port and says nothing, not even a preface."""
+    """Opens 200 connections to each port and sends nothing, not even a preface."""
 
     async def one(address: str) -> bool:
         async with connection(address) as (reader, _):
@@ -64,9 +64,9 @@ async def silent_connections(target: AttackTarget) -> None:
 
 
 async def connection_flood(target: AttackTarget) -> None:
-    """Opens 3000 connections from one peer to each port and keeps them; another peer must still get in.
+    """Opens 3000 connections from one peer to each port and keeps them open; another peer must still get in.
 
-    Over gRPC the library does not tell peers apart, so that only all connections together are limited.
+    gRPC's library does not distinguish peers, so only the number of all connections together is limited.
     """
     for port, address in (("HTTP", target.http), ("gRPC", target.grpc)):
         opened: list[asyncio.StreamWriter] = []
@@ -77,7 +77,7 @@ async def connection_flood(target: AttackTarget) -> None:
                 opened.append(writer)
                 await is_closed(reader, 0.5)
 
-            held = 0  # at the same time: silent ones are closed after a while, which makes room for others
+            held = 0  # most connections at a time; silent ones are closed after a while, which makes room for others
             for _ in range(_NUM_FLOOD // 250):
                 await asyncio.gather(*(hold() for _ in range(250)), return_exceptions=True)
                 held = max(held, await target.num_connections(ATTACKER))
@@ -85,9 +85,9 @@ async def connection_flood(target: AttackTarget) -> None:
                 began_s = time.monotonic()
                 code, details = await call_code(made, "/grpc.health.v1.Health/Check", b"", timeout_s=5.0, streams=False)
                 if code.name != "OK":
-                    raise Breach(f"beside {held} {port} connections another peer got {code.name}: {details}")
+                    raise Breach(f"with {held} {port} connections open, another peer got {code.name}: {details}")
                 if time.monotonic() - began_s > 2.0:
-                    raise Breach(f"beside {held} {port} connections another peer waited")
+                    raise Breach(f"with {held} {port} connections open, another peer waited for more than 2 s")
             if port == "HTTP" and held > MAX_CONNECTIONS:
                 raise Breach(f"one peer holds {held} {port} connections, more than its limit")
         finally:
@@ -105,7 +105,7 @@ async def _attacking(target: AttackTarget) -> AsyncIterator[Http2]:
 
 
 async def _flood(target: AttackTarget, frames: Callable[[int], bytes], what: str, *, must_end: bool) -> None:
-    """Sends frames as fast as they are taken; `must_end` demands that the server gives up on the connection."""
+    """Sends frames as fast as the server takes them. With `must_end`, the server must close the connection."""
     num_connections, end_s = 0, time.monotonic() + _FLOOD_S
     while time.monotonic() < end_s:
         async with _attacking(target) as made:
@@ -115,7 +115,7 @@ async def _flood(target: AttackTarget, frames: Callable[[int], bytes], what: str
                 rank += 1
                 await asyncio.sleep(0)
     if must_end and num_connections == 1:
-        raise Breach(f"one connection sent {what} for {_FLOOD_S:g} s and was not ended")
+        raise Breach(f"one connection sent {what} for {_FLOOD_S:g} s and was not closed")
 
 
 async def http2_ping_flood(target: AttackTarget) -> None:
@@ -125,7 +125,7 @@ async def http2_ping_flood(target: AttackTarget) -> None:
 
 
 async def http2_settings_flood(target: AttackTarget) -> None:
-    """Sends settings without end, each of which asks for an answer."""
+    """Sends settings without end, each of which must be acknowledged."""
     many = h2.settings([(h2.INITIAL_WINDOW_SIZE, 65535)]) * 500
     await _flood(target, lambda _: many, "settings", must_end=False)
 

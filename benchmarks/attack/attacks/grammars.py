@@ -1,4 +1,4 @@
-"""Attacks by what an output must match: grammars whose automata explode, and floods of tools."""
+"""Attacks by the form that an output must have: grammars whose automata explode, and floods of tools."""
 
 from __future__ import annotations
 
@@ -39,10 +39,8 @@ HOSTILE: Mapping[str, tuple[str, object]] = {
     "optional classes": ("guided_regex", "".join(f"[^\\x{code:02x}]*" for code in range(32, 127)) * 5),
     "choices": ("guided_choice", [f"{number:09d}" for number in range(9000)]),
 }
-CHEAP = {
-    "power",
-    "repetitions",
-}  # these may be accepted: only a later token is costly, and has its own limits
+# These may be accepted: only a later token is costly, and workers limit it.
+CHEAP = {"power", "repetitions"}
 
 
 async def hostile_grammars(target: AttackTarget) -> None:

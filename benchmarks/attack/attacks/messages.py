@@ -1,4 +1,4 @@
-"""Attacks by what a message or a body holds: bytes that cost more to read, refuse or match than to send."""
+"""Attacks by the content of messages and bodies: bytes that cost more to read, refuse or match than to send."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WORDS = "Once upon a time there was a careful boy named Paul. "
 
 
 async def _send_grpc(target: AttackTarget, *messages: bytes, method: str = GENERATE) -> None:
-    """Sends each message without a key and with one; all must be refused as the caller's mistake."""
+    """Sends each message without a key and with one; all must be refused as the caller's error."""
     async with channel(target.grpc) as made:
         for message in messages:
             for key in ("", target.key):
@@ -130,7 +130,7 @@ async def deep_json(target: AttackTarget) -> None:
 
 
 async def crafted_stop_strings(target: AttackTarget) -> None:
-    """Asks for answers of one letter, forced by logit bias, with stop strings that match all but their last one."""
+    """Asks for answers of one letter, forced by logit bias, with stop strings that match all but their last letter."""
     async with channel(target.grpc) as made:
         code, details = await call_code(
             made, TOKENIZE, inference_pb2.TokenizeRequest(text="aaaa").SerializeToString(), target.key, streams=False
@@ -185,7 +185,7 @@ async def bad_utf8(target: AttackTarget) -> None:
     head = post("/v1/completions", target.key) + b"X-Penstock-Session: " + bad + b"\r\n"
     status, answer = await http_request(target.http, head, b'{"prompt":"x","max_tokens":2}')
     if status not in (200, 400, 429):
-        raise Breach(f"a header that is no text was answered {status}: {answer[-200:]!r}")
+        raise Breach(f"a header that is not text was answered {status}: {answer[-200:]!r}")
 
 
 async def oversized_headers(target: AttackTarget) -> None:
@@ -217,7 +217,7 @@ _PATHS = (
 
 
 async def path_tricks(target: AttackTarget) -> None:
-    """Asks for files and for the metrics by crooked paths, and smuggles a request behind another one."""
+    """Asks for files and for the metrics by malformed paths, and smuggles a request behind another one."""
     for path in _PATHS:
         head = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {target.key}\r\n".encode()
         status, answer = await http_request(target.http, head, timeout_s=20.0)
@@ -233,7 +233,9 @@ async def path_tricks(target: AttackTarget) -> None:
 
 
 async def framing_lies(target: AttackTarget) -> None:
-    """Announces gRPC messages longer than what follows, of 4 GiB, and compressed ones that are not; 100 of each."""
+    """Sends 100 each of gRPC messages that announce 4 GiB, announce more bytes than follow, or claim to be
+    compressed.
+    """
     lies = [
         b"\0" + struct.pack(">I", 0xFFFFFFFF) + b"x" * 100,
         b"\0" + struct.pack(">I", 1000) + b"x",
@@ -254,11 +256,11 @@ async def framing_lies(target: AttackTarget) -> None:
 
     ended = await asyncio.gather(*(is_ended(lie) for lie in lies * 100))
     if not all(ended):
-        raise Breach(f"{ended.count(False)} of {len(ended)} calls whose framing lies outlived their deadline")
+        raise Breach(f"{ended.count(False)} of {len(ended)} calls with false framing outlived their deadline")
 
 
 async def stored_responses(target: AttackTarget) -> None:
-    """Has the router store as many large responses as it can make in a second or so of tokens."""
+    """Makes the router store 300 large responses of one token each."""
     body = json.dumps({"input": "x", "instructions": "y " * 300, "max_output_tokens": 1, "metadata": {"a": "b" * 500}})
     for _ in range(300):
         status, answer = await http_request(target.http, post("/v1/responses", target.key), body.encode())

@@ -48,7 +48,7 @@ async def calls_to_the_controller(target: AttackTarget) -> None:
 
 
 async def calls_to_router_peers(target: AttackTarget) -> None:
-    """Asks each port of the router what the others may know, without a token."""
+    """Calls the services for peers at each port of the router with a tenant's key."""
     methods = _methods(peer_pb2, ("RouterPeer",)) + _methods(worker_pb2, ("Worker",))
     pids = await target.pids()
     for address in target.listening(pids["router-0"]):
@@ -88,7 +88,7 @@ _BOMBS = (
     struct.pack("<I", 60_000) + b"\xdd\xff\xff\xff\xff" + b"\xc0" * 59_995,  # an array of 4 billion
     struct.pack("<I", 5) + b"\xc6\xff\xff\xff\xff",  # bytes of 4 GiB
     struct.pack("<I", 60_000) + b"\x81" * 60_000,  # maps as keys of maps
-    struct.pack("<I", 10) + b"\x91\xc4\x20" + b"\0" * 7,  # a token cut short
+    struct.pack("<I", 10) + b"\x91\xc4\x20" + b"\0" * 7,  # truncated bytes
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 10_000,
     b"GET / HTTP/1.1\r\n\r\n",
     b"",
@@ -146,7 +146,7 @@ _RAY_METHODS = (
 
 
 async def calls_to_ray(target: AttackTarget) -> None:
-    """Calls every gRPC port of Ray, which runs code for whoever it believes, without its token."""
+    """Calls every gRPC port of Ray, which runs code for callers that it trusts, without its token."""
     for process in target.processes():
         with contextlib.suppress(psutil.Error):
             if process.name() not in ("gcs_server", "raylet") and "ray::" not in " ".join(process.cmdline()):
@@ -160,7 +160,7 @@ async def calls_to_ray(target: AttackTarget) -> None:
 
 
 async def ports_beyond_loopback(target: AttackTarget) -> None:
-    """Looks for ports on other interfaces: this deployment was given none."""
+    """Looks for ports on other interfaces than loopback, of which this deployment has none."""
     found: dict[str, int] = {}
     for process in target.processes():
         with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""Attacks on shares: work that is done before it is paid for, and tickets that are forged, repeated or hoarded."""
+"""Attacks on quotas: work that is done before it is charged, and tickets that are forged, repeated or hoarded."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def _for_a_while(sender: object, count: int) -> None:
 
 
 async def many_completions(target: AttackTarget) -> None:
-    """Asks for 128 completions of long answers at once, again and again, and leaves."""
+    """Requests 128 completions of long answers at once, again and again, and disconnects."""
     sampling = common_pb2.SamplingParams(max_tokens=1000, n=128, ignore_eos=True)
     message = inference_pb2.GenerateRequest(text="Once", sampling=sampling).SerializeToString()
     async with channel(target.grpc) as made:
@@ -108,7 +108,7 @@ def _at(address: str) -> str:
 
 
 async def forged_tickets(target: AttackTarget) -> None:
-    """Changes a ticket's bytes, makes some up, and sends those of 8 MiB. The true ticket still serves afterwards."""
+    """Sends altered, invented and very large tickets. The genuine ticket must still work afterwards."""
     routed = await _ticket(target)
     address, ticket = _at(routed.address), routed.ticket
     forged = [bytes([ticket[0] ^ 1]) + ticket[1:], ticket[:-1] + bytes([ticket[-1] ^ 1]), ticket[:-32], b"", b"\0" * 32]
@@ -130,7 +130,7 @@ async def forged_tickets(target: AttackTarget) -> None:
     async with channel(address) as made:
         code = await _stream(made, ticket)
     if code is not grpc.StatusCode.OK:
-        raise Breach(f"beside forged tickets the true one was answered {code.name}")
+        raise Breach(f"after forged tickets, the genuine one was answered {code.name}")
 
 
 async def repeated_tickets(target: AttackTarget) -> None:
@@ -155,11 +155,11 @@ async def single_tickets(target: AttackTarget) -> None:
 
     await asyncio.gather(*(one() for _ in range(_NUM_TICKET_USERS)))
     if not await target.wait_until_idle(NUM_VICTIMS):
-        raise Breach(f"of tickets that were used, {await target.describe_held()}")
+        raise Breach(f"after all tickets were used, {await target.describe_held()}")
 
 
 async def hoarded_tickets(target: AttackTarget) -> None:
-    """Asks for 300 tickets and uses none: a tenant gets its share, others get theirs, and the slots come back."""
+    """Requests 300 tickets and uses none: the tenant gets its share, others get theirs, and the slots are freed."""
     async with channel(target.grpc) as made:
         routed = await asyncio.gather(*(_route(made, target.key) for _ in range(300)))
         granted = sum(not isinstance(each, grpc.aio.AioRpcError) for each in routed)
@@ -167,7 +167,7 @@ async def hoarded_tickets(target: AttackTarget) -> None:
             raise Breach(f"{granted} unused tickets for a tenant of {MAX_REQUESTS} requests at once")
         other = await _route(made, target.credentials.victim_key)
         if isinstance(other, grpc.aio.AioRpcError):
-            raise Breach(f"beside {granted} unused tickets another tenant was answered {other.code().name}")
+            raise Breach(f"with {granted} unused tickets, another tenant was answered {other.code().name}")
         if not await target.wait_until_idle(NUM_VICTIMS, 25.0):
             raise Breach("unused tickets hold requests 25 s later")
 

@@ -1,4 +1,4 @@
-"""Attacks by clients that ask for answers and do not read them: what they hold must end with their deadline."""
+"""Attacks by clients that request answers and do not read them: all that they hold must be freed at their deadline."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def _request() -> bytes:
     return inference_pb2.GenerateRequest(text=_PROMPT, sampling=sampling).SerializeToString()
 
 
-async def _must_let_go(target: AttackTarget, within_s: float) -> None:
-    """Raises Breach if more than the victims' streams is still held after the time, or the tenant's quota is not
+async def _must_release(target: AttackTarget, within_s: float) -> None:
+    """Raises Breach if more than the victims' streams is held after `within_s`, or if the tenant's quota is not
     restored.
     """
     began_s = time.monotonic()
     if not await target.wait_until_idle(NUM_VICTIMS, within_s):
-        raise Breach(f"of {NUM_READERS} answers nobody reads, {await target.describe_held()} {within_s:g} s later")
+        raise Breach(f"{within_s:g} s after {NUM_READERS} unread answers, {await target.describe_held()}")
     request = inference_pb2.GenerateRequest(text=_PROMPT, sampling={"max_tokens": 2}).SerializeToString()
     async with channel(target.grpc) as made:
 
@@ -83,7 +83,7 @@ async def _http_readers(target: AttackTarget, more: list[tuple[str, str]], withi
             head = post("/v1/completions", target.key, more)
             writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         end_s = time.monotonic() + within_s
-        await _must_let_go(target, within_s)
+        await _must_release(target, within_s)
 
         async def are_closed() -> bool:
             return await target.num_connections(ATTACKER) == 0
@@ -114,7 +114,7 @@ async def _grpc_readers(target: AttackTarget, timeout: str, within_s: float) -> 
             opened.append(made)
             headers = h2.grpc_headers(GENERATE, target.grpc, target.key, timeout)
             await made.send(h2.open_call(1, headers, _request()))
-        await _must_let_go(target, within_s)
+        await _must_release(target, within_s)
     finally:
         for made in opened:
             await made.close()
@@ -132,19 +132,21 @@ async def calls_that_never_ask(target: AttackTarget) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 await asyncio.gather(*(each.closed.wait() for each in opened))
-        await _must_let_go(target, _AT_LEAST_S)
+        await _must_release(target, _AT_LEAST_S)
     finally:
         for made in opened:
             await made.close()
 
 
 async def readers_who_read(target: AttackTarget) -> None:
-    """Streams the same 24 answers to clients who read them for 3 s: what their decode batch costs a stream in it."""
+    """Streams the same 24 answers to clients who read them for 3 s, to show how much their batch alone slows a
+    stream.
+    """
 
     async with channel(target.grpc) as made:
         calls = [call_code(made, GENERATE, _request(), target.key, timeout_s=_DEADLINE_S) for _ in range(NUM_READERS)]
         await asyncio.gather(*calls)  # until their deadline
-    await _must_let_go(target, _GRACE_S)
+    await _must_release(target, _GRACE_S)
 
 
 ORDINARY_USE = dict.fromkeys(

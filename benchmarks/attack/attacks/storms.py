@@ -1,4 +1,4 @@
-"""Attacks by many requests at once, and by clients that leave as soon as they have cost something."""
+"""Attacks by many requests at once, and by clients that leave as soon as they have caused work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.v1 import common_pb2, inference_pb2
 
 _NUM_CLIENTS = 200
 _NUM_REQUESTS = 1000
-_ORDINARY_S = 3.0  # of as many clients as may be served at once, each of which waits for its answers
+_ORDINARY_S = 3.0  # in which as many clients as may be served at once each wait for their answers
 _SERVED_OR_REFUSED = {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED}
 
 
@@ -37,7 +37,7 @@ def _long_prompt(rank: int, max_tokens: int) -> bytes:
 
 async def _must_be_released(target: AttackTarget) -> None:
     if not await target.wait_until_idle(NUM_VICTIMS):
-        raise Breach(f"of requests whose clients have left, {await target.describe_held()}")
+        raise Breach(f"after all clients have left, {await target.describe_held()}")
 
 
 async def one_token_and_leave(target: AttackTarget) -> None:
@@ -68,7 +68,7 @@ async def one_token_and_leave(target: AttackTarget) -> None:
 
 
 async def leave_before_the_first_token(target: AttackTarget) -> None:
-    """Cancels 600 calls between a moment and 50 ms after they were made."""
+    """Cancels 600 calls 0 to 50 ms after they were made."""
     async with channel(target.grpc) as made:
 
         async def one(rank: int) -> None:
@@ -88,7 +88,7 @@ async def leave_before_the_first_token(target: AttackTarget) -> None:
 
 
 async def thousand_requests_at_once(target: AttackTarget) -> None:
-    """Sends 1000 requests at once: each is served whole or refused with a reason, and none is lost."""
+    """Sends 1000 requests at once: each is served in full or refused with a reason, and none is lost."""
     async with channel(target.grpc) as made:
         codes = await asyncio.gather(
             *(call_code(made, GENERATE, _request(16), target.key) for _ in range(_NUM_REQUESTS))
@@ -115,12 +115,12 @@ async def _wait_for_answers(target: AttackTarget, request: Callable[[int], bytes
 
 
 async def short_answers(target: AttackTarget) -> None:
-    """Takes the answers of the thousand requests one after another, as 24 clients do."""
+    """Sends the requests of `thousand_requests_at_once` from 24 clients that each wait for their answers."""
     await _wait_for_answers(target, lambda _: _request(16))
 
 
 async def first_tokens(target: AttackTarget) -> None:
-    """Takes one token of each prompt that others leave before its first one."""
+    """Reads one token of each prompt of `leave_before_the_first_token`."""
     await _wait_for_answers(target, lambda rank: _long_prompt(rank, max_tokens=1))
 
 

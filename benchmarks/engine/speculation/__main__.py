@@ -1,8 +1,8 @@
 """Measures what speculation gains and costs, by batch and kind of text.
 
 A decode worker's whole loop answers the same requests with `decode.speculation` off and `auto`, in turns. Each round
-has new texts, whose prompts are cached before, so that all time is decoding. Each loop keeps what it has learned from
-one answer to the next, as a worker does; its first answer is not counted. Every cost of speculation is counted,
+has new texts, whose prompts are cached in advance, so that all time is decoding. Each loop keeps what it has learned
+from one answer to the next, as a worker does; its first answer is not counted. Every cost of speculation is counted,
 including attempts that fail.
 
 Other work on the machine only adds time, so tokens a second are those of undisturbed steps: each step counts with the
@@ -11,7 +11,7 @@ median ratio of whole answers by the clock.
 
 The bundled model answers in its own words, also with its draft model. A model of the 135M shape with random weights
 computes and samples, and then emits a given text (`replay`), so acceptance is that of the text and costs are those of
-the shape. Outputs with and without are compared.
+the shape. Outputs with and without speculation are compared.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ REBUILT_TOKENS = 256
 
 
 class MeasuredLoop:
-    """A worker's loop with one setting, and what came of its answers since `clear`."""
+    """A worker's loop with one setting, and the figures of its answers since `clear`."""
 
     def __init__(self, engine: Engine, config: DecodeConfig, draft: DraftModel | None) -> None:
         self.proposed = self.accepted = 0
@@ -131,7 +131,7 @@ def gain_rows(
         per_step = measured.num_steps / off.num_steps
         rows.append(Row(f"{name}: {setting}", plain * ratio, "tokens/s", OFF, plain))
         rows.append(Row(f"{name}: {setting}, whole answers by the clock", by_clock, "times off"))
-        rows.append(Row(f"{name}: {setting}, steps beside those without", per_step, "share"))
+        rows.append(Row(f"{name}: {setting}, steps, of those without", per_step, "share"))
         if measured.proposed:
             right = measured.accepted / measured.proposed
             rows.append(Row(f"{name}: {setting}, verified and right", right, "share"))

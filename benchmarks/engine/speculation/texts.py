@@ -1,4 +1,4 @@
-"""Texts with which speculation is measured: prompts and their answers. Pure except for reading files.
+"""Provides the texts with which speculation is measured: prompts and their answers. Pure except for reading files.
 
 Texts for replay are made of this repository: its documentation and its code, in tokens of a BPE vocabulary that is
 trained on both, so that a token is about a word, as in the vocabularies of large models.

@@ -1,10 +1,10 @@
-"""Decides which requests go to the workers, which wait, and which are refused before work is done. Pure.
+"""Decides which requests go to the workers, which wait, and which are refused before any work is done. Pure.
 
-What the workers report bounds what is at them; the rest waits here until its deadline, in a queue that is bounded in
-requests and bytes. The caller passes the time and the randomness, reports what ends, and asks `poll` which requests go
-next. Lanes share the capacity by weight, tenants share a lane by weight (`router.admission.fairness`), and within a
-tenant the request that is due first goes first. A queued request is served within a bound while capacity flows: a full
-queue refuses newcomers, never queued requests.
+The capacity that the workers report bounds the requests at the workers. All others wait in the router until their
+deadline, in a queue that is bounded in requests and bytes. The caller passes in time and randomness, reports requests
+that end, and calls `poll` to learn which requests go next. Lanes share the capacity by weight, tenants share a lane by
+weight (`router.admission.fairness`), and within a tenant the request that is due first goes first. A full queue refuses
+new requests and never drops queued ones, so a queued request is served within a bounded time while capacity frees up.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from router.admission.overload_policy import OverloadLevel, OverloadPolicy, flee
 from router.admission.refusal_policy import RefusalPolicy, due_s, expires_s
 from router.admission.tenant_accounts import TenantAccounts
 
-OPEN_ENDED_TOKENS = 4096  # of output that a request without max_tokens is charged at a time, as it reaches them
-_WAIT_FOR_WORKERS_S = 30.0  # queued requests stay queued this long without any worker: a successor loads its weights
-_OBSERVE_INTERVAL_S = 0.01  # shortest time between two measurements of saturation
+OPEN_ENDED_TOKENS = 4096  # a request without max_tokens is charged this many output tokens at a time, as it grows
+_WAIT_FOR_WORKERS_S = 30.0  # without any worker, requests stay queued this long while a successor loads its weights
+_OBSERVE_INTERVAL_S = 0.01  # minimum time between two measurements of saturation
 
 
 class AdmissionPolicy:
-    """Owns every request from its admission to its end; each leaves exactly once, and every count returns to zero."""
+    """Owns every request from its admission to its end. Each leaves exactly once; all counts then return to zero."""
 
     def __init__(
         self,
@@ -47,8 +47,9 @@ class AdmissionPolicy:
         limits_of: Callable[[str], TenantLimits] | None = None,
         estimator: ServiceEstimator | None = None,
     ) -> None:
-        """`limits_of` returns a tenant's limits (default: the configuration's), `estimator` predicts service times
-        (default: learned from ended requests)."""
+        """`limits_of` returns a tenant's limits (default: those of the configuration); `estimator` predicts service
+        times (default: an estimator that learns from ended requests).
+        """
         self._config = config
         self._lanes = {lane: LaneQueue() for lane in Lane}
         self._turns = FairCounters[Lane]()
@@ -84,7 +85,7 @@ class AdmissionPolicy:
 
     @property
     def num_inside(self) -> int:
-        """Returns how many requests are queued or at the workers."""
+        """Returns the number of requests that are queued or at the workers."""
         return len(self._tracked)
 
     def holds(self, key: int) -> bool:
@@ -104,15 +105,15 @@ class AdmissionPolicy:
         return sum(queue.total.prompt_tokens for queue in self._lanes.values())
 
     def retry_hint_s(self, lane: Lane, now_s: float) -> float:
-        """Returns when to try a request again that the router refuses for reasons of its own."""
+        """Returns in how many seconds to retry a request that the router refuses because it is full itself."""
         return self._refusals.hint_s(lane, now_s)
 
     def inflight_tokens(self, tenant: str) -> int:
-        """Returns the tokens of KV that the tenant's requests at the workers may come to hold."""
+        """Returns the most tokens of KV that the tenant's requests at the workers can hold, as charged so far."""
         return self.accounts.inflight_tokens(tenant)
 
     def on_fleet(self, fleet: FleetState | None, now_s: float) -> None:
-        """Takes the workers' latest state, None where none takes requests. Call `poll` afterwards."""
+        """Updates the fleet's state; None if no worker takes requests. Call `poll` afterwards."""
         if fleet is not None:
             self._resumes_s = float("-inf")
         elif self._forecast.fleet is not None:
@@ -121,9 +122,9 @@ class AdmissionPolicy:
         self._observe(now_s)
 
     def prepay(self, tenant: str, num_tokens: int, now_s: float) -> float:
-        """Takes tokens from the tenant's rate for work before admission.
+        """Charges the tenant's rate for work that is done before admission.
 
-        Returns 0, or takes nothing and returns how long until they are there.
+        Returns 0, or, if the rate lacks the tokens, charges nothing and returns the seconds until it has them.
         """
         wait_s = self.accounts.rate_wait_s(tenant, num_tokens, now_s)
         if not wait_s:
@@ -131,14 +132,14 @@ class AdmissionPolicy:
         return wait_s
 
     def repay(self, tenant: str, num_tokens: int, now_s: float) -> None:
-        """Gives prepaid tokens back; takes more where `num_tokens` is negative."""
+        """Refunds prepaid tokens; charges more if `num_tokens` is negative."""
         self.accounts.spend(tenant, -num_tokens, now_s)
 
     def offer(self, request: AdmissionRequest, now_s: float) -> AdmissionAnswer:
-        """Answers a request that arrives. `poll` returns a queued one later, unless `end` removes it before."""
+        """Answers an arriving request. `poll` later returns a request that was queued, unless `end` removes it."""
         assert request.key not in self._tracked
-        self._observe_seldom(now_s)
-        self.accounts.spend(request.tenant, -request.prepaid_tokens, now_s)  # charged again as part of the sum below
+        self._observe_if_due(now_s)
+        self.accounts.spend(request.tenant, -request.prepaid_tokens, now_s)  # the charge below includes them again
         tracked = self._track(request)
         refused = self._refusals.over_limits(tracked, now_s)
         at_once = False
@@ -164,7 +165,7 @@ class AdmissionPolicy:
         return Queued(request.key)
 
     def poll(self, now_s: float) -> list[Dispatched | Refused]:
-        """Removes requests from the queue: to the workers while these have room, or unserved once they expire."""
+        """Removes queued requests that expired or that the workers have room for, and returns the answers to them."""
         answers: list[Dispatched | Refused] = []
         for queue in self._lanes.values():
             for expired in queue.expired(now_s):
@@ -182,11 +183,11 @@ class AdmissionPolicy:
                 answers.append(self._send(tracked, now_s))
             else:
                 break
-        self._observe_seldom(now_s)
+        self._observe_if_due(now_s)
         return answers
 
     def next_poll_s(self) -> float | None:
-        """Returns when `poll` must be called even if nothing changes; None: only after a change."""
+        """Returns when to call `poll` if nothing changes before; None if only a change makes it necessary."""
         at_s = min((at for queue in self._lanes.values() if (at := queue.next_expiry_s()) is not None), default=None)
         return at_s if at_s is None or self._resumes_s < 0.0 else min(at_s, self._resumes_s)
 
@@ -198,19 +199,19 @@ class AdmissionPolicy:
             self.outstanding.start(tracked.request.prompt_tokens)
 
     def grow(self, key: int, output_tokens: int) -> None:
-        """Charges the KV of an open-ended request that has emitted this many tokens, of all its sequences."""
+        """Charges more KV to an open-ended request whose sequences have emitted this many tokens in total."""
         tracked = self._tracked[key]
         request = tracked.request
         charged = tracked.num_tokens - request.prompt_tokens
         if not request.open_ended or output_tokens < charged:
             return
-        more = OPEN_ENDED_TOKENS * (1 + (output_tokens - charged) // OPEN_ENDED_TOKENS)
-        more = min(more, request.max_tokens * request.num_sequences - charged)
-        tracked.num_tokens += more
-        self.accounts.send(request.tenant, more)
+        added = OPEN_ENDED_TOKENS * (1 + (output_tokens - charged) // OPEN_ENDED_TOKENS)
+        added = min(added, request.max_tokens * request.num_sequences - charged)
+        tracked.num_tokens += added
+        self.accounts.send(request.tenant, added)
 
     def end(self, key: int, used: RequestUsage | None, now_s: float) -> None:
-        """Removes a request, queued or dispatched, with what it used, None where unknown. Call `poll` afterwards."""
+        """Removes a queued or dispatched request. `used` is None if its usage is unknown. Call `poll` afterwards."""
         tracked = self._tracked[key]
         if tracked.entry is not None:
             self._drop(tracked, now_s)
@@ -249,7 +250,7 @@ class AdmissionPolicy:
         self._forecast.drain.observe(0.0, now_s, backlogged=True)
 
     def _next(self) -> QueueEntry | None:
-        """Returns the next entry of the lane that has had the least of its share."""
+        """Returns the next entry of the lane that was served least by weight, among lanes with an entry that fits."""
         best: tuple[float, QueueEntry] | None = None
         for lane, queue in self._lanes.items():
             entry = queue.next(self._entry_fits) if queue.num_waiting else None
@@ -277,9 +278,9 @@ class AdmissionPolicy:
         tracked.sent_s = now_s
         self.outstanding.send(request.num_sequences, request.prompt_tokens)
         self.accounts.send(request.tenant, tracked.num_tokens)
-        max_tokens, shorter = request.max_tokens, self._config.overload.max_tokens
-        if shorter is not None and self._overload.level >= OverloadLevel.SHORTEN:
-            max_tokens = min(max_tokens, shorter)
+        max_tokens, overload_max_tokens = request.max_tokens, self._config.overload.max_tokens
+        if overload_max_tokens is not None and self._overload.level >= OverloadLevel.SHORTEN:
+            max_tokens = min(max_tokens, overload_max_tokens)
         return Dispatched(request.key, max_tokens, max(0.0, now_s - request.arrived_s))
 
     def _unqueue(self, tracked: TrackedRequest, served: float, now_s: float) -> None:
@@ -300,17 +301,17 @@ class AdmissionPolicy:
         self.accounts.leave(tracked.request.tenant)
 
     def _settle(self, tracked: TrackedRequest, output_tokens: int, now_s: float) -> None:
-        """Replaces what was charged on an estimate by what was used."""
-        request, more = tracked.request, output_tokens - tracked.output_tokens
-        cost = self._config.output_weight * more
+        """Corrects what was charged by estimate to what was used."""
+        request, difference = tracked.request, output_tokens - tracked.output_tokens
+        cost = self._config.output_weight * difference
         tenants, weight = self._lanes[request.lane].tenants, self.accounts.weight(request.tenant)
         tenants.settle(request.tenant, cost / weight, tracked.contended)
         self._turns.settle(request.lane, cost / self._config.lane(request.lane).weight, tracked.contended)
-        self.accounts.spend(request.tenant, more, now_s)
+        self.accounts.spend(request.tenant, difference, now_s)
 
     # Overload.
 
-    def _observe_seldom(self, now_s: float) -> None:
+    def _observe_if_due(self, now_s: float) -> None:
         if now_s - self._observed_s >= _OBSERVE_INTERVAL_S:
             self._observe(now_s)
 
@@ -318,11 +319,11 @@ class AdmissionPolicy:
         self._observed_s = now_s
         saturation = worst(self._signals(now_s))
         if self._forecast.fleet is None and (saturation or 0.0) < self._overload.saturation:
-            saturation = None  # the workers' part is unknown now, which must not count as relief
+            saturation = None  # the workers' signals are missing, which must not pass for lower load
         self._overload.observe(saturation, now_s)
 
     def _signals(self, now_s: float) -> Iterator[float | None]:
-        """Yields signals of saturation. Bulk requests are meant to wait: their queue is not a sign of overload."""
+        """Yields signals of saturation, without the bulk queue: bulk requests are meant to wait."""
         rate = self._forecast.drain_per_s(now_s)
         for lane in (Lane.INTERACTIVE, Lane.STANDARD):
             queue, settings = self._lanes[lane], self._config.lane(lane)

@@ -1,6 +1,6 @@
-"""Bounds how much is at the workers at once, so that requests queue in the router, where they can be ordered. Pure.
+"""Bounds the requests at the workers, so that the others queue in the router, where they can be ordered. Pure.
 
-What the fleet does not report limits nothing: an unknown number of decode slots is not zero slots.
+A figure that the fleet does not report limits nothing: an unknown number of decode slots is not zero slots.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ from dataclasses import dataclass
 
 from penstock.config.admission import AdmissionConfig
 
-_FLOOR = 2  # requests allowed at each worker that computes prompts or decodes, whatever the reports say
+_FLOOR = 2  # each worker that computes prompts or decodes may have this many requests, whatever the reports say
 
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """All workers together, as they describe themselves and last reported. None: not known."""
+    """Sums up all workers, from their descriptions and latest reports. None means unknown."""
 
     num_decode: int  # workers that take requests
     num_prefill: int = 0  # workers that compute prompts; 0: the decode workers do
     slots: int | None = None  # sequences that the decode workers run at once
     num_waiting: int | None = None  # sequences in the workers' own queues, from any router
-    kv_tokens: int | None = None  # that the decode workers' pages hold
-    free_kv_tokens: int | None = None  # of these, free or evictable
-    max_held_tokens: int = 0  # of one sequence, whose KV a worker holds at once; 0: of all
-    queued_prefill_tokens: int | None = None  # not computed yet
-    prefill_tokens_per_s: float | None = None  # of all workers that compute prompts
+    kv_tokens: int | None = None  # capacity of the decode workers' pages
+    free_kv_tokens: int | None = None  # the part of kv_tokens that is free or evictable
+    max_held_tokens: int = 0  # most tokens of one sequence whose KV a worker holds at once; 0: unlimited
+    queued_prefill_tokens: int | None = None  # prompt tokens that are not computed yet
+    prefill_tokens_per_s: float | None = None  # sum over the workers that compute prompts
     step_s: float | None = None  # mean decode step
-    others_out: int = 0  # sequences that other routers have at these workers
+    peer_sequences: int = 0  # sequences of other routers at these workers
 
     @property
     def num_computing(self) -> int:
@@ -42,12 +42,12 @@ class FleetState:
 
 @dataclass(slots=True)
 class Outstanding:
-    """Requests that were dispatched and have not ended. Every number returns to zero when all have."""
+    """Counts requests that were dispatched and have not ended. All counts are zero once all have ended."""
 
     num_requests: int = 0
     num_sequences: int = 0
     num_prefilling: int = 0  # requests without a first token
-    prefilling_tokens: int = 0  # of their prompts
+    prefilling_tokens: int = 0  # prompt tokens of the requests without a first token
 
     def send(self, num_sequences: int, prompt_tokens: int) -> None:
         self.num_requests += 1
@@ -65,7 +65,7 @@ class Outstanding:
 
 
 def slot_limit(fleet: FleetState, config: AdmissionConfig) -> int | None:
-    """Returns how many sequences may be outstanding: the decode slots, and some more on their way there."""
+    """Returns how many sequences may be outstanding: the decode slots plus some whose prompts are being computed."""
     if fleet.slots is None:
         return None
     return max(int(fleet.slots * (1.0 + config.slot_headroom)), fleet.slots + _FLOOR * fleet.num_computing)
@@ -79,13 +79,13 @@ def has_room(
     uncached_share: float,
     config: AdmissionConfig,
 ) -> bool:
-    """Returns whether a request of this size may be dispatched now. The only request may always be."""
+    """Returns whether a request of this size may be dispatched now. With none outstanding, any request may."""
     if fleet is None or outstanding.num_requests == 0:
         return True
     if outstanding.num_sequences + num_sequences <= _FLOOR * fleet.num_decode:
         return True
     limit = slot_limit(fleet, config)
-    if limit is not None and outstanding.num_sequences + fleet.others_out + num_sequences > limit:
+    if limit is not None and outstanding.num_sequences + fleet.peer_sequences + num_sequences > limit:
         return False
     return _prefill_has_room(fleet, outstanding, uncached_share, config) and _pages_have_room(
         fleet, outstanding, prompt_tokens, config
@@ -101,11 +101,12 @@ def _prefill_has_room(
 
 
 def _pages_have_room(fleet: FleetState, outstanding: Outstanding, prompt_tokens: int, config: AdmissionConfig) -> bool:
-    """Counts prompts in flight as well: they do not have all their pages yet, so that the reports do not show them."""
+    """Counts prompts in flight as full: they do not hold all their pages yet, so the reports show too few."""
     if not fleet.kv_tokens or fleet.free_kv_tokens is None:
         return True
-    prefilling, most = outstanding.prefilling_tokens, fleet.max_held_tokens
-    if most:
-        prefilling, prompt_tokens = min(prefilling, outstanding.num_prefilling * most), min(prompt_tokens, most)
+    prefilling, max_held = outstanding.prefilling_tokens, fleet.max_held_tokens
+    if max_held:
+        prefilling = min(prefilling, outstanding.num_prefilling * max_held)
+        prompt_tokens = min(prompt_tokens, max_held)
     free = fleet.free_kv_tokens - prefilling - prompt_tokens
     return free >= (1.0 - config.max_page_use) * fleet.kv_tokens

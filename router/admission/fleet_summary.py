@@ -1,6 +1,6 @@
-"""Summarizes the workers' descriptions and reports into the one `FleetState` that admission decides by. Pure.
+"""Summarizes the workers' descriptions and reports in the `FleetState` that admission uses. Pure.
 
-A figure that one worker does not report is unknown for all: half a sum would pass for the whole.
+If one worker does not report a figure, the sum over all workers is unknown: a partial sum would pass for the whole.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _WINDOW_S = 1.0
 
 
 def summarize_fleet(
-    decode: Sequence[RoutableWorker], prefill: Sequence[RoutableWorker], others_out: int = 0
+    decode: Sequence[RoutableWorker], prefill: Sequence[RoutableWorker], peer_sequences: int = 0
 ) -> FleetState:
     computing = prefill or decode
     has_pages = all(worker.load.total_pages for worker in decode)
@@ -31,27 +31,28 @@ def summarize_fleet(
         queued_prefill_tokens=sum(worker.load.queued_prefill_tokens for worker in computing),
         prefill_tokens_per_s=_sum(worker.load.prefill_tokens_per_s for worker in computing),
         step_s=sum(steps) / len(steps) if steps else None,
-        others_out=others_out,
+        peer_sequences=peer_sequences,
     )
 
 
 def num_reported(decode: Sequence[RoutableWorker]) -> int:
-    """Returns the sequences at the decode workers, from all routers."""
+    """Returns the number of sequences that the decode workers report, from all routers."""
     return sum(worker.load.num_running + worker.load.num_waiting for worker in decode)
 
 
 class PeerSequenceEstimate:
-    """Estimates the sequences that other routers have outstanding: what workers report beyond our own.
+    """Estimates the outstanding sequences of other routers: those that workers report beyond this router's own.
 
-    Reports are older than our own count, so that each sequence that ends looks like another router's for a moment; the
-    minimum over the last second cannot be ours.
+    Reports lag behind this router's own count, so a sequence of its own that just ended looks like another router's for
+    a moment. The estimate is therefore the minimum over the last second.
     """
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[float, int]] = deque()  # ascending, so that the first is the minimum
+        self._samples: deque[tuple[float, int]] = deque()  # (time, excess), both ascending: the first is the minimum
 
-    def observe(self, num_reported: int, own_out: int, now_s: float) -> int:
-        excess = max(0, num_reported - own_out)
+    def observe(self, num_reported: int, own_sequences: int, now_s: float) -> int:
+        """Adds a sample and returns the estimate."""
+        excess = max(0, num_reported - own_sequences)
         while self._samples and self._samples[-1][1] >= excess:
             self._samples.pop()
         self._samples.append((now_s, excess))
@@ -61,6 +62,6 @@ class PeerSequenceEstimate:
 
 
 def _sum(values: Iterable[float]) -> float | None:
-    """Returns None where a value is 0, which means unknown."""
+    """Returns the sum, or None if any value is 0, which means unknown."""
     known = list(values)
     return sum(known) if all(known) else None

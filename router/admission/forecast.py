@@ -1,6 +1,6 @@
 """Forecasts how long a request takes at the workers and how fast the queue drains. Pure: time is passed in.
 
-An estimate without evidence is None, and None refuses no request: requests are turned away on evidence only.
+An estimate without measurements is None, and None never leads to a refusal.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from penstock.types import Lane
 from router.admission.capacity import FleetState, slot_limit
 from router.admission.interface import AdmissionRequest, RequestUsage
 
-_PRIOR_OUTPUT_TOKENS = 256  # of one sequence: typical of chats, and charged until a request has ended
-_WINDOW_S = 5.0  # time constant of the drain rate at least; twice the time of a request at the workers where longer
-_MIN_EVIDENCE_S = 0.5  # of backlog, before its rate is believed
-_FORGET_S = 60.0  # a rate measured longer ago says nothing about the present fleet
+_PRIOR_OUTPUT_TOKENS = 256  # output of one sequence assumed until a request has ended; typical of chats
+_WINDOW_S = 5.0  # minimum time constant of the drain rate; twice a request's mean time at the workers if longer
+_MIN_EVIDENCE_S = 0.5  # a drain rate is used only after this much time with a backlog
+_FORGET_S = 60.0  # an older rate says nothing about the present fleet
 _SMOOTHING = 0.05  # weight of a new sample in a running mean
 
 
 class RunningMean:
-    """Keeps an exponentially weighted mean; the first samples count equally. `value` is None before the first one."""
+    """Keeps an exponentially weighted mean. The first samples weigh equally. `value` is None before the first one."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -35,18 +35,17 @@ class RunningMean:
 
 
 class DrainRate:
-    """Learns how much leaves the queue in a second while there is a backlog. Learns nothing while the queue is
-    empty."""
+    """Learns how much leaves the queue per second while there is a backlog. An empty queue teaches it nothing."""
 
     def __init__(self) -> None:
         self.window_s = _WINDOW_S
-        self._observed_s: float | None = None  # None: no backlog since then
-        self._ended_s = -math.inf
+        self._observed_s: float | None = None  # time of the last call; None if the queue was empty then
+        self._ended_s = -math.inf  # when the queue was last found empty
         self._drained = 0.0  # decaying sum
-        self._time_s = 0.0  # with a backlog, decaying alike
+        self._time_s = 0.0  # time with a backlog; decays at the same rate
 
     def observe(self, drained: float, now_s: float, *, backlogged: bool) -> None:
-        """Counts what has left since the last call; `backlogged` says whether the queue is now non-empty."""
+        """Counts what left the queue since the last call; `backlogged` says whether the queue is now non-empty."""
         passed_s = 0.0 if self._observed_s is None else max(0.0, now_s - self._observed_s)
         decay = math.exp(-passed_s / self.window_s)
         self._drained = self._drained * decay + drained
@@ -56,7 +55,7 @@ class DrainRate:
             self._ended_s = now_s
 
     def per_s(self, now_s: float) -> float | None:
-        """Returns the rate; None if the backlog was too short or too long ago."""
+        """Returns the rate, or None if the last backlog was too short or too long ago."""
         if self._observed_s is None:
             if self._time_s < _MIN_EVIDENCE_S or now_s - self._ended_s > _FORGET_S:
                 return None
@@ -75,12 +74,12 @@ class ServiceTime:
 
 class ServiceEstimator(Protocol):
     def service(self, prompt_tokens: int, output_tokens: int) -> ServiceTime | None:
-        """Estimates the service time of a request that is sent now; None where nothing is known."""
+        """Estimates the service time of a request dispatched now; None if nothing is known."""
         ...
 
 
 class Forecast:
-    """Learns from requests that have ended. A `ServiceEstimator` that uses these figures and the fleet's reports."""
+    """Predicts from ended requests and the fleet's reports. Implements `ServiceEstimator`."""
 
     def __init__(self, config: AdmissionConfig) -> None:
         self._config = config
@@ -89,7 +88,7 @@ class Forecast:
         self._cost = RunningMean()
         self._uncached_share = RunningMean()  # of a prompt's tokens
         self._token_s = RunningMean()  # between two output tokens
-        self.drain = DrainRate()  # in weighted tokens
+        self.drain = DrainRate()  # weighted tokens per second
         self.fleet: FleetState | None = None
 
     @property
@@ -102,17 +101,19 @@ class Forecast:
         return min(max_tokens, _PRIOR_OUTPUT_TOKENS if mean is None else int(mean) + 1)
 
     def trusted_output_tokens(self, lane: Lane, max_tokens: int, trust: float) -> int:
-        """Scales the expected output by `trust` in [0, 1]: one token where it is not trusted at all, or unknown."""
+        """Returns the expected output of one sequence scaled by `trust` in [0, 1], and at least one token. An unknown
+        output counts as one token.
+        """
         mean = self._output_tokens[lane].value or 0.0
         return min(max_tokens, int(trust * mean) + 1)
 
     def learn(self, request: AdmissionRequest, cost: float, sent_s: float, used: RequestUsage, now_s: float) -> None:
-        """Learns from a request that has run to its end."""
+        """Learns from a request that ran to its end."""
         per_sequence = used.output_tokens / request.num_sequences
         self._output_tokens[request.lane].add(per_sequence)
         self._cost.add(cost / request.num_sequences)
         self._residence_s.add(now_s - sent_s)
-        # Requests that were sent together end together: within a shorter time the rate says when, not how many.
+        # Requests dispatched together end together: over a shorter window the rate would follow these bursts.
         self.drain.window_s = max(_WINDOW_S, 2.0 * (self._residence_s.value or 0.0))
         self._uncached_share.add(1.0 - min(1.0, used.cached_tokens / max(1, request.prompt_tokens)))
         if used.decode_s is not None and per_sequence > 1:
@@ -137,14 +138,15 @@ class Forecast:
         return alone_s + (fleet.queued_prefill_tokens or 0) / fleet.prefill_tokens_per_s
 
     def drain_per_s(self, now_s: float) -> float | None:
-        """Returns the measured drain rate, else the decode slots over the usual time that a request holds one."""
+        """Returns the measured drain rate, or else an estimate: decode slots divided by a request's mean time."""
         measured = self.drain.per_s(now_s)
         return self._by_slots() if measured is None else measured
 
     def fastest_per_s(self, now_s: float) -> float | None:
-        """Returns the highest rate at which the queue may drain: as measured, or by all decode slots if that is more.
+        """Returns the highest plausible drain rate: the measured rate or the estimate from the decode slots, whichever
+        is higher.
 
-        None until both are known, unless the workers report no slots.
+        Returns None until both are known. If the workers report no slots, the measured rate suffices.
         """
         measured, by_slots = self.drain.per_s(now_s), self._by_slots()
         if measured is None or (by_slots is None and self.fleet is not None and self.fleet.slots is not None):
@@ -152,7 +154,7 @@ class Forecast:
         return max(measured, by_slots or 0.0)
 
     def request_s(self) -> float | None:
-        """Returns how long a request stays at the workers, on average."""
+        """Returns a request's mean time at the workers, in seconds."""
         return self._residence_s.value
 
     def _by_slots(self) -> float | None:

@@ -1,7 +1,7 @@
-"""The asynchronous shell of admission: a request passes at once, waits here for its turn, or is refused.
+"""Runs `AdmissionPolicy` on the event loop: a request passes at once, waits here for its turn, or is refused.
 
-Owns the futures of waiting requests and the timer for the first of them to expire. While there is room, a request
-passes without a wait, a timer or another task.
+Owns the futures of waiting requests and the timer for the next one to expire. While there is room, a request passes
+without a wait, a timer or another task.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from router.fleet.worker_fleet import WorkerFleet
 from router.metrics.admission_metrics import AdmissionMetrics
 from router.prepared_request import PreparedRequest
 
-_FRESH_S = 0.02  # the workers' reports are summarized no more often
+_SUMMARY_INTERVAL_S = 0.02  # minimum time between two summaries of the workers' reports
 
 
 class AdmissionGate:
-    """Admits every request of a router and releases what it held when it ends. A `QuotaExchange`."""
+    """Admits every request of a router and releases what it held when it ends. Implements `QuotaExchange`."""
 
     def __init__(
         self,
@@ -60,16 +60,16 @@ class AdmissionGate:
         self._waiters: dict[int, asyncio.Future[Dispatched | Refused]] = {}
         self._expiry_timer: asyncio.TimerHandle | None = None
         self._expiry_s = 0.0
-        self._report_timer: asyncio.TimerHandle | None = None  # polls soon after a report
+        self._report_timer: asyncio.TimerHandle | None = None  # set while a poll after a report is due
         self._summarized_s = 0.0
         self._last_key = 0
         fleet.watch_loads(self._on_load)
         self.admission.accounts.watch(fleet.peers.note_change)
 
     def pass_through(self, request: PreparedRequest) -> AdmissionSlot:
-        """Returns the request's slot, which has not been entered yet."""
+        """Returns a slot for the request, which the caller then enters."""
         self._last_key += 1
-        wanted = AdmissionRequest(
+        admission_request = AdmissionRequest(
             key=self._last_key,
             lane=request.lane,
             tenant=request.tenant,
@@ -81,18 +81,22 @@ class AdmissionGate:
             prepaid_tokens=request.prepaid_tokens,
             open_ended=request.open_ended,
         )
-        return AdmissionSlot(self, request, wanted)
+        return AdmissionSlot(self, request, admission_request)
 
     def prepay(self, tenant: str, lane: Lane, num_tokens: int) -> None:
-        """Takes tokens from the tenant's rate before work is done for it. Raises Overloaded if they are not there."""
+        """Charges the tenant's rate before work is done for it. Raises Overloaded if the rate lacks the tokens."""
         wait_s = self.admission.prepay(tenant, num_tokens, time.monotonic())
         if wait_s:
             self._metrics.refused(lane, RefusalReason.TOKEN_RATE)
-            problem = f"this prompt's {num_tokens} tokens, by its size, are more than is left of this tenant's tokens/s"
-            raise Overloaded(problem, wait_s * self._rng.uniform(1.0, 1.5))
+            hint_s = wait_s * self._rng.uniform(1.0, 1.5)
+            raise Overloaded(
+                f"this prompt needs about {num_tokens} tokens, more than this tenant's rate of tokens/s has left; "
+                f"try again in {hint_s:.2g} s",
+                hint_s,
+            )
 
     def repay(self, tenant: str, num_tokens: int) -> None:
-        """Gives prepaid tokens back; takes more where `num_tokens` is negative."""
+        """Refunds prepaid tokens; charges more if `num_tokens` is negative."""
         self.admission.repay(tenant, num_tokens, time.monotonic())
 
     async def enter(self, request: AdmissionRequest) -> Dispatched:
@@ -103,9 +107,8 @@ class AdmissionGate:
             self._metrics.refused(request.lane, "max_inflight")
             self.repay(request.tenant, request.prepaid_tokens)
             hint_s = self.admission.retry_hint_s(request.lane, now_s)
-            raise Overloaded(
-                f"this router has {self._max_inside} requests in flight, its limit; try again in {hint_s:.2g} s", hint_s
-            )
+            problem = f"this router has reached its limit of {self._max_inside} requests in flight"
+            raise Overloaded(f"{problem}; try again in {hint_s:.2g} s", hint_s)
         answer = self.admission.offer(request, now_s)
         if isinstance(answer, Queued):
             answer = await self._wait(request)
@@ -116,14 +119,14 @@ class AdmissionGate:
         return answer
 
     async def _wait(self, request: AdmissionRequest) -> Dispatched | Refused:
-        """Waits for the answer. `poll` bounds the wait by the request's deadline."""
+        """Waits for the answer to a queued request. `poll` answers at its deadline at the latest."""
         waiter = self._waiters[request.key] = asyncio.get_running_loop().create_future()
         self._set_timer()
         try:
             return await waiter
         except BaseException:
             if self.admission.holds(request.key):
-                self.leave(request, None)  # the caller has disconnected
+                self.leave(request, None)  # the wait was cancelled: the client disconnected
             raise
         finally:
             self._waiters.pop(request.key, None)
@@ -143,24 +146,24 @@ class AdmissionGate:
             self._poll(time.monotonic())
 
     def grow(self, request: AdmissionRequest, output_tokens: int) -> None:
-        """Charges the KV of an open-ended request that has emitted this many tokens."""
+        """Charges more KV to an open-ended request that has emitted this many tokens in total."""
         self.admission.grow(request.key, output_tokens)
 
-    # The other routers.
+    # Quotas shared with the other routers.
 
     def tenant_uses(self) -> Mapping[str, TenantUse]:
         return self.admission.accounts.uses()
 
     def on_peer_uses(self, peer: str, epoch: Epoch, uses: Mapping[str, TenantUse]) -> None:
         self.admission.accounts.on_peer_uses(peer, epoch, uses, time.monotonic())
-        self._on_load()  # what a tenant has freed there lets its requests go here
+        self._on_load()  # quota that a tenant freed at the peer may admit its requests here
 
     def on_peer_away(self, peer: str) -> None:
         self.admission.accounts.on_peer_away(peer)
         self._on_load()
 
     def saturation(self) -> float:
-        """Returns the saturation at this moment, even if no request has come for a while."""
+        """Returns the current saturation, measured now if no request arrived recently."""
         self._refresh(time.monotonic())
         return self.admission.saturation
 
@@ -173,14 +176,14 @@ class AdmissionGate:
         self._refresh(now_s)
         for answer in self.admission.poll(now_s):
             waiter = self._waiters.pop(answer.key)
-            if not waiter.done():  # else it was cancelled at this very moment, and leaves when it wakes
+            if not waiter.done():  # else `_wait` was cancelled and calls `leave` when it resumes
                 waiter.set_result(answer)
         self._set_timer()
 
     def _set_timer(self) -> None:
         at_s = self.admission.next_poll_s()
         if at_s is None or (self._expiry_timer is not None and self._expiry_s <= at_s):
-            return  # a timer that fires early expires nothing and is set again
+            return  # a timer that fires too early is harmless: it expires nothing and is set again
         if self._expiry_timer is not None:
             self._expiry_timer.cancel()
         self._expiry_s = at_s
@@ -192,22 +195,22 @@ class AdmissionGate:
         self._poll(time.monotonic())
 
     def _on_load(self) -> None:
-        """Schedules a poll after a worker or another router has reported, come or gone.
+        """Schedules a poll after a report, arrival or loss of a worker or another router.
 
-        Many reports come together and one poll serves them all; it is needed only while requests wait or the router is
+        One poll serves all reports that arrive within the delay. It is needed only while requests wait or the router is
         overloaded.
         """
         if self._report_timer is None and (
             self.admission.num_waiting or self.admission.level is not OverloadLevel.NORMAL
         ):
-            self._report_timer = asyncio.get_running_loop().call_later(_FRESH_S, self._poll_after_reports)
+            self._report_timer = asyncio.get_running_loop().call_later(_SUMMARY_INTERVAL_S, self._poll_after_reports)
 
     def _poll_after_reports(self) -> None:
         self._report_timer = None
         self._poll(time.monotonic())
 
     def _refresh(self, now_s: float) -> None:
-        if now_s - self._summarized_s >= _FRESH_S:
+        if now_s - self._summarized_s >= _SUMMARY_INTERVAL_S:
             self._summarized_s = now_s
             self.admission.on_fleet(self._state(now_s), now_s)
 
@@ -216,22 +219,22 @@ class AdmissionGate:
         if group is None:
             return None
         own = self.admission.outstanding.num_sequences
-        others_out = self._peer_sequences.observe(num_reported(group.decode), own, now_s)
-        return summarize_fleet(group.decode, group.prefill, others_out)
+        peer_sequences = self._peer_sequences.observe(num_reported(group.decode), own, now_s)
+        return summarize_fleet(group.decode, group.prefill, peer_sequences)
 
 
 class AdmissionSlot:
-    """A request's way through the gate: entering may take a while, leaving lets the next one in."""
+    """Holds one request's admission. `enter` may wait for the request's turn; `leave` lets the next request in."""
 
-    def __init__(self, gate: AdmissionGate, request: PreparedRequest, wanted: AdmissionRequest) -> None:
+    def __init__(self, gate: AdmissionGate, request: PreparedRequest, admission_request: AdmissionRequest) -> None:
         self._gate = gate
-        self._wanted = wanted
+        self._admission_request = admission_request
         self._started = False
         self._num_emitted = sum(len(before.token_ids) for before in request.emitted.values())
         self._grows_at = min(request.sampling.max_tokens, OPEN_ENDED_TOKENS) * request.sampling.n
-        self.request = request  # once entered: as granted
-        self.granted_tokens: int | None = None  # max_tokens, where fewer were granted than requested
-        self.admitted_s = 0.0  # monotonic; 0 until then
+        self.request = request  # `enter` may lower its max_tokens and min_tokens
+        self.granted_tokens: int | None = None  # the lowered max_tokens; None if granted as requested
+        self.admitted_s = 0.0  # monotonic; 0 before admission
         self._left = False
 
     async def __aenter__(self) -> AdmissionSlot:
@@ -240,10 +243,10 @@ class AdmissionSlot:
 
     async def enter(self) -> None:
         """Waits for the request's turn; `leave` must follow. Raises Overloaded, DeadlineExceeded or InvalidInput."""
-        answer = await self._gate.enter(self._wanted)
+        answer = await self._gate.enter(self._admission_request)
         self.admitted_s = time.monotonic()
         # A request that another router started keeps the length that it was granted there.
-        if answer.max_tokens < self._wanted.max_tokens and not self.request.emitted:
+        if answer.max_tokens < self._admission_request.max_tokens and not self.request.emitted:
             self.granted_tokens = answer.max_tokens
             sampling = self.request.sampling
             shorter = replace(
@@ -257,20 +260,20 @@ class AdmissionSlot:
         self.leave()
 
     def leave(self, used: RequestUsage = NOTHING_USED) -> None:
-        """Releases what the request held, and counts what it has used at the workers. Idempotent."""
+        """Releases what the request held and counts its usage at the workers. Idempotent."""
         if not self._left:
             self._left = True
-            self._gate.leave(self._wanted, used)
+            self._gate.leave(self._admission_request, used)
 
     def emit(self, num_tokens: int) -> None:
-        """Records output tokens. An open-ended request is charged for more KV as it grows."""
+        """Records output tokens and charges more KV to an open-ended request as it grows."""
         self._num_emitted += num_tokens
-        if self._wanted.open_ended and not self._left and self._num_emitted >= self._grows_at:
+        if self._admission_request.open_ended and not self._left and self._num_emitted >= self._grows_at:
             self._grows_at += OPEN_ENDED_TOKENS
-            self._gate.grow(self._wanted, self._num_emitted)
+            self._gate.grow(self._admission_request, self._num_emitted)
 
     def start(self) -> None:
         """Records the request's first token. Idempotent."""
         if not (self._started or self._left):
             self._started = True
-            self._gate.start(self._wanted)
+            self._gate.start(self._admission_request)

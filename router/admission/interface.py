@@ -1,4 +1,4 @@
-"""Defines what admission is asked and what it answers: plain data, and the error that a refusal becomes."""
+"""Defines the requests to admission and its answers as plain data, and the error that a refusal becomes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class AdmissionRequest:
     arrived_s: float
     deadline_s: float
     num_sequences: int = 1
-    prepaid_tokens: int = 0  # taken from its tenant's rate before, for tokenizing it
-    open_ended: bool = False  # names no max_tokens, so that its KV is charged as it grows
+    prepaid_tokens: int = 0  # charged to its tenant's rate before tokenizing it
+    open_ended: bool = False  # sets no max_tokens, so its KV is charged as it grows
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Dispatched:
     """The request goes to the workers at once."""
 
     key: int
-    max_tokens: int  # of each sequence; fewer than requested while answers are shortened
+    max_tokens: int  # of each sequence; fewer than requested while overload shortens outputs
     waited_s: float = 0.0
 
 
@@ -40,20 +40,20 @@ class Queued:
 
 
 class RefusalReason(StrEnum):
-    """Says why a request was refused or left the queue unserved. A label of penstock:admission_refusals."""
+    """Names why a request was refused or dropped from the queue. A label value of penstock:admission_refusals."""
 
-    QUEUE_FULL = "queue_full"  # in requests or bytes
-    WAIT = "wait"  # with `overload.shed`: it would wait, or has waited, longer than its lane's target
-    DEADLINE = "deadline"  # it cannot end in time
-    SHED = "shed"  # at random, more of them as saturation rises
-    BULK_PAUSED = "bulk_paused"
-    OVERLOAD = "overload"
-    TOKEN_RATE = "token_rate"  # its tenant's rate is used up
-    TENANT_REQUESTS = "tenant_requests"  # its tenant has as many requests as it may
-    QUOTA = "quota"  # it could never fit its tenant's quota
+    QUEUE_FULL = "queue_full"  # full in requests or bytes
+    WAIT = "wait"  # with `overload.shed`: the wait exceeds, or would exceed, the lane's target
+    DEADLINE = "deadline"  # the request cannot end before its deadline
+    SHED = "shed"  # refused at random, with a probability that rises with saturation
+    BULK_PAUSED = "bulk_paused"  # overload refuses bulk requests
+    OVERLOAD = "overload"  # overload refuses all but interactive requests
+    TOKEN_RATE = "token_rate"  # the tenant has used up its rate
+    TENANT_REQUESTS = "tenant_requests"  # the tenant has as many requests in flight as it may
+    QUOTA = "quota"  # the request alone exceeds its tenant's quota
 
 
-# Refusals that the caller could have avoided, so it pays for the work done until then.
+# Refusals that the client could have avoided, so that its tenant pays for the work done before them.
 OWN_FAULT = frozenset({RefusalReason.TOKEN_RATE, RefusalReason.TENANT_REQUESTS, RefusalReason.QUOTA})
 
 
@@ -77,12 +77,12 @@ AdmissionAnswer = Dispatched | Queued | Refused
 
 @dataclass(frozen=True, slots=True)
 class RequestUsage:
-    """The usage of a dispatched request at the workers."""
+    """The usage of one dispatched request at the workers."""
 
     output_tokens: int  # of all its sequences
     cached_tokens: int = 0  # of its prompt
     decode_s: float | None = None  # of one sequence, first token to last
-    whole: bool = True  # it ran to its end, so that others can be expected to use as much
+    whole: bool = True  # it ran to its end, so forecasts may learn from it
 
 
 NOTHING_USED = RequestUsage(0, whole=False)

@@ -1,8 +1,8 @@
-"""The queued requests of one lane: tenants take turns by what they were served, and each sends its earliest due first.
+"""Queues the requests of one lane. The tenant that was served least goes next, with its request that is due first.
 
-Pure, without a clock. A request is due at its deadline, but no later than a fixed patience after its arrival: requests
-that arrive after a request is due go behind it, so that no stream of urgent requests holds a patient one back forever.
-The queue knows the memory that its requests take, in all and by tenant; `RefusalPolicy` bounds it.
+Pure, without a clock. A request is due at its deadline, but no later than a fixed time after its arrival, so that a
+stream of urgent requests cannot delay a request with a late deadline forever. The queue tracks the memory of its
+requests, in total and by tenant; `RefusalPolicy` bounds it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from router.admission.fairness import FairCounters
 from router.admission.interface import AdmissionRequest
 
-# Of a request that waits with an open HTTP connection: task, buffers and body, and two lists of Python integers.
+# Memory of a request that waits on an open HTTP connection: task, buffers, body and two lists of Python integers.
 # Measured 2026-11-22 as growth of the router's RSS: 36 KiB for 1 token, 120 KiB for 1024 tokens.
 _REQUEST_BYTES = 36 * 1024
 _TOKEN_BYTES = 90
@@ -32,32 +32,34 @@ class QueueEntry:
     key: int
     tenant: str
     due_s: float
-    expires_s: float  # it leaves unserved then
-    cost: float  # in weighted tokens, as expected
-    num_tokens: int  # of KV, as its tenant's quota counts them
+    expires_s: float  # when it leaves unserved
+    cost: float  # expected, in weighted tokens
+    num_tokens: int  # tokens of KV that count against its tenant's quota
     prompt_tokens: int = 0
-    waits: bool = field(default=True, init=False)  # false once it has left; the heaps then skip it
+    waits: bool = field(default=True, init=False)  # False once it has left; the heaps then skip it
 
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """A request from its arrival at admission to its end."""
+    """Admission's record of a request, from its arrival to its end."""
 
     request: AdmissionRequest
     output_tokens: int  # expected, of all sequences
-    cost: float  # in weighted tokens, as charged
-    num_tokens: int  # of KV, as its tenant's quota counts them
-    entry: QueueEntry | None = None  # while it is queued
+    cost: float  # as charged, in weighted tokens
+    num_tokens: int  # tokens of KV that count against its tenant's quota
+    entry: QueueEntry | None = None  # None unless it is queued
     sent_s: float = 0.0
-    contended: bool = False  # it has been queued
+    contended: bool = False  # True once it has been queued
     started: bool = False
 
 
 class _DueCosts:
-    """Sums weighted tokens by the second in which they are due, so that a newcomer's wait is found without a scan."""
+    """Sums weighted tokens by the second in which they are due, so that a wait is predicted without scanning the
+    queue.
+    """
 
     def __init__(self) -> None:
-        self._by_second: dict[int, tuple[int, float]] = {}  # how many requests, and their cost
+        self._by_second: dict[int, tuple[int, float]] = {}  # number of requests and their cost
 
     def add(self, entry: QueueEntry, sign: int) -> None:
         second = int(entry.due_s)
@@ -68,13 +70,13 @@ class _DueCosts:
             del self._by_second[second]
 
     def before(self, due_s: float) -> float:
-        """Returns the cost of what is due no later than within the same second."""
+        """Returns the cost of all requests that are due before `due_s` or in the same second."""
         return sum(cost for second, (_, cost) in self._by_second.items() if second <= due_s)
 
 
 @dataclass(slots=True)
 class QueueUse:
-    """Counts what is queued, of one tenant or of all."""
+    """Counts the queued requests of one tenant or of all."""
 
     num_requests: int = 0
     num_bytes: int = 0
@@ -90,10 +92,10 @@ _NOTHING = QueueUse()
 
 
 class LaneQueue:
-    """Owns the lane's queued requests and the counters of what each tenant was served."""
+    """Owns the lane's queued requests and the counters of the service that each tenant received."""
 
     def __init__(self) -> None:
-        self._heaps: dict[str, list[tuple[float, int, QueueEntry]]] = {}  # each holds at least one entry that waits
+        self._heaps: dict[str, list[tuple[float, int, QueueEntry]]] = {}  # by tenant; each has an entry that waits
         self._uses: dict[str, QueueUse] = {}  # by tenant
         self._due: dict[str, _DueCosts] = {}
         self._expiries: list[tuple[float, int, QueueEntry]] = []
@@ -127,17 +129,20 @@ class LaneQueue:
         entry.waits = False
         tenant = entry.tenant
         self.total.add(entry, -1)
-        self.cost = self.cost - entry.cost if self.num_waiting else 0.0  # rounding errors must not add up
+        self.cost = self.cost - entry.cost if self.num_waiting else 0.0  # an empty queue resets rounding errors
         self._uses[tenant].add(entry, -1)
         self._due[tenant].add(entry, -1)
         if not self._uses[tenant].num_requests:
             del self._heaps[tenant], self._uses[tenant], self._due[tenant]
             self.tenants.deactivate(tenant)
         if len(self._expiries) > 2 * self.num_waiting + 64:
-            self._drop_void()
+            self._compact()
 
     def next(self, fits: Callable[[QueueEntry], bool]) -> QueueEntry | None:
-        """Returns the entry whose turn it is among the tenants whose most urgent entry fits; leaves it queued."""
+        """Returns the first due entry of the least served tenant, among tenants whose first due entry fits.
+
+        The entry stays queued.
+        """
         best: tuple[float, float, int, QueueEntry] | None = None
         for tenant, heap in self._heaps.items():
             while not heap[0][2].waits:
@@ -162,14 +167,15 @@ class LaneQueue:
         return self._expiries[0][0] if self._expiries else None
 
     def cost_before(self, tenant: str, due_s: float, share: float) -> float:
-        """Returns the weighted tokens ahead of a newcomer of that tenant, which gets this share of the lane's turns."""
+        """Returns the weighted tokens ahead of a new request of `tenant`, which gets `share` of the lane's service."""
         own = self._due[tenant].before(due_s) if tenant in self._due else 0.0
         return min(self.cost, own / share)
 
     def waiting_tenants(self) -> Iterator[str]:
         yield from self._heaps
 
-    def _drop_void(self) -> None:
+    def _compact(self) -> None:
+        """Drops entries that have left from the heaps."""
         self._expiries = [item for item in self._expiries if item[2].waits]
         heapq.heapify(self._expiries)
         for tenant, heap in self._heaps.items():

@@ -1,9 +1,9 @@
-"""Measures how full the deployment is and decides how far the router sheds load, level by level. Pure.
+"""Measures how full the deployment is and decides, level by level, how much load the router sheds. Pure.
 
-By default no level is ever reached: shedding and shortening are options (`penstock.config.admission`).
+By default the level is always NORMAL: shedding and shortening are options (`penstock.config.admission`).
 
-Saturation is the worst of the known signals: the router's own queue, the workers' queues, their pages. Unknown signals
-are left out; where none is known the level stays as it was, since no data is not the same as no load.
+Saturation is the highest of the known signals: the router's own queue, the workers' queues and their pages. If no
+signal is known, the level stays as it is, since missing data does not mean missing load.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from penstock.config.admission import AdmissionConfig, OverloadConfig
 from router.admission.capacity import FleetState
 
 _SMOOTHING_S = 1.0
-_MAX_SATURATION = 2.0  # higher values count as this, so that saturation falls again soon
-_QUEUE_PRESSURE = 0.25  # saturation at which the workers' queues are as long as routers mean to keep them
-_STEEPNESS = 3  # exponent of shedding: few requests are shed at first, all of them at saturation 1
+_MAX_SATURATION = 2.0  # higher values are clipped, so that the smoothed saturation falls again soon
+_QUEUE_PRESSURE = 0.25  # saturation when the workers' queues are as long as routers mean to keep them
+_STEEPNESS = 3  # exponent of the shed probability: few requests are shed at first, all at saturation 1
 
 
 class OverloadLevel(IntEnum):
     """The router's level of response to overload. Each level includes those before it."""
 
     NORMAL = 0
-    SHORTEN = 1  # answers get fewer tokens
-    PAUSE_BULK = 2  # new bulk requests are refused
+    SHORTEN = 1  # outputs get fewer tokens
+    PAUSE_BULK = 2  # bulk requests that would have to queue are refused
     REFUSE = 3  # only interactive requests may queue
 
 
 def worst(signals: Iterable[float | None]) -> float | None:
-    """Returns the highest known signal, None where none is known."""
+    """Returns the highest known signal, or None if none is known."""
     return max((signal for signal in signals if signal is not None), default=None)
 
 
 def fleet_pressure(fleet: FleetState, config: AdmissionConfig) -> float | None:
     """Returns the saturation of the workers' queues and pages.
 
-    Caches are meant to fill the pages, so only the last tenth of them counts.
+    Prefix caches are meant to fill the pages, so pages only count once their use comes within a tenth of the limit.
     """
     signals: list[float | None] = []
     if fleet.page_use is not None:
@@ -53,16 +53,17 @@ def fleet_pressure(fleet: FleetState, config: AdmissionConfig) -> float | None:
 
 
 def shed_probability(saturation: float, shed_from: float) -> float:
+    """Returns 0 up to a saturation of `shed_from`, rising to 1 at saturation 1."""
     excess = (saturation - shed_from) / (1.0 - shed_from)
     return min(1.0, max(0.0, excess)) ** _STEEPNESS
 
 
 class OverloadPolicy:
-    """Raises the level at once and lowers it one step at a time, after a calm while, so that it does not flicker."""
+    """Raises the level at once but lowers it one level at a time, after a calm period, so that it does not flap."""
 
     def __init__(self, config: OverloadConfig) -> None:
         self._config = config
-        self._thresholds = (  # by level; infinite where the operator has not asked for it
+        self._thresholds = (  # by level; infinite for levels that the configuration does not enable
             -math.inf,
             math.inf if config.max_tokens is None else config.shorten_at,
             config.pause_bulk_at if config.shed else math.inf,
@@ -74,7 +75,7 @@ class OverloadPolicy:
         self.level = OverloadLevel.NORMAL
 
     def observe(self, saturation: float | None, now_s: float) -> None:
-        """Takes the saturation since the last call, None where it is not known."""
+        """Updates the smoothed saturation and the level. `saturation` is None if it is unknown."""
         if saturation is None:
             self._observed_s = now_s
             self._calm_since_s = None

@@ -1,9 +1,9 @@
-"""Tracks what a tenant uses at the other routers: one quota is one quota however many routers there are. Pure.
+"""Tracks each tenant's usage at the other routers, so that its quota holds for all routers together. Pure.
 
-Routers report requests and KV of the moment, which are added to the own ones, and the tokens that each tenant has spent
-since the router started, of which the growth is charged to the own buckets. A router that is out of reach is not
-counted. A tenant can therefore exceed a limit by what the other routers admit within one report, and while routers
-cannot reach each other each of them allows the whole limit.
+Routers report each tenant's current requests and KV, which count in addition to this router's own, and the tokens that
+the tenant has spent since that router started, whose growth is charged to this router's buckets. An unreachable router
+is not counted. A tenant can therefore exceed a limit by what the other routers admit between two reports, and routers
+that cannot reach each other each allow the whole limit.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from penstock.types import Epoch
 from router.fleet.tenant_use import TenantUse
 
 _NO_USE = TenantUse()
-_MAX_PEERS = 256  # remembered; the oldest is dropped
+_MAX_PEERS = 256  # beyond this, the peer that was added first is dropped
 
 
 @dataclass(slots=True)
 class _Peer:
     epoch: Epoch
-    uses: Mapping[str, TenantUse] = field(default_factory=dict)  # empty while it is out of reach
-    spent: dict[str, int] = field(default_factory=dict)  # as last reported, kept while it is out of reach
+    uses: Mapping[str, TenantUse] = field(default_factory=dict)  # empty while it is unreachable
+    spent: dict[str, int] = field(default_factory=dict)  # as last reported; kept while it is unreachable
 
 
 class SharedQuotas:
-    """Owned by the tenants' accounts."""
+    """Holds the latest report of every other router. `TenantAccounts` owns it."""
 
     def __init__(self) -> None:
         self._peers: dict[str, _Peer] = {}
@@ -39,9 +39,9 @@ class SharedQuotas:
         return TenantUse(sum(use.num_requests for use in uses), sum(use.inflight_tokens for use in uses))
 
     def apply(self, address: str, epoch: Epoch, uses: Mapping[str, TenantUse]) -> dict[str, int]:
-        """Takes a router's report. Returns the tokens that each tenant has spent there since its previous one.
+        """Stores a router's report and returns the tokens that each tenant spent there since the previous report.
 
-        What a router has spent before its first report here is not known to be recent, and is not charged.
+        Tokens spent before a router's first report are not charged: they may have been spent long ago.
         """
         peer = self._peers.get(address)
         is_known = peer is not None and peer.epoch == epoch
@@ -59,6 +59,6 @@ class SharedQuotas:
         return grown
 
     def away(self, address: str) -> None:
-        """Counts nothing of a router that is out of reach, until it reports again."""
+        """Stops counting a router that is unreachable, until it reports again."""
         if (peer := self._peers.get(address)) is not None:
             peer.uses = {}

@@ -1,7 +1,7 @@
-"""The counts of a router, as Prometheus metrics and as reports for the autoscaler.
+"""Counts what a router does and exports it as Prometheus metrics and as reports to the autoscaler.
 
-Others take `metrics.RouterMetrics` (with `admission`), `completion_counts.CompletionCounts` and `demand_report`. A new
-metric touches two files: its family goes into `metrics` or the module of its subject (`collectors` for values that
-others own), its observation into the place where it happens. The room decides nothing and keeps no other room's state:
-gauges read it when Prometheus scrapes.
+Other rooms use `metrics.RouterMetrics` (with `admission`), `completion_counts.CompletionCounts` and `demand_report`. A
+new metric touches two files: declare its family in `metrics` or the module of its subject (`collectors` for values that
+other rooms own), and observe it where the event happens. This room decides nothing and copies no other room's state:
+gauges read that state when Prometheus scrapes.
 """

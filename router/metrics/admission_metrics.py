@@ -1,4 +1,4 @@
-"""Metrics of admission: waits and refusals by lane, tokens by tenant, and the gate's state when Prometheus scrapes."""
+"""Counts admission's waits and refusals by lane and tokens by tenant; reads the gate's state at each scrape."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class AdmissionMetrics:
         self._model = model
         waits = HistogramFamily(
             "penstock:admission_wait_seconds",
-            "Time in the router's queue of requests that were dispatched",
+            "Time that dispatched requests spent in the router's queue",
             ["model_name", "lane"],
             _WAIT_S,
             registry,
@@ -27,7 +27,7 @@ class AdmissionMetrics:
         self._waits = {lane.value: waits.bind(model, lane.value) for lane in Lane}  # enums are slow to hash
         self._refusals = CounterFamily(
             "penstock:admission_refusals",
-            "Requests refused, or given up in the queue; shed: at random, where the operator allows it",
+            "Requests refused on arrival or dropped from the queue, by reason (shed: at random, if enabled)",
             ["model_name", "lane", "reason"],
             registry,
         )
@@ -58,18 +58,18 @@ class AdmissionMetrics:
         retries_left: Callable[[], float],
     ) -> None:
         """Adds gauges whose values are read when Prometheus scrapes."""
-        for name, help_text, of_lane in (
+        for name, help_text, read in (
             ("queue_depth", "Requests queued in the router", num_waiting),
             ("queue_bytes", "Estimated memory of the requests queued in the router", queue_bytes),
         ):
             gauge = Gauge(f"penstock:admission_{name}", help_text, ["model_name", "lane"], registry=self._registry)
             for lane in Lane:
-                gauge.labels(self._model, lane.value).set_function(functools.partial(of_lane, lane))
+                gauge.labels(self._model, lane.value).set_function(functools.partial(read, lane))
         for name, help_text, value in (
-            ("admission_requests_out", "Requests of this router at the workers", num_out),
-            ("saturation", "How full the deployment is; 1: newcomers would wait their lane's target", saturation),
-            ("overload_level", "0 normal, 1 answers shortened, 2 bulk paused, 3 only interactive may wait", level),
-            ("retries_left", "Re-dispatches that the retry budget allows now", retries_left),
+            ("admission_requests_out", "Requests that this router has in flight at the workers", num_out),
+            ("saturation", "How full the deployment is; at 1, a new request waits its lane's target time", saturation),
+            ("overload_level", "0 normal, 1 outputs shortened, 2 bulk refused, 3 only interactive is queued", level),
+            ("retries_left", "Re-dispatches that the retry budget currently allows", retries_left),
         ):
             gauge = Gauge(f"penstock:{name}", help_text, ["model_name"], registry=self._registry)
             gauge.labels(self._model).set_function(value)

@@ -1,4 +1,4 @@
-"""Collectors read what others own when Prometheus scrapes: credentials, prefix index, predictions and workers."""
+"""Exports state that other rooms own, read at each scrape: credentials, prefix index, predictions, worker metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TIERS = ("device", "host", "disk")
 
 
 class LoadedFiles(Protocol):
-    """Files that are read again when they change."""
+    """Describes credential files that are reloaded when they change."""
 
     setting: str
     loaded_unix_s: float
@@ -26,7 +26,7 @@ class LoadedFiles(Protocol):
 
 
 class CredentialCollector:
-    """Exports the age of keys and certificates that were read from files, and whether newer files were refused."""
+    """Exports how long ago keys and certificates were read from files, and whether newer files were rejected."""
 
     def __init__(self, model: str, files: Callable[[], Sequence[LoadedFiles]]) -> None:
         self._model = model
@@ -35,11 +35,11 @@ class CredentialCollector:
     def collect(self) -> Iterator[GaugeMetricFamily]:
         labels = ["model_name", "setting"]
         age = GaugeMetricFamily(
-            "penstock:credentials_age_seconds", "Since the keys or certificates in force were read", labels=labels
+            "penstock:credentials_age_seconds", "Time since the keys or certificates in use were read", labels=labels
         )
         refused = GaugeMetricFamily(
             "penstock:credentials_refused",
-            "1 while the files that are there now cannot be used, and what was read before is in force",
+            "1 while the files on disk are unusable and the credentials read earlier stay in use",
             labels=labels,
         )
         now_s = time.time()
@@ -51,7 +51,7 @@ class CredentialCollector:
 
 
 class IndexCollector(Collector):
-    """Exports what the prefix index holds and how it keeps up with events."""
+    """Exports the size of the prefix index and how well it keeps up with the workers' events."""
 
     def __init__(self, model: str, index: PrefixIndex, num_mute: Callable[[], int]) -> None:
         self._model = model
@@ -69,9 +69,9 @@ class IndexCollector(Collector):
             gauge.add_metric([self._model], value)
             yield gauge
         for name, help_text, value in (
-            ("gaps", "Times that events of a worker were missing", stats.gaps),
-            ("replays", "Gaps closed by events sent again", stats.replays),
-            ("snapshots", "Whole caches read", stats.snapshots),
+            ("gaps", "Gaps found in the workers' event streams", stats.gaps),
+            ("replays", "Gaps closed by replayed events", stats.replays),
+            ("snapshots", "Snapshots of a worker's whole cache read", stats.snapshots),
             ("evicted_pages", "Pages evicted from the index for lack of room", stats.evicted_pages),
         ):
             counter = CounterMetricFamily(f"penstock:prefix_index_{name}", help_text, labels=["model_name"])
@@ -82,7 +82,7 @@ class IndexCollector(Collector):
     def _by_worker(self) -> Metric:
         pages = GaugeMetricFamily(
             "penstock:prefix_index_worker_pages",
-            "Pages that the prefix index knows of a worker, each on the best tier that has it",
+            "Pages that the prefix index knows at a worker, each counted on the fastest tier that holds it",
             labels=["model_name", "worker", "tier"],
         )
         for worker_id in self._index.worker_ids:
@@ -92,28 +92,25 @@ class IndexCollector(Collector):
 
 
 class PredictionCollector(Collector):
-    """Exports actual over predicted times of the workers that are followed; workers that have left leave no series."""
+    """Exports how wrong predictions were for each followed worker. The series of a worker that left disappear."""
 
     def __init__(self, model: str, workers: Callable[[], Mapping[WorkerId, WorkerPredictionErrors]]) -> None:
         self._model = model
         self._workers = workers
 
-    def describe(self) -> list[Metric]:
-        return []  # registering must not read the workers
-
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name", "worker"]
         ratio = GaugeMetricFamily(
-            "penstock:worker_time_ratio", "Actual over predicted time, running mean", labels=labels
+            "penstock:worker_time_ratio", "Actual time divided by predicted time, running mean", labels=labels
         )
         shortfall = GaugeMetricFamily(
             "penstock:worker_cache_shortfall",
-            "Share of the cached tokens promised by the index that the worker did not have, running mean",
+            "Share of the cached tokens predicted by the index that the worker did not have, running mean",
             labels=labels,
         )
         alarms = CounterMetricFamily(
             "penstock:lying_index",
-            "Times the index was found wrong about a worker, whose pages were then requested again",
+            "Times that the index was found wrong about a worker and its pages were requested again",
             labels=labels,
         )
         for worker_id, errors in self._workers().items():
@@ -125,14 +122,11 @@ class PredictionCollector(Collector):
 
 
 class WorkerMetricsCollector(Collector):
-    """Exports, by worker, the metrics that workers declare in `penstock.worker_metrics` and report with their load."""
+    """Exports, for each worker, the metrics declared in `penstock.worker_metrics` that it reports with its load."""
 
     def __init__(self, model: str, loads: Callable[[], Mapping[WorkerId, WorkerLoad]]) -> None:
         self._model = model
         self._loads = loads
-
-    def describe(self) -> list[Metric]:
-        return []  # registering must not read the workers
 
     def collect(self) -> Iterator[Metric]:
         loads = self._loads()

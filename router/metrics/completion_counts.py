@@ -1,4 +1,4 @@
-"""Counts completions and requests that have ended, whether their tokens passed the router or not (lookaside)."""
+"""Counts ended completions and requests, including lookaside ones, whose tokens do not pass the router."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 
 class CompletionCounts:
-    """Records each event in every place that counts it: metrics, the retry budget, the autoscaler's demand, and the
-    list of recent requests."""
+    """Records first tokens and ends in the metrics, the retry budget, the autoscaler's demand and the recent
+    requests."""
 
     def __init__(self, metrics: RouterMetrics, retries: RetryBudget, demand: DemandCounter) -> None:
         self.metrics = metrics
@@ -48,9 +48,10 @@ class CompletionCounts:
         legs: Sequence[WorkerLeg] = (),
         choices: Sequence[PairChoice] = (),
     ) -> EndedCompletion:
-        """Counts, logs and returns completion `index` of a request, which has ended with `num_tokens`.
+        """Counts, logs and returns completion `index` of a request, which ended after `num_tokens` tokens.
 
-        `legs` are the decode workers that it went to and `choices` the reasons; neither changes any more.
+        `legs` are the decode workers that served it and `choices` the router's choices of worker pairs. The caller must
+        not change either afterwards.
         """
         trace, accepted_s = request.trace, request.accepted_s
         ended = EndedCompletion(
@@ -82,9 +83,9 @@ class CompletionCounts:
     def request(
         self, request: PreparedRequest, usage: common_pb2.Usage, last: common_pb2.Timing | None
     ) -> RequestUsage:
-        """Counts a request whose completions have all ended. Whoever sees its tokens counts them.
+        """Counts a request whose completions have all ended. The caller counts its generated tokens.
 
-        `last` is the timing of the completion that ended last. Neither `usage` nor `last` changes any more.
+        `last` is the timing of the completion that ended last. The caller must not change `usage` or `last` afterwards.
         """
         now_s = time.monotonic()
         timing = last if last is not None else common_pb2.Timing()

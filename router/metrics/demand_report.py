@@ -1,7 +1,7 @@
 """Reports this router's traffic to the controller's autoscaler about once a second.
 
 Counts are totals since the router started, so a lost report only delays the figures. While the Admin service is
-unreachable, nothing is reported and nothing waits: the controller does not mistake missing reports for missing traffic.
+unreachable, no reports are sent or queued; the controller does not take missing reports for a lack of traffic.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INTERVAL_S = 1.0
 
 
 class DemandCounter:
-    """Owns the counts. Dispatch reports arrivals, first tokens and ends."""
+    """Counts arrivals, first tokens and ends of requests, which dispatch reports to it."""
 
     def __init__(self, slo: SloConfig) -> None:
         self._slo = slo
@@ -43,7 +43,9 @@ class DemandCounter:
         self.counts.first_tokens_in_time += ttft_s <= self._slo.first_token_s(num_prompt_tokens)
 
     def end(self, usage: common_pb2.Usage, decode_s: float) -> None:
-        """Counts an ended request. For several completions, it relates the last one's time to the tokens of all."""
+        """Counts an ended request. `decode_s` is that of the completion that ended last; with several completions it
+        is divided by the tokens of all of them.
+        """
         self.counts.ended_prompt_tokens += usage.prompt_tokens
         self.counts.cached_tokens += min(usage.cached_tokens, usage.prompt_tokens)
         if usage.completion_tokens > 1:

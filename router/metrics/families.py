@@ -1,7 +1,7 @@
-"""Counters and histograms whose updates cost a tenth of a microsecond; those of the library cost up to three.
+"""Provides counters and histograms that take about 0.1 us to update; those of prometheus_client take up to 3 us.
 
-Values may also be observed many at a time, with numpy, which costs a third of one by one. Only the router's event loop
-counts. Another thread may collect meanwhile: it copies the list of series first.
+Observing a batch of values with numpy takes a third of the time of observing them one by one. Only the router's event
+loop may update a series. Another thread may call `collect` meanwhile, which copies the list of series first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-_MOST_WAITING = 512  # values of a series, 12 KiB
+_MAX_DEFERRED = 512  # values of one series, 12 KiB
 
 
 class BoundCounter:
@@ -37,13 +37,13 @@ class BoundCounter:
 class BoundHistogram:
     """A series of a histogram, bound to the values of its labels."""
 
-    __slots__ = ("_bounds", "_counts", "_sum", "_waiting")
+    __slots__ = ("_bounds", "_counts", "_deferred", "_sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
-        self._waiting: list[float] = []
+        self._deferred: list[float] = []
 
     def observe(self, value: float, count: int = 1) -> None:
         """Observes `count` equal values."""
@@ -51,23 +51,23 @@ class BoundHistogram:
         self._sum += value * count
 
     def defer(self, value: float) -> None:
-        """Observes a value at the next `fold`, which comes by itself when 512 values wait."""
-        self._waiting.append(value)
-        if len(self._waiting) >= _MOST_WAITING:
+        """Keeps a value until the next `fold`, which runs on its own at 512 deferred values."""
+        self._deferred.append(value)
+        if len(self._deferred) >= _MAX_DEFERRED:
             self.fold()
 
     def fold(self) -> None:
-        """Observes the values that wait."""
-        if self._waiting:
-            values, self._waiting = np.array(self._waiting), []
+        """Observes the deferred values."""
+        if self._deferred:
+            values, self._deferred = np.array(self._deferred), []
             observe_all((self,), np.zeros(len(values), np.int64), values)
 
     def add(self, bucket: int, count: int) -> None:
-        """Adds values to a bucket, without their sum."""
+        """Adds `count` values to a bucket but not to the sum."""
         self._counts[bucket] += count
 
     def add_sum(self, total: float) -> None:
-        """Adds to the sum of all values."""
+        """Adds to the sum but not to any bucket."""
         self._sum += total
 
     @property
@@ -75,20 +75,20 @@ class BoundHistogram:
         return self._bounds
 
     def totals(self) -> tuple[list[int], float]:
-        """Returns the number of values up to each bound, then the number of all values, and their sum."""
+        """Returns the cumulative counts (up to each bound, then of all values) and the sum of the values."""
         return list(accumulate(self._counts)), self._sum
 
 
 def observe_all(series: Sequence[BoundHistogram], numbers: Ints, values: Floats) -> None:
-    """Observes `values[i]` in the series of number `numbers[i]`. All series have the same bounds."""
+    """Observes `values[i]` in `series[numbers[i]]` for every i. All series must have the same bounds."""
     if not len(values):
         return
     bounds = series[0].bounds
-    places = numbers * (len(bounds) + 1) + np.searchsorted(bounds, values)
-    counts = np.bincount(places)
-    occupied = np.flatnonzero(counts)
-    for place, count in zip(occupied.tolist(), counts[occupied].tolist(), strict=True):
-        number, bucket = divmod(place, len(bounds) + 1)
+    flat_buckets = numbers * (len(bounds) + 1) + np.searchsorted(bounds, values)
+    counts = np.bincount(flat_buckets)
+    non_empty = np.flatnonzero(counts)
+    for flat_bucket, count in zip(non_empty.tolist(), counts[non_empty].tolist(), strict=True):
+        number, bucket = divmod(flat_bucket, len(bounds) + 1)
         series[number].add(bucket, count)
     for each, total in zip(series, np.bincount(numbers, values, len(series)).tolist(), strict=True):
         each.add_sum(total)
@@ -103,7 +103,7 @@ class CounterFamily(Collector):
         registry.register(self)
 
     def bind(self, *values: str) -> BoundCounter:
-        """Returns the series of these label values, in the order of the labels."""
+        """Returns the series with these label values, given in the order of the labels. Creates it if needed."""
         if (series := self._series.get(values)) is None:
             _check_values(self._name, self._labels, values)
             series = self._series[values] = BoundCounter()
@@ -120,7 +120,7 @@ class CounterFamily(Collector):
 
 
 class HistogramFamily(Collector):
-    """A histogram with labels. A series appears with its first `bind`, so that label values that never occur cost
+    """A histogram with labels. A series appears with its first `bind`, so label values that never occur cost
     nothing."""
 
     def __init__(
@@ -132,26 +132,26 @@ class HistogramFamily(Collector):
         registry.register(self)
 
     def bind(self, *values: str) -> BoundHistogram:
-        """Returns the series of these label values, in the order of the labels."""
+        """Returns the series with these label values, given in the order of the labels. Creates it if needed."""
         if (series := self._series.get(values)) is None:
             _check_values(self._name, self._labels, values)
             series = self._series[values] = BoundHistogram(self.bounds)
         return series
 
     def fold(self) -> None:
-        """Observes the values that wait in every series."""
+        """Observes the deferred values of every series."""
         for series in self._series.values():
             series.fold()
 
     def total(self, where: Mapping[str, str]) -> tuple[list[int], float]:
-        """Returns the `totals` of all series together whose labels have these values."""
-        counts, seconds = [0] * (len(self.bounds) + 1), 0.0
+        """Returns the `totals` summed over all series whose labels have the values `where`."""
+        counts, total = [0] * (len(self.bounds) + 1), 0.0
         wanted = [(self._labels.index(label), value) for label, value in where.items()]
         for values, series in list(self._series.items()):
-            if all(values[place] == value for place, value in wanted):
-                more, more_s = series.totals()
-                counts, seconds = list(map(add, counts, more)), seconds + more_s
-        return counts, seconds
+            if all(values[position] == value for position, value in wanted):
+                series_counts, series_total = series.totals()
+                counts, total = list(map(add, counts, series_counts)), total + series_total
+        return counts, total
 
     def describe(self) -> list[Metric]:
         return [HistogramMetricFamily(self._name, self._help_text, labels=self._labels)]
@@ -164,7 +164,7 @@ class HistogramFamily(Collector):
 
 
 class HistogramTotal(Collector):
-    """A histogram that is the sum of a family's series, so that nothing is observed twice."""
+    """A histogram computed at each scrape as the sum of a family's series, so that no value is observed twice."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class HistogramTotal(Collector):
         registry: CollectorRegistry,
         where: Mapping[str, str] | None = None,
     ) -> None:
-        """Sums the series of `parts` whose labels have the values `where`; by default all."""
+        """Sums the series of `parts` whose labels have the values `where`; by default all series."""
         self._name, self._help_text, self._labels = name, help_text, labels
         self._parts, self._where = parts, where or {}
         registry.register(self)
@@ -198,4 +198,4 @@ def _add_series(
 
 def _check_values(name: str, labels: Sequence[str], values: Sequence[str]) -> None:
     if len(values) != len(labels):
-        raise ValueError(f"{name} has the labels {list(labels)}, not {len(values)}")
+        raise ValueError(f"{name}: got {len(values)} label values {list(values)} for the labels {list(labels)}")

@@ -1,8 +1,7 @@
-"""Measures how late the router's event loop runs, that is, how long a computation without a pause delays everything
-else.
+"""Measures the lag of the router's event loop: how long a computation that does not yield delays everything else.
 
-A timer is due every 20 ms. It fires when the computation that it falls into ends, so a pause of P is measured as P
-minus at most 20 ms.
+A timer is due every 20 ms. If a computation is running then, the timer fires when it ends, so a computation of P ms
+is measured as at least P - 20 ms of lag.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ _LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0
 
 
 class LoopLag:
-    """Observes the loop between `start` and `stop`, both of which must be called on it."""
+    """Measures between `start` and `stop`. Both must be called on the event loop."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._model = model
         self._registry = registry
         family = HistogramFamily(
             "penstock:router_loop_lag_seconds",
-            "Time by which a timer of the router's event loop came late, every 20 ms",
+            "Lateness of a timer of the router's event loop, measured every 20 ms",
             ["model_name"],
             _LAG_S,
             registry,
@@ -35,7 +34,9 @@ class LoopLag:
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
-        tasks = Gauge("penstock:router_tasks", "Tasks of the event loop", ["model_name"], registry=self._registry)
+        tasks = Gauge(
+            "penstock:router_tasks", "Tasks on the router's event loop", ["model_name"], registry=self._registry
+        )
         tasks.labels(self._model).set_function(lambda: len(asyncio.all_tasks(loop)))
         self._schedule(loop)
 

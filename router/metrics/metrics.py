@@ -1,4 +1,4 @@
-"""The router's metrics, under vLLM's names where they exist, so that its dashboards work. Each router has its own."""
+"""Holds one router's metrics. They use vLLM's names where vLLM has the metric, so that its dashboards work."""
 
 from __future__ import annotations
 
@@ -32,40 +32,40 @@ _ERROR_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
 
 
 class RouterMetrics:
-    """Owns the registries. `requests` and `admission` count while a request is served; the rest is rare, or read when
-    Prometheus scrapes.
+    """Owns the registries. Serving a request updates `requests` and `admission`; all other metrics are updated rarely
+    or read when Prometheus scrapes.
     """
 
     def __init__(self, model: str, tenant_labels: int = 0, slo: SloConfig = _DEFAULT_SLO) -> None:
         self._model = model
         self._registry = registry = CollectorRegistry()
-        self._of_requests = CollectorRegistry()  # a hundred thousand lines where tenants have labels
+        self._request_registry = CollectorRegistry()  # renders to 100,000 lines if tenants have labels
         self._errors = Counter("vllm:request_errors", "Requests failed", [*_LABELS, "reason"], registry=registry)
         self._limited = Counter(
             "penstock:limited",
-            "Connections and streams that a limit has refused or ended, by its key in router.limits",
+            "Connections and streams that a limit refused or ended, by the limit's key in router.limits",
             [*_LABELS, "limit"],
             registry=registry,
         )
         self._picks = Counter(
             "penstock:endpoint_picks",
-            "Calls of gateways by how they were answered: placed by their prompt, by load, refused; fallback: another "
-            "endpoint than the picked one has served the call",
+            "Gateway calls by answer: placed by prompt, placed by load, or refused; fallback: an endpoint other than "
+            "the picked one served the call",
             [*_LABELS, "how"],
             registry=registry,
         )
         self._traces = Counter(
             "penstock:traces",
-            "Sampled requests whose trace was exported, failed at the collector, or was dropped from the queue",
+            "Sampled requests by what became of their trace: exported, failed at the collector, dropped from the queue",
             [*_LABELS, "result"],
             registry=registry,
         )
-        self.requests = RequestMetrics(self._of_requests, model, slo, tenant_labels)
+        self.requests = RequestMetrics(self._request_registry, model, slo, tenant_labels)
         self.admission = AdmissionMetrics(registry, model)
         self.loop_lag = LoopLag(registry, model)
         errors = HistogramFamily(
             "penstock:prediction_error_seconds",
-            "Difference between a stage's actual and predicted time",
+            "Absolute difference between a stage's actual and predicted time",
             [*_LABELS, "stage"],
             _ERROR_S,
             registry,
@@ -85,41 +85,41 @@ class RouterMetrics:
     ) -> None:
         """Adds gauges whose values are read when Prometheus scrapes."""
         for name, help_text, value in (
-            ("vllm:num_requests_running", "Sequences decoding, by the workers' reports", num_running),
+            ("vllm:num_requests_running", "Sequences that are decoding, as the workers report", num_running),
             (
                 "vllm:num_requests_waiting",
                 "Requests queued in the router and sequences waiting at the workers",
                 num_waiting,
             ),
             ("vllm:kv_cache_usage_perc", "Share of the decode workers' pages in use, 0 to 1", cache_usage),
-            ("penstock:open_circuits", "Workers and links avoided because they failed recently", open_circuits),
+            ("penstock:open_circuits", "Workers and links that the router avoids after recent failures", open_circuits),
         ):
             Gauge(name, help_text, _LABELS, registry=self._registry).labels(self._model).set_function(value)
         roles = tuple(role.value for role in Role)
-        self._gauges("workers", "Workers that would serve a request now", "role", roles, lambda r: num_workers(Role(r)))
+        self._gauges("workers", "Workers that can serve a request now", "role", roles, lambda r: num_workers(Role(r)))
         self._gauges(
             "prefix_cache_tier_hits",
-            "Pages of prompts found on a tier, by the reports of the workers that run now, since they started",
+            "Prompt pages found on a tier, summed over the current workers since each of them started",
             "tier",
             ("device", "host", "disk"),
             tier_hits,
         )
 
     def watch_spares(self, count: Callable[[str], float]) -> None:
-        """Adds a gauge of the warm spares of each pool, by role."""
-        help_text = "Warm processes that may become workers of the pool, by the controller"
+        """Adds a gauge of each pool's warm spares. `count` takes a pool's role."""
+        help_text = "Warm spares that can become workers of the pool, as the controller reports"
         self._gauges("warm_spares", help_text, "pool", tuple(role.value for role in Role), count)
 
     def watch_ends(self, count: Callable[[str], float]) -> None:
-        """Adds a gauge of the workers that ended, by how they ended; planned ends have their own labels."""
-        help_text = "Workers that ended since the controller started, by the controller"
+        """Adds a gauge of ended workers by how they ended, which tells planned ends from failures."""
+        help_text = "Workers that ended since the controller started, as the controller reports"
         self._gauges("worker_ends", help_text, "how", tuple(end.value for end in WorkerEnd), count)
 
     def watch_index(self, index: PrefixIndex, num_mute: Callable[[], int]) -> None:
         self._registry.register(IndexCollector(self._model, index, num_mute))
 
     def watch_predictions(self, workers: Callable[[], Mapping[WorkerId, WorkerPredictionErrors]]) -> None:
-        """Adds the prediction errors of every worker that is followed."""
+        """Adds the prediction errors of every followed worker."""
         self._registry.register(PredictionCollector(self._model, workers))
 
     def watch_workers(self, loads: Callable[[], Mapping[WorkerId, WorkerLoad]]) -> None:
@@ -131,7 +131,7 @@ class RouterMetrics:
         self._registry.register(CredentialCollector(self._model, files))
 
     def mispredicted(self, queue_s: float, prefill_s: float, transfer_s: float) -> None:
-        """Observes by how much each of these stages of a completion was mispredicted."""
+        """Observes by how much the queue, prefill and transfer times of a completion were mispredicted."""
         self._errors_s.append((queue_s, prefill_s, transfer_s))
         if len(self._errors_s) >= _BATCH:
             self._fold_errors()
@@ -155,14 +155,14 @@ class RouterMetrics:
 
     def render(self) -> bytes:
         """Returns the text exposition format."""
-        return self._render_others() + generate_latest(self._of_requests)
+        return self._render_others() + generate_latest(self._request_registry)
 
     async def render_aside(self) -> bytes:
-        """Returns the text exposition format; renders the metrics of requests on a thread."""
-        return self._render_others() + await asyncio.to_thread(generate_latest, self._of_requests)
+        """Returns the text exposition format; renders the request metrics on a thread, since they can be large."""
+        return self._render_others() + await asyncio.to_thread(generate_latest, self._request_registry)
 
     def _render_others(self) -> bytes:
-        """Counts the requests that have ended, and renders every metric that is not about requests."""
+        """Folds all deferred values into the metrics and renders those that are not request metrics."""
         self.requests.fold()
         self._fold_errors()
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""Counts prompt tokens by where they were computed, changes of that place, and what the router promised of caches."""
+"""Counts prompt tokens by where they were computed and planned to be, and predicted against actual cache hits."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from penstock.v1 import common_pb2
 from router.metrics.families import BoundCounter, CounterFamily
 from router.routing.policy.interface import PairChoice
 
-_COMPUTING = ("prefill worker", "decode worker")
+_PLACES = ("prefill worker", "decode worker")
 
 
 class PlaceMetrics:
-    """Binds every series once. `count` collects sums, which `add_up` adds to the counters."""
+    """Sums tokens in `count` and adds the sums to the counters in `add_up`. Binds every series at construction."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         def counter(name: str, help_text: str, *labels: str) -> CounterFamily:
@@ -21,17 +21,17 @@ class PlaceMetrics:
 
         tokens = counter("prompt_tokens_by_place", "Prompt tokens by where their KV came from", "place")
         self._cached = tokens.bind(model, "cached")
-        self._there, self._here = (tokens.bind(model, place) for place in _COMPUTING)
+        self._remote, self._local = (tokens.bind(model, place) for place in _PLACES)
         planned = counter(
             "prompt_tokens_planned",
-            "Uncached prompt tokens by where the decode workers decided that they be computed",
+            "Uncached prompt tokens by where the decode workers decided to have them computed",
             "place",
         )
-        self._planned_there, self._planned_here = (planned.bind(model, place) for place in _COMPUTING)
+        self._planned_remote, self._planned_local = (planned.bind(model, place) for place in _PLACES)
         routed = counter(
             "routed_prompt_tokens",
-            "Prompt tokens by the pool that the router chose to compute them: all, those that its index promised to be "
-            "cached there, and those that were",
+            "Prompt tokens by the pool that the router chose to compute them: all, those that the prefix index "
+            "predicted to be cached there, and those that were cached",
             "pool",
             "kind",
         )
@@ -48,32 +48,32 @@ class PlaceMetrics:
     def count(
         self, num_prompt_tokens: int, timing: common_pb2.Timing, is_remote: bool, choice: PairChoice | None
     ) -> None:
-        """Counts the prompt of a completion, which the prefill pool computed if it `is_remote`. `choice` is None if the
-        router chose no workers.
+        """Counts the prompt of a completion. `is_remote` says that a prefill worker computed it; `choice` is None if
+        the router chose no workers.
         """
         sums = self._sums
         num_cached = min(timing.cached_tokens, num_prompt_tokens)
         computed = num_prompt_tokens - num_cached
-        there = computed if is_remote else 0
+        remote = computed if is_remote else 0
         if prices := timing.prices:
             planned = min(computed, max(0, prices[0].remote_tokens - num_cached))
             sums[3] += planned
             sums[4] += computed - planned
-            if there and prices[0].place == "split":
-                there = planned
+            if remote and prices[0].place == "split":
+                remote = planned
         sums[0] += num_cached
-        sums[1] += there
-        sums[2] += computed - there
+        sums[1] += remote
+        sums[2] += computed - remote
         if choice is not None:
-            score, was_remote = choice.score, bool(choice.prefill)
-            promised = score.prefill_cached_tokens if was_remote else score.decode_cached_tokens
-            every, predicted, cached = self._routed[was_remote]
-            every.value += num_prompt_tokens
-            predicted.value += min(promised, num_prompt_tokens)
+            score, chose_prefill = choice.score, bool(choice.prefill)
+            num_predicted = score.prefill_cached_tokens if chose_prefill else score.decode_cached_tokens
+            routed, predicted, cached = self._routed[chose_prefill]
+            routed.value += num_prompt_tokens
+            predicted.value += min(num_predicted, num_prompt_tokens)
             cached.value += num_cached
 
     def add_up(self) -> None:
-        counters = (self._cached, self._there, self._here, self._planned_there, self._planned_here)
+        counters = (self._cached, self._remote, self._local, self._planned_remote, self._planned_local)
         for counter, total in zip(counters, self._sums, strict=True):
             counter.inc(total)
         self._sums = [0, 0, 0, 0, 0]

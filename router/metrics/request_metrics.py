@@ -1,7 +1,8 @@
-"""Metrics of requests: their tokens, the time of each stage by lane and prompt length, and whether targets were met.
+"""Counts requests: their tokens, the time of each stage by lane and prompt length, and whether SLO targets were met.
 
-vLLM's names carry vLLM's labels, so that its dashboards work. Metrics that vLLM lacks (lanes, prompt lengths, the place
-that computed a prompt) are under `penstock:`. Where both have a histogram, vLLM's is the sum of the other's series.
+Metrics with vLLM's names have vLLM's labels, so that its dashboards work. Metrics that vLLM lacks (by lane, by prompt
+length, by the pool that computed the prompt) begin with `penstock:`. A histogram that exists under both names is
+observed once: vLLM's is the sum of the other's series.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ _FIRST_TOKEN_S = (*_SHORT_S, 10.0, 30.0, 60.0, 120.0, 600.0)
 _STAGE_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 131072)
-_PROMPT_BOUNDS = (1024, 8192, 32768)  # tokens: a prompt below the first has the first class
+_PROMPT_BOUNDS = (1024, 8192, 32768)  # tokens; the lower bounds of all classes but the first
 _PROMPT_CLASSES = ("below 1k", "1k to 8k", "8k to 32k", "32k and more")
-BATCH = 512  # requests that are counted at a time, in 3 ms; 16 at a time each would take several times as long
+BATCH = 512  # requests counted at a time, which takes 3 ms; in batches of 16 each takes several times as long
 _ARRAYS = Arithmetic(np.maximum, np.minimum, np.where)
-_MOVED = (Stage.TRANSFER, Stage.DECODE_QUEUE)  # only completions whose pages moved have them
+_TRANSFER_STAGES = (Stage.TRANSFER, Stage.DECODE_QUEUE)  # only completions with a transfer have them
 _REDISPATCHED = StageMoments._fields.index("redispatched")
 _RESULTS = {True: "met", False: "missed"}
 
@@ -63,23 +64,23 @@ _CompletionKey = tuple[str, str, bool, str, tuple[str, ...]]  # lane, prompt cla
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CompletionSeries:
-    """The series of completions that share lane, prompt class, pool and finish reason."""
+    """Holds the series of completions that share lane, prompt class, pool, finish reason and tenant label."""
 
-    stages: tuple[BoundHistogram, ...]  # of each `Stage`
+    stages: tuple[BoundHistogram, ...]  # one for each `Stage`
     elapsed_s: BoundHistogram
     token_s: BoundHistogram
     ended: BoundCounter
 
 
 class RequestMetrics:
-    """Binds each series with its first use. Called on the router's event loop.
+    """Binds each series when it is first used. Use it on the router's event loop only.
 
-    First tokens, ended requests and completions wait in lists, at most `BATCH` of each kind, and gaps between tokens
-    in their series, until `fold` counts them: while a request is served, each costs only an append.
+    Serving a request costs only an append per event: first tokens, completions and ended requests are kept in lists of
+    at most `BATCH`, and gaps between tokens in their series, until `fold` counts them.
     """
 
     def __init__(self, registry: CollectorRegistry, model: str, slo: SloConfig, num_tenants: int = 0) -> None:
-        """`num_tenants` tenants get their own value of the label `tenant`; 0: there is no such label."""
+        """Gives the first `num_tenants` tenants their own value of the label `tenant`; 0 omits the label."""
         self._model = model
         self._slo = slo
         self._tenants = TenantLabel(num_tenants)
@@ -107,12 +108,12 @@ class RequestMetrics:
         )
         self._gap_s = HistogramFamily(
             "penstock:inter_token_latency_seconds",
-            "Between two tokens, by lane and prompt length in tokens",
+            "Time between two tokens, by lane and prompt length in tokens",
             by,
             _SHORT_S,
             registry,
         )
-        HistogramTotal("vllm:inter_token_latency_seconds", "Between two tokens", names, self._gap_s, registry)
+        HistogramTotal("vllm:inter_token_latency_seconds", "Time between two tokens", names, self._gap_s, registry)
 
     def _make_completion_families(self, registry: CollectorRegistry) -> None:
         def family(name: str, help_text: str, labels: tuple[str, ...], bounds: tuple[float, ...]) -> HistogramFamily:
@@ -127,17 +128,17 @@ class RequestMetrics:
 
         self._stage_s = family(
             "stage_seconds",
-            "Time of a completion's stages, by the pool that computed its prompt",
+            "Duration of a completion's stages, by the pool that computed its prompt",
             ("lane", "stage", "prompt", "pool"),
             _STAGE_S,
         )
         total("request_prefill_time_seconds", "First chunk scheduled to first token", self._stage_s, stage="prefill")
         total("request_decode_time_seconds", "First token sent to last token sent", self._stage_s, stage="decode")
-        of_ended = ("lane", "prompt", "pool", "finished_reason")
-        self._completion_s = family("completion_seconds", "Accepted to a completion's last token", of_ended, _STAGE_S)
-        between = "Mean time between two tokens of a completion"
-        self._token_s = family("time_per_output_token_seconds", between, of_ended, _TOKEN_S)
-        total("request_time_per_output_token_seconds", between, self._token_s)
+        labels = ("lane", "prompt", "pool", "finished_reason")
+        self._completion_s = family("completion_seconds", "Accepted to a completion's last token", labels, _STAGE_S)
+        help_text = "Mean time between two tokens of a completion"
+        self._token_s = family("time_per_output_token_seconds", help_text, labels, _TOKEN_S)
+        total("request_time_per_output_token_seconds", help_text, self._token_s)
         self._ended = counter("request_success", "Completions ended", "finished_reason")
         self._preemptions = counter("num_preemptions", "Sequences preempted").bind(self._model)
         self._migrations = counter("request_migrations", "Migrations of running sequences between decode workers").bind(
@@ -169,7 +170,7 @@ class RequestMetrics:
             ("model_name", "lane", "result", *self._tenants.names),
             registry,
         )
-        if not self._tenants.names:  # creates the series before the first request, so that rates begin at 0
+        if not self._tenants.names:  # create the series before the first request, so that rates begin at 0
             for lane in Lane:
                 for result in _RESULTS.values():
                     self._targets.bind(self._model, lane.value, result)
@@ -181,13 +182,13 @@ class RequestMetrics:
             self.fold()
 
     def gaps(self, lane: Lane, num_prompt_tokens: int, tenant: str) -> BoundHistogram:
-        """Returns the histogram of the seconds between two tokens of such a request, for its stream to keep."""
+        """Returns the histogram, in seconds, that the stream of such a request observes its inter-token gaps in."""
         prompt = prompt_class(num_prompt_tokens)
         return self._gap_s.bind(self._model, lane.value, prompt, *self._tenants.values(tenant))
 
     def completion(self, ended: EndedCompletion, tenant: str) -> None:
-        """Counts a completion that has ended and no longer changes: its stages and times, where its prompt was
-        computed, and what the router's last choice of a pair promised of caches.
+        """Counts an ended completion: its stages and times, where its prompt was computed, and the cache hits that the
+        router's last choice of a pair predicted. The caller must not change it afterwards.
         """
         self._completions.append((ended, tenant))
         if len(self._completions) >= BATCH:
@@ -200,7 +201,7 @@ class RequestMetrics:
             self.fold()
 
     def fold(self) -> None:
-        """Counts the completions that wait to be counted. Call it before rendering the metrics."""
+        """Counts all events that have not been counted yet. Call it before rendering the metrics."""
         first_tokens, self._first_tokens = self._first_tokens, []
         completions, self._completions = self._completions, []
         requests, self._requests = self._requests, []
@@ -213,7 +214,7 @@ class RequestMetrics:
             self._count_requests(requests)
 
     def _count_first_tokens(self, waiting: Sequence[tuple[str, int, str, float]]) -> None:
-        numbers: dict[tuple[str, str, tuple[str, ...]], int] = {}  # of the series of these tokens
+        numbers: dict[tuple[str, str, tuple[str, ...]], int] = {}  # index in `series` below
         which = [
             numbers.setdefault((lane, prompt_class(num_tokens), self._tenants.values(tenant)), len(numbers))
             for lane, num_tokens, tenant, _ in waiting
@@ -222,7 +223,7 @@ class RequestMetrics:
         observe_all(series, np.array(which), np.array([ttft_s for *_, ttft_s in waiting]))
 
     def _count_completions(self, waiting: Sequence[tuple[EndedCompletion, str]]) -> None:
-        numbers: dict[_CompletionKey, int] = {}  # of the series of these completions
+        numbers: dict[_CompletionKey, int] = {}  # index in `series` below
         which, rows, moved, num_tokens = [], [], [], []
         num_preemptions = num_migrations = num_redispatches = 0.0
         count_place, labels_of = self._places.count, self._tenants.values
@@ -256,20 +257,24 @@ class RequestMetrics:
         moved: NDArray[np.bool_],
         num_tokens: Ints,
     ) -> None:
-        """Observes completions by their series and `StageMoments`; the last axis of each array is the completion."""
+        """Observes a batch of completions; the last axis of each array is the completion.
+
+        `which` holds each completion's index in `series`, `times` its `StageMoments`, and `moved` whether its pages
+        were transferred.
+        """
         for each, count in zip(series, np.bincount(which).tolist(), strict=True):
             each.ended.inc(count)
-        named = StageMoments(*times)
+        moments = StageMoments(*times)
         durations_ms = np.array([end - start for start, end in lay_out(times, _ARRAYS)])
-        of_stages = which * len(Stage) + np.arange(len(Stage))[:, None]
-        had = np.array([moved if stage in _MOVED else np.ones_like(moved) for stage in Stage])
+        stage_numbers = which * len(Stage) + np.arange(len(Stage))[:, None]
+        has_stage = np.array([moved if stage in _TRANSFER_STAGES else np.ones_like(moved) for stage in Stage])
         bound = [*(stage_s for each in series for stage_s in each.stages), self._queue_s]
-        numbers = [of_stages[had], np.full_like(which, len(bound) - 1), which + len(bound)]
-        values_ms = [durations_ms[had], named.queue, named.first_token + named.decode]
+        numbers = [stage_numbers[has_stage], np.full_like(which, len(bound) - 1), which + len(bound)]
+        values_ms = [durations_ms[has_stage], moments.queue, moments.first_token + moments.decode]
         bound += [each.elapsed_s for each in series]
         observe_all(bound, np.concatenate(numbers), np.concatenate(values_ms) / 1e3)
         several = num_tokens > 1
-        token_s = named.decode[several] / 1e3 / (num_tokens[several] - 1)
+        token_s = moments.decode[several] / 1e3 / (num_tokens[several] - 1)
         observe_all([each.token_s for each in series], which[several], token_s)
 
     def _series_of(self, key: _CompletionKey) -> _CompletionSeries:
@@ -282,11 +287,11 @@ class RequestMetrics:
         self, lane: str, prompt: str, is_remote: bool, reason: str, tenant: tuple[str, ...]
     ) -> _CompletionSeries:
         pool = (Role.PREFILL if is_remote else Role.DECODE).value
-        of_ended = (self._model, lane, prompt, pool, reason, *tenant)
+        labels = (self._model, lane, prompt, pool, reason, *tenant)
         return _CompletionSeries(
             tuple(self._stage_s.bind(self._model, lane, stage.value, prompt, pool, *tenant) for stage in Stage),
-            self._completion_s.bind(*of_ended),
-            self._token_s.bind(*of_ended),
+            self._completion_s.bind(*labels),
+            self._token_s.bind(*labels),
             self._ended.bind(self._model, reason),
         )
 
@@ -303,9 +308,9 @@ class RequestMetrics:
             for _, _, usage, timing, elapsed_s in waiting
         ]
         elapsed_s, num_prompt, num_cached, num_tokens, late_s, decode_s = np.array(rows, float).T
-        none = np.zeros(len(waiting), np.int64)
-        observe_all([self._request_s], none, elapsed_s)
-        sizes, which = np.concatenate((num_prompt, num_tokens)), np.concatenate((none, none + 1))
+        zeros = np.zeros(len(waiting), np.int64)
+        observe_all([self._request_s], zeros, elapsed_s)
+        sizes, which = np.concatenate((num_prompt, num_tokens)), np.concatenate((zeros, zeros + 1))
         observe_all([self._prompt_size, self._output_size], which, sizes)
         prompt_tokens, cached_tokens = float(num_prompt.sum()), float(num_cached.sum())
         self._prompt_tokens.inc(prompt_tokens)
@@ -323,5 +328,5 @@ class RequestMetrics:
 
 
 def prompt_class(num_tokens: int) -> str:
-    """Returns the length class of a prompt, as the label `prompt` names it."""
+    """Returns the value of the label `prompt` for a prompt of this length."""
     return _PROMPT_CLASSES[bisect_right(_PROMPT_BOUNDS, num_tokens)]

@@ -1,4 +1,4 @@
-"""The workers' own metrics ports, in the form of Prometheus' HTTP service discovery.
+"""Describes the workers' metrics ports in the format of Prometheus' HTTP service discovery.
 
 Source: https://prometheus.io/docs/prometheus/latest/http_sd/
 """
@@ -12,12 +12,12 @@ from penstock.types import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class ScrapeTarget:
-    """A worker's /metrics. Prometheus adds the labels to each of its series."""
+    """The address of a worker's /metrics, with the labels that Prometheus adds to each of its series."""
 
     address: str  # host:port
     worker_id: WorkerId
     role: str
 
     def to_json(self) -> dict[str, object]:
-        """Returns the target as one group of Prometheus' list."""
+        """Returns one entry of the list that Prometheus reads."""
         return {"targets": [self.address], "labels": {"penstock_worker": self.worker_id, "penstock_role": self.role}}

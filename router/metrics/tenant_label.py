@@ -1,4 +1,4 @@
-"""Bounds the values of the metrics' `tenant` label, which is off unless it is configured."""
+"""Bounds the number of values of the metrics' `tenant` label, which is off by default."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ _NAMES = ("tenant",)
 
 
 class TenantLabel:
-    """Gives the first tenants that it sees their own value; later ones share `other`."""
+    """Gives each of the first tenants its own label value; later ones share `other`."""
 
-    def __init__(self, most: int) -> None:
-        """Allows `most` tenants a value of their own; with 0 there is no label."""
-        self.names: tuple[str, ...] = _NAMES if most else ()
-        self._most = most
+    def __init__(self, max_tenants: int) -> None:
+        """Gives up to `max_tenants` tenants their own value; 0 omits the label."""
+        self.names: tuple[str, ...] = _NAMES if max_tenants else ()
+        self._max_tenants = max_tenants
         self._known: dict[str, tuple[str, ...]] = {}
 
     def values(self, tenant: str) -> tuple[str, ...]:
-        """Returns the values for `names`."""
+        """Returns the label values of a tenant, one for each of `names`."""
         if not self.names:
             return ()
         if (found := self._known.get(tenant)) is None:
-            if len(self._known) >= self._most:
+            if len(self._known) >= self._max_tenants:
                 return (OTHER,)
             found = self._known[tenant] = (tenant,)
         return found

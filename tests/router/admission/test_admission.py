@@ -246,7 +246,7 @@ def test_the_queue_is_bounded_in_requests_and_bytes():
     fill(made)
     assert isinstance(made.offer(ask(1, prompt=100_000), 0.0), Queued)  # larger than the bound, but alone
     refused = made.offer(ask(2, prompt=1), 0.0)
-    assert (refused.reason, "take 8 MiB already" in refused.message) == (RefusalReason.QUEUE_FULL, True)
+    assert (refused.reason, "is full: it holds 8 MiB" in refused.message) == (RefusalReason.QUEUE_FULL, True)
     made.end(1, None, 0.0)
     assert made.queue_bytes(Lane.STANDARD) == 0
     assert all(isinstance(made.offer(ask(key), 0.0), Queued) for key in range(3, 7))

@@ -129,7 +129,7 @@ def test_a_request_beyond_its_quota_is_refused_as_invalid_input():
     made = admission(limits_of=lambda tenant: TenantLimits(max_inflight_tokens=120))
     refused = made.offer(ask(1), 0.0)
     assert isinstance(refused.error(), InvalidInput)
-    assert "150 tokens, over this tenant's 120" in refused.error().message
+    assert "150 tokens, more than this tenant's quota of 120" in refused.error().message
 
 
 def test_a_request_without_max_tokens_is_charged_as_it_grows():

@@ -81,7 +81,7 @@ async def test_a_tenants_limits_hold_for_all_routers_together() -> None:
             await until(lambda: far.num_requests("") == 1)
             error = await failure(second.stub.Generate(request(token_ids=[300], max_tokens=1)))
             assert isinstance(error, Overloaded)
-            assert "this tenant has 1 requests in flight, its limit" in error.message
+            assert "this tenant has reached its limit of 1 requests in flight" in error.message
             assert not far.fits("", 41)
             assert far.fits("", 40)
             worker.resume.set()

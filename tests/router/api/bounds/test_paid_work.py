@@ -115,7 +115,7 @@ async def test_a_router_that_is_full_gives_back_what_was_prepaid():
         assert before_s > 0
         error = await failure(router.stub.Generate(request("word " * 40)))
         assert isinstance(error, Overloaded)
-        assert "1 requests in flight, its limit" in error.message
+        assert "limit of 1 requests in flight" in error.message
         assert accounts.rate_wait_s("", BURST, 0.0) <= before_s
         first.cancel()
 

@@ -7,6 +7,7 @@ without a wait, a timer or another task.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -91,7 +92,7 @@ class AdmissionGate:
             hint_s = wait_s * self._rng.uniform(1.0, 1.5)
             raise Overloaded(
                 f"this prompt needs about {num_tokens} tokens, more than this tenant's rate of tokens/s has left; "
-                f"try again in {hint_s:.2g} s",
+                f"try again in {math.ceil(hint_s)} s",
                 hint_s,
             )
 
@@ -108,7 +109,7 @@ class AdmissionGate:
             self.repay(request.tenant, request.prepaid_tokens)
             hint_s = self.admission.retry_hint_s(request.lane, now_s)
             problem = f"this router has reached its limit of {self._max_inside} requests in flight"
-            raise Overloaded(f"{problem}; try again in {hint_s:.2g} s", hint_s)
+            raise Overloaded(f"{problem}; try again in {hint_s:.3g} s", hint_s)
         answer = self.admission.offer(request, now_s)
         if isinstance(answer, Queued):
             answer = await self._wait(request)

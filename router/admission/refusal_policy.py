@@ -206,7 +206,7 @@ class RefusalPolicy:
 
     def _refused(self, tracked: TrackedRequest, reason: RefusalReason, problem: str, wait_s: float | None) -> Refused:
         hint_s = self._jittered(wait_s)
-        return Refused(tracked.request.key, reason, f"{problem}; try again in {hint_s:.2g} s", hint_s)
+        return Refused(tracked.request.key, reason, f"{problem}; try again in {hint_s:.3g} s", hint_s)
 
     def _jittered(self, wait_s: float | None) -> float:
         base_s = _UNKNOWN_HINT_S if wait_s is None else min(_MAX_HINT_S, max(_MIN_HINT_S, wait_s))

@@ -299,7 +299,7 @@ class Placer:
 
     def _usable(self, workers: Sequence[FleetWorker], now_s: float) -> list[FleetWorker]:
         """Leaves out workers that have failed recently, but never all of them."""
-        if self._fleet.health.is_spotless:
+        if self._fleet.health.is_without_failures:
             return list(workers)
         usable = set(self._fleet.health.usable([worker.epoch for worker in workers], now_s, self._rng))
         return [worker for worker in workers if worker.epoch in usable]

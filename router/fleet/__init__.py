@@ -1,6 +1,7 @@
-"""The fleet as this router sees it: which workers serve, how each fares, and what other routers have in flight.
+"""Tracks the fleet as this router sees it: which workers serve, their load and health, and what other routers have in
+flight.
 
-Other rooms take `WorkerFleet`, `WorkerGroup`, `FleetWorker`, `TokenLink`, `TicketHolder` (tickets) and `Quarantine`.
-Everything here is rebuilt from the workers' own streams after a restart. It knows neither requests' texts nor sampling,
-and nothing of HTTP or of the public gRPC service.
+Other rooms use `WorkerFleet`, `WorkerGroup`, `FleetWorker`, `TokenLink`, `TicketHolder` (tickets) and `Quarantine`.
+After a restart all state is rebuilt from the workers' own streams. This room knows nothing of requests' texts,
+sampling, HTTP or the public gRPC service.
 """

@@ -1,6 +1,6 @@
-"""The LoRA adapters that requests may name: those of the configuration, or of a file that may change.
+"""Finds the LoRA adapters that requests may name: those of the configuration, or of a file that may change.
 
-A request carries its adapter to its workers, so no worker has to know this list.
+A request carries its adapter to its workers, so workers need not know this list.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from penstock.rpc.reload import FileWatcher
 
 
 class AdapterRegistry:
-    """Finds adapters by name. A request that has begun keeps the adapter that it was given."""
+    """Finds adapters by name. A request keeps the adapter that it began with, even if the list changes."""
 
     def __init__(self) -> None:
         self._look_up: Callable[[], Mapping[str, AdapterRef]] = dict
 
     def follow(self, look_up: Callable[[], Mapping[str, AdapterRef]]) -> None:
-        """Asks `look_up` for the adapters by name from now on."""
+        """Uses `look_up`, which returns the adapters by name, from now on."""
         self._look_up = look_up
 
     def find(self, name: str) -> AdapterRef | None:
@@ -30,15 +30,15 @@ class AdapterRegistry:
 
     @property
     def all(self) -> list[AdapterRef]:
-        """The adapters by name."""
+        """The adapters, sorted by name."""
         return [adapter for _, adapter in sorted(self._look_up().items())]
 
 
 def watch_adapters(config: RouterConfig, model: str, watcher: FileWatcher) -> Callable[[], Mapping[str, AdapterRef]]:
-    """Returns a look-up of the adapters that requests may name now; `model` is the name of the served model.
+    """Returns a function that returns the adapters that requests may name now. `model` is the served model's name.
 
-    Blocks while it reads every adapter's files to compute their revisions, as the watcher does when the file changes.
-    Raises ConfigError, or CheckpointError if an adapter of the configuration lacks a file.
+    Blocks while it reads every adapter's files to compute their revisions; the watcher does the same when the file
+    changes. Raises ConfigError, or CheckpointError if an adapter of the configuration lacks a file.
     """
     if not config.adapters_file:
         fixed = _read_adapters(config.adapters, model)

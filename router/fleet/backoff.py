@@ -1,4 +1,4 @@
-"""Growing, jittered pauses between attempts to reach a worker, another router or the controller. Pure."""
+"""Computes growing, jittered pauses between attempts to reach a worker, another router or the controller. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ class Backoff:
         self._pause_s = _FIRST_S
 
     def next_s(self) -> float:
-        """Returns half to all of a pause that doubles each time, so that routers do not reconnect in step."""
+        """Returns 50 to 100 % of a time that doubles with each call; the jitter keeps routers from reconnecting in
+        step.
+        """
         pause_s = self._pause_s
         self._pause_s = min(_LONGEST_S, 2 * pause_s)
         return pause_s * self._rng.uniform(0.5, 1.0)

@@ -1,9 +1,9 @@
-"""Circuit breakers: workers and links that have failed lately get no requests for a while. Pure.
+"""Withholds requests from workers and links that failed recently (circuit breakers). Pure.
 
-A breaker opens after some failures in a row, or when most of the recent outcomes are failures. It rests, longer each
-time it opens again at once; then a single request tries the worker, and success closes the breaker. Afterwards the
-worker's share of requests grows from little to all (slow start), so that cold caches are not flooded. Where more than
-half of the candidates would be left out, the fault is not theirs and breakers are ignored (Envoy's panic threshold:
+A breaker opens after several failures in a row, or when most of the recent outcomes are failures. After a rest, which
+grows each time the breaker soon opens again, a single trial request is let through, and its success closes the breaker.
+The worker's share of requests then grows gradually to 1 (slow start), so that its cold caches are not flooded. If more
+than half of the candidates are open, the fault is probably elsewhere and breakers are ignored (Envoy's panic threshold:
 https://www.envoyproxy.io/docs/envoy/latest/intro/arch_overview/upstream/load_balancing/panic_threshold).
 """
 
@@ -20,30 +20,33 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class BreakerRules:
-    max_failures: int = 3  # in a row
-    window: int = 20  # outcomes that count
-    max_failed_share: float = 0.5  # of a full window
-    rest_s: float = 1.0  # doubles each time the breaker opens again before slow start is over
+    max_failures: int = 3  # failures in a row that open the breaker
+    window: int = 20  # number of recent outcomes considered
+    max_failed_share: float = 0.5  # a higher share of failures in a full window opens the breaker
+    rest_s: float = 1.0  # time open before a trial; doubles each time the breaker opens again before slow start ends
     max_rest_s: float = 30.0
     slow_start_s: float = 5.0
-    min_share: float = 0.1  # of requests, at the beginning of slow start
-    max_open_share: float = 0.5  # of the candidates; with more open, none is left out
+    min_share: float = 0.1  # share of requests at the beginning of slow start
+    max_open_share: float = 0.5  # if a higher share of the candidates is open, breakers are ignored
 
 
 @dataclass(slots=True)
 class CircuitBreaker:
-    """The breaker of one worker or link. Times are `now_s`; None where the event has not happened."""
+    """The breaker of one worker or link. Times are on the clock of `now_s`; None if the event has not happened."""
 
     rules: BreakerRules
     failures_in_a_row: int = 0
     recent: deque[bool] = field(default_factory=deque)  # whether each outcome was a failure, oldest first
-    rest_s: float = 0.0  # of the present or last opening
-    opened_s: float | None = None  # None: closed
-    tried_s: float | None = None  # when the present trial request was sent
-    closed_s: float | None = None  # when the present slow start began
+    rest_s: float = 0.0  # rest of the current or latest opening
+    opened_s: float | None = None  # None while closed
+    tried_s: float | None = None  # when the current trial request was sent
+    closed_s: float | None = None  # when the current slow start began
 
     def is_open(self, now_s: float) -> bool:
-        """Returns whether no request may go there: the breaker rests, or a trial request is in flight."""
+        """Returns whether no request may be sent now: the breaker rests, or a trial request is in flight.
+
+        A trial without an outcome counts as in flight for as long as the rest lasted.
+        """
         if self.opened_s is None:
             return False
         since_s = self.opened_s if self.tried_s is None else self.tried_s
@@ -58,43 +61,43 @@ class CircuitBreaker:
         return max(self.rules.min_share, (now_s - self.closed_s) / self.rules.slow_start_s)
 
     def on_sent(self, now_s: float) -> None:
-        """Makes this request the trial of a rested breaker; no other goes there until its outcome is known."""
+        """Makes this request the trial if the breaker has rested; other requests then wait for its outcome."""
         if self.opened_s is not None and not self.is_open(now_s):
             self.tried_s = now_s
 
     def on_success(self, now_s: float) -> None:
-        self._note(failed=False)
+        self._record(failed=False)
         self.failures_in_a_row = 0
         if self.opened_s is not None and self.tried_s is not None:
             self.opened_s, self.tried_s, self.closed_s = None, None, now_s
             self.recent.clear()
 
     def on_failure(self, now_s: float) -> None:
-        self._note(failed=True)
+        self._record(failed=True)
         self.failures_in_a_row += 1
         if self.opened_s is not None:
             if self.tried_s is not None:
                 self._open(now_s)
-            return  # requests that were in flight when it opened say nothing new
-        full = len(self.recent) >= self.rules.window
-        too_many = full and sum(self.recent) > self.rules.max_failed_share * self.rules.window
+            return  # the request was sent before the breaker opened, so its failure is no news
+        is_full = len(self.recent) >= self.rules.window
+        too_many = is_full and sum(self.recent) > self.rules.max_failed_share * self.rules.window
         if self.failures_in_a_row >= self.rules.max_failures or too_many:
             self._open(now_s)
 
-    def _note(self, *, failed: bool) -> None:
+    def _record(self, *, failed: bool) -> None:
         self.recent.append(failed)
         if len(self.recent) > self.rules.window:
             self.recent.popleft()
 
     def _open(self, now_s: float) -> None:
         rules = self.rules
-        again = self.opened_s is not None or self.share(now_s) < 1.0
-        self.rest_s = min(rules.max_rest_s, 2 * self.rest_s) if again and self.rest_s else rules.rest_s
+        is_relapse = self.opened_s is not None or self.share(now_s) < 1.0
+        self.rest_s = min(rules.max_rest_s, 2 * self.rest_s) if is_relapse and self.rest_s else rules.rest_s
         self.opened_s, self.tried_s, self.closed_s = now_s, None, None
 
 
 class CircuitBreakers(Generic[KeyT]):
-    """A breaker for each key that has failed; keys that never failed cost nothing."""
+    """Holds a breaker for each key that has failed. Keys that never failed cost nothing."""
 
     def __init__(self, rules: BreakerRules | None = None) -> None:
         self._rules = rules or BreakerRules()
@@ -106,7 +109,7 @@ class CircuitBreakers(Generic[KeyT]):
         return not self._breakers
 
     def usable(self, keys: Sequence[KeyT], now_s: float, rng: random.Random) -> list[KeyT]:
-        """Returns the keys that a request may use now; not empty unless `keys` is."""
+        """Returns the keys that a request may use now. The result is empty only if `keys` is."""
         if not self._breakers:
             return list(keys)
         breakers = [self._breakers.get(key) for key in keys]

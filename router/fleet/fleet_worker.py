@@ -1,4 +1,4 @@
-"""A worker as the rest of the router sees it: our own (`WorkerFollower`) or another engine (`EngineFollower`)."""
+"""Defines a worker as the rest of the router sees it: our own (`WorkerFollower`) or an engine (`EngineFollower`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from router.routing.policy.interface import WorkerLimits
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecords:
-    """The fleet's knowledge of all its workers; each follower writes what its own worker reports."""
+    """What the fleet knows of its workers. Each follower records what its own worker reports."""
 
     index: PrefixIndex
     ledger: InflightLedger
@@ -34,7 +34,7 @@ class WorkerRecords:
     tickets: IssuedTickets
 
     def forget(self, worker_id: WorkerId, epoch: Epoch) -> None:
-        """Drops an incarnation that has left."""
+        """Drops everything about an incarnation of a worker that has left."""
         self.index.drop(worker_id)
         self.ledger.forget(worker_id)
         self.health.forget(epoch)
@@ -44,9 +44,9 @@ class WorkerRecords:
 
 
 class FleetWorker(ABC):
-    """Owns what a worker has reported about itself, and the task that follows it until it is retired.
+    """Owns what a worker reports about itself and the task that follows the worker until it is retired.
 
-    A subclass knows how to listen to its kind of worker.
+    A subclass implements how to follow its kind of worker.
     """
 
     def __init__(
@@ -59,18 +59,18 @@ class FleetWorker(ABC):
         on_change: Callable[[], None],
         on_load: Callable[[], None],
     ) -> None:
-        """`on_change` is called when `takes_work` may have changed, `on_load` after each load report."""
+        """`on_change` is called when `takes_work` may have changed; `on_load` is called after each load report."""
         self.address = address
         self.worker_id = worker_id  # empty while only the address is known
-        self.cohort = cohort  # the membership may change it
+        self.cohort = cohort  # a new membership may change it
         self.description = worker_pb2.WorkerDescription()
         self.limits = WorkerLimits()
         self.load = WorkerLoad()
-        self.is_mute = False  # its cache gets hits although it sends no events about it
+        self.is_mute = False  # it reports cache hits but sends no page events
         self._records = records
         self._on_change = on_change
         self._on_load = on_load
-        self._has_reported = False  # a load report has come since the connection was made
+        self._has_reported = False  # a load report has arrived over the current connection
         self._retired = False
         self._task: asyncio.Task[None] | None = None
 
@@ -85,18 +85,18 @@ class FleetWorker(ABC):
     @property
     @abstractmethod
     def link(self) -> TokenLink | None:
-        """Carries requests to the worker and tokens back. None if it is a prefill worker or is not known yet."""
+        """Carries requests to the worker and tokens back. None for a prefill worker, or while its role is unknown."""
 
     @property
     def takes_work(self) -> bool:
-        """Returns whether a request sent now would be served."""
+        """Returns whether the worker serves a request that is sent now."""
         return self._has_reported and not self._retired
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"follow {self.address}")
 
     def retire(self) -> asyncio.Task[None]:
-        """Sends the worker no new requests; those in flight finish. Returns a task that ends with the last one."""
+        """Stops sending new requests; those in flight finish. Returns a task that ends after the last one."""
         self._retired = True
         self._forget()
         self._on_change()
@@ -110,14 +110,14 @@ class FleetWorker(ABC):
 
     @abstractmethod
     def request_snapshot(self) -> None:
-        """Asks the worker for all pages that it holds, since the index is wrong about them."""
+        """Requests a list of all pages that the worker holds, because the index is wrong about them."""
 
     @abstractmethod
     async def _run(self) -> None:
-        """Follows the worker, and connects again whenever it is lost, until it is retired."""
+        """Follows the worker until it is retired, reconnecting whenever it is lost."""
 
     async def _finish(self) -> None:
-        """Stops once no request is left."""
+        """Stops once no request or ticket is left."""
         if self.link is not None:
             await self.link.wait_idle()
             await self._records.tickets.wait_idle(self.epoch)
@@ -130,6 +130,6 @@ class FleetWorker(ABC):
         self._on_load()
 
     def _forget(self) -> None:
-        """Drops what is known of this incarnation of the worker."""
+        """Drops everything about this incarnation of the worker."""
         self._records.forget(self.worker_id, self.epoch)
         self.is_mute = False

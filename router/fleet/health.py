@@ -1,7 +1,8 @@
-"""Records the failures that this router has seen at workers and on links, and decides which of them it avoids. Pure.
+"""Records the failures of workers and links that this router sees, and decides which of them to avoid. Pure.
 
-Workers are known by their epochs, so a new incarnation starts with a clean slate. Decode workers are judged by their
-streams; prefill workers, and the links from them to decode workers, by what decode workers report of each attempt.
+Workers are identified by their epochs, so a restarted worker begins without recorded failures. Failures of decode
+workers show in their streams; decode workers report the outcome of each prefill attempt, which shows failures of
+prefill workers and of the links from them.
 """
 
 from __future__ import annotations
@@ -24,52 +25,52 @@ class LinkKey(NamedTuple):
 
 
 class FleetHealth:
-    """Owned by the fleet."""
+    """Holds the circuit breakers of all workers and links. The fleet owns it."""
 
     def __init__(self, rules: BreakerRules | None = None) -> None:
         self._workers: CircuitBreakers[Epoch] = CircuitBreakers(rules)
         self._links: CircuitBreakers[LinkKey] = CircuitBreakers(rules)
-        self._link_ends: dict[Epoch, set[LinkKey]] = {}  # links that have failed, by either end
+        self._link_ends: dict[Epoch, set[LinkKey]] = {}  # links that have failed, by each of their ends
 
     @property
-    def is_spotless(self) -> bool:
-        """Returns whether no worker has failed yet, so that all are usable."""
+    def is_without_failures(self) -> bool:
+        """Returns whether no worker has failed, so that all are usable."""
         return self._workers.is_empty
 
     def usable(self, epochs: Sequence[Epoch], now_s: float, rng: random.Random) -> list[Epoch]:
-        """Returns the workers of one role that a request may go to; not empty unless `epochs` is."""
+        """Returns which workers of one role a request may go to. The result is empty only if `epochs` is."""
         return self._workers.usable(epochs, now_s, rng)
 
     def link_is_open(self, prefill: Epoch, decode: Epoch, now_s: float) -> bool:
-        """Returns whether the link's circuit is open: pages do not get through."""
+        """Returns whether the link's circuit is open: recent transfers over it failed."""
         return self._links.is_open(LinkKey(prefill, decode), now_s)
 
     def is_avoided(self, worker: Epoch, now_s: float) -> bool:
-        """Returns whether the worker's own circuit is open: requests go to other workers while there are any."""
+        """Returns whether the worker's own circuit is open: requests go to other workers if there are any."""
         return self._workers.is_open(worker, now_s)
 
     def num_open(self, now_s: float) -> int:
-        """Returns how many workers and links are avoided."""
+        """Returns the number of workers and links whose circuit is open."""
         return self._workers.num_open(now_s) + self._links.num_open(now_s)
 
     def on_sent(self, decode: Epoch, prefill: Epoch | None, now_s: float) -> None:
-        """Notes a request that goes to this pair, or to the decode worker alone."""
+        """Records a request sent to this pair, or to the decode worker alone if `prefill` is None."""
         self._workers.on_sent(decode, now_s)
         if prefill is not None:
             self._workers.on_sent(prefill, now_s)
             self._links.on_sent(LinkKey(prefill, decode), now_s)
 
     def on_progress(self, decode: Epoch, now_s: float) -> None:
-        """Notes that a request got its first token there."""
+        """Records that a request got its first token from the worker."""
         self._workers.on_success(decode, now_s)
 
     def on_failure(self, decode: Epoch, now_s: float) -> None:
-        """Notes that the worker was lost with a request, or refused a request that it should have taken."""
+        """Records that the worker was lost during a request, or refused a request that it should have taken."""
         if self._workers.on_failure(decode, now_s):
             log.warning("decode worker of epoch %d keeps failing; it gets no requests for a while", decode)
 
     def on_prefill(self, outcome: worker_pb2.PrefillOutcome, decode: Epoch, now_s: float) -> None:
-        """Notes one prefill attempt, as the decode worker reports it."""
+        """Records the outcome of one prefill attempt, as the decode worker reports it."""
         prefill = Epoch(outcome.epoch)
         link = LinkKey(prefill, decode)
         match outcome.fault:
@@ -90,7 +91,7 @@ class FleetHealth:
                 self._links.on_success(link, now_s)
 
     def forget(self, epoch: Epoch) -> None:
-        """Drops what is known of an incarnation that has left."""
+        """Drops everything about an incarnation of a worker that has left."""
         self._workers.forget(epoch)
         for link in self._link_ends.pop(epoch, set()):
             self._links.forget(link)

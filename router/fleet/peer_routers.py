@@ -1,9 +1,9 @@
-"""Exchanges reports with the other routers: the requests in flight, so that together they do not flood one idle worker,
-and what tenants with limits use, so that a quota holds for all routers together.
+"""Exchanges reports with the other routers: requests in flight, so that routers do not all flood the same idle worker,
+and the usage of tenants with limits, so that a quota holds for all routers together.
 
-Any number of routers, no leader, no shared store. A router learns of the others from the membership or from its
-configuration. While a peer is out of reach its share is unknown: placements are slightly worse, quotas count what is
-here and at the peers within reach, and nothing waits.
+Any number of routers works without a leader or a shared store. A router learns the others' addresses from the
+membership or from its configuration. While a peer is unreachable, its requests are unknown: placements are slightly
+worse, quotas count only this router and the reachable peers, and nothing waits for the peer.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from router.routing.costs.inflight import STALE_S, InflightLedger, InflightWork,
 
 log = logging.getLogger(__name__)
 
-_BEAT_S = 0.5  # longest time between two reports
-_MIN_GAP_S = 0.01  # shortest time between two reports: changes in the meantime are reported together
-_TENANTS_GAP_S = 0.05  # between two reports of what tenants use, which may be many
+_MAX_GAP_S = 0.5  # longest time between two reports
+_MIN_GAP_S = 0.01  # shortest time between two reports; changes in between are reported together
+_TENANTS_GAP_S = 0.05  # shortest time between two reports of tenants' usage, since there may be many tenants
 
 
 class PeerService(peer_pb2_grpc.RouterPeerServicer):
-    """Reports this router's work in flight to the others."""
+    """Reports this router's work in flight and its tenants' usage to the other routers."""
 
     def __init__(self, ledger: InflightLedger, epoch: Epoch, quotas: QuotaExchange) -> None:
         self._ledger = ledger
@@ -44,7 +44,7 @@ class PeerService(peer_pb2_grpc.RouterPeerServicer):
         ledger.watch(self.note_change)
 
     def note_change(self) -> None:
-        """Notes that the next report differs from the last one."""
+        """Makes every stream send a new report soon."""
         self._changed.set()
 
     async def WatchInflight(
@@ -62,7 +62,7 @@ class PeerService(peer_pb2_grpc.RouterPeerServicer):
             yield report
             await asyncio.sleep(_MIN_GAP_S)
             try:
-                async with asyncio.timeout(_TENANTS_GAP_S if is_pending else _BEAT_S):
+                async with asyncio.timeout(_TENANTS_GAP_S if is_pending else _MAX_GAP_S):
                     await changed.wait()
             except TimeoutError:
                 continue  # an unchanged report shows that this router is alive
@@ -96,7 +96,7 @@ class PeerService(peer_pb2_grpc.RouterPeerServicer):
 
 
 class PeerRouters:
-    """Owns this router's peer service and a task for each other router."""
+    """Owns this router's peer service and one task for each other router."""
 
     def __init__(self, ledger: InflightLedger, load: PeerInflight, trust: Trust) -> None:
         self.epoch = new_epoch()
@@ -104,17 +104,17 @@ class PeerRouters:
         self._load = load
         self._trust = trust
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._service: PeerService | None = None  # once started
+        self._service: PeerService | None = None  # None before `start`
         self._server: GrpcServer | None = None
         self.address = ""
 
     def note_change(self) -> None:
-        """Notes that the uses of tenants have changed."""
+        """Reports the tenants' usage to the other routers soon, because it changed."""
         if self._service is not None:
             self._service.note_change()
 
     async def start(self, host: str, port: int, quotas: QuotaExchange) -> None:
-        """Serves the other routers. Reports what tenants use here, and passes on what the others report.
+        """Starts serving the other routers. Tenants' usage is exchanged with them through `quotas`.
 
         Raises ConfigError if the port is taken.
         """
@@ -125,7 +125,7 @@ class PeerRouters:
         self.address = f"{host}:{bound}"
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
-        """Follows exactly the routers at these addresses, except this router itself. Call it after `start`."""
+        """Follows exactly the routers at these addresses, without this router's own. Call it after `start`."""
         assert self._service is not None
         quotas = self._service.quotas
         wanted = {address for address in addresses if address != self.address}
@@ -154,7 +154,7 @@ class PeerRouters:
                         if report.HasField("tenants"):
                             quotas.on_peer_uses(address, Epoch(report.epoch), _uses_of(report.tenants))
                 except (grpc.RpcError, TimeoutError):
-                    log.info("the router at %s is out of reach", address)
+                    log.info("the router at %s is unreachable", address)
                 finally:
                     call.cancel()
             quotas.on_peer_away(address)

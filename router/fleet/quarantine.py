@@ -2,10 +2,10 @@
 another worker.
 
 Every request that was on a worker when it died is re-dispatched. A request that gets no token between two such deaths
-is a suspect, and so are the innocent requests that waited beside it. Suspects are retried one at a time: the
-*isolation* lock is held by one request of this router until its first token clears it. If the worker of the request in
-isolation dies, that request is certainly the cause: it is refused, and so is the same prompt for a while, before it
-ends the whole pool. A long stream that survives two deaths has received tokens in between and is never suspected.
+becomes a suspect, as do innocent requests that waited beside it. Suspects are retried one at a time: the one that holds
+this router's *isolation* lock is cleared by its first token and releases the lock. If the worker of the isolated
+request dies, that request is taken to be the cause: it is refused, and so is the same prompt for a while, so that it
+does not kill the whole pool. A long stream that survives two deaths received tokens in between and is never a suspect.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Suspicion:
 
 
 class Quarantine:
-    """Shared by all requests of a router: the isolation lock, and the refused prompts, each for `ttl_s` seconds."""
+    """Owns the isolation lock and the refused prompts, which it keeps for `ttl_s` seconds, for all of a router's
+    requests.
+    """
 
     def __init__(self, ttl_s: float = _REMEMBER_S) -> None:
         self._ttl_s = ttl_s
@@ -68,9 +70,9 @@ class Quarantine:
 
 
 async def is_dead(dial: Dial, address: str, epoch: Epoch) -> bool:
-    """Probes a worker's liveness: True only if nothing listens at its address, or another incarnation answers there.
+    """Probes a worker's liveness. Returns True only if nothing listens at its address or another epoch answers there.
 
-    A worker that is merely out of this router's reach is not dead.
+    A worker that is merely unreachable from this router is not dead.
     """
     async with dial(address) as channel:
         try:

@@ -1,4 +1,4 @@
-"""Defines the usage of tenants at one router, as routers report it to each other, and the interface that takes it."""
+"""Defines the tenants' usage that routers report to each other, and the interface that exchanges it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ class TenantUse:
 
     num_requests: int = 0  # queued or at the workers
     inflight_tokens: int = 0  # of KV at the workers
-    spent_tokens: int = 0  # of its rate since the router started, refunds deducted
+    spent_tokens: int = 0  # charged to its rate since the router started, less refunds
 
 
 class QuotaExchange(Protocol):
-    """Gives this router's uses to the others and takes theirs. Called on the event loop; returns at once."""
+    """Provides this router's usage to the other routers and receives theirs.
+
+    Its methods are called on the event loop and must return at once.
+    """
 
     def tenant_uses(self) -> Mapping[str, TenantUse]:
-        """Returns what tenants with limits use here."""
+        """Returns the usage of tenants with limits at this router."""
         ...
 
     def on_peer_uses(self, peer: str, epoch: Epoch, uses: Mapping[str, TenantUse]) -> None:
-        """Replaces what is known of the router at that address."""
+        """Replaces what is known of the router at the address `peer`."""
         ...
 
     def on_peer_away(self, peer: str) -> None:
-        """Notes that the router is out of reach, or has left."""
+        """Drops the usage at a router that is unreachable or has left."""
         ...

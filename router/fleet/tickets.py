@@ -1,9 +1,9 @@
 """Follows the lookaside tickets that this router has issued until their streams are over.
 
-Each ticket has a holder that is notified of how its stream fares. An unused ticket ends when its lifetime does. A used
-ticket is followed by the ticket states that its worker sends with its events; each state is complete, so that a broken
-call loses nothing. Tickets of a worker that stays out of reach are given up soon. A ticket whose deadline passes
-without a report says nothing about its worker: its client may read too slowly for the stream's end to come.
+Each ticket has a holder that is notified of its stream's progress. An unused ticket ends with its lifetime. Once a
+ticket is used, its worker sends ticket states with its events; each state is complete, so a broken call loses nothing.
+The tickets of a worker that stays unreachable are soon given up. A ticket whose deadline passes without a report is no
+sign against its worker: the client may read too slowly for the stream to end.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ from penstock.rpc.ticket import SKEW_S
 from penstock.types import Epoch
 from penstock.v1 import worker_pb2
 
-_LAG_S = 1.0  # allowed between a stream's end at the worker and its report here
-_AWAY_S = 5.0  # a worker that is out of reach for longer loses its tickets
+_LAG_S = 1.0  # time allowed between a stream's end at the worker and its report to this router
+_AWAY_S = 5.0  # the tickets of a worker that is unreachable for longer are given up
 
 
 class Silence(Enum):
     """Says why a ticket is no longer followed."""
 
     UNUSED = "unused"  # no stream began within its lifetime
-    LATE = "late"  # its deadline passed, and the worker has not reported the end
+    LATE = "late"  # its deadline passed before the worker reported the end of the stream
     WORKER_LOST = "worker lost"
 
 
 class TicketHolder(Protocol):
-    """Holds a ticket's request. Its methods are called on the event loop and return at once.
+    """Receives the states of a ticket's stream. Its methods are called on the event loop and must return at once.
 
-    After `on_over` or `on_silence` nothing more is called."""
+    No method is called after `on_over` or `on_silence`.
+    """
 
     def on_state(self, state: worker_pb2.TicketState) -> None:
-        """Takes the stream's state so far. The same state may come twice."""
+        """Receives the stream's state so far. The same state may arrive twice."""
         ...
 
     def on_over(self, state: worker_pb2.TicketState) -> None:
-        """Takes the final state of a stream that has ended."""
+        """Receives the final state of a stream that has ended."""
         ...
 
     def on_silence(self, why: Silence) -> None:
-        """Notes that nothing more will come."""
+        """Is called once the ticket is no longer followed, although its stream's end was not reported."""
         ...
 
 
@@ -58,14 +59,14 @@ class _Entry:
     deadline_s: float  # monotonic
     timer: asyncio.TimerHandle
     used: bool = False
-    away: bool = False  # its worker is out of reach
+    away: bool = False  # whether its worker is unreachable
 
 
 class IssuedTickets:
-    """Owned by the fleet, whose followers pass on the ticket states of their workers."""
+    """Holds all tickets that are followed. The fleet owns it; followers pass on the ticket states of their workers."""
 
     def __init__(self, epoch: Epoch) -> None:
-        self.epoch = epoch  # this router's; tickets carry it, so that workers know whom to report to
+        self.epoch = epoch  # this router's; tickets carry it, so that workers know which router to report to
         self._entries: dict[str, _Entry] = {}
         self._num_unused: Counter[str] = Counter()  # by tenant
         self._idle: list[tuple[Epoch, asyncio.Event]] = []
@@ -74,11 +75,11 @@ class IssuedTickets:
         return len(self._entries)
 
     def num_unused(self, tenant: str) -> int:
-        """Returns the tenant's tickets that no stream has used yet."""
+        """Returns the number of the tenant's tickets that no stream has used yet."""
         return self._num_unused[tenant]
 
     def add(self, ticket: worker_pb2.Ticket, tenant: str, deadline_s: float, holder: TicketHolder) -> None:
-        """Follows a ticket that is about to go to a client."""
+        """Follows a ticket from now on. Call it before the ticket goes to its client."""
         loop = asyncio.get_running_loop()
         timer = loop.call_later(ticket.lifetime_ms / 1e3 + SKEW_S + _LAG_S, self._give_up, ticket.id)
         self._entries[ticket.id] = _Entry(Epoch(ticket.epoch), tenant, holder, deadline_s, timer)
@@ -88,7 +89,7 @@ class IssuedTickets:
         for state in states:
             entry = self._entries.get(state.id)
             if entry is None or entry.worker != worker:
-                continue  # over, or issued by another router
+                continue  # the stream is over, or the ticket is another router's
             self._use(entry)
             entry.away = False
             self._wait(state.id, entry, max(0.0, entry.deadline_s - time.monotonic()) + _LAG_S)
@@ -99,14 +100,14 @@ class IssuedTickets:
                 entry.holder.on_state(state)
 
     def on_away(self, worker: Epoch) -> None:
-        """Gives up the worker's used tickets unless it comes back soon and reports them again."""
+        """Gives up the worker's used tickets unless the worker soon returns and reports them again."""
         for ticket_id, entry in self._entries.items():
             if entry.worker == worker and entry.used:
                 entry.away = True
                 self._wait(ticket_id, entry, _AWAY_S)
 
     async def wait_idle(self, worker: Epoch) -> None:
-        """Returns once no ticket for that worker is left. Bounded by the tickets' deadlines."""
+        """Returns once no ticket for that worker is left. The tickets' deadlines bound the wait."""
         while any(entry.worker == worker for entry in self._entries.values()):
             changed = asyncio.Event()
             waiting = (worker, changed)
@@ -133,7 +134,7 @@ class IssuedTickets:
         entry.holder.on_silence(why)
 
     def _use(self, entry: _Entry) -> None:
-        """Counts the ticket as unused no longer. Idempotent."""
+        """Marks the ticket as used. Idempotent."""
         if not entry.used:
             entry.used = True
             self._num_unused[entry.tenant] -= 1

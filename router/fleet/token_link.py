@@ -1,4 +1,4 @@
-"""The interface that carries requests to a worker: a stream (`DecodeLink`), or HTTP to an engine (`EngineLink`)."""
+"""Defines the link that carries requests to a worker: `DecodeLink` for our own workers, `EngineLink` for engines."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Protocol
 from penstock.errors import PenstockError
 from penstock.v1 import worker_pb2
 
-# Takes a submission's deltas, or the error that ended it. Called on the event loop; must return at once.
+# Receives a stream's deltas, or the error that ended it. Called on the event loop; must return at once.
 Deliver = Callable[[worker_pb2.StepDelta | PenstockError], None]
 
 
 class TokenLink(Protocol):
-    """Carries submissions to a worker, and its tokens back."""
+    """Carries submissions to a worker and tokens back."""
 
     @property
     def is_open(self) -> bool: ...
 
     def submit(self, command: worker_pb2.DecodeCommand, deliver: Deliver) -> int:
-        """Returns the id of the stream. Raises Unavailable on a closed link."""
+        """Sends a submission and returns its stream id. Raises Unavailable if the link is closed."""
         ...
 
     def cancel(self, stream_id: int) -> None: ...
 
     async def wait_idle(self) -> None:
-        """Returns once no submission is open."""
+        """Returns once the link has no streams."""
         ...

@@ -1,7 +1,7 @@
-"""The workers that a router may use: followed from the Admin service, or fixed by the configuration.
+"""Holds the workers that a router may use, as the Admin service publishes them or the configuration lists them.
 
-Owns a follower for each worker and wakes whoever waits for workers. While the Admin service is away the last known
-members stay: the data plane outlives the control plane.
+Owns a follower for each worker and wakes the requests that wait for workers. While the Admin service is unreachable the
+last known members stay, so that the data plane outlives the control plane.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from router.routing.index.prefix_index import DEFAULT_CONFIG, PrefixIndex
 log = logging.getLogger(__name__)
 
 FoundT = TypeVar("FoundT")
-_PAUSE_PATIENCE_S = 30.0
+_PAUSE_PATIENCE_S = 30.0  # how long requests wait at least while workers pause
 
 
 class WorkerFleet:
     """Owns the followers and what they record: prefix index, in-flight ledger, costs, health and tickets.
 
-    Also owns what other routers report to have in flight.
+    Also owns the other routers' reports of their work in flight.
     """
 
     def __init__(self, trust: Trust | None = None, index: IndexConfig = DEFAULT_CONFIG) -> None:
@@ -68,23 +68,23 @@ class WorkerFleet:
         self._records = WorkerRecords(
             self.index, self.ledger, self.health, self.costs, self.links, self.pulls, self.tickets
         )
-        self._followers: dict[tuple[str, int], FleetWorker] = {}  # by address and epoch; 0 if it is not known
+        self._followers: dict[tuple[str, int], FleetWorker] = {}  # by address and epoch; epoch 0 if unknown
         self._retiring: dict[asyncio.Task[None], FleetWorker] = {}  # by the task that waits for its last request
         self._waiters: set[asyncio.Future[None]] = set()
         self._load_watchers: list[Callable[[], None]] = []
-        self._groups: dict[tuple[str | None, str | None], WorkerGroup | None] = {}  # found since the last change
-        self.spares: Mapping[str, int] = {}  # warm processes by pool, as the controller reports them
-        self.is_paused = False  # workers pause while their weights are replaced, and come back
-        self.ends: Mapping[str, int] = {}  # workers that ended, by how, as the controller reports them
+        self._groups: dict[tuple[str | None, str | None], WorkerGroup | None] = {}  # cached until the next change
+        self.spares: Mapping[str, int] = {}  # number of spares by pool, as the controller reports
+        self.is_paused = False  # True while workers pause for a replacement of their weights
+        self.ends: Mapping[str, int] = {}  # number of workers that ended, by how, as the controller reports
         self._shares: Mapping[str, float] = {}  # of new requests, by cohort; empty: all go to the largest group
 
     def sent_to(self, worker_id: WorkerId, now_s: float) -> InflightWork:
-        """Returns what this router and the others have sent, beyond what the worker's load report shows."""
+        """Returns the work that this router and the others have sent and that the worker's load report lacks."""
         own, others = self.ledger.sent_to(worker_id), self.peer_load.sent_to(worker_id, now_s)
         return own + others if others is not NO_WORK else own
 
     def distrust(self, worker_id: WorkerId) -> None:
-        """Asks a worker for a snapshot of its cache, which is not what the index says."""
+        """Requests a snapshot of a worker's cache, because the index was found wrong about it."""
         for worker in self.followers:
             if worker.worker_id == worker_id:
                 worker.request_snapshot()
@@ -95,7 +95,7 @@ class WorkerFleet:
 
     @property
     def leaving(self) -> tuple[FleetWorker, ...]:
-        """The workers that are no members any more and still serve requests of this router."""
+        """The retired workers that still serve requests of this router."""
         return tuple(self._retiring.values())
 
     def find(self, worker_id: str, epoch: int) -> FleetWorker | None:
@@ -104,29 +104,32 @@ class WorkerFleet:
         )
 
     def group(self, model_revision: str | None = None, cohort: str | None = None) -> WorkerGroup | None:
-        """Returns the largest group that serves now: of one revision for a request that has begun with it, of one
-        cohort for a request that falls to the cohort's share."""
+        """Returns the largest group that serves now, or None.
+
+        `model_revision` restricts it for a request that began with that revision, `cohort` for a request in that
+        cohort's share.
+        """
         key = (model_revision, cohort)
         if key not in self._groups:
             self._groups[key] = largest_group(self._followers.values(), *key)
         return self._groups[key]
 
     def group_for(self, model_revision: str, cohort: str | None) -> WorkerGroup | None:
-        """Returns the group of a request that has begun: its cohort, or any workers of its revision if that is gone."""
+        """Returns the group for a request that has begun: its cohort's, or else any group of its revision."""
         return self.group(model_revision, cohort) or self.group(model_revision)
 
     def choose_group(self, fraction: float) -> WorkerGroup | None:
-        """Returns the group of a new request. While two cohorts serve, each gets its share of the fractions [0, 1)."""
+        """Returns the group for a new request. `fraction`, in [0, 1), picks the cohort by its share of requests."""
         groups = {cohort: group for cohort in sorted(self._shares) if (group := self.group(cohort=cohort)) is not None}
-        whole = sum(self._shares[cohort] for cohort in groups)
+        total = sum(self._shares[cohort] for cohort in groups)
         for cohort, group in groups.items():
-            fraction -= self._shares[cohort] / whole if whole else 1.0
+            fraction -= self._shares[cohort] / total if total else 1.0
             if fraction < 0:
                 return group
         return self.group()
 
     def every_group(self) -> WorkerGroup | None:
-        """Returns all workers that serve new requests as if they were one group, for sums alone."""
+        """Returns all workers that serve new requests, merged into one group that is only good for sums."""
         cohorts = [cohort for cohort, share in self._shares.items() if share]
         groups = [group for cohort in cohorts if (group := self.group(cohort=cohort)) is not None]
         if len(groups) < 2:
@@ -134,9 +137,9 @@ class WorkerFleet:
         return merge_groups(groups)
 
     async def wait_for(self, find: Callable[[], FoundT | None], timeout_s: float | None) -> FoundT | None:
-        """Returns what `find` finds now or after some change; None when time is up."""
+        """Returns what `find` finds, now or after a change of the workers; None after `timeout_s`."""
         if (found := find()) is not None:
-            return found  # without a timer, as nearly always
+            return found  # the usual case needs no timer
         try:
             async with asyncio.timeout(timeout_s):
                 while (found := find()) is None:
@@ -146,11 +149,11 @@ class WorkerFleet:
         return found
 
     def patience_s(self, usual_s: float) -> float:
-        """Returns how long a request waits for a worker: longer while workers pause and are sure to come back."""
+        """Returns how long a request waits for a worker: longer while workers pause, since they will come back."""
         return max(usual_s, _PAUSE_PATIENCE_S) if self.is_paused else usual_s
 
     async def wait_change(self) -> None:
-        """Returns once a worker joins, leaves, or begins or ceases to take work."""
+        """Returns once a worker joins, leaves, or starts or stops taking work."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         try:
@@ -159,9 +162,9 @@ class WorkerFleet:
             self._waiters.discard(waiter)
 
     def set_members(self, members: Sequence[Member], shares: Mapping[str, float] = MappingProxyType({})) -> None:
-        """Replaces the membership: new members are followed, missing ones get no new requests.
+        """Replaces the membership: follows new members and retires missing ones.
 
-        `shares` of new requests are by cohort, while there are two.
+        `shares` are the shares of new requests by cohort; empty unless there are two cohorts.
         """
         self._shares = dict(shares)
         wanted = {(member.address, int(member.epoch)): member for member in members}
@@ -178,12 +181,12 @@ class WorkerFleet:
                 self._on_change()
 
     def set_addresses(self, addresses: Sequence[str]) -> None:
-        """Sets a membership that never changes; the worker at each address is asked who it is."""
+        """Follows the workers at fixed addresses. Each worker's identity is read from its own description."""
         for address in addresses:
             self._follow(address, None)
 
     def add(self, make: Callable[[WorkerRecords, Callable[[], None], Callable[[], None]], FleetWorker]) -> None:
-        """Follows a worker of another kind for good. `make` gets the records, `on_change` and `on_load`."""
+        """Follows a worker of another kind until `stop`. `make` gets the records, `on_change` and `on_load`."""
         self._start(make(self._records, self._on_change, self._on_load), 0)
 
     def _follow(self, address: str, member: Member | None) -> None:
@@ -199,7 +202,7 @@ class WorkerFleet:
         follower.start()
 
     def watch_loads(self, callback: Callable[[], None]) -> None:
-        """Calls back after each load report, and when a worker joins or leaves. The callback must be quick."""
+        """Calls `callback` after each load report and each change of the workers. It must return quickly."""
         self._load_watchers.append(callback)
 
     def _on_load(self) -> None:
@@ -227,7 +230,7 @@ class WorkerFleet:
 
 
 async def follow_admin(address: str, fleet: WorkerFleet) -> None:
-    """Keeps the fleet as the Admin service publishes it, until cancelled."""
+    """Updates the fleet from the memberships that the Admin service publishes, until cancelled."""
     backoff = Backoff(random.Random())
     while True:
         async with fleet.dial(address) as channel:
@@ -244,14 +247,14 @@ async def follow_admin(address: str, fleet: WorkerFleet) -> None:
                     fleet.set_members(members, membership.shares)
                 log.info("the admin service at %s ended its stream", address)
             except grpc.RpcError as error:
-                log.log(log_level(error), "the admin service at %s is out of reach: %s", address, error.details())  # type: ignore[attr-defined]
+                log.log(log_level(error), "the admin service at %s is unreachable: %s", address, error.details())  # type: ignore[attr-defined]
         await asyncio.sleep(backoff.next_s())
 
 
 class IndexTidyRunner:
     """Cleans up the prefix index, one bounded piece at a time between the event loop's other work.
 
-    It runs when woken after a worker has left, and every `every_s` for pages noted for silent workers.
+    It runs when a worker has left, and every `every_s` to expire the pages assumed at workers with silent caches.
     """
 
     def __init__(self, index: PrefixIndex, every_s: float) -> None:
@@ -273,5 +276,5 @@ class IndexTidyRunner:
             async with asyncio.timeout(self._every_s):
                 await self._woken.wait()
         except TimeoutError:
-            return  # noted pages may have expired
+            return  # assumed pages may have expired
         self._woken.clear()

@@ -1,4 +1,4 @@
-"""Follows one worker: its description, its load and KV events and, for a decode worker, the link that carries tokens.
+"""Follows one worker's description, load and KV events and, for a decode worker, runs the link that carries tokens.
 
 Reconnects until the worker is retired.
 """
@@ -43,13 +43,13 @@ class WorkerFollower(FleetWorker):
         on_change: Callable[[], None],
         on_load: Callable[[], None],
     ) -> None:
-        """`member` is None where only the address is known."""
+        """`member` is None if only the address is known."""
         cohort = member.cohort if member else ""
         super().__init__(address, WorkerId(""), cohort, records, on_change=on_change, on_load=on_load)
         self._link: DecodeLink | None = None
         self._member = member
         self._dial = dial
-        self._needs_snapshot = False  # the index disagrees with the worker's cache
+        self._needs_snapshot = False  # set when the index was found wrong about the worker's cache
 
     @property
     def link(self) -> DecodeLink | None:
@@ -62,23 +62,23 @@ class WorkerFollower(FleetWorker):
         return self.description.role == Role.PREFILL or (self._link is not None and self._link.is_open)
 
     def request_snapshot(self) -> None:
-        """Drops what the index holds of the worker, and asks for a snapshot after the next batch."""
-        log.warning("worker %s does not hold the pages that its events name; asking for all of them", self.worker_id)
+        """Drops the worker's pages from the index when its next batch arrives, and then requests a snapshot."""
+        log.warning("worker %s lacks pages that its events announced; requesting a snapshot", self.worker_id)
         self._needs_snapshot = True
 
     async def _run(self) -> None:
         backoff = Backoff(random.Random())
         while not self._retired:
-            # A new channel each time: an old one would wait out its own, longer backoff.
+            # An old channel would first wait out its own, longer backoff: open a new one each time.
             async with self._dial(self.address) as channel:
                 try:
                     await self._describe(channel)
                     backoff.reset()
                     await self._follow(channel)
                 except (grpc.RpcError, Unavailable, TimeoutError) as error:
-                    log.log(log_level(error), "worker at %s is out of reach: %s", self.address, _reason(error))
+                    log.log(log_level(error), "worker at %s is unreachable: %s", self.address, _reason(error))
                 except Exception:
-                    # Whatever was wrong with one answer: giving up would exclude a healthy worker for good.
+                    # A single bad answer must not end this task, which would exclude a healthy worker for good.
                     log.exception("following the worker at %s failed", self.address)
                 finally:
                     self._has_reported = False
@@ -104,7 +104,7 @@ class WorkerFollower(FleetWorker):
         log.info("worker %s epoch %d: %s", description.worker_id, description.epoch, description.role)
 
     async def _follow(self, channel: grpc.aio.Channel) -> None:
-        """Returns or raises when the worker is lost: for a decode worker that is when its link breaks."""
+        """Returns or raises when the worker is lost; a decode worker is lost when its link breaks."""
         if self.description.role != Role.DECODE:
             await self._watch(channel)
             return
@@ -118,7 +118,9 @@ class WorkerFollower(FleetWorker):
             await asyncio.wait([watcher])
 
     async def _keep_watching(self, channel: grpc.aio.Channel, link: DecodeLink) -> None:
-        """Watches events while the link lives. When they break off, requests continue; new ones avoid the worker."""
+        """Watches events while the link is open. If the event stream breaks, running requests continue, but the worker
+        gets no new ones until events resume.
+        """
         backoff = Backoff(random.Random())
         while True:
             try:
@@ -132,7 +134,9 @@ class WorkerFollower(FleetWorker):
             await asyncio.sleep(backoff.next_s())
 
     async def _watch(self, channel: grpc.aio.Channel) -> None:
-        """Applies event batches; after a gap asks again from there. Raises when the stream breaks or falls silent."""
+        """Applies event batches; after a gap, requests events from there again. Raises when the stream breaks or is
+        silent for too long.
+        """
         stub = worker_pb2_grpc.WorkerStub(channel)
         while True:
             next_seq = self._records.index.next_seq(self.worker_id)
@@ -150,7 +154,7 @@ class WorkerFollower(FleetWorker):
                 call.cancel()
 
     def _apply(self, message: worker_pb2.EventBatch) -> bool:
-        """Returns False on a gap."""
+        """Returns False if events must be requested again, because of a gap or for a snapshot."""
         records = self._records
         records.tickets.on_states(self.epoch, message.tickets)
         if self._retired:
@@ -162,7 +166,9 @@ class WorkerFollower(FleetWorker):
             return False
         batch = self._decode(message)
         if not self.description.silent_cache and not records.index.apply(self.worker_id, batch):
-            log.info("events of %s are missing from %d on", self.worker_id, records.index.next_seq(self.worker_id))
+            log.info(
+                "events of %s are missing from number %d on", self.worker_id, records.index.next_seq(self.worker_id)
+            )
             return False
         load = wire.load_from_wire(message.load)
         self._detect_missing_events(load)
@@ -185,13 +191,15 @@ class WorkerFollower(FleetWorker):
         )
 
     def _detect_missing_events(self, load: WorkerLoad) -> None:
-        """Notices a worker that reports cache hits but has sent no page event: its cache counts as empty."""
+        """Marks a worker as mute if it reports new cache hits but has sent no page event: its cache counts as empty."""
         index = self._records.index
         has_events = self.description.silent_cache or index.next_seq(self.worker_id) > 1
         has_events = has_events or index.pages_of(self.worker_id) > 0
         has_new_hits = load.cache.num_hits > self.load.cache.num_hits
         if self._has_reported and not has_events and not self.is_mute and has_new_hits:
-            log.warning("%s reports prefix cache hits but no KV events: its cache counts as empty", self.worker_id)
+            log.warning(
+                "worker %s reports prefix cache hits but sends no KV events; its cache counts as empty", self.worker_id
+            )
             self.is_mute = True
         elif has_events:
             self.is_mute = False
@@ -203,8 +211,8 @@ def _limits(description: worker_pb2.WorkerDescription) -> WorkerLimits:
 
 
 async def _read(call: grpc.aio.UnaryStreamCall) -> worker_pb2.EventBatch | None:
-    """Returns None at the end. Raises TimeoutError if the worker stays silent."""
-    # Not wait_for: before Python 3.12 it forgets a cancellation that comes together with a result.
+    """Returns the next batch, or None at the end of the stream. Raises TimeoutError if the worker stays silent."""
+    # Not wait_for: before Python 3.12 it swallows a cancellation that arrives together with a result.
     async with asyncio.timeout(_SILENCE_S):
         batch = await call.read()
         return None if batch is grpc.aio.EOF else batch

@@ -1,4 +1,4 @@
-"""Groups of workers that can serve a request together. Pure."""
+"""Finds groups of workers that can serve a request together. Pure."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from router.fleet.fleet_worker import FleetWorker
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroup:
-    """Workers that take work now and between which KV can move, whatever their page sizes. `decode` is not empty."""
+    """Workers that take work now and can transfer KV among each other. `decode` is not empty.
+
+    Their page sizes may differ.
+    """
 
     model_revision: str
     token_bytes: float  # bytes of KV per token
-    context_length: int  # that each of them can hold
+    context_length: int  # the shortest context length of the decode workers
     decode: tuple[FleetWorker, ...]
     prefill: tuple[FleetWorker, ...]
-    page_sizes: frozenset[int]  # among them
+    page_sizes: frozenset[int]  # of all its workers
     cohort: str | None = None  # of its decode workers; None: any
-    pulls: bool = False  # any of them can pull pages from any other, and routers know what each holds
+    pulls: bool = False  # any of them can pull pages from any other, and all send events about their pages
 
 
 def largest_group(
     followers: Iterable[FleetWorker], model_revision: str | None, cohort: str | None
 ) -> WorkerGroup | None:
-    """Returns the group with the most decode workers of this revision and cohort (None: any), if there is one."""
+    """Returns the group with the most decode workers of this revision and cohort (None: any); None if there is none."""
     ready = [worker for worker in followers if worker.takes_work]
     decode = [
         worker
@@ -45,7 +48,7 @@ def largest_group(
     prefill = [
         worker for worker in ready if worker.description.role == Role.PREFILL and worker.description.kv_digest == digest
     ]
-    # If its own prefill workers have already left, it uses those of the other cohort that can move pages to it.
+    # If the cohort's own prefill workers have already left, those of the other cohort can transfer pages to it.
     prefill = [worker for worker in prefill if cohort in (None, worker.cohort)] or prefill
     members = [worker.description for worker in (*decode, *prefill)]
     return WorkerGroup(
@@ -62,7 +65,7 @@ def largest_group(
 
 
 def merge_groups(groups: Sequence[WorkerGroup]) -> WorkerGroup:
-    """Returns the workers of several groups as if they were one, for sums alone. `groups` must not be empty."""
+    """Merges groups into one that is only good for sums over its workers. `groups` must not be empty."""
     return replace(
         groups[0],
         decode=tuple(worker for group in groups for worker in group.decode),

@@ -129,7 +129,7 @@ def test_what_waits_is_bounded_without_scrapes() -> None:
         metrics.mispredicted(0.1, 0.1, 0.1)
         requests = metrics.requests
         lists = (requests._first_tokens, requests._completions, requests._requests, metrics._errors_s)
-        waiting.append(max(map(len, (*lists, requests.gaps(Lane.BULK, 9, "t")._waiting))))
+        waiting.append(max(map(len, (*lists, requests.gaps(Lane.BULK, 9, "t")._deferred))))
     assert max(waiting) < 512 <= len(waiting)
     text = metrics.render().decode()
     assert 'vllm:request_success_total{finished_reason="stop",model_name="m"} 1000.0' in text

@@ -1,8 +1,8 @@
 """Turns an engine's block events into events of this router's prefix index. Pure.
 
-An engine hashes blocks in its own way, which its version and settings decide. The events name the tokens, so the router
-computes its own page hashes from them, and looks prompts up as for any other worker. A block whose parent is not known
-cannot be placed, and is left out until the engine stores it again.
+An engine hashes blocks in its own way, which depends on its version and settings. Its events contain the tokens, so the
+router computes its own page hashes from them and looks prompts up as for any other worker. A block whose parent is
+unknown has no page hash; it is left out until the engine stores it again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.kv.page_hash import hash_pages
 from penstock.kv.page_places import NUM_RANKS, ROOT, PagePlaces
 from penstock.types import PageHash
 
-MAX_BLOCKS = 1 << 19  # of one engine; further ones are left out
+MAX_BLOCKS = 1 << 19  # tracked for one engine; further blocks are left out
 
 _RANKS = {GPU: 0, CPU: 1, STORAGE: 2}
 _KINDS = (KvEventKind.STORED, KvEventKind.ON_HOST, KvEventKind.ON_DISK, KvEventKind.REMOVED)  # by rank
@@ -37,14 +37,14 @@ class _Block:
 
     def __init__(self, page: PageHash) -> None:
         self.page = page
-        self.media = 0  # bits, by rank
+        self.media = 0  # bit r is set if the medium of rank r holds the block
 
 
 class BlockNames:
-    """Maps an engine's blocks to pages, and knows the best medium of each."""
+    """Maps an engine's blocks to pages and tracks the fastest medium that holds each."""
 
     def __init__(self, page_size: int, root: Callable[[], bytes]) -> None:
-        """`root` returns the salt of the page hashes of requests that name none."""
+        """`root` returns the salt for page hashes of requests without their own salt."""
         self._page_size = page_size
         self._root = root
         self._blocks: dict[BlockHash, _Block] = {}
@@ -56,7 +56,7 @@ class BlockNames:
         return len(self._blocks)
 
     def translate(self, events: Sequence[BlockEvent]) -> list[KvEventBatch]:
-        """Returns what the index is to apply, in order."""
+        """Returns the batches that the index must apply, in order."""
         batches: list[KvEventBatch] = []
         found: list[KvEvent] = []
         for event in events:
@@ -64,7 +64,7 @@ class BlockNames:
                 batches += [*self._batches(found), self.clear()]
                 found = []
             elif event.group not in (None, 0):
-                continue  # other groups hold layers such as those with windows; group 0 represents them all
+                continue  # other groups hold, for example, sliding-window layers; group 0 stands for all of them
             elif isinstance(event, BlocksRemoved):
                 found += self._remove(event)
             else:
@@ -72,7 +72,7 @@ class BlockNames:
         return [*batches, *self._batches(found)]
 
     def clear(self) -> KvEventBatch:
-        """Forgets every block, and returns the snapshot of an empty cache."""
+        """Forgets every block and returns the snapshot of an empty cache."""
         self._blocks.clear()
         self._places = PagePlaces()
         return KvEventBatch(self._next_seq, (), snapshot=True, num_strays=0)
@@ -87,8 +87,8 @@ class BlockNames:
     def _store(self, event: BlocksStored) -> list[KvEvent]:
         rank = _RANKS.get(event.medium or GPU)
         parent = self._parent(event)
-        room = len(self._blocks) + len(event.block_hashes) <= MAX_BLOCKS
-        if rank is None or parent is None or event.block_size != self._page_size or not room:
+        has_room = len(self._blocks) + len(event.block_hashes) <= MAX_BLOCKS
+        if rank is None or parent is None or event.block_size != self._page_size or not has_room:
             self.num_unplaced += len(event.block_hashes)
             return []
         moved: list[PageHash] = []
@@ -106,12 +106,14 @@ class BlockNames:
 
     def _parent(self, event: BlocksStored) -> PageHash | None:
         if event.parent is None:
-            return PageHash(b"")  # `_pages` finds the root
+            return PageHash(b"")  # replaced by the root in `_pages`
         block = self._blocks.get(event.parent)
         return None if block is None else block.page
 
     def _pages(self, event: BlocksStored, parent: PageHash) -> list[PageHash]:
-        """Returns the pages of an event's blocks, with everything else that their KV depends on in their hashes."""
+        """Returns the page hashes of an event's blocks. They cover everything that the KV depends on: tokens, adapter,
+        salt and the engine's extra keys.
+        """
         size, keys = self._page_size, event.extra_keys
         if event.parent is None:
             first = keys[0] if keys else None
@@ -130,7 +132,7 @@ class BlockNames:
 
     def _remove(self, event: BlocksRemoved) -> list[KvEvent]:
         rank = _RANKS.get(event.medium or GPU)
-        gone: list[list[PageHash]] = [[] for _ in range(NUM_RANKS + 1)]
+        moved: list[list[PageHash]] = [[] for _ in range(NUM_RANKS + 1)]  # by the rank that holds them now
         for name in event.block_hashes:
             block = self._blocks.get(name)
             if block is None or rank is None:
@@ -141,17 +143,21 @@ class BlockNames:
             if not block.media:
                 del self._blocks[name]
             if after != before and self._places.put(block.page, after):
-                gone[after].append(block.page)
-        return [KvEvent(kind, tuple(pages)) for kind, pages in zip(_KINDS, gone, strict=True) if pages]
+                moved[after].append(block.page)
+        return [KvEvent(kind, tuple(pages)) for kind, pages in zip(_KINDS, moved, strict=True) if pages]
 
 
 def _best(media: int) -> int:
-    """Returns the lowest set bit's number, or NUM_RANKS if there is none."""
+    """Returns the rank of the fastest medium (the lowest set bit), or NUM_RANKS if no bit is set."""
     return (media & -media).bit_length() - 1 if media else NUM_RANKS
 
 
 def _root(shared: bytes, lora_name: str | None, keys: tuple[object, ...] | None) -> bytes:
-    """Returns the root of a prompt's hashes. This router names its tenants' scopes by their salts in hexadecimal."""
+    """Returns the root of a prompt's page hashes.
+
+    A single key that is a salt in hexadecimal is the `cache_salt` that this router sends for a tenant: the salt itself
+    is the root then.
+    """
     if not keys and lora_name is None:
         return shared
     if keys and len(keys) == 1 and lora_name is None and isinstance(keys[0], str):

@@ -1,4 +1,4 @@
-"""Writes a submission as the body of vLLM's /v1/completions, and refuses what that cannot express. Pure."""
+"""Writes a submission as the body of vLLM's /v1/completions and refuses fields that it cannot express. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from penstock.errors import InvalidInput
 from penstock.v1 import common_pb2, worker_pb2
 
 _MAX_SEED = 1 << 63
-_ONLY_DECODING = ("logprobs", "return_token_ids", "return_tokens_as_token_ids", "stream_options", "structured_outputs")
-_FREE_GRAMMARS = {
+_DECODE_ONLY = ("logprobs", "return_token_ids", "return_tokens_as_token_ids", "stream_options", "structured_outputs")
+_GRAMMAR_FIELDS = {
     common_pb2.GRAMMAR_KIND_JSON_SCHEMA: "json",
     common_pb2.GRAMMAR_KIND_REGEX: "regex",
     common_pb2.GRAMMAR_KIND_STRUCTURAL_TAG: "structural_tag",
@@ -17,15 +17,15 @@ _FREE_GRAMMARS = {
 
 
 def completion_body(submit: worker_pb2.DecodeSubmit, model: str, cache_salt: str) -> dict[str, object]:
-    """Returns the body of a streamed completion of token ids. `cache_salt` is empty where any request may share pages.
+    """Returns the body for a streamed completion of token ids. An empty `cache_salt` lets any request share its pages.
 
-    Raises InvalidInput for a field that the engine's API lacks.
+    Raises InvalidInput if the submission needs a field that the engine's API lacks.
     """
     sampling = submit.sampling
     num_emitted = len(submit.token_ids) - submit.num_prompt_tokens
     _check(sampling, num_emitted)
     if submit.kv_hints.only:
-        raise InvalidInput("kv_hints.only", "is not available: another engine serves this model; leave it out")
+        raise InvalidInput("kv_hints.only", "not available, since another engine serves this model; leave it out")
     body: dict[str, object] = {
         "model": model,
         "prompt": list(submit.token_ids),
@@ -44,11 +44,11 @@ def completion_body(submit: worker_pb2.DecodeSubmit, model: str, cache_salt: str
         "ignore_eos": sampling.ignore_eos,
     }
     if sampling.temperature:
-        # A resumed completion must not reuse the random numbers of its first tokens.
+        # A resumed completion must not reuse the random numbers of the tokens sampled before.
         body["seed"] = (sampling.seed + num_emitted) % _MAX_SEED
     body |= _lists(sampling)
     if sampling.HasField("grammar"):
-        body["structured_outputs"] = {_FREE_GRAMMARS[sampling.grammar.kind]: sampling.grammar.source}
+        body["structured_outputs"] = {_GRAMMAR_FIELDS[sampling.grammar.kind]: sampling.grammar.source}
     if cache_salt:
         body["cache_salt"] = cache_salt
     return body
@@ -68,23 +68,24 @@ def _lists(sampling: common_pb2.SamplingParams) -> dict[str, object]:
 
 def _check(sampling: common_pb2.SamplingParams, num_emitted: int) -> None:
     if sampling.HasField("prompt_logprobs"):
-        raise InvalidInput("prompt_logprobs", "is not available: this model is served by another engine; leave it out")
+        raise InvalidInput("prompt_logprobs", "not available, since another engine serves this model; leave it out")
     if sampling.HasField("grammar"):
         kind = sampling.grammar.kind
-        if kind not in _FREE_GRAMMARS:
+        if kind not in _GRAMMAR_FIELDS:
             name = common_pb2.GrammarKind.Name(kind)
             raise InvalidInput(
-                "grammar",
-                f"of kind {name} is not available: another engine serves this model; give a JSON schema",
+                "grammar", f"{name} is not available, since another engine serves this model; give a JSON schema"
             )
         if num_emitted:
             raise InvalidInput(
-                "grammar", "cannot be continued: the engine was lost within the output, which another one cannot resume"
+                "grammar",
+                "the engine was lost, and another one cannot resume output that a grammar constrains; "
+                "send the request again",
             )
 
 
 def refused_hints(hints: common_pb2.KvHints, worker_id: str) -> list[common_pb2.HintAnswer]:
-    """Returns the answers to all hints of a request: none is followed, since another engine decides what it keeps."""
+    """Returns a refusal of every hint of a request: another engine decides on its own what its cache keeps."""
     named = {
         "session": hints.session,
         "fork_of": hints.fork_of,
@@ -98,7 +99,7 @@ def refused_hints(hints: common_pb2.KvHints, worker_id: str) -> list[common_pb2.
         common_pb2.HintAnswer(
             hint=name,
             outcome=common_pb2.HINT_OUTCOME_REFUSED,
-            reason="another engine serves this model, whose cache takes no hints",
+            reason="another engine serves this model, and its cache takes no hints",
             worker_id=worker_id,
         )
         for name, is_given in named.items()
@@ -107,10 +108,10 @@ def refused_hints(hints: common_pb2.KvHints, worker_id: str) -> list[common_pb2.
 
 
 def prefill_body(body: Mapping[str, object]) -> dict[str, object]:
-    """Returns the body by which a prefill engine computes the prompt's KV and keeps it for another engine."""
+    """Returns the body that makes a prefill engine compute the prompt's KV and keep it for another engine."""
     params = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
     return {
-        **{name: value for name, value in body.items() if name not in _ONLY_DECODING},
+        **{name: value for name, value in body.items() if name not in _DECODE_ONLY},
         "stream": False,
         "max_tokens": 1,
         "min_tokens": 0,

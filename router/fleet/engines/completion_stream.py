@@ -1,4 +1,4 @@
-"""Reads the events of a streamed completion as step deltas. Pure; trusts no field of the engine's answer."""
+"""Converts the events of a streamed completion to step deltas. Pure. Checks every field of the engine's answer."""
 
 from __future__ import annotations
 
@@ -10,35 +10,38 @@ from penstock.errors import InvalidInput, Overloaded, PenstockError, Unavailable
 from penstock.v1 import common_pb2, worker_pb2
 
 MAX_EVENT_BYTES = 1 << 24
-_EVENT_BYTES = 1 << 16  # of an event without prompt and tokens
-_PROMPT_TOKEN_BYTES = 16  # the first event repeats the prompt
-_TOKEN_BYTES, _TOP_BYTES = 256, 64  # of a token and of each of its alternatives
+_EVENT_BYTES = 1 << 16  # for an event without its prompt and tokens
+_PROMPT_TOKEN_BYTES = 16  # for each prompt token, since the first event repeats the prompt
+_TOKEN_BYTES, _TOP_BYTES = 256, 64  # for each token and for each of its alternatives
 _TOKEN_PREFIX = "token_id:"
 _MAX_TOKEN = 1 << 32
-_MAX_MESSAGE = 500  # characters of an engine's error that are passed on
-_LEAST_LOGPROB, _MAX_LOGPROB = -9999.0, 1e30  # what JSON and 32-bit floats can carry
+_MAX_MESSAGE = 500  # characters of an engine's error message that are kept
+_MIN_LOGPROB, _MAX_LOGPROB = -9999.0, 1e30  # range that JSON and 32-bit floats can carry
 _FINISH = {"stop": common_pb2.FINISH_REASON_STOP, "length": common_pb2.FINISH_REASON_LENGTH}
 
 
 @dataclass(frozen=True, slots=True)
 class EngineUsage:
-    """The end of a stream: how many tokens of the prompt were cached, if the engine says so."""
+    """The last event of a stream."""
 
-    cached_tokens: int | None
+    cached_tokens: int | None  # prompt tokens that were cached; None if the engine does not say
 
 
 class BrokenStream(Exception):
-    """Raised when an engine's answer is not a completion; the message says why."""
+    """Raised when an engine's answer is not a valid completion. The message says what is wrong with it."""
 
 
-def most_event_bytes(num_prompt_tokens: int, max_tokens: int, num_alternatives: int) -> int:
-    """Returns the size that no event of a completion exceeds: parsed JSON takes many times its size."""
+def max_event_bytes(num_prompt_tokens: int, max_tokens: int, num_alternatives: int) -> int:
+    """Returns the size limit for an event of a completion. It is tight since parsed JSON takes many times its size."""
     per_token = _TOKEN_BYTES + _TOP_BYTES * num_alternatives
     return min(MAX_EVENT_BYTES, _EVENT_BYTES + _PROMPT_TOKEN_BYTES * num_prompt_tokens + per_token * max_tokens)
 
 
 def read_event(line: bytes, with_logprobs: bool) -> worker_pb2.StepDelta | EngineUsage | None:
-    """Returns the delta or the usage of one line of a server-sent stream, None for other lines. Raises BrokenStream."""
+    """Returns the delta or the usage in one line of a server-sent event stream; None for other lines.
+
+    Raises BrokenStream.
+    """
     if not line.startswith(b"data:"):
         return None
     data = line[5:].strip()
@@ -59,7 +62,7 @@ def read_event(line: bytes, with_logprobs: bool) -> worker_pb2.StepDelta | Engin
 
 
 def cached_tokens(answer: object) -> int | None:
-    """Returns how many tokens of the prompt were cached, None if the engine does not say."""
+    """Returns the number of prompt tokens that were cached; None if the engine does not say."""
     found = answer
     for name in ("usage", "prompt_tokens_details", "cached_tokens"):
         found = found.get(name) if isinstance(found, dict) else None
@@ -86,7 +89,7 @@ def _delta(choice: object, with_logprobs: bool) -> worker_pb2.StepDelta:
     reason = choice.get("finish_reason")
     if reason is not None:
         if reason not in _FINISH:
-            raise BrokenStream(f"it ended with {str(reason)[:40]!r}")
+            raise BrokenStream(f"it ended with the unknown finish_reason {str(reason)[:40]!r}")
         delta.finish_reason = _FINISH[reason]
     return delta
 
@@ -96,7 +99,7 @@ def _logprobs(value: object, tokens: list[int]) -> list[common_pb2.TokenLogprob]
         raise BrokenStream("logprobs is missing")
     chosen, tops = value.get("token_logprobs"), value.get("top_logprobs")
     if not isinstance(chosen, list) or not isinstance(tops, list) or not len(chosen) == len(tops) == len(tokens):
-        raise BrokenStream("logprobs has not one entry for each token")
+        raise BrokenStream("logprobs does not have one entry for each token")
     return [
         common_pb2.TokenLogprob(token_id=token, logprob=_number(logprob), top=_top(top))
         for token, logprob, top in zip(tokens, chosen, tops, strict=True)
@@ -114,7 +117,7 @@ def _top(value: object) -> list[common_pb2.TopLogprob]:
 def _token(name: str) -> int:
     number = name.removeprefix(_TOKEN_PREFIX)
     if not number.isascii() or not number.isdigit() or len(number) > 9:
-        raise BrokenStream("top_logprobs names a token by its text")
+        raise BrokenStream("top_logprobs names a token by its text, not by its id")
     return int(number)
 
 
@@ -123,30 +126,31 @@ def _number(value: object) -> float:
         raise BrokenStream("a log-probability is not a number")
     if not value < _MAX_LOGPROB:
         raise BrokenStream("a log-probability is not finite")
-    return float(max(value, _LEAST_LOGPROB))
+    return float(max(value, _MIN_LOGPROB))
 
 
 def message_of(answer: object) -> str:
-    """Returns the message of an engine's error, bounded."""
+    """Returns the message of an engine's error, shortened and printable; "no reason" if there is none."""
     error = answer.get("error") if isinstance(answer, Mapping) else None
     found = error.get("message") if isinstance(error, Mapping) else error
     return printable(str(found)) if found else "no reason"
 
 
 def printable(text: str) -> str:
-    """Returns an engine's text in a form fit for a status and one log line: bounded, without control characters or lone
-    surrogates."""
+    """Returns an engine's text for use in a status or a log line: shortened, with question marks for control characters
+    and lone surrogates.
+    """
     return "".join(each if each.isprintable() else "?" for each in text[:_MAX_MESSAGE])
 
 
 def refusal(status: int, body: bytes, engine: str) -> PenstockError:
-    """Returns the error of an answer with another status than 200."""
+    """Returns the error for an answer whose status is not 200."""
     try:
         message = message_of(json.loads(body))
     except (ValueError, RecursionError):
         message = "no reason"
     if status in (429, 503):
-        return Overloaded(f"engine {engine} refuses requests now: {message}")
+        return Overloaded(f"engine {engine} is overloaded: {message}")
     if status in (400, 422):
-        return InvalidInput("request", f"is refused by engine {engine}: {message}")
-    return Unavailable(f"engine {engine} answered {status}: {message}")
+        return InvalidInput("request", f"engine {engine} refused it: {message}")
+    return Unavailable(f"engine {engine} answered with status {status}: {message}")

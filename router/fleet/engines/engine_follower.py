@@ -1,7 +1,7 @@
-"""Follows one engine: its model, its load and its KV events. It stands in the fleet where a `WorkerFollower` does.
+"""Follows one engine's model, load and KV events, as a `WorkerFollower` follows one of our own workers.
 
-The engine's metrics are read every second, as a scraper would, since it reports load in no other way. An engine that
-does not answer gets no new requests; those that it has go on until their own connections break.
+It reads the engine's metrics every second, as a scraper would, since the engine reports its load in no other way. An
+engine that does not answer gets no new requests; its running requests go on until their own connections break.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from router.routing.policy.interface import WorkerLimits
 log = logging.getLogger(__name__)
 
 _POLL_S = 1.0
-_SILENCE_S = 10.0  # after which an engine that does not answer counts as lost
+_SILENCE_S = 10.0  # an engine that does not answer for this long counts as lost
 _MAX_MODELS_BYTES = 1 << 20
 _DEFAULT_BLOCK_SIZE = 16
 
@@ -54,8 +54,9 @@ class EngineFollower(FleetWorker):
         on_change: Callable[[], None],
         on_load: Callable[[], None],
     ) -> None:
-        """`model` is the name that clients use. `root_salt` returns the salt of requests without a tenant, by model
-        revision."""
+        """`model` is the name that clients use. `root_salt` takes a model revision and returns the salt of requests
+        without a tenant.
+        """
         address = urlsplit(config.url).netloc
         super().__init__(address, WorkerId(name), "", records, on_change=on_change, on_load=on_load)
         self._link: EngineLink | None = None
@@ -69,22 +70,25 @@ class EngineFollower(FleetWorker):
         self._find_prefill = find_prefill
         self._blocks = BlockNames(_DEFAULT_BLOCK_SIZE, self._root)
         self._num_losses = 0
-        self._started_s = 0.0  # of the engine's process, by its own clock
-        self._needs_events = asyncio.Event()  # set to begin the subscription from the start
+        self._started_s = 0.0  # start time of the engine's process, by its own clock
+        self._needs_events = asyncio.Event()  # set to restart the subscription from the first event
 
     @property
     def link(self) -> EngineLink | None:
         return self._link
 
     def request_snapshot(self) -> None:
-        """Forgets the engine's blocks and asks for all events that it keeps, if its answers prove the index wrong."""
+        """Forgets the engine's blocks and requests all events that it keeps.
+
+        Does nothing unless the engine reports cached tokens, since only these can prove the index wrong.
+        """
         if self._link is not None and self._link.reports_cached_tokens and self._config.events:
-            log.warning("engine %s does not hold the blocks that its events name; asking for all again", self.worker_id)
-            self._lose_events("its answers contradict them")
+            log.warning("engine %s lacks blocks that its events announced; requesting all events again", self.worker_id)
+            self._lose_events("its answers contradict its events")
             self._needs_events.set()
 
     async def stop(self) -> None:
-        """Stops at once; requests at the engine are cancelled."""
+        """Stops at once and cancels the requests at the engine."""
         await super().stop()
         if self._link is not None:
             await self._link.close()
@@ -100,12 +104,12 @@ class EngineFollower(FleetWorker):
                     tasks.create_task(self._follow_events(), name=f"events of {self.worker_id}")
                     await self._poll()
             except* PenstockError as group:
-                log.info("engine %s is out of reach: %s", self.worker_id, group.exceptions[0])
+                log.info("engine %s is unreachable: %s", self.worker_id, group.exceptions[0])
             except* Exception:
-                # A single bad answer must not end this: giving up would exclude a healthy engine for good.
+                # A single bad answer must not end this task, which would exclude a healthy engine for good.
                 log.exception("following engine %s failed", self.worker_id)
             self._set_reported(False)
-            self._note_silence()
+            self._check_silence()
             await asyncio.sleep(min(backoff.next_s(), _SILENCE_S / 2))
 
     async def _describe(self) -> None:
@@ -121,13 +125,13 @@ class EngineFollower(FleetWorker):
             self._link.model = model
 
     def _begin(self, metrics: EngineMetrics) -> None:
-        """Starts an incarnation of the engine."""
+        """Begins a new epoch of the engine."""
         config, size = self._config, metrics.block_size or _DEFAULT_BLOCK_SIZE
         is_prefill = config.role == "prefill"
         self._started_s = metrics.started_s
         self._loads = LoadReader()
         self._blocks = BlockNames(size, self._root)
-        # Engines that exchange KV form one group; their connectors check the layouts.
+        # Engines that exchange KV form one group; their connectors check that layouts match.
         group = "engine" if config.role == "both" else "engine pair"
         self.description = worker_pb2.WorkerDescription(
             worker_id=self.worker_id,
@@ -146,7 +150,12 @@ class EngineFollower(FleetWorker):
         self.limits = WorkerLimits(0, config.max_running, None, 0)
         if not is_prefill and self._link is None:
             self._link = EngineLink(
-                self.worker_id, self.http, self._cache_salt, self._find_prefill, config.remote_from_tokens, self._doubt
+                self.worker_id,
+                self.http,
+                self._cache_salt,
+                self._find_prefill,
+                config.remote_from_tokens,
+                self._suspend,
             )
         log.info("engine %s: %s, blocks of %d tokens, %s", self.worker_id, self._model, size, config.role)
 
@@ -156,8 +165,8 @@ class EngineFollower(FleetWorker):
     def _cache_salt(self, salt: bytes) -> str:
         return "" if salt == self._root() else salt.hex()
 
-    def _note_silence(self) -> None:
-        """Gives up requests at an engine that is frozen: connections to it stay open, and nothing comes."""
+    def _check_silence(self) -> None:
+        """Gives up the requests at a frozen engine: its connections stay open, but nothing arrives."""
         since_s = time.monotonic() - _SILENCE_S
         if self._answered_s > since_s:
             return
@@ -172,11 +181,11 @@ class EngineFollower(FleetWorker):
         return read_metrics(text.decode(errors="replace"))
 
     async def _poll(self) -> None:
-        """Reports load until the engine is lost or is another one. Raises Unavailable then."""
+        """Reports load until the engine is lost, restarts or is retired. Then raises Unavailable."""
         while not self._retired:
             metrics = await self._metrics()
             if metrics.started_s != self._started_s:
-                raise Unavailable(f"engine {self.worker_id} has started again")
+                raise Unavailable(f"engine {self.worker_id} has restarted")
             self._report(metrics)
             await asyncio.sleep(_POLL_S)
         raise Unavailable(f"engine {self.worker_id} is retired")
@@ -192,8 +201,8 @@ class EngineFollower(FleetWorker):
         self._take_load(replace(load, metrics=events))
         self._set_reported(True)
 
-    def _doubt(self) -> None:
-        """Gives the engine no new request until it answers again."""
+    def _suspend(self) -> None:
+        """Sends the engine no new requests until it answers again."""
         self._set_reported(False)
 
     def _set_reported(self, reported: bool) -> None:
@@ -231,7 +240,7 @@ class EngineFollower(FleetWorker):
                 self._records.index.apply(self.worker_id, batch)
 
     def _lose_events(self, reason: str) -> None:
-        level = logging.WARNING if len(self._blocks) else logging.DEBUG  # nothing is lost twice
+        level = logging.WARNING if len(self._blocks) else logging.DEBUG  # a loss matters only if blocks are known
         log.log(level, "the cache of engine %s counts as empty: %s", self.worker_id, reason)
         self._num_losses += 1
         if not self._retired:
@@ -239,7 +248,11 @@ class EngineFollower(FleetWorker):
 
 
 def _served(answer: bytes, model: str) -> tuple[str, int]:
-    """Returns the name of the model at the engine, and its context. Raises Unavailable if the engine has another."""
+    """Returns the engine's name for the model and its context length.
+
+    If the engine serves a single model, its name does not matter. Raises Unavailable if the engine does not serve
+    `model`.
+    """
     try:
         found = json.loads(answer)["data"]
         models = {str(each["id"]): int(each.get("max_model_len") or 0) for each in found}
@@ -247,7 +260,8 @@ def _served(answer: bytes, model: str) -> tuple[str, int]:
         raise Unavailable("its /v1/models is not a list of models") from error
     name = model if model in models else next(iter(models), "")
     if not name or (name != model and len(models) > 1):
-        raise Unavailable(f"it serves {', '.join(map(repr, list(models)[:5]))} and not {model!r}; set served_model")
+        served = ", ".join(map(repr, list(models)[:5])) or "no model"
+        raise Unavailable(f"it serves {served}, not {model!r}; set router.served_model to a model that it serves")
     if models[name] <= 0:
-        raise Unavailable(f"its /v1/models has no max_model_len of {name!r}")
+        raise Unavailable(f"its /v1/models has no max_model_len for {name!r}")
     return name, min(models[name], 1 << 31)

@@ -1,4 +1,4 @@
-"""HTTP calls to one engine: every answer is bounded in bytes, and waits that nothing else bounds have deadlines."""
+"""Makes HTTP calls to one engine. All answers are bounded in bytes; waits without another bound have a deadline."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import aiohttp
 from penstock.errors import PenstockError, Unavailable
 from router.fleet.engines.completion_stream import BrokenStream, printable, refusal
 
-LOST = (aiohttp.ClientError, OSError, TimeoutError, BrokenStream)  # what a call raises when the engine is lost
+LOST = (aiohttp.ClientError, OSError, TimeoutError, BrokenStream)  # errors of a call that mean a lost engine
 _CONNECT_S = 5.0
 _GET_TIMEOUT_S = 5.0
 _MAX_REFUSAL_BYTES = 1 << 16
 _MAX_ANSWER_BYTES = 1 << 22
-_KEEP_ALIVE_S = 3.0  # less than uvicorn's 5 s: a request must not use a connection that the engine is just closing
-_LONG_PROMPT = 1 << 14  # tokens from which a body is written in a thread
+_KEEP_ALIVE_S = 3.0  # less than uvicorn's 5 s, so that no request uses a connection that the engine is closing
+_LONG_PROMPT = 1 << 14  # bodies with more prompt tokens are encoded in a thread
 
 
 class EngineHttp:
-    """Owns the connections to one engine. Made on the event loop; `close` ends it."""
+    """Owns the connections to one engine. Create it on the event loop and call `close` at the end."""
 
     def __init__(self, name: str, url: str, api_key: str = "") -> None:
         self._name = name
@@ -31,7 +31,7 @@ class EngineHttp:
             headers=_PLAIN | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,  # a small answer would become a large one
+            auto_decompress=False,  # a small compressed answer could expand beyond the size limits
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             trust_env=False,
         )
@@ -40,7 +40,7 @@ class EngineHttp:
         await self._session.close()
 
     async def get(self, path: str, max_bytes: int) -> bytes:
-        """Raises Unavailable if there is no such answer within seconds."""
+        """Returns the body of the answer. Raises Unavailable if none arrives in time, and the engine's refusal."""
         try:
             async with asyncio.timeout(_GET_TIMEOUT_S), self._get(path) as response:
                 body = await _read(response, max_bytes)
@@ -48,14 +48,14 @@ class EngineHttp:
                     raise refusal(response.status, body[:_MAX_REFUSAL_BYTES], self._name)
                 return body
         except LOST as error:
-            reason = printable(str(error)) or "no answer in time"
-            raise Unavailable(f"engine {self._name} does not answer {path}: {reason}") from error
+            reason = printable(str(error)) or "timeout"
+            raise Unavailable(f"engine {self._name} did not answer GET {path}: {reason}") from error
 
     def _get(self, path: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         return self._session.get(self._url + path, allow_redirects=False)
 
     async def post(self, path: str, body: Mapping[str, object]) -> object:
-        """Returns the JSON of the answer. Raises the engine's refusal, or one of LOST."""
+        """Returns the answer's JSON value. Raises the engine's refusal or one of LOST."""
         async with await self._post(path, body) as response:
             await self._check(response)
             try:
@@ -67,7 +67,7 @@ class EngineHttp:
     async def stream(
         self, path: str, body: Mapping[str, object], max_line_bytes: int
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Yields the lines of a streamed answer; leaving the block ends the call. Raises as `post` does."""
+        """Yields the lines of a streamed answer. Leaving the block ends the call. Raises what `post` raises."""
         async with await self._post(path, body) as response:
             await self._check(response)
             yield _lines(response, max_line_bytes)

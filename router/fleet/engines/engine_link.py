@@ -1,7 +1,7 @@
-"""Carries completions to one engine, each by an HTTP call of its own, as `DecodeLink` does to one of our workers.
+"""Carries completions to one engine, each in its own HTTP call, as `DecodeLink` does for one of our own workers.
 
-Where there are prefill engines, a prompt is computed at one of them first, and the engine here fetches its KV by
-`kv_transfer_params`, which both ends' connectors understand and this router only carries.
+If there are prefill engines, one of them computes the prompt first. The engine of this link then fetches the KV by
+`kv_transfer_params`, which the engines' KV connectors understand and this router passes on unread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from router.fleet.engines.completion_stream import (
     BrokenStream,
     EngineUsage,
     cached_tokens,
-    most_event_bytes,
+    max_event_bytes,
     printable,
     read_event,
     transfer_params,
@@ -32,17 +32,17 @@ from router.fleet.token_link import Deliver
 log = logging.getLogger(__name__)
 
 _COMPLETIONS = "/v1/completions"
-_LONG_LINE_BYTES = 1 << 18  # read in a thread: the first event of a long prompt repeats it
-_USAGE_S = 2.0  # that a completed answer's usage may take
-_PREFILL_SHARE = 0.5  # of a request's time left that a prefill engine may take
+_LONG_LINE_BYTES = 1 << 18  # longer lines, such as the first event of a long prompt, are parsed in a thread
+_USAGE_S = 2.0  # time that the usage may take after the last token
+_PREFILL_SHARE = 0.5  # share of a request's remaining time that a prefill engine may take
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnd:
-    """An engine that computes prompts for others."""
+    """The connection to an engine that computes prompts for other engines."""
 
     http: EngineHttp
-    silent: asyncio.Event  # set while it does not answer
+    silent: asyncio.Event  # set while the engine does not answer
 
 
 @dataclass(slots=True)
@@ -52,15 +52,15 @@ class _Call:
     submit: worker_pb2.DecodeSubmit
     deliver: Deliver
     sent_s: float
-    heard_s: float  # when the engine sent something last; while another computes the prompt, now
+    heard_s: float  # when the engine last sent something; before that, when the completion was sent to it
     first_token_s: float = 0.0
-    is_remote: bool = False  # another engine has computed the prompt
+    is_remote: bool = False  # whether a prefill engine computed the prompt
     timing: common_pb2.Timing = field(default_factory=common_pb2.Timing)
     task: asyncio.Task[None] | None = None
 
 
 class EngineLink:
-    """Owned by the engine's follower."""
+    """Carries requests to one engine. The engine's follower owns it."""
 
     def __init__(
         self,
@@ -71,9 +71,10 @@ class EngineLink:
         remote_from_tokens: int,
         on_lost: Callable[[], None],
     ) -> None:
-        """`cache_salt` names a request's salt to the engine, and `find_prefill` finds a prefill engine by its name.
-        Prompts shorter than `remote_from_tokens` are computed here. `on_lost` is called when a connection breaks,
-        before its request is notified."""
+        """`cache_salt` turns a request's salt into the `cache_salt` sent to the engine; `find_prefill` finds a prefill
+        engine by its name. Prompts shorter than `remote_from_tokens` are not sent to a prefill engine. `on_lost` is
+        called when a connection breaks, before its request is notified.
+        """
         self._worker_id = worker_id
         self._http = http
         self._cache_salt = cache_salt
@@ -84,9 +85,9 @@ class EngineLink:
         self._last_id = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self.model = ""  # its name at the engine
+        self.model = ""  # the engine's name for the model
         self.is_open = False
-        self.reports_cached_tokens = False  # answers have said how much of a prompt was cached
+        self.reports_cached_tokens = False  # whether an answer has said how much of a prompt was cached
 
     @property
     def num_streams(self) -> int:
@@ -94,11 +95,11 @@ class EngineLink:
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens of prompts without a first token."""
+        """Prompt tokens of the requests that have no first token yet."""
         return sum(len(call.submit.token_ids) for call in self._calls.values() if not call.first_token_s)
 
     def submit(self, command: worker_pb2.DecodeCommand, deliver: Deliver) -> int:
-        """Sends a `submit`, and returns the id of its stream. Raises Unavailable on a closed link."""
+        """Sends a `submit` and returns its stream id. Raises Unavailable if the link is closed."""
         if not self.is_open:
             raise Unavailable(f"engine {self._worker_id} is not connected")
         self._last_id += 1
@@ -109,24 +110,24 @@ class EngineLink:
         return self._last_id
 
     def cancel(self, stream_id: int) -> None:
-        """Ends a stream here and, by closing its connection, at the engine. Does nothing if the stream has ended."""
+        """Ends a stream here and, by closing its connection, at the engine. A no-op if the stream has ended."""
         call = self._remove(stream_id)
         if call is not None and call.task is not None:
             call.task.cancel()
 
     def lose_silent(self, since_s: float) -> None:
-        """Gives up the streams of an engine that has stopped answering, those that have received nothing since."""
+        """Gives up the streams that have received nothing since `since_s`, as the engine no longer answers."""
         for stream_id, call in list(self._calls.items()):
             if call.heard_s <= since_s:
                 self.cancel(stream_id)
                 call.deliver(Unavailable(f"engine {self._worker_id} has stopped answering"))
 
     async def wait_idle(self) -> None:
-        """Returns once no request is on the link. Bounded by the requests' own deadlines."""
+        """Returns once the link has no streams. The requests' own deadlines bound the wait."""
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Ends every stream; none is notified."""
+        """Ends every stream without notifying its request."""
         tasks = [call.task for call in self._calls.values() if call.task is not None]
         for stream_id in list(self._calls):
             self.cancel(stream_id)
@@ -145,44 +146,47 @@ class EngineLink:
             last = await self._complete(call)
         except LOST as error:
             if not isinstance(error, BrokenStream):
-                self._on_lost()  # or the request would come back here until the engine is known to be gone
-            last = Unavailable(f"engine {self._worker_id} was lost: {printable(str(error)) or 'no answer in time'}")
+                self._on_lost()  # else the request would be sent here again until the follower notices the loss
+            last = Unavailable(f"engine {self._worker_id} was lost: {printable(str(error)) or 'timeout'}")
         except PenstockError as error:
             last = worker_pb2.StepDelta(error=to_status(error))
         except Exception as error:
             log.exception("a completion at engine %s failed", self._worker_id)
             last = Unavailable(
-                f"engine {self._worker_id} answered what this router does not understand: {printable(repr(error))}"
+                f"this router cannot process the answer of engine {self._worker_id}: {printable(repr(error))}"
             )
         if self._remove(stream_id) is not None:
             call.deliver(last)
 
     async def _complete(self, call: _Call) -> worker_pb2.StepDelta:
-        """Streams a completion, and returns its last delta. Raises the engine's refusal, or one of LOST."""
+        """Streams a completion and returns its last delta. Raises the engine's refusal or one of LOST."""
         body = completion_body(call.submit, self.model, self._cache_salt(call.submit.salt))
-        await self._compute_elsewhere(call, body)
+        await self._prefill_remotely(call, body)
         max_tokens, submit = call.submit.sampling.max_tokens, call.submit
-        most = most_event_bytes(len(submit.token_ids), max_tokens, submit.sampling.logprobs)
-        async with self._http.stream(_COMPLETIONS, body, most) as lines:
+        max_bytes = max_event_bytes(len(submit.token_ids), max_tokens, submit.sampling.logprobs)
+        async with self._http.stream(_COMPLETIONS, body, max_bytes) as lines:
             last = await self._last_delta(call, lines)
-            await self._take_usage(call, lines)
+            await self._read_usage(call, lines)
         last.timing.CopyFrom(call.timing)
         last.timing.hints.extend(refused_hints(submit.kv_hints, self._worker_id))
         return last
 
     async def _last_delta(self, call: _Call, lines: AsyncIterator[bytes]) -> worker_pb2.StepDelta:
-        """Delivers tokens until the completion is whole, which it is with its last token whatever the engine says."""
+        """Delivers tokens until the completion ends, and returns its last delta.
+
+        It ends at `max_tokens` even if the engine does not say so.
+        """
         submit = call.submit
-        room = submit.num_prompt_tokens + submit.sampling.max_tokens - len(submit.token_ids)
+        num_left = submit.num_prompt_tokens + submit.sampling.max_tokens - len(submit.token_ids)
         async for line in lines:
             found = await _read(call, line)
             if not isinstance(found, worker_pb2.StepDelta):
                 continue
-            room -= len(found.token_ids)
-            if room < 0:
-                raise BrokenStream("it sent more tokens than were asked for")
-            self._note_tokens(call, found)
-            if not found.finish_reason and not room:
+            num_left -= len(found.token_ids)
+            if num_left < 0:
+                raise BrokenStream("it sent more tokens than max_tokens allows")
+            self._record_tokens(call, found)
+            if not found.finish_reason and not num_left:
                 found.finish_reason = common_pb2.FINISH_REASON_LENGTH
             if found.finish_reason:
                 return found
@@ -190,19 +194,20 @@ class EngineLink:
                 call.deliver(found)
         raise BrokenStream("its stream ended before the completion did")
 
-    async def _take_usage(self, call: _Call, lines: AsyncIterator[bytes]) -> None:
-        """Reads what follows the last token, so that the connection can be used again. A completion is whole
-        without it."""
+    async def _read_usage(self, call: _Call, lines: AsyncIterator[bytes]) -> None:
+        """Reads the usage and the end of the stream, so that the connection can be reused. The completion is complete
+        even if they never arrive.
+        """
         try:
             async with asyncio.timeout(_USAGE_S):
                 async for line in lines:
                     found = await _read(call, line)
                     if isinstance(found, EngineUsage):
-                        self._note_cached(call, found)
+                        self._record_cached(call, found)
         except LOST as error:
-            log.debug("engine %s did not end an answer: %s", self._worker_id, error)
+            log.debug("engine %s did not end its answer properly: %s", self._worker_id, error)
 
-    def _note_tokens(self, call: _Call, delta: worker_pb2.StepDelta) -> None:
+    def _record_tokens(self, call: _Call, delta: worker_pb2.StepDelta) -> None:
         now_s, timing = time.monotonic(), call.timing
         if delta.token_ids and not call.first_token_s:
             call.first_token_s = now_s
@@ -211,9 +216,12 @@ class EngineLink:
         timing.decode_worker = self._worker_id
         timing.decode_ms = (now_s - (call.first_token_s or now_s)) * 1e3
 
-    def _note_cached(self, call: _Call, usage: EngineUsage) -> None:
-        """Names the worker that computed the prompt only if it says how much it had cached: predictions are compared
-        with that."""
+    def _record_cached(self, call: _Call, usage: EngineUsage) -> None:
+        """Records how much of the prompt was cached.
+
+        Leaves `prefill_worker` empty if the engine does not say: predicted cache hits are checked against the named
+        worker's figure.
+        """
         timing = call.timing
         if usage.cached_tokens is None:
             timing.prefill_worker = ""
@@ -227,8 +235,8 @@ class EngineLink:
 
     # Prefill engines.
 
-    async def _compute_elsewhere(self, call: _Call, body: dict[str, object]) -> None:
-        """Has a prefill engine compute the prompt, if there is one, and names in the body where its KV is."""
+    async def _prefill_remotely(self, call: _Call, body: dict[str, object]) -> None:
+        """Has a prefill engine compute the prompt, if one is available, and adds the location of its KV to `body`."""
         if len(call.submit.token_ids) < self._remote_from_tokens:
             return
         for candidate in call.submit.prefill_candidates:
@@ -240,8 +248,8 @@ class EngineLink:
                     answer = await _unless_silent(engine, prefill_body(body))
                 params, cached = transfer_params(answer), cached_tokens(answer)
             except (*LOST, Unavailable) as error:
-                reason = printable(str(error)) or "no answer in time"
-                log.info("prefill engine %s computed nothing: %s", candidate.worker_id, reason)
+                reason = printable(str(error)) or "timeout"
+                log.info("prefill engine %s did not compute a prompt: %s", candidate.worker_id, reason)
                 call.deliver(_outcome(candidate, worker_pb2.PREFILL_FAULT_WORKER))
                 continue
             call.deliver(_outcome(candidate, worker_pb2.PREFILL_FAULT_NONE))
@@ -260,16 +268,16 @@ async def _read(call: _Call, line: bytes) -> worker_pb2.StepDelta | EngineUsage 
 
 
 async def _unless_silent(engine: PrefillEnd, body: dict[str, object]) -> object:
-    """Returns a prefill engine's answer. Raises BrokenStream once the engine has stopped answering anybody."""
-    asking = asyncio.ensure_future(engine.http.post(_COMPLETIONS, body))
-    waiting = asyncio.ensure_future(engine.silent.wait())
+    """Returns a prefill engine's answer. Raises BrokenStream once the engine counts as silent."""
+    call = asyncio.ensure_future(engine.http.post(_COMPLETIONS, body))
+    silence = asyncio.ensure_future(engine.silent.wait())
     try:
-        await asyncio.wait([asking, waiting], return_when=asyncio.FIRST_COMPLETED)
-        if not asking.done():
+        await asyncio.wait([call, silence], return_when=asyncio.FIRST_COMPLETED)
+        if not call.done():
             raise BrokenStream("it has stopped answering")
-        return asking.result()
+        return call.result()
     finally:
-        for task in (asking, waiting):
+        for task in (call, silence):
             task.cancel()
 
 

@@ -1,7 +1,7 @@
-"""Decides what to do with a numbered batch of events: apply it, drop it, or ask for what is missing. Pure.
+"""Decides what to do with a numbered batch of events: apply it, drop it, or request the missing batches. Pure.
 
-Live batches and an answer to a replay request may overlap, so a batch that was applied already is dropped. Live batches
-alone never go back: where they do, another incarnation of the publisher numbers them.
+Live and replayed batches may overlap, so a batch that was already applied is dropped. The numbers of live batches only
+grow: if they fall, the publisher has restarted.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from enum import Enum
 
 class Verdict(Enum):
     APPLY = "apply"
-    DROP = "drop"  # it has already been applied
+    DROP = "drop"  # the batch was already applied
     MISSING = "missing"  # earlier batches have not arrived
-    RESTARTED = "restarted"  # the batch is from another publisher, and everything known is void
+    RESTARTED = "restarted"  # the publisher has restarted, and everything known of its cache is void
 
 
 class EventSequence:
-    """Follows the numbers of one publisher."""
+    """Tracks the batch numbers of one publisher."""
 
     def __init__(self) -> None:
-        self.next_seq = 0  # the first batch that is not applied
+        self.next_seq = 0  # number of the first batch that has not been applied
         self._last_live = -1
 
     def on_live(self, seq: int) -> Verdict:
-        """Judges a batch that was just published."""
+        """Decides on a batch that was just published."""
         if seq <= self._last_live:
             self.reset()
             self._last_live = seq
@@ -35,14 +35,14 @@ class EventSequence:
         return self._judge(seq)
 
     def on_replayed(self, seq: int) -> Verdict:
-        """Judges a batch that was sent again. Batches that the publisher no longer keeps are lost and skipped."""
+        """Decides on a replayed batch. Returns MISSING if it skips batches that the publisher no longer keeps."""
         if seq > self.next_seq:
             self.next_seq = seq + 1
             return Verdict.MISSING
         return self._judge(seq)
 
     def reset(self) -> None:
-        """Expects a new publisher's batches from the first one on."""
+        """Expects the batches of a restarted publisher, from the first one on."""
         self.next_seq, self._last_live = 0, -1
 
     def _judge(self, seq: int) -> Verdict:

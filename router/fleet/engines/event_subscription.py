@@ -1,7 +1,7 @@
 """Receives an engine's KV events over ZMQ, in order and without gaps as far as its replay socket allows.
 
-Whoever reaches the engine's port could send anything, so sizes and queues are bounded before a byte is read, and what
-cannot be decoded counts as lost: the engine's pages are forgotten, and those that follow are believed again.
+Events come from an unauthenticated port, so message sizes and queues are bounded before a byte is read. A message that
+cannot be decoded counts as a lost event: the engine's pages are forgotten, and later events are applied as usual.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from router.fleet.engines.event_sequence import EventSequence, Verdict
 
 log = logging.getLogger(__name__)
 
-_QUEUE, _REPLAY_QUEUE = 128, 512  # messages that wait here; beyond them the engine's socket drops, as the numbers show
+_QUEUE, _REPLAY_QUEUE = 128, 512  # messages queued here; beyond that the sender drops them, which shows as a gap
 _REPLAY_TIMEOUT_S = 5.0
-_BIG_BATCH_BYTES = 1 << 16  # decoded in a thread
+_BIG_BATCH_BYTES = 1 << 16  # larger batches are decoded in a thread
 
 
 class EventSubscription:
-    """Use as a context manager, and await `run`. Calls back on the event loop."""
+    """Calls back with an engine's events, on the event loop. Use it as a context manager and await `run`."""
 
     def __init__(
         self,
@@ -35,8 +35,9 @@ class EventSubscription:
         on_events: Callable[[Sequence[BlockEvent]], None],
         on_lost: Callable[[str], None],
     ) -> None:
-        """`on_lost` is called with the reason when everything known of the cache is void. Without a `replay_address`
-        every gap is a loss."""
+        """`on_lost` is called with the reason when everything known of the cache becomes void. Without a
+        `replay_address`, that is after every gap.
+        """
         self._on_events, self._on_lost = on_events, on_lost
         self._sequence = EventSequence()
         self._has_replays = bool(replay_address)
@@ -65,21 +66,21 @@ class EventSubscription:
         return opened
 
     async def run(self) -> None:
-        """Runs until cancelled: ZMQ itself connects again."""
+        """Runs until cancelled. ZMQ reconnects by itself."""
         await self._replay()
         while True:
-            await asyncio.sleep(0)  # a message that is here already would not yield
-            # No deadline: an idle engine sends nothing, and its follower notices by its metrics if it is gone.
+            await asyncio.sleep(0)  # receiving a message that has already arrived would not yield to the event loop
+            # No deadline: an idle engine sends nothing, and its follower detects a lost engine by its metrics.
             frames = await self._events.recv_multipart()
             if len(frames) != 3 or len(frames[1]) != SEQ_BYTES:
-                self._on_lost(f"a message has {len(frames)} frames")
+                self._on_lost(f"a message has {len(frames)} frames or no valid number")
                 continue
-            await self._take(int.from_bytes(frames[1], "big"), frames[2])
+            await self._receive_live(int.from_bytes(frames[1], "big"), frames[2])
 
-    async def _take(self, seq: int, payload: bytes) -> None:
+    async def _receive_live(self, seq: int, payload: bytes) -> None:
         verdict = self._sequence.on_live(seq)
         if verdict is Verdict.RESTARTED:
-            self._on_lost("its publisher has started again")
+            self._on_lost("its event publisher has restarted")
             verdict = Verdict.MISSING if seq else self._sequence.on_replayed(seq)
         if verdict is Verdict.MISSING:
             await self._replay()
@@ -95,15 +96,15 @@ class EventSubscription:
             is_big = len(payload) > _BIG_BATCH_BYTES
             events = await asyncio.to_thread(decode_batch, payload) if is_big else decode_batch(payload)
         except ValueError as error:
-            self._on_lost(f"they cannot be read: {error}")
+            self._on_lost(f"its events cannot be decoded: {error}")
             return
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         self._on_events(events)
-        await asyncio.sleep(loop.time() - started_s)  # a flood takes half of the event loop's time at most
+        await asyncio.sleep(loop.time() - started_s)  # events take at most half of the event loop's time
 
     async def _replay(self) -> None:
-        """Asks for everything that is not applied, and applies what comes."""
+        """Requests all batches that have not been applied, and applies those that arrive."""
         if not self._has_replays:
             return
         socket = self._open(zmq.DEALER, _REPLAY_QUEUE)
@@ -115,17 +116,17 @@ class EventSubscription:
                     await asyncio.sleep(0)
                     frames = await socket.recv_multipart()
                     if len(frames) != 4 or len(frames[2]) != SEQ_BYTES:
-                        self._on_lost(f"a replayed message has {len(frames)} frames")
+                        self._on_lost(f"a replayed message has {len(frames)} frames or no valid number")
                         return
                     if frames[2] == END_SEQ:
                         return
-                    await self._take_replayed(int.from_bytes(frames[2], "big"), frames[3])
+                    await self._receive_replayed(int.from_bytes(frames[2], "big"), frames[3])
         except TimeoutError:
-            log.info("no answer to a replay request within %g s", _REPLAY_TIMEOUT_S)
+            log.info("the replay of events did not end within %g s", _REPLAY_TIMEOUT_S)
         finally:
             socket.close(linger=0)
 
-    async def _take_replayed(self, seq: int, payload: bytes) -> None:
+    async def _receive_replayed(self, seq: int, payload: bytes) -> None:
         verdict = self._sequence.on_replayed(seq)
         if verdict is Verdict.MISSING:
             self._on_lost(f"its events before {seq} are gone")

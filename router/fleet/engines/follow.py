@@ -1,4 +1,4 @@
-"""Follows the engines that a router's configuration names."""
+"""Adds the engines that a router's configuration names to its fleet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from router.fleet.worker_fleet import WorkerFleet
 
 
 def follow_engines(config: RouterConfig, model: str, fleet: WorkerFleet, trust: Trust) -> None:
-    """Adds every engine to the fleet. Must run on the event loop. Raises ConfigError if a key cannot be read."""
+    """Adds every engine to the fleet. Call it on the event loop. Raises ConfigError if an API key cannot be read."""
     followers: dict[str, EngineFollower] = {}
 
     def root_salt(revision: str) -> bytes:

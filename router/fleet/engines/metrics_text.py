@@ -1,4 +1,4 @@
-"""Reads an engine's load from the text of its /metrics, by vLLM's names. Pure."""
+"""Computes an engine's load from the text of its /metrics, which use vLLM's names. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.types import CacheStats, StepTotals, WorkerLoad
 
 MAX_TEXT_BYTES = 4 << 20
 _SAMPLE = re.compile(r"(?m)^(vllm:[a-z_]+|process_start_time_seconds)(?:\{(.*)\})? ([0-9eE.+-]+|NaN|[+-]Inf)$")
-_LABEL = re.compile(r'(?<![a-z_])([a-z_]+)="([^"]*)"')  # takes time in proportion to the text
+_LABEL = re.compile(r'(?<![a-z_])([a-z_]+)="([^"]*)"')  # the lookbehind keeps the search linear in the text
 _COUNTED = re.compile("running|waiting|usage|prefix_cache|_tokens|time_seconds|latency_seconds|process_start")
 _MAX_BLOCKS = 1 << 32
 _MAX_VALUE = 1e15  # keeps sums and products of values far from infinity
@@ -20,7 +20,7 @@ _MAX_VALUE = 1e15  # keeps sums and products of values far from infinity
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """Holds the figures of one scrape, summed over an engine's ranks."""
+    """The figures of one scrape, summed over an engine's ranks."""
 
     values: Mapping[str, float]
     block_size: int | None = None
@@ -31,12 +31,12 @@ class EngineMetrics:
 
     @property
     def started_s(self) -> float:
-        """When the process started; 0 if it does not say."""
+        """When the process started, in seconds since the epoch of Unix time; 0 if it does not say."""
         return self.values.get("process_start_time_seconds", 0.0)
 
 
 def read_metrics(text: str) -> EngineMetrics:
-    """Parses the lines that it knows and ignores all others."""
+    """Parses the metrics that `LoadReader` needs and ignores all other lines."""
     sums: dict[str, float] = defaultdict(float)
     size = blocks = None
     for name, labels, value in _SAMPLE.findall(text):
@@ -49,7 +49,7 @@ def read_metrics(text: str) -> EngineMetrics:
 
 
 def _number(text: str) -> float:
-    """Returns the value; 0 for anything that is not a number of at least 0."""
+    """Returns the number, or 0 if the text is not a finite positive number."""
     try:
         found = float(text)
     except ValueError:
@@ -64,15 +64,16 @@ def _count(text: str | None) -> int | None:
 
 
 class LoadReader:
-    """Turns an engine's scrapes into the load reports that routing learns from."""
+    """Turns an engine's scrapes into load reports in the form that our own workers send."""
 
     def __init__(self) -> None:
         self._before: EngineMetrics | None = None
         self._prefill, self._decode = StepTotals(), StepTotals()
 
     def load(self, now: EngineMetrics, queued_tokens: int, num_open: int) -> WorkerLoad:
-        """`queued_tokens` and `num_open` are what this router has there: tokens of prompts without a first token, and
-        requests."""
+        """Returns the load since the previous call. `queued_tokens` are the prompt tokens of this router's requests at
+        the engine that have no first token yet, and `num_open` is the number of its requests there.
+        """
         before = self._before or now
         self._before = now
         self._learn_prefill(before, now)
@@ -104,7 +105,7 @@ class LoadReader:
         return self._prefill.tokens / self._prefill.seconds if self._prefill.seconds else 0.0
 
     def _learn_prefill(self, before: EngineMetrics, now: EngineMetrics) -> None:
-        """A prompt counts as one step: the engine does not say in how many it was computed."""
+        """Counts each prompt as one step: the engine does not say in how many steps it was computed."""
         steps = _grown(before, now, "request_prefill_time_seconds_count")
         tokens = _grown(before, now, "request_prefill_kv_computed_tokens_sum")
         seconds = _grown(before, now, "request_prefill_time_seconds_sum")
@@ -112,7 +113,7 @@ class LoadReader:
             self._prefill = _added(self._prefill, steps, tokens, seconds)
 
     def _learn_decode(self, before: EngineMetrics, now: EngineMetrics) -> None:
-        """A step takes as long as its tokens wait for each other."""
+        """Takes the mean inter-token latency as the time of a step."""
         steps = _grown(before, now, "iteration_tokens_total_count")
         tokens = _grown(before, now, "inter_token_latency_seconds_count")
         waited_s = _grown(before, now, "inter_token_latency_seconds_sum")

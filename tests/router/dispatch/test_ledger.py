@@ -71,7 +71,7 @@ async def test_a_refused_request_leaves_nothing_where_it_was_refused(world: Worl
     for _ in range(8):
         await collect(world.router.stub.Generate(request(token_ids=PROMPT)))
     assert world.link_bytes == 0
-    assert world.router.server.fleet.health.is_spotless  # a full worker is no failing one
+    assert world.router.server.fleet.health.is_without_failures  # a full worker is no failing one
     world.decodes[1].refuse_with = Overloaded("full too", 1.0)
     assert isinstance(await failure(world.router.stub.Generate(request(token_ids=PROMPT))), Overloaded)
     assert world.link_bytes == 0

@@ -1,4 +1,4 @@
-"""Tests the link's waves: deltas that arrive while requests write are held and dealt together, in order."""
+"""Tests the link's rounds: deltas that arrive while requests write are held and delivered together, in order."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ async def test_frames_of_a_burst_arrive_complete_and_in_order():
     running.cancel()
 
 
-async def test_frames_during_a_wave_are_held_but_first_tokens_are_not():
+async def test_frames_during_a_round_are_held_but_first_tokens_are_not():
     _, link, running, (old, new) = await _open(2)
-    link._take(worker_pb2.StepFrame(deltas=[worker_pb2.StepDelta(stream_id=1, token_ids=[5])]))
-    link._take(
+    link._receive(worker_pb2.StepFrame(deltas=[worker_pb2.StepDelta(stream_id=1, token_ids=[5])]))
+    link._receive(
         worker_pb2.StepFrame(
             deltas=[
                 worker_pb2.StepDelta(stream_id=1, token_ids=[6]),
@@ -101,10 +101,10 @@ async def test_frames_during_a_wave_are_held_but_first_tokens_are_not():
     running.cancel()
 
 
-async def test_a_broken_link_deals_what_it_held_before_it_reports_the_loss():
+async def test_a_broken_link_delivers_what_it_held_before_it_reports_the_loss():
     call, link, running, (stream,) = await _open(1)
     for token in range(3):
-        link._take(worker_pb2.StepFrame(deltas=[worker_pb2.StepDelta(stream_id=1, token_ids=[token])]))
+        link._receive(worker_pb2.StepFrame(deltas=[worker_pb2.StepDelta(stream_id=1, token_ids=[token])]))
     call.frames.put_nowait(None)
     await running
     assert stream.token_ids == [0, 1, 2]
@@ -114,7 +114,7 @@ async def test_a_broken_link_deals_what_it_held_before_it_reports_the_loss():
 async def test_held_deltas_are_not_delivered_after_a_cancel():
     call, link, running, (stream,) = await _open(1)
     for token in range(2):
-        link._take(worker_pb2.StepFrame(deltas=[worker_pb2.StepDelta(stream_id=1, token_ids=[token])]))
+        link._receive(worker_pb2.StepFrame(deltas=[worker_pb2.StepDelta(stream_id=1, token_ids=[token])]))
     link.cancel(1)
     call.frames.put_nowait(None)
     await running

@@ -151,7 +151,7 @@ async def test_a_ticket_whose_client_is_slow_is_no_fault_of_its_worker(
             fleet.tickets.on_states(entry.worker, [state(ticket_id)])
             async with asyncio.timeout(60):
                 await fleet.tickets.wait_idle(entry.worker)
-        assert fleet.health.is_spotless
+        assert fleet.health.is_without_failures
         assert router.server.context.gate.admission.num_inside == 0
 
 

@@ -78,7 +78,7 @@ class Counted:
 
 
 async def refused(call):
-    with pytest.raises(Overloaded, match="more than is left of this tenant's tokens/s") as caught:
+    with pytest.raises(Overloaded, match="more than this tenant's rate of tokens/s has left") as caught:
         raise await failure(call)
     assert caught.value.retry_after_s > 1.0
 

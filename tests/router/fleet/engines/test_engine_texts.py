@@ -17,7 +17,7 @@ from router.fleet.engines.completion_request import completion_body, prefill_bod
 from router.fleet.engines.completion_stream import (
     BrokenStream,
     EngineUsage,
-    most_event_bytes,
+    max_event_bytes,
     read_event,
     refusal,
     transfer_params,
@@ -59,9 +59,9 @@ def test_a_resumed_completion_asks_for_the_rest() -> None:
 @pytest.mark.parametrize(
     ("sampling", "num_emitted", "message"),
     [
-        (SamplingParams(max_tokens=1, prompt_logprobs=1), 0, "prompt_logprobs: is not available"),
+        (SamplingParams(max_tokens=1, prompt_logprobs=1), 0, "prompt_logprobs: not available"),
         (SamplingParams(max_tokens=1, grammar=Grammar(GrammarKind.LARK, "x")), 0, "GRAMMAR_KIND_LARK is not available"),
-        (SamplingParams(max_tokens=9, grammar=Grammar(GrammarKind.REGEX, "a")), 2, "cannot be continued"),
+        (SamplingParams(max_tokens=9, grammar=Grammar(GrammarKind.REGEX, "a")), 2, "cannot resume output"),
     ],
 )
 def test_what_an_engine_lacks_is_refused(sampling: SamplingParams, num_emitted: int, message: str) -> None:
@@ -78,7 +78,7 @@ def test_hints_are_refused_one_by_one_and_alone_by_name() -> None:
     assert refused_hints(common_pb2.KvHints(), "engine-a") == []
     alone = submit(SamplingParams(max_tokens=1))
     alone.kv_hints.only = True
-    with pytest.raises(InvalidInput, match=r"kv_hints\.only: is not available: another engine"):
+    with pytest.raises(InvalidInput, match=r"kv_hints\.only: not available, since another engine"):
         completion_body(alone, "tiny", "")
 
 
@@ -112,7 +112,7 @@ def test_events_become_deltas() -> None:
         (event(token_ids=[True]), "token_ids is not a list"),
         (event(token_ids=[-1]), "token_ids is not a list"),
         (event(token_ids=[2**32]), "token_ids is not a list"),
-        (event(token_ids=[], finish_reason="abort"), "ended with 'abort'"),
+        (event(token_ids=[], finish_reason="abort"), "unknown finish_reason 'abort'"),
         (event(token_ids=[1], logprobs=None), "logprobs is missing"),
         (event(token_ids=[1], logprobs={"token_logprobs": [], "top_logprobs": []}), "one entry for each"),
         (event(token_ids=[1], logprobs={"token_logprobs": ["a"], "top_logprobs": [None]}), "not a number"),
@@ -142,8 +142,8 @@ def test_an_event_may_be_as_large_as_its_completion_needs() -> None:
             "text_offset": [100_000] * 900,
         },
     }  # fmt: skip
-    assert len(event(**choice)) < most_event_bytes(60_000, 900, 20)
-    assert most_event_bytes(100, 100, 0) < 1 << 17  # parsed JSON takes many times its size
+    assert len(event(**choice)) < max_event_bytes(60_000, 900, 20)
+    assert max_event_bytes(100, 100, 0) < 1 << 17  # parsed JSON takes many times its size
 
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.text(max_size=5)

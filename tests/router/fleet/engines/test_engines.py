@@ -131,7 +131,7 @@ async def test_what_an_engine_refuses_for_good_reaches_the_client() -> None:
     async with routed(engine) as router:
         error = await failure(router.stub.Generate(request(token_ids=PROMPT)))
         assert isinstance(error, InvalidInput)
-        assert "engine engine: not now" in error.message
+        assert "engine engine refused it: not now" in error.message
         error = await failure(router.stub.Generate(request(token_ids=PROMPT, prompt_logprobs=1)))
         assert "prompt_logprobs" in error.message
         assert "another engine" in error.message

@@ -1,7 +1,7 @@
-"""The HTTP side of the API: routes, event streams, connections and TLS.
+"""Serves the API over HTTP: routes, event streams, connections and TLS.
 
-`router.server` takes `make_app` from `app`, `make_operations_app` from `operations`, and limits and settings of its
-listeners from `connections` and `tls`. What the bodies mean is decided in `router.api.openai` and
-`router.api.translation`; this room must not know it, nor any worker. The status of an error is part of its class in
-`penstock.errors`; `error_answers` writes it.
+`router.server` uses `make_app` from `app`, `make_operations_app` from `operations`, and the limits and TLS settings of
+its listeners from `connections`. `router.api.openai` and `router.api.translation` define what the bodies mean; this
+room must not know that, nor any worker. An error's class in `penstock.errors` defines its status; `error_answers`
+writes the answer.
 """

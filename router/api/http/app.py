@@ -1,4 +1,4 @@
-"""The routes of the HTTP API. `generation` answers the calls that generate, `router.api.openai` holds the formats."""
+"""Builds the HTTP API's app. `generation` answers the generating calls; `router.api.openai` defines the formats."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.metrics.metrics import RouterMetrics
 from router.text.fair_threads import FairThreads
 
-# The shapes of errors other than OpenAI's, by the beginning of the paths that have them.
+# Error formats other than OpenAI's, by the prefix of the paths that use them.
 SHAPES: Mapping[str, ErrorShape] = {
     message_routes.PATH: anthropic_error,
     response_routes.PATH: responses_error,
@@ -43,7 +43,7 @@ SHAPES: Mapping[str, ErrorShape] = {
 
 class ServedApp(NamedTuple):
     app: FastAPI
-    batch_runner: BatchRunner | None  # to be run, on the app's event loop
+    batch_runner: BatchRunner | None  # the caller runs it on the app's event loop
 
 
 def make_app(
@@ -56,10 +56,11 @@ def make_app(
     store: StoreConfig | None = None,
     batches: OfflineParts | None = None,
 ) -> ServedApp:
-    """`threads` parse large bodies. Without `batches`, files and batches are not served.
+    """Returns the app with all public routes. `threads` parse large bodies. Without `batches`, the app serves neither
+    files nor batches.
 
-    With a `metrics_token` that is not "", /metrics and /load demand it. With tenants and no token, nobody can read
-    either. Browsers' pages of the `cors_origins` may call; "*" is any page.
+    /metrics and /load require the `metrics_token` unless it is ""; if there are tenants and no token, nobody can read
+    them. Web pages from the `cors_origins` may call the API; "*" allows any page.
     """
     app = make_operations_app(preparer, metrics, metrics_token, SHAPES)
     if cors_origins:
@@ -84,7 +85,7 @@ def make_app(
 
 
 def _add_generation(app: FastAPI, calls: GenerationCalls, preparer: RequestPreparer) -> dict[str, Dialect[Any]]:
-    """Returns the dialects by their paths."""
+    """Adds the routes of OpenAI's completions and chat completions. Returns their dialects by path."""
     name_of, tokenizer = preparer.answering_name, preparer.tokenizer
 
     def read_completion(raw: bytes, limits: LimitsConfig, tenant: str) -> CompletionBody:
@@ -98,12 +99,12 @@ def _add_generation(app: FastAPI, calls: GenerationCalls, preparer: RequestPrepa
 
     @app.post("/v1/completions", **described_call(CompletionBody))
     async def completions(http: Request) -> Response:
-        """Continues a prompt, as OpenAI's completions do; with `stream`, as events."""
+        """Continues a prompt in the format of OpenAI's completions; with `stream`, as an event stream."""
         return await calls.answer(http, completion)
 
     @app.post("/v1/chat/completions", **described_call(ChatBody))
     async def chat_completions(http: Request) -> Response:
-        """Answers a conversation, as OpenAI's chat completions do; with `stream`, as events."""
+        """Continues a conversation in the format of OpenAI's chat completions; with `stream`, as an event stream."""
         return await calls.answer(http, chat)
 
     return {"/v1/chat/completions": chat, "/v1/completions": completion}

@@ -1,4 +1,4 @@
-"""Reads the bodies of HTTP requests, within bounds of size, time and memory."""
+"""Reads the bodies of HTTP requests within limits on size, time and memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from router.metrics.metrics import RouterMetrics
 
 
 class BodyReader:
-    """Reads bodies, and bounds how many bytes of them are held at once until they are parsed."""
+    """Reads bodies and bounds the bytes of all bodies that are held at once until they are parsed."""
 
     def __init__(self, limits: LimitsConfig, metrics: RouterMetrics) -> None:
         self._limits = limits
@@ -23,17 +23,17 @@ class BodyReader:
         self._held = HeldBytes(limits, metrics.limited)
 
     async def read(self, http: Request, held: contextlib.ExitStack) -> bytes:
-        """Returns the body, whose bytes count until `held` closes.
+        """Returns the body. Its bytes count as held until `held` closes.
 
-        Raises UnreadRequest as soon as it is too large or late, Unavailable if there are too many bytes of bodies
-        already, Cancelled if the client disconnects.
+        Raises UnreadRequest as soon as the body is too large or too late, Unavailable if the bodies already held leave
+        no room for it, and Cancelled if the client disconnects.
         """
         limits = self._limits
         declared = http.headers.get("content-length", "")
         check_body(int(declared) if declared.isdecimal() else 0, limits)
         parts: list[bytes] = []
         num_bytes = 0
-        held.callback(self._give_back, parts)
+        held.callback(self._release, parts)
         try:
             async with asyncio.timeout(limits.body_timeout_s):
                 async for part in http.stream():
@@ -43,13 +43,13 @@ class BodyReader:
                     parts.append(part)
         except TimeoutError as error:
             self._metrics.limited("body_timeout_s")
-            problem = f"did not arrive within {limits.body_timeout_s:g} s; send it faster, or less of it"
+            problem = f"did not arrive within {limits.body_timeout_s:g} s; send it faster or send less"
             raise UnreadRequest("body", problem, 408) from error
         except ClientDisconnect as error:
-            raise Cancelled("the client has gone") from error
+            raise Cancelled("the client disconnected") from error
         parts[:] = [b"".join(parts)]
         return parts[0]
 
-    def _give_back(self, parts: list[bytes]) -> None:
+    def _release(self, parts: list[bytes]) -> None:
         self._held.give_back(sum(map(len, parts)))
         parts.clear()

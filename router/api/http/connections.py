@@ -1,8 +1,8 @@
-"""Bounds the connections to the HTTP port: how many there are, and how long one may take to send a request's headers.
+"""Bounds the number of connections to the HTTP port and the time that one may take to send a request's headers.
 
-The server library bounds neither. It hands each connection to a protocol of ours, which counts it, watches it until its
-request has begun, and refuses what is over a limit with an error that names it. Over TLS, a request also learns the
-names in its client's certificate, which the library does not expose.
+uvicorn bounds neither. It creates our protocol for each connection, which counts the connection, watches it until a
+request begins, and refuses it with an error that names the exceeded limit. Over TLS, the protocol also adds the names
+in the client's certificate to each request's scope, which uvicorn does not expose.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from router.api.limits import UnreadRequest
 from router.api.openai.responses import error_json
 from router.metrics.metrics import RouterMetrics
 
-SUBJECTS = "penstock.subjects"  # key of a request's scope: names in the client certificate that TLS has verified
-ABORT = "penstock.abort"  # key of a request's scope: closes its connection at once, whatever is unsent
+# Keys of a request's scope.
+SUBJECTS = "penstock.subjects"  # the names in the client certificate that TLS verified
+ABORT = "penstock.abort"  # a function that closes the connection at once, without sending what is buffered
 
 log = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 1.0
-_FILES_BESIDE = 512  # open files of a router besides its clients' connections: workers, peers, the model, logs
+_OTHER_FILES = 512  # open files of a router that are not client connections: workers, peers, the model, logs
 
 
 def peer_of(address: str) -> str:
-    """Returns what counts as one peer: an IPv4 address, or the /64 network of an IPv6 address, which one host owns."""
+    """Returns what counts as one peer: an IPv4 address, or an IPv6 address's /64 network, which one host can own."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -51,11 +52,12 @@ def peer_of(address: str) -> str:
 
 
 def connections_for(max_files: int, limits: LimitsConfig) -> int:
-    """Returns how many connections each of the two public ports may have with so many open files."""
-    allowed = max(1, (max_files - _FILES_BESIDE) // 2)
+    """Returns how many connections each of the two public ports may have if `max_files` files may be open."""
+    allowed = max(1, (max_files - _OTHER_FILES) // 2)
     if allowed < limits.connections:
         log.warning(
-            "%d open files allow %d connections to a port, and limits.connections = %d; raise the limit (ulimit -Hn)",
+            "the limit of %d open files allows %d connections to each port, less than limits.connections = %d; raise "
+            "it (ulimit -Hn)",
             max_files,
             allowed,
             limits.connections,
@@ -64,7 +66,7 @@ def connections_for(max_files: int, limits: LimitsConfig) -> int:
 
 
 class ConnectionCounts:
-    """The open connections to the HTTP port, in all and by peer."""
+    """Counts the open connections to the HTTP port, in total and by peer."""
 
     def __init__(self, limits: LimitsConfig, max_connections: int, metrics: RouterMetrics) -> None:
         self.limits = limits
@@ -74,15 +76,16 @@ class ConnectionCounts:
         self.num_open = 0
 
     def enter(self, peer: str) -> None:
-        """Counts a connection; `leave` must follow. Raises Overloaded or Unavailable if it is one too many."""
+        """Counts a connection; `leave` must follow. Raises Unavailable or Overloaded if it exceeds a limit."""
         if self.num_open >= self._max_connections:
             self.metrics.limited("connections")
-            problem = f"this port has {self.num_open} connections, its limit (limits.connections); try another router"
-            raise Unavailable(problem, _RETRY_AFTER_S)
+            problem = f"this port has reached its limit of {self.num_open} connections (limits.connections)"
+            raise Unavailable(f"{problem}; try another router", _RETRY_AFTER_S)
         if self._by_peer[peer] >= self.limits.connections_per_peer:
             self.metrics.limited("connections_per_peer")
             problem = (
-                f"{peer} has {self._by_peer[peer]} connections, the limit (limits.connections_per_peer); reuse them"
+                f"{peer} has reached the limit of {self._by_peer[peer]} connections (limits.connections_per_peer); "
+                "reuse its connections"
             )
             raise Overloaded(problem, _RETRY_AFTER_S)
         self.num_open += 1
@@ -96,14 +99,14 @@ class ConnectionCounts:
 
 
 class HttpConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # chosen by uvicorn when it is imported
-    """A connection. Its requests find its certificate's names and the way to abort it in their scope."""
+    """One connection. Adds `SUBJECTS` and `ABORT` to the scope of its requests."""
 
     app: ASGIApp
 
     def __init__(self, counts: ConnectionCounts, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._counts = counts
-        self._peer: str | None = None  # while it is counted
+        self._peer: str | None = None  # None unless the connection is counted
         self._headers_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
@@ -131,9 +134,9 @@ class HttpConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # cho
 
     def connection_lost(self, error: Exception | None) -> None:
         self._stop_timer()
-        if isinstance(error, TimeoutError):  # of the kernel, see `bound_unread`
+        if isinstance(error, TimeoutError):  # raised by the kernel, see `bound_unread`
             self._counts.metrics.limited("write_stall_s")
-            log.warning("a connection from %s is cut off: its client does not read (limits.write_stall_s)", self._peer)
+            log.warning("closed a connection from %s: its client does not read (limits.write_stall_s)", self._peer)
         if self._peer is not None:
             self._counts.leave(self._peer)
             self._peer = None
@@ -141,7 +144,7 @@ class HttpConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # cho
 
     @property
     def _is_serving(self) -> bool:
-        """Returns whether a request has begun whose response is not complete."""
+        """Returns whether a request has begun and its response is not complete."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _await_headers(self) -> None:
@@ -159,7 +162,7 @@ class HttpConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # cho
         self._refuse(UnreadRequest("headers", f"did not arrive within {limit_s:g} s; send them faster", 408))
 
     def _refuse(self, error: PenstockError) -> None:
-        """Answers without a request to answer, and closes the connection."""
+        """Sends an error before any request has begun, and closes the connection."""
         log.info("refused a connection from %s: %s", self.client, error.message)
         body = json.dumps(error_json(error)).encode()
         status = http.HTTPStatus(error.http_status)
@@ -176,15 +179,15 @@ class HttpConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # cho
 
 
 def http_protocol(counts: ConnectionCounts) -> Any:
-    """Returns what uvicorn makes its connections with."""
+    """Returns the factory that uvicorn creates its connections with."""
     return functools.partial(HttpConnection, counts)
 
 
 def bound_unread(listener: socket.socket, limits: LimitsConfig) -> None:
-    """Lets the kernel end connections of the listener whose peer takes nothing for `write_stall_s`.
+    """Makes the kernel close connections of the listener whose client receives nothing for `write_stall_s`.
 
-    It notices before this process does, whose writes go into the kernel's buffer, and also once everything is written
-    and the connection is closed, but not read.
+    This process's writes end in the kernel's buffer, so the kernel detects a stalled client earlier. It also does so
+    after this process has written everything and closed the connection.
     """
     option = getattr(socket, "TCP_USER_TIMEOUT", None)
     if option is not None:  # Linux
@@ -199,7 +202,7 @@ def _with_scope(app: ASGIApp, extra: dict[str, Any]) -> ASGIApp:
 
 
 def tls_settings(certificate: ServerCertificate | None, *, asks_for_certificate: bool) -> dict[str, Any]:
-    """Returns keyword arguments for uvicorn."""
+    """Returns the keyword arguments for uvicorn that make it serve with this certificate."""
     if certificate is None:
         return {}
     context = certificate.ssl_context(asks_for_certificate=asks_for_certificate)
@@ -207,7 +210,7 @@ def tls_settings(certificate: ServerCertificate | None, *, asks_for_certificate:
 
 
 def _subjects_of(certificate: Mapping[str, Any] | None) -> list[str]:
-    """Returns the alternative names, then the common names, of what `SSLObject.getpeercert` returns."""
+    """Returns the alternative names, then the common names, in a certificate that `SSLObject.getpeercert` returned."""
     if not certificate:
         return []
     names = [value for _, value in certificate.get("subjectAltName", ())]

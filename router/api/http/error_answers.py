@@ -1,4 +1,4 @@
-"""Answers errors over HTTP, in the shape of the dialect that the path belongs to: OpenAI's, unless another is given."""
+"""Answers errors over HTTP in the format of the path's dialect, which is OpenAI's unless another is given."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from router.api.http.streams import internal_error
 from router.api.limits import UnreadRequest
 from router.api.openai.responses import error_json
 
-# Calls of OpenAI's API and of other servers, by the beginning of their path: what Penstock does not serve.
-_NO_ADAPTER_CALL = "such call: add or remove a line of the file that adapters_file names, and routers read it again"
-_ELSEWHERE = {
+_NO_ADAPTER_CALL = "such call: add or remove a line of the file that adapters_file names, and routers reload it"
+# What Penstock lacks: calls of OpenAI's API and of other servers, by the prefix of their path.
+_UNSERVED = {
     "/v1/audio": "speech and transcription",
     "/v1/images": "image generation",
     "/v1/videos": "video generation",
@@ -49,22 +49,23 @@ _ELSEWHERE = {
 
 
 def _unserved(path: str) -> str | None:
-    """Returns what a path stands for elsewhere and not here; None for any other path."""
-    for start, what in _ELSEWHERE.items():
+    """Returns what a path serves at OpenAI or another server but not here; None for any other path."""
+    for start, what in _UNSERVED.items():
         if path == start or path.startswith(f"{start}/"):
             return what
     return None
 
 
 def openai_error(error: PenstockError) -> tuple[int, Json]:
-    """Returns the status and the body of an error as OpenAI's API shows it."""
+    """Returns an error's status and body in the format of OpenAI's API."""
     return error.http_status, error_json(error)
 
 
 class ErrorAnswers:
-    """Writes errors; `shapes` are those of other dialects, by the beginning of their paths."""
+    """Handles an app's exceptions by answering with an error."""
 
     def __init__(self, shapes: Mapping[str, ErrorShape]) -> None:
+        """`shapes` are the error formats of other dialects, by the prefix of their paths."""
         self._shapes = shapes
 
     def add_to(self, app: FastAPI) -> None:
@@ -82,14 +83,14 @@ class ErrorAnswers:
         if isinstance(error, Unauthenticated):
             headers["www-authenticate"] = "Bearer"
         if isinstance(error, UnreadRequest) and error.http_status == 408:
-            headers["connection"] = "close"  # the client is silent; a client that still sends would see a reset
+            headers["connection"] = "close"  # safe for a silent client; one that still sends would see a reset
         if isinstance(error, Unavailable | DeadlineExceeded) and error.retry_after_s is not None:
             headers["retry-after"] = str(math.ceil(error.retry_after_s))
         status, body = self._shape(http)(error)
         return JSONResponse(body, status, headers)
 
     async def _on_http_exception(self, http: Request, error: Exception) -> Response:
-        """Reports an unknown path or method."""
+        """Answers a request with an unknown path or method."""
         assert isinstance(error, HTTPException)
         what = _unserved(http.url.path) if error.status_code == 404 else None
         detail = error.detail if what is None else f"Penstock has no {what}"

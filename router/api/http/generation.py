@@ -1,6 +1,7 @@
 """Answers the generating calls of every HTTP dialect, from the body's bytes to the response.
 
-A route calls `GenerationCalls.answer` with its `Dialect`. Thin over `router.dispatch`, on its event loop.
+A route calls `GenerationCalls.answer` with its `Dialect`. This module is a thin layer over `router.dispatch`, on the
+same event loop.
 """
 
 from __future__ import annotations
@@ -50,19 +51,19 @@ from router.metrics.metrics import RouterMetrics
 from router.prepared_request import PreparedRequest
 from router.text.fair_threads import FairThreads
 
-_INLINE_TOKENS = 64  # of an answer that is written in a few milliseconds, each with 20 alternatives
-API_KEY = "x-api-key"  # the header of Anthropic's clients; `authorization` takes precedence
+_INLINE_TOKENS = 64  # up to this many tokens, even with 20 alternatives each, take a few milliseconds to write
+API_KEY = "x-api-key"  # header that Anthropic's clients send; `authorization` takes precedence
 
 ResultT = TypeVar("ResultT")
 
 
 class GenerationCalls:
-    """Shared by all routes that generate."""
+    """Answers generating calls. All routes that generate share one instance."""
 
     def __init__(
         self, preparer: RequestPreparer, dispatcher: Dispatcher, metrics: RouterMetrics, threads: FairThreads
     ) -> None:
-        """`threads` parse large bodies, so that the event loop serves others between the steps."""
+        """`threads` parse large bodies, so that the event loop keeps serving other calls meanwhile."""
         self._preparer = preparer
         self._dispatcher = dispatcher
         self._metrics = metrics
@@ -70,9 +71,9 @@ class GenerationCalls:
         self._bodies = BodyReader(preparer.limits, metrics)
 
     async def answer(self, http: Request, dialect: Dialect[BodyT], running: RunningCalls | None = None) -> Response:
-        """Answers a call. If the client disconnects, the call ends in whatever queue it waits.
+        """Answers a call. If the client disconnects, the call ends, even while it waits in a queue.
 
-        With `running`, other calls can cancel this one by its response's id.
+        `running` lets other calls cancel this one by its response's id.
         """
 
         def work(raw: bytes, held: contextlib.ExitStack, tenant: Tenant) -> Awaitable[Response]:
@@ -81,7 +82,7 @@ class GenerationCalls:
         return await self.with_body(http, work)
 
     async def answer_offline(self, tenant: Tenant, path: str, raw: bytes, dialect: Dialect[BodyT]) -> Response:
-        """Answers a call that nobody waits for, in the lane bulk and with the longest time-out."""
+        """Answers a call that no client waits for, in the bulk lane and with the longest allowed timeout."""
         headers = [(TIMEOUT.encode(), str(self._preparer.max_timeout_s).encode())]
         scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
         with contextlib.ExitStack() as held:
@@ -90,10 +91,10 @@ class GenerationCalls:
     async def with_body(
         self, http: Request, work: Callable[[bytes, contextlib.ExitStack, Tenant], Awaitable[Response]]
     ) -> Response:
-        """Returns what `work` makes of the body and its tenant, unless the client disconnects first.
+        """Reads the body, passes it and its tenant to `work`, and returns the response of `work`.
 
-        The body's bytes count as held until `work` closes the stack. Raises Unauthenticated, PermissionDenied or
-        UnreadRequest.
+        The body's bytes count as held until `work` closes the stack. Raises Unauthenticated, PermissionDenied,
+        UnreadRequest, Unavailable if too many bodies are held, and Cancelled if the client disconnects first.
         """
         tenant = identify(http, self._preparer)
         with contextlib.ExitStack() as held:
@@ -112,11 +113,11 @@ class GenerationCalls:
         running: RunningCalls | None,
         lane: Lane | None = None,
     ) -> Response:
-        """Returns a stream with its first token, so that errors before it are plain HTTP errors.
+        """Answers a call whose body has been read. `lane` overrides the lane that the call asks for.
 
-        If the first token takes longer than `HEARTBEAT_S`, the stream begins without it and sends heartbeats: proxies
-        and clients close a connection on which nothing arrives. `lane` overrides what the call asks
-        for.
+        A streamed response begins with its first token, so that earlier errors are plain HTTP errors. If the first
+        token takes longer than `HEARTBEAT_S`, the stream begins without it and sends heartbeats: proxies and clients
+        close a connection on which nothing arrives.
         """
         preparer, accepted_s = self._preparer, time.monotonic()
         async with preparer.until(preparer.deadline_s(read_timeout_s(http.headers))):
@@ -141,7 +142,7 @@ class GenerationCalls:
         return EventStream(events, started, watch, headers, dialect.heartbeat, HEARTBEAT_S)
 
     async def _start(self, outputs: Outputs) -> tuple[StartedOutputs, dict[str, str]]:
-        """Waits for the first output, for `HEARTBEAT_S` at most. Returns the outputs, and the headers that it sets."""
+        """Waits for the first output for at most `HEARTBEAT_S`. Returns the outputs and the headers of the response."""
         started, headers = StartedOutputs(outputs), dict[str, str]()
         try:
             if (first := await started.wait(HEARTBEAT_S)) is not None:
@@ -161,7 +162,7 @@ class GenerationCalls:
         accepted_s: float,
         lane: Lane | None,
     ) -> list[PreparedRequest]:
-        """Returns the call's requests, ready to be placed. Raises what `RequestPreparer.prepare` raises."""
+        """Returns the call's prepared requests. Raises what `RequestPreparer.prepare` raises."""
         preparer, timeout_s = self._preparer, read_timeout_s(http.headers)
         hints = read_hints(http.headers, body.session)
         wire_lane = read_lane(http.headers, body.lane) if lane is None else lane_to_wire(lane)
@@ -175,7 +176,7 @@ class GenerationCalls:
             )
             try:
                 requests.append(await preparing)
-                await asyncio.sleep(0)  # a call may have many prompts
+                await asyncio.sleep(0)  # a call may have many prompts: let others run in between
             except InvalidInput as error:
                 if error.field != GRAMMAR_FIELD:
                     raise
@@ -185,7 +186,7 @@ class GenerationCalls:
     async def parse(
         self, raw: bytes, tenant: Tenant, read: Callable[[LimitsConfig], ResultT], *, off_loop: bool = False
     ) -> ResultT:
-        """Returns what `read` makes of the body within the limits; off the event loop if it is large, or `off_loop`.
+        """Returns the result of `read`, called with the limits. Runs it on a thread if the body is large or `off_loop`.
 
         Raises InvalidInput that names the field, or Overloaded.
         """
@@ -198,17 +199,17 @@ class GenerationCalls:
     def _read(
         self, dialect: Dialect[BodyT], raw: bytes, tenant: Tenant, limits: LimitsConfig
     ) -> tuple[BodyT, CallResponse, OutputParsing, list[inference_pb2.GenerateRequest]]:
-        """Returns the body, the response to it, how its outputs are parsed, and its requests. Raises InvalidInput."""
+        """Returns the body, its response, the parsing of its outputs, and its requests. Raises InvalidInput."""
         body = dialect.read(raw, limits, tenant.name)
         response = dialect.respond(body)
         return body, response, self._preparer.parsing(body.output_format), body.requests(response.id)
 
 
 async def _collect(outputs: Outputs, parsed: ParsedOutputs, response: CallResponse, totals: CallTotals) -> Response:
-    """Waits for all outputs and returns them as one answer."""
+    """Waits for all outputs and returns the whole response."""
     async with contextlib.aclosing(outputs):
         headers = await collect_outputs(outputs, parsed, response, totals)
-        # Off the event loop, as many tokens with their alternatives make an answer of megabytes.
+        # Many tokens with their alternatives make an answer of megabytes, which is written off the event loop.
         write = functools.partial(_write_whole, response, totals, headers)
         return write() if totals.completion_tokens <= _INLINE_TOKENS else await asyncio.to_thread(write)
 
@@ -218,7 +219,7 @@ def _write_whole(response: CallResponse, totals: CallTotals, headers: Mapping[st
 
 
 def identify(http: Request, preparer: RequestPreparer) -> Tenant:
-    """Returns the tenant of a call by its API key, which comes in either of two headers, or by its certificate.
+    """Returns the tenant of a call, by the API key in one of two headers or by the client's certificate.
 
     Raises UnreadRequest, Unauthenticated or PermissionDenied.
     """

@@ -1,4 +1,4 @@
-"""The routes of Anthropic's API: messages, and the count of their tokens."""
+"""Adds the routes of Anthropic's API: messages and counting their tokens."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _COUNTED = {"type": "object", "required": ["messages"], "properties": _COUNTED_F
 
 
 def add_messages(app: FastAPI, calls: GenerationCalls, preparer: RequestPreparer) -> None:
-    """Adds the routes. Headers such as `anthropic-version` and `anthropic-beta` change no answer."""
+    """Adds the routes. They ignore headers such as `anthropic-version` and `anthropic-beta`."""
 
     def read(raw: bytes, limits: LimitsConfig, tenant: str) -> MessagesBody:
         return read_message_call(raw, limits)
@@ -60,12 +60,12 @@ def add_messages(app: FastAPI, calls: GenerationCalls, preparer: RequestPreparer
 
     @app.post(PATH, **described_call(_BODY, "MessagesBody", [OVERLOADED_STATUS]))
     async def messages(http: Request) -> Response:
-        """Answers a conversation, as Anthropic's Messages do; with `stream`, as events."""
+        """Continues a conversation in the format of Anthropic's Messages; with `stream`, as an event stream."""
         return await calls.answer(http, dialect)
 
     @app.post(f"{PATH}/count_tokens", **described_call(_COUNTED, "CountTokensBody", [OVERLOADED_STATUS], streams=False))
     async def count_tokens(http: Request) -> Response:
-        """Returns how many prompt tokens such a conversation has."""
+        """Returns the number of prompt tokens of a conversation."""
 
         async def count(raw: bytes, held: contextlib.ExitStack, tenant: Tenant) -> Response:
             timeout_s = read_timeout_s(http.headers)

@@ -1,4 +1,4 @@
-"""The routes that list and describe the served model and its adapters."""
+"""Adds the routes that list and describe the served model and its adapters."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def add_models(app: FastAPI, preparer: RequestPreparer) -> None:
 
     @app.get("/v1/models", **described_reading())
     async def models(http: Request) -> Json:
-        """Lists the model that the deployment serves, and its adapters, each with the model as its `parent`."""
+        """Lists the served model and its adapters, each of which names the model as its `parent`."""
         identify(http, preparer)
         return {"object": "list", "data": [model_json(), *map(model_json, preparer.adapters)]}
 
     @app.get("/v1/models/{name:path}", **described_reading())
     async def model(http: Request, name: str) -> Json:
-        """Describes the model or the adapter of that name; 404 for any other."""
+        """Describes the model or the adapter with this name; 404 if there is none."""
         identify(http, preparer)
         return model_json(preparer.check_model(name))

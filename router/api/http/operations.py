@@ -1,4 +1,4 @@
-"""The calls that say how a router is: probes, version, load and metrics. They need no model and generate nothing."""
+"""Adds the calls that report a router's state: probes, version, load and metrics. None of them generates."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def make_operations_app(
     shapes: Mapping[str, ErrorShape] = MappingProxyType({}),
     targets: Callable[[], Sequence[ScrapeTarget]] | None = None,
 ) -> FastAPI:
-    """Returns an app that says how this router is, and serves no model: for a port that only operators reach.
+    """Returns an app that reports this router's state and serves no model, for a port that only operators reach.
 
-    With a `metrics_token` that is not "", /metrics and /load demand it. `shapes` are those of errors, as `ErrorAnswers`
-    takes them. `targets` are the metrics ports of the workers; without it the app lists none.
+    /metrics and /load require the `metrics_token` unless it is "". `shapes` are error formats, as `ErrorAnswers` takes
+    them. `targets` returns the workers' metrics ports, which /metrics/targets lists; without it there is no such call.
     """
     app = FastAPI(title="Penstock", version=_version(), docs_url=None, redoc_url=None, openapi_url=None)
     _add_probes(app, preparer)
@@ -43,13 +43,13 @@ def make_operations_app(
 
 
 def _add_probes(app: FastAPI, preparer: RequestPreparer) -> None:
-    """Adds the calls that anybody may make: health and version."""
+    """Adds the calls that need no credentials: health and version."""
 
     @app.get("/health", responses=_PROBES)
     @app.get("/health/ready", responses=_PROBES)
     @app.get("/ready", responses=_PROBES)
     async def health() -> Response:
-        """Answers 200 if a request would be served now, else 503 with the reason."""
+        """Answers 200 if the router can serve a request now, else 503 with the reason."""
         ready = preparer.ready
         reason = "leaving" if preparer.leaving else "no decode worker"
         return JSONResponse({"status": "ready" if ready else reason}, 200 if ready else 503)
@@ -57,7 +57,7 @@ def _add_probes(app: FastAPI, preparer: RequestPreparer) -> None:
     @app.get("/health/live")
     @app.get("/live")
     async def live() -> Response:
-        """Reports that the process answers, whether or not a request would be served: no reason to restart it."""
+        """Answers 200 as long as the process responds, even if it can serve no request: do not restart it then."""
         return JSONResponse({"status": "live"})
 
     @app.get("/version")
@@ -73,14 +73,14 @@ def _add_figures(
     metrics_token: Callable[[], str],
     targets: Callable[[], Sequence[ScrapeTarget]] | None,
 ) -> None:
-    """Adds the calls that demand the metrics token: load, metrics and, if there are `targets`, the workers' ports."""
+    """Adds the calls that require the metrics token: load, metrics and, if given, the workers' metrics ports."""
 
     def check(http: Request) -> None:
         preparer.tenants.check_scraper(http.headers.get("authorization"), metrics_token())
 
     @app.get("/load", responses=answers(401))
     async def load(http: Request) -> Response:
-        """Returns the number of requests in flight at this router, and how many of them wait."""
+        """Returns the number of requests in flight at this router, and how many of them are queued."""
         check(http)
         num_inflight, num_waiting = preparer.inflight
         return JSONResponse({"server_load": num_inflight, "num_waiting": num_waiting})
@@ -95,7 +95,7 @@ def _add_figures(
 
         @app.get("/metrics/targets", responses=answers(401))
         async def scrape_targets(http: Request) -> Response:
-            """Lists the workers' metrics ports, as Prometheus' HTTP service discovery reads them."""
+            """Lists the workers' metrics ports in the format of Prometheus' HTTP service discovery."""
             check(http)
             return JSONResponse([target.to_json() for target in targets()])
 

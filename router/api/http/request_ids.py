@@ -1,4 +1,4 @@
-"""Gives every HTTP answer an `x-request-id`: the caller's own, so that logs of both sides match, or a new one."""
+"""Adds an `x-request-id` to every HTTP answer: the caller's own, so that logs of both sides match, or a new one."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ class RequestIdMiddleware:
 
 
 def name_request(scope: Scope, request_id: str) -> None:
-    """Names the request unless it has a name, or this one cannot be sent in a header."""
+    """Sets the request's id unless it has one already or `request_id` cannot be sent in a header."""
     if 1 <= len(request_id) <= MAX_REQUEST_ID and request_id.isascii() and request_id.isprintable():
         scope.setdefault(_STATE, request_id)

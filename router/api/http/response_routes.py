@@ -1,4 +1,4 @@
-"""The routes of the Responses API: to create a response, and to read, cancel and delete those that are stored."""
+"""Adds the routes of the Responses API, which create, read, cancel and delete responses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _BODY = {
 def add_responses(
     app: FastAPI, calls: GenerationCalls, preparer: RequestPreparer, store: ResponseStore
 ) -> Dialect[ResponsesBody]:
-    """Adds the routes. Returns the dialect of what creates a response."""
+    """Adds the routes. Returns the dialect of the call that creates a response."""
     running = RunningCalls()
 
     def read(raw: bytes, limits: LimitsConfig, tenant: str) -> ResponsesBody:
@@ -62,7 +62,7 @@ def add_responses(
 
     @app.post(PATH, **described_call(_BODY, "ResponsesBody"))
     async def create(http: Request) -> Response:
-        """Answers as OpenAI's Responses do, and stores the response unless `store` is false."""
+        """Answers in the format of OpenAI's Responses and stores the response unless `store` is false."""
         return await calls.answer(http, dialect, running)
 
     _add_stored(app, preparer, store)
@@ -85,12 +85,12 @@ def _add_stored(app: FastAPI, preparer: RequestPreparer, store: ResponseStore) -
         """Lists the input items of a stored response."""
         tenant = identify(http, preparer)
         items = store.get(tenant.name, response_id).given.items
-        # A page may be as large as a request, so it is not read on the event loop.
+        # A page can be as large as a request, so it is read off the event loop.
         return await asyncio.to_thread(lambda: JSONResponse(_item_page(items, http.query_params)))
 
     @app.delete(_ONE, **described_reading())
     async def delete(http: Request, response_id: str) -> Response:
-        """Removes a stored response."""
+        """Deletes a stored response."""
         tenant = identify(http, preparer)
         store.delete(tenant.name, response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
@@ -99,12 +99,12 @@ def _add_stored(app: FastAPI, preparer: RequestPreparer, store: ResponseStore) -
 def _add_cancel(app: FastAPI, preparer: RequestPreparer, store: ResponseStore, running: RunningCalls) -> None:
     @app.post(f"{_ONE}/cancel", **described_reading())
     async def cancel(http: Request, response_id: str) -> Response:
-        """Ends a response in flight. One that has ended is returned as it is."""
+        """Ends a response in flight. Returns a response that has ended unchanged."""
         tenant = identify(http, preparer)
         try:
             was_running = await running.cancel((tenant.name, response_id), _CANCEL_TIMEOUT_S)
         except TimeoutError:
-            problem = f"the client of {response_id} reads nothing, so that its cancelling is not complete; try again"
+            problem = f"{response_id} is not cancelled yet, because its client does not read; try again"
             raise Unavailable(problem, _CANCEL_TIMEOUT_S) from None
         try:
             return _json(store.get(tenant.name, response_id).response)

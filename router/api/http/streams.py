@@ -1,4 +1,4 @@
-"""Sends a call's outputs over HTTP: whole or as server-sent events, and only as long as the client listens."""
+"""Sends a call's outputs over HTTP, whole or as server-sent events, until the client disconnects."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from router.prepared_request import PreparedRequest
 
 log = logging.getLogger(__name__)
 
-GRANTED_TOKENS = "x-penstock-max-tokens"  # response header: the max_tokens that overload has allowed
+GRANTED_TOKENS = "x-penstock-max-tokens"  # response header: the lower max_tokens granted during overload
 
-HEARTBEAT_S = 10.0  # without an event
-# The heartbeat of APIs that have no event for it. Not a comment: load generators read each piece that arrives as a line
-# of its own, and one that strips it joins a comment with the event after it, whose text is lost.
+HEARTBEAT_S = 10.0  # time without an event after which a heartbeat is sent
+# The heartbeat of APIs without an event for it. It is not an SSE comment: some load generators take each received piece
+# for one line, strip it and so join a comment with the event after it, whose text is then lost.
 _EMPTY_LINES = b"\n\n"
 
 ResultT = TypeVar("ResultT")
 Outputs = AsyncGenerator[tuple[int, Output], None]  # index of the choice, and its new output
-_OUTPUTS_AT_A_TIME = 32
+_YIELD_EVERY = 32  # outputs
 
 
 async def merged_outputs(dispatcher: Dispatcher, requests: Sequence[PreparedRequest]) -> Outputs:
-    """Yields the outputs of all of a call's prompts as they come; the first failure ends them all."""
+    """Yields the outputs of all of a call's prompts as they arrive. The first failure ends them all."""
     if len(requests) == 1:
         async with contextlib.aclosing(dispatcher.outputs(requests[0])) as outputs:
             async for output in outputs:
@@ -72,7 +72,7 @@ async def merged_outputs(dispatcher: Dispatcher, requests: Sequence[PreparedRequ
 async def collect_outputs(
     outputs: Outputs, parsed: ParsedOutputs, response: CallResponse, totals: CallTotals
 ) -> dict[str, str]:
-    """Collects the outputs for the whole response; returns its headers."""
+    """Adds all outputs to the response and returns its headers."""
     headers, num_outputs = {}, 0
     async for choice, output in outputs:
         delta = parsed.delta(choice, output)
@@ -80,20 +80,20 @@ async def collect_outputs(
         response.add(delta)
         headers.update(granted_header(output))
         num_outputs += 1
-        if num_outputs % _OUTPUTS_AT_A_TIME == 0:  # those of many choices may be there at once
+        if num_outputs % _YIELD_EVERY == 0:  # the outputs of many choices may all be ready: let others run in between
             await asyncio.sleep(0)
     return headers
 
 
 def granted_header(output: Output) -> dict[str, str]:
-    """Returns the header that reports a shortened `max_tokens`, if overload has shortened it."""
+    """Returns the header that reports a lowered `max_tokens`; empty if overload did not lower it."""
     return {} if output.granted_tokens is None else {GRANTED_TOKENS: str(output.granted_tokens)}
 
 
 class StartedOutputs:
-    """A call's outputs, the first of which may come before the response's head is sent, or after it.
+    """A call's outputs, whose first one is already being awaited.
 
-    Read `first` once and then `rest`; close it in any case.
+    Read `first` once and then `rest`. Always close it.
     """
 
     def __init__(self, outputs: Outputs) -> None:
@@ -101,7 +101,7 @@ class StartedOutputs:
         self.rest = outputs
 
     async def wait(self, timeout_s: float) -> Output | None:
-        """Returns the first output; None if it has not come by then. Raises the call's failure."""
+        """Returns the first output, or None if it takes longer than `timeout_s`. Raises the call's failure."""
         await asyncio.wait([self.first], timeout=timeout_s)
         return self.first.result()[1] if self.first.done() else None
 
@@ -109,15 +109,15 @@ class StartedOutputs:
         self.first.cancel()
         await asyncio.wait([self.first])
         if not self.first.cancelled():
-            self.first.exception()  # read, so that it is not logged as one that nobody has seen
+            self.first.exception()  # marks the exception as retrieved, so that asyncio does not log it
         await self.rest.aclose()
 
 
 async def event_bytes(
     outputs: StartedOutputs, parsed: ParsedOutputs, response: CallResponse, totals: CallTotals
 ) -> AsyncGenerator[bytes, None]:
-    """Yields the response's server-sent events, those of one output in one piece, and after a failure its event for
-    errors.
+    """Yields the response's server-sent events, all events of one output in one piece. A failure yields the dialect's
+    error event.
     """
     try:
         if opening := response.opening(totals):
@@ -143,7 +143,7 @@ async def _next(outputs: Outputs) -> tuple[int, Output]:
 
 
 def encoded(events: Sequence[ServerEvent]) -> bytes:
-    """Returns the events as they are sent."""
+    """Returns the bytes of server-sent events."""
     return b"".join(map(_encode, events))
 
 
@@ -161,16 +161,16 @@ async def until_disconnect(receive: Receive, work: Awaitable[ResultT]) -> Result
 
     Call it once the body has been read.
     """
-    working, leaving = asyncio.ensure_future(work), asyncio.create_task(_disconnect(receive))
+    working, disconnecting = asyncio.ensure_future(work), asyncio.create_task(_disconnect(receive))
     try:
-        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([working, disconnecting], return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Cancelled("the client has gone")
+            raise Cancelled("the client disconnected")
         return working.result()
     finally:
-        for task in (working, leaving):
+        for task in (working, disconnecting):
             task.cancel()
-        await asyncio.wait([working, leaving])
+        await asyncio.wait([working, disconnecting])
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -179,10 +179,10 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A streamed body that is cancelled as soon as the client disconnects, whatever it waits for then.
+    """Streams events as a response's body. It stops as soon as the client disconnects, whatever it is waiting for.
 
-    Its watch aborts the connection of a client that does not read, which is a disconnect too. While it has nothing to
-    send it sends heartbeats, so that neither clients nor proxies consider it dead.
+    Its watch aborts the connection of a client that does not read, which is a disconnect too. When no event is ready
+    for a while it sends heartbeats, so that neither clients nor proxies take the connection for dead.
     """
 
     def __init__(
@@ -194,8 +194,9 @@ class EventStream(Response):
         heartbeat: ServerEvent | None,
         interval_s: float,
     ) -> None:
-        """`events` are made of the outputs, which it closes. A heartbeat, or else empty lines, follow `interval_s`
-        without an event."""
+        """`events` must be made from `outputs`, which this response closes. It sends `heartbeat`, or empty lines if
+        that is None, after `interval_s` without an event.
+        """
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
         del self.headers["content-length"]
         self._events = events
@@ -226,7 +227,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _beat(self, send: Send) -> None:
-        """Sends heartbeats. They are whole events or empty lines, which may come between any two events."""
+        """Sends heartbeats. They are whole events or empty lines, which are valid between any two events."""
         self._sent_s = self._loop.time()
         while True:
             await asyncio.sleep(self._sent_s + self._interval_s - self._loop.time())

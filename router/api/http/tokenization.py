@@ -1,4 +1,4 @@
-"""The routes /tokenize and /detokenize. Both are bounded and paid for as the gRPC call Tokenize is."""
+"""Adds the routes /tokenize and /detokenize, with the same limits and charges as the gRPC call Tokenize."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def add_tokenization(app: FastAPI, calls: GenerationCalls, preparer: RequestPrep
 
     @app.post("/tokenize", **described_call(_TOKENIZE, "TokenizeBody", streams=False))
     async def tokenize(http: Request) -> Response:
-        """Returns the token ids of a text, or of messages as the chat template renders them."""
+        """Returns the token ids of a text, or of messages rendered with the chat template."""
 
         async def work(raw: bytes, held: contextlib.ExitStack, tenant: Tenant) -> Response:
             def read(limits: LimitsConfig) -> tuple[inference_pb2.TokenizeRequest, bool]:

@@ -1,4 +1,5 @@
-"""The routes of files and of offline batches, and how a batch's line is answered.
+"""Serves files and offline batches over HTTP, and answers the lines of batches.
 
-Others take `add_files` and `add_batches`; what is stored and what runs when is decided in `router.batches`.
+Others use `parts.OfflineParts` and `line_answers.LineAnswers`. `router.batches` decides what is stored and when
+batches run.
 """

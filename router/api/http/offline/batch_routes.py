@@ -1,4 +1,4 @@
-"""The routes of offline batches: /v1/batches."""
+"""Adds the routes of offline batches: /v1/batches."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def add_batches(
 ) -> None:
     @app.post(PATH, **described_call(_BODY, "BatchBody", streams=False))
     async def create(http: Request) -> Response:
-        """Begins a batch: each line of its file is a request, which runs while others leave room."""
+        """Begins a batch. Each line of its input file is a request, which runs on spare capacity."""
 
         async def work(raw: bytes, held: contextlib.ExitStack, tenant: Tenant) -> Response:
             def read(limits: LimitsConfig) -> tuple[str, str, str, float, dict[str, str] | None]:
@@ -81,7 +81,7 @@ def add_batches(
 
     @app.post(f"{_ONE}/cancel", **described_reading())
     async def cancel(http: Request, batch_id: str) -> Response:
-        """Ends a batch within seconds; its answers so far stay. One that has ended is returned as it is."""
+        """Ends a batch within seconds and keeps its answers so far. Returns a batch that has ended unchanged."""
         tenant = identify(http, preparer)
         return JSONResponse((await asyncio.to_thread(store.cancel, tenant.name, batch_id)).as_json())
 
@@ -99,13 +99,13 @@ def _page(store: BatchStore, tenant: str, query: Mapping[str, str]) -> Json:
 def _read_body(
     raw: bytes, limits: LimitsConfig, endpoints: Collection[str], config: BatchConfig
 ) -> tuple[str, str, str, float, dict[str, str] | None]:
-    """Returns the input file, the endpoint, the window as given and in seconds, and the metadata.
+    """Returns the input file's id, the endpoint, the window as given, the window in seconds, and the metadata.
 
-    Raises InvalidInput.
+    Raises InvalidInput that names the field.
     """
     body = read_json(raw, limits)
     if not isinstance(body, dict):
-        raise InvalidInput("body", "is not a JSON object; send one")
+        raise InvalidInput("body", "is not a JSON object; send an object")
     for name in body:
         if name not in _FIELDS and body[name] is not None:
             raise InvalidInput(name[:100], "is not supported for a batch; leave it out")
@@ -117,8 +117,8 @@ def _read_body(
     match = _WINDOW.fullmatch(window) if isinstance(window, str) else None
     window_s = int(match[1]) * _UNIT_S[match[2]] if match else 0
     if not 0 < window_s <= config.max_window_s:
-        longest = f"router.batches.max_window_s = {config.max_window_s:g}"
-        raise InvalidInput("completion_window", f"is {shown(window)}; give a time such as 24h, within {longest}")
+        limit = f"router.batches.max_window_s = {config.max_window_s:g}"
+        raise InvalidInput("completion_window", f"is {shown(window)}; give a time such as 24h, within {limit}")
     return input_file_id, str(endpoint), str(window), window_s, _metadata(body.get("metadata"))
 
 
@@ -126,11 +126,9 @@ def _metadata(given: object) -> dict[str, str] | None:
     if given is None:
         return None
     if not isinstance(given, dict) or len(given) > _MAX_PAIRS:
-        raise InvalidInput("metadata", f"is {shown(given)}; give an object of at most {_MAX_PAIRS} texts")
+        raise InvalidInput("metadata", f"is {shown(given)}; give an object of at most {_MAX_PAIRS} strings")
     for key, value in given.items():
         if len(key) > _MAX_KEY or not isinstance(value, str) or len(value) > _MAX_VALUE:
-            problem = (
-                f"has {shown(key)}: {shown(value)}; names have up to {_MAX_KEY}, texts up to {_MAX_VALUE} characters"
-            )
-            raise InvalidInput("metadata", problem)
+            limits = f"keys may have {_MAX_KEY} characters, values must be strings of up to {_MAX_VALUE}"
+            raise InvalidInput("metadata", f"has {shown(key)}: {shown(value)}; {limits}")
     return given

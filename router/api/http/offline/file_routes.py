@@ -1,4 +1,4 @@
-"""The routes of files: /v1/files, for the inputs and outputs of batches."""
+"""Adds the routes of files, /v1/files, which hold the inputs and outputs of batches."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from router.batches.records import FileRecord
 
 PATH = "/v1/files"
 _ONE = f"{PATH}/{{file_id}}"
-_MAX_UPLOADS, _UPLOADS_OF_ONE = 8, 4  # at a time: of all tenants, and of one
-_MAX_FIELDS = 8  # in a form
+_MAX_UPLOADS, _MAX_TENANT_UPLOADS = 8, 4  # uploads at a time, of all tenants and of one
+_MAX_FIELDS = 8  # fields of a form
 _FIELD_BYTES = 4096
 _MAX_NAME = 255  # characters
-_MAX_LIMIT = 10_000  # of a listing, as OpenAI's clients may name it
-_SLOWEST_BYTES_S = 256 << 10  # an upload that falls behind this is ended
+_MAX_LIMIT = 10_000  # highest `limit` of a listing, as in OpenAI's API
+_MIN_BYTES_PER_S = 256 << 10  # an upload that falls behind this rate is ended
 _RETRY_AFTER_S = 5.0
 _FORM = {
     "type": "object",
@@ -38,16 +38,16 @@ _FORM = {
 
 
 def add_files(app: FastAPI, preparer: RequestPreparer, store: FileStore, file_bytes: int) -> None:
-    """Adds the routes. `file_bytes` bounds an upload, and is checked before any of it is stored."""
+    """Adds the routes. `file_bytes` limits the size of an upload; larger ones are refused before they are stored."""
     uploads = Counter[str]()  # by tenant
 
     @app.post(PATH, **described_upload(_FORM, "FileForm"))
     async def upload(http: Request) -> Response:
-        """Stores a file of a batch's requests, one JSON object a line."""
+        """Stores a file with the requests of a batch, one JSON object per line."""
         tenant = identify(http, preparer)
-        if uploads.total() >= _MAX_UPLOADS or uploads[tenant.name] >= _UPLOADS_OF_ONE:
-            problem = f"this router takes {_MAX_UPLOADS} uploads at a time, {_UPLOADS_OF_ONE} of one tenant"
-            raise Unavailable(f"{problem}; try again", _RETRY_AFTER_S)
+        if uploads.total() >= _MAX_UPLOADS or uploads[tenant.name] >= _MAX_TENANT_UPLOADS:
+            limit = f"this router receives {_MAX_UPLOADS} uploads at a time, {_MAX_TENANT_UPLOADS} of one tenant"
+            raise Unavailable(f"{limit}; try again in {_RETRY_AFTER_S:g} s", _RETRY_AFTER_S)
         uploads[tenant.name] += 1
         try:
             record = await _store_upload(http, preparer.limits.body_timeout_s, store, tenant.name, file_bytes)
@@ -77,7 +77,7 @@ def _add_stored(app: FastAPI, preparer: RequestPreparer, store: FileStore) -> No
 
     @app.get(f"{_ONE}/content", **described_reading())
     async def content(http: Request, file_id: str) -> Response:
-        """Returns what a file holds."""
+        """Returns the content of a file."""
         tenant = identify(http, preparer)
         path = await asyncio.to_thread(store.path, tenant.name, file_id)
         return FileResponse(path, media_type="application/octet-stream")
@@ -101,7 +101,7 @@ def _page(store: FileStore, tenant: str, purpose: str | None, query: Mapping[str
 
 
 async def _store_upload(http: Request, timeout_s: float, store: FileStore, tenant: str, file_bytes: int) -> FileRecord:
-    """Stores the file of a form for the tenant. Raises what reading, checking and storing it raise."""
+    """Stores the uploaded file for the tenant. Raises what `_read_form`, `_checked_file` and `FileStore.put` raise."""
     form = await _read_form(http, file_bytes + _MAX_FIELDS * _FIELD_BYTES, timeout_s)
     try:
         file = _checked_file(form)
@@ -112,38 +112,38 @@ async def _store_upload(http: Request, timeout_s: float, store: FileStore, tenan
 
 
 async def _read_form(http: Request, max_bytes: int, timeout_s: float) -> FormData:
-    """Returns the form, whose file may be on disk. Raises InvalidInput, UnreadRequest or Cancelled."""
+    """Returns the form; its file may be on disk. Raises InvalidInput, UnreadRequest or Cancelled."""
     if not http.headers.get("content-type", "").lower().startswith("multipart/form-data"):
-        raise InvalidInput("content-type", "is not multipart/form-data; send the file as a form")
-    patience = asyncio.timeout(timeout_s)
+        raise InvalidInput("content-type", "is not multipart/form-data; send the file in a form")
+    timeout = asyncio.timeout(timeout_s)
     parser = MultiPartParser(
         http.headers,
-        _bounded(http, max_bytes, patience, timeout_s),
+        _bounded(http, max_bytes, timeout, timeout_s),
         max_files=1,
         max_fields=_MAX_FIELDS,
         max_part_size=_FIELD_BYTES,
     )
     try:
-        async with patience:
+        async with timeout:
             return await parser.parse()
     except MultiPartException as error:
         raise InvalidInput(
-            "body", f"is no form that can be read: {error.message[:200]}; send file and purpose"
+            "body", f"is not a valid form: {error.message[:200]}; send a form with the fields file and purpose"
         ) from None
     except TimeoutError:
-        raise UnreadRequest("body", "did not arrive in time; send it faster, or less of it", 408) from None
+        raise UnreadRequest("body", "did not arrive in time; send it faster or send less", 408) from None
     except ClientDisconnect:
-        raise Cancelled("the client has gone") from None
+        raise Cancelled("the client disconnected") from None
 
 
-async def _bounded(http: Request, max_bytes: int, patience: asyncio.Timeout, timeout_s: float) -> AsyncGenerator[bytes]:
-    """Yields the body, and extends `patience` by the time that what has arrived may take."""
+async def _bounded(http: Request, max_bytes: int, timeout: asyncio.Timeout, timeout_s: float) -> AsyncGenerator[bytes]:
+    """Yields the body. Extends `timeout` by the time that the bytes so far may take at `_MIN_BYTES_PER_S`."""
     num_bytes, begun_s = 0, asyncio.get_running_loop().time()
     async for part in http.stream():
         num_bytes += len(part)
         if num_bytes > max_bytes:
             raise UnreadRequest("file", f"is larger than router.batches.file_bytes allows ({max_bytes}); split it", 413)
-        patience.reschedule(begun_s + timeout_s + num_bytes / _SLOWEST_BYTES_S)
+        timeout.reschedule(begun_s + timeout_s + num_bytes / _MIN_BYTES_PER_S)
         yield part
 
 
@@ -154,7 +154,7 @@ def _checked_file(form: FormData) -> UploadFile:
         if name not in ("file", "purpose"):
             raise InvalidInput(name[:100], "is not supported for a file; leave it out")
     if not isinstance(file, UploadFile):
-        raise InvalidInput("file", "is missing or no file; send one in the form")
+        raise InvalidInput("file", "is missing or not a file; add the file to the form")
     if purpose != "batch":
         raise InvalidInput("purpose", f"is {str(purpose)[:100]!r}; only batch is served")
     return file

@@ -1,4 +1,4 @@
-"""Answers the lines of batches by the same path as all other requests: as calls of their tenants, in the bulk lane."""
+"""Answers the lines of batches in the same way as other requests: as calls of their tenants, in the bulk lane."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.api.prepare import RequestPreparer
 
 
 class LineAnswers:
-    """A `LineAnswerer` of `router.batches`."""
+    """Answers the lines of batches. Implements `LineAnswerer` of `router.batches`."""
 
     def __init__(
         self,
@@ -25,14 +25,16 @@ class LineAnswers:
         dialects: Mapping[str, Dialect[Any]],
         shapes: Mapping[str, ErrorShape],
     ) -> None:
-        """`dialects` are those of the endpoints that a batch may name; `shapes` those of errors, by their paths."""
+        """`dialects` holds the dialect of each endpoint that a batch may name, by path; `shapes` holds error formats
+        other than OpenAI's, by the prefix of their paths.
+        """
         self._calls = calls
         self._preparer = preparer
         self._dialects = dialects
         self._shapes = shapes
 
     async def __call__(self, tenant: str, endpoint: str, body: bytes) -> tuple[int, str, Json]:
-        """Returns the status, the id and the body of the answer. Raises Unavailable if it may be tried again."""
+        """Returns the status, the id and the body of the answer. Raises Unavailable if the line may be retried."""
         request_id = uuid.uuid4().hex
         try:
             caller = self._preparer.tenants.named(tenant)

@@ -1,4 +1,4 @@
-"""Makes the parts of files and batches, and joins them to the app whose calls answer their lines."""
+"""Creates the stores of files and batches and connects them to the app that answers the batches' lines."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from router.batches.runner import BatchRunner, LineAnswerer
 
 
 class OfflineParts:
-    """Owns the stores in `router.batches.folder`."""
+    """Owns the stores of files and batches in `router.batches.folder`."""
 
     def __init__(self, config: RouterConfig, pool_use: Callable[[int], PoolUse]) -> None:
-        """`pool_use` is what `BatchRunner` takes."""
+        """`pool_use` is passed to `BatchRunner`."""
         root = Path(config.batches.folder).expanduser()
         self._config = config
         self._pool_use = pool_use
@@ -40,7 +40,7 @@ class OfflineParts:
         answer: LineAnswerer,
         endpoints: Sequence[str],
     ) -> BatchRunner:
-        """Adds the routes. Returns what runs the batches that they create."""
+        """Adds the routes. Returns the runner of the batches that they create."""
         batches, limits = self._config.batches, preparer.limits
         read = functools.partial(read_json, limits=limits)
 

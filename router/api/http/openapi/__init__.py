@@ -1,5 +1,5 @@
-"""Describes the HTTP calls to people and programs: the OpenAPI document, and a page that shows it.
+"""Describes the HTTP calls: an OpenAPI document for programs and a page that shows it to people.
 
-Routes take `described_call`, `described_reading` and `answers` from `document`; the app takes `add_documents`. Nothing
-here knows what a call does.
+Routes use `described_call`, `described_upload`, `described_reading` and `answers` from `document`; the app uses
+`add_documents`. Nothing here knows what a call does.
 """

@@ -1,4 +1,4 @@
-"""Describes the HTTP calls: the OpenAPI document at /openapi.json, and the page at /docs that shows it."""
+"""Builds the OpenAPI document at /openapi.json and serves it together with the page at /docs that shows it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ERROR = {
 }
 _MEANINGS = {
     200: "Success",
-    400: "A field is at fault; the message names it, its value and the fix",
+    400: "A field is invalid; the message names it, its value and the fix",
     401: "No valid credentials",
     403: "The caller may not do this",
     404: "No such model or object",
@@ -40,14 +40,14 @@ _MEANINGS = {
     413: "The body is too large",
     429: "Too many requests or tokens; see Retry-After",
     431: "The headers are too large",
-    500: "A fault of the server",
-    503: "Nobody can serve this now; see Retry-After",
+    500: "Internal error",
+    503: "Temporarily unavailable; see Retry-After",
     504: "The deadline passed",
-    529: "Nobody can serve this now; see Retry-After",
+    529: "Temporarily unavailable; see Retry-After",
 }
-_OF_EVERY_CALL = (400, 401, 403, 404, 408, 413, 429, 431, 500, 503, 504)
-_OF_EVERY_READING = (400, 401, 403, 404, 431, 500, 503)
-_BODY = "x-body"  # in a route's description: the schemas of its body, which move to the document's components
+_CALL_STATUSES = (400, 401, 403, 404, 408, 413, 429, 431, 500, 503, 504)
+_READING_STATUSES = (400, 401, 403, 404, 431, 500, 503)
+_BODY = "x-body"  # key in a route's description that holds its body's schemas until `_document` moves them
 _SCHEMAS = "#/components/schemas/{model}"
 
 Schema = Mapping[str, Any]  # a JSON schema
@@ -55,7 +55,10 @@ Answers = dict[int | str, dict[str, Any]]
 
 
 def answers(*statuses: int, error: bool = True) -> Answers:
-    """Returns what a route declares of these statuses: OpenAI's error object, or any JSON if `error` is false."""
+    """Returns the descriptions of a route's answers with these statuses.
+
+    Their bodies are OpenAI's error object, or any JSON if `error` is false.
+    """
     schema = {"$ref": "#/components/schemas/Error"} if error else {}
     return {
         status: {"description": _MEANINGS[status], "content": {"application/json": {"schema": schema}}}
@@ -66,10 +69,10 @@ def answers(*statuses: int, error: bool = True) -> Answers:
 def described_call(
     body: type[BaseModel] | Schema, name: str = "", more: Sequence[int] = (), *, streams: bool = True
 ) -> dict[str, Any]:
-    """Returns the keyword arguments of a route that reads its body itself.
+    """Returns the keyword arguments for a route that reads its body itself.
 
-    `body` is a model, or the schema of the object called `name`; `more` are statuses beyond those of every call. With
-    `streams` the answer is JSON or an event stream.
+    `body` is a model, or the schema of an object called `name`; `more` are statuses beyond those of every call. With
+    `streams` the answer may also be an event stream.
     """
     schemas: Mapping[str, Any]
     if isinstance(body, Mapping):
@@ -79,27 +82,27 @@ def described_call(
     content = {"application/json": {"schema": {"$ref": _SCHEMAS.format(model=name)}}}
     answer: dict[str, Any] = {"content": {"text/event-stream": {}}} if streams else {}
     return {
-        "responses": {200: answer, **answers(*_OF_EVERY_CALL, *more)},
+        "responses": {200: answer, **answers(*_CALL_STATUSES, *more)},
         "openapi_extra": {"requestBody": {"required": True, "content": content}, _BODY: schemas},
     }
 
 
 def described_upload(form: Schema, name: str) -> dict[str, Any]:
-    """Returns the keyword arguments of a route that reads a form with a file; `form` is the schema called `name`."""
+    """Returns the keyword arguments for a route that reads a form with a file. `form` is its schema, called `name`."""
     content = {"multipart/form-data": {"schema": {"$ref": _SCHEMAS.format(model=name)}}}
     return {
-        "responses": answers(*_OF_EVERY_CALL),
+        "responses": answers(*_CALL_STATUSES),
         "openapi_extra": {"requestBody": {"required": True, "content": content}, _BODY: {name: dict(form)}},
     }
 
 
 def described_reading() -> dict[str, Any]:
-    """Returns the keyword arguments of a route that reads no body."""
-    return {"responses": answers(*_OF_EVERY_READING)}
+    """Returns the keyword arguments for a route that reads no body."""
+    return {"responses": answers(*_READING_STATUSES)}
 
 
 def add_documents(app: FastAPI) -> None:
-    """Adds /openapi.json and /docs, which describe the routes that the app has when they are first asked for."""
+    """Adds /openapi.json and /docs. They describe the routes that the app has at the first request for either."""
     document = functools.cache(lambda: _document(app))
 
     @app.get(OPENAPI, include_in_schema=False)
@@ -120,13 +123,13 @@ def _document(app: FastAPI) -> dict[str, Any]:
             schemas |= operation.pop(_BODY, {})
     schemas["Error"] = _ERROR
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    document["security"] = [{"key": []}, {}]  # a deployment without tenants asks for none
+    document["security"] = [{"key": []}, {}]  # a key or none: deployments without tenants need none
     return document
 
 
 @functools.cache
 def _schemas_of(body: type[BaseModel]) -> Mapping[str, Any]:
-    """Returns the schema of a body and those that it refers to, by name, without the titles that pydantic derives."""
+    """Returns the schemas of a body and of the models that it refers to, by name, without pydantic's titles."""
     schema = body.model_json_schema(ref_template=_SCHEMAS)
     found = {**schema.pop("$defs", {}), body.__name__: schema}
     for part in found.values():

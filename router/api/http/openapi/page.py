@@ -1,4 +1,4 @@
-"""Renders the OpenAPI document as a page of plain HTML, which needs no script and nothing from other hosts. Pure."""
+"""Renders the OpenAPI document as a plain HTML page, without scripts or resources from other hosts. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 Json = Mapping[str, Any]
 
 _REFERENCE = "#/components/schemas/"
-_OF_FRAMEWORK = ("HTTPValidationError", "ValidationError")  # it describes errors of its own, never answered
+_FRAMEWORK_SCHEMAS = ("HTTPValidationError", "ValidationError")  # FastAPI's own errors, which are never sent
 _STYLE = """
 :root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }
 body { margin: 0 auto; max-width: 64rem; padding: 1rem }
@@ -31,12 +31,12 @@ def render_page(document: Json, document_url: str) -> str:
         for method, operation in operations.items()
     )
     schemas = document["components"]["schemas"].items()
-    bodies = (_schema(name, schema) for name, schema in schemas if name not in _OF_FRAMEWORK)
+    bodies = (_schema(name, schema) for name, schema in schemas if name not in _FRAMEWORK_SCHEMAS)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1>"
-        f'<p>The same for programs: <a href="{escape(document_url)}">{escape(document_url)}</a>.</p>'
+        f'<p>For programs: <a href="{escape(document_url)}">{escape(document_url)}</a>.</p>'
         f"<h2>Calls</h2>{''.join(calls)}<h2>Bodies</h2>{''.join(bodies)}</body></html>"
     )
 
@@ -47,7 +47,7 @@ def _call(path: str, method: str, operation: Json) -> str:
     rows = "".join(
         f"<tr><td>{escape(status)}</td><td>{escape(answer.get('description', ''))}</td></tr>"
         for status, answer in operation["responses"].items()
-        if status != "422"  # the framework's, never answered
+        if status != "422"  # FastAPI's own status, which is never sent
     )
     about = escape(operation.get("description") or operation.get("summary", ""))
     return (

@@ -123,7 +123,7 @@ async def test_a_call_is_cancelled_while_it_waits():
     waiting = asyncio.create_task(anext(outputs))
     await asyncio.sleep(0)  # it begins to wait
     assert await calls.cancel(KEY, TIMEOUT_S)
-    with pytest.raises(Cancelled, match="another call has cancelled this one"):
+    with pytest.raises(Cancelled, match="another call cancelled this one"):
         await waiting
     assert source.closed
     assert not await calls.cancel(KEY, TIMEOUT_S)

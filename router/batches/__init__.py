@@ -1,7 +1,7 @@
-"""Files and offline batches: requests from a file that run while others leave capacity idle.
+"""Files and offline batches: requests from a file that run while other requests leave capacity idle.
 
-Others take `FileStore`, `BatchStore` and `BatchRunner`. Both stores are folders on disk which all routers of a host
-share, so a batch outlives the router that runs it, and another one continues it. `lines` says what a line may be,
-`input_validation` what a whole file may be, and `records` what is kept of a batch. The room knows neither HTTP nor how
-a request is served: the runner is given a function that answers one line.
+Others use `FileStore`, `BatchStore` and `BatchRunner`. Both stores are folders on disk that all routers of a host
+share, so a batch outlives the router that runs it and another router continues it. `lines` reads and checks a line,
+`input_validation` checks a whole file, and `records` defines what is stored about files and batches. The room must not
+know HTTP or how a request is served: the runner is given a function that answers one line.
 """

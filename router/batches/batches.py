@@ -1,8 +1,8 @@
 """Keeps batches in a folder. Its calls block on the disk.
 
-A batch is the folder `FOLDER/tenant-NAME/batches/ID`. It holds the record, the lines of output and of errors as they
-are written, a lock that belongs to the router that runs the batch, and a mark once somebody cancels it. The lines show
-what is done, so another router can continue a batch whose router has died: it runs the requests that have no answer.
+A batch is the folder `FOLDER/tenant-NAME/batches/ID`. It contains the record, the output and error lines written so
+far, a lock that the router running the batch holds, and a marker file once the batch is cancelled. If that router dies,
+another one continues the batch: it runs the requests that have no output or error line yet.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from router.batches.records import (
 _RECORD, _LOCK, _CANCEL = "batch.json", "lock", "cancel"
 OUTPUT, ERRORS = "output.jsonl", "errors.jsonl"
 _RETRY_AFTER_S = 60.0
-_MAX_FINISHED = 1000  # batches of a tenant that are kept; a new one takes the place of the oldest
+_MAX_FINISHED = 1000  # batches kept for each tenant; beyond this, the oldest is deleted
 
 
 class BatchClaim:
-    """A router's right to run a batch, held until `close` or the end of the process."""
+    """A router's exclusive right to run a batch, held until `close` or the end of the process."""
 
     def __init__(self, folder: Path, lock: int) -> None:
         self._folder = folder
@@ -53,14 +53,14 @@ class BatchClaim:
 
     @property
     def is_cancelled(self) -> bool:
-        """Returns whether somebody has asked for its end."""
+        """Whether the batch has been cancelled."""
         return (self._folder / _CANCEL).exists()
 
     def path(self, name: str) -> Path:
         return self._folder / name
 
     def done(self, name: str) -> set[str]:
-        """Returns the requests that have a line in the file, and removes a last line that was written only in part."""
+        """Returns the ids of the requests that have a line in the file. Removes an incomplete last line."""
         path, found, end = self._folder / name, set[str](), 0
         if not path.exists():
             return found
@@ -75,15 +75,16 @@ class BatchClaim:
         return found
 
     def append(self, name: str, line: bytes) -> None:
-        """Adds a line, unless the batch has been sealed: a thread may still write for a task that was cancelled."""
+        """Adds a line unless the batch is sealed, since the thread of a cancelled task may still call this."""
         with self._writing:
             if not self._is_sealed:
                 self._append(name, line)
 
     def seal(self, unanswered: Callable[[set[str]], Iterable[bytes]] | None = None) -> int:
-        """Refuses later answers, then adds the errors that `unanswered` returns, given the ids that have an answer.
+        """Ignores later answers, and adds the error lines that `unanswered` returns for the ids that have an answer.
 
-        Returns how many it added."""
+        Returns the number of lines added.
+        """
         with self._writing:
             self._is_sealed = True
             lines = [*unanswered(self.done(OUTPUT) | self.done(ERRORS))] if unanswered is not None else []
@@ -92,7 +93,7 @@ class BatchClaim:
             return len(lines)
 
     def _append(self, name: str, line: bytes) -> None:
-        """Adds the whole line or nothing: a line after a partial one could not be read."""
+        """Adds the whole line or nothing, because a line after a partial one could not be read."""
         with (self._folder / name).open("ab", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             try:
@@ -112,7 +113,7 @@ class BatchStore:
         self._root = root
         self._config = config
         self._files = files
-        self._finished = set[str]()  # batches whose records need not be read again to know it
+        self._finished = set[str]()  # batches known to be finished, whose records need not be read again
 
     def create(
         self,
@@ -123,15 +124,15 @@ class BatchStore:
         window_s: float,
         metadata: dict[str, str] | None,
     ) -> BatchRecord:
-        """`window` is how the caller named `window_s`.
+        """Creates a batch. `window` is the caller's name for `window_s`.
 
-        Raises FileNotFound, Overloaded if the tenant has too many batches or no room for another output, and
+        Raises FileNotFound, Overloaded if the tenant has too many batches or no room for another output file, and
         Unavailable if the disk fails.
         """
         self._files.get(tenant, input_file_id, "input_file_id")
         with disk_errors(self._root):
             self._files.check_room(tenant)
-            finished, num_open = self._standing(tenant)
+            finished, num_open = self._count_batches(tenant)
             if num_open >= self._config.max_batches:
                 limit = self._config.max_batches
                 problem = f"this tenant has {num_open} unfinished batches, and router.batches.max_batches = {limit}"
@@ -153,10 +154,10 @@ class BatchStore:
             write_atomically(folder / _RECORD, record.dump())
             return record
 
-    def _standing(self, tenant: str) -> tuple[list[str], int]:
-        """Returns the tenant's finished batches, the oldest first, and the number of the others.
+    def _count_batches(self, tenant: str) -> tuple[list[str], int]:
+        """Returns the ids of the tenant's finished batches, oldest first, and the number of the others.
 
-        Reads only records of batches that are not known to be finished.
+        Reads only the records of batches that are not known to be finished.
         """
         finished, num_open = list[str](), 0
         for batch_id in self.ids(tenant):
@@ -176,7 +177,7 @@ class BatchStore:
             shutil.rmtree(self._folder(tenant) / batch_id, ignore_errors=True)
 
     def get(self, tenant: str, batch_id: str) -> BatchRecord:
-        """Raises BatchNotFound."""
+        """Returns the record of a batch. Raises BatchNotFound."""
         check_batch_id(batch_id)
         try:
             with disk_errors(self._root):
@@ -203,7 +204,10 @@ class BatchStore:
         return None
 
     def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
-        """Asks the router that runs the batch to end it; finished batches stay as they are. Raises BatchNotFound."""
+        """Marks a batch for the router that runs it, which then ends it. Leaves finished batches as they are.
+
+        Raises BatchNotFound.
+        """
         record = self.get(tenant, batch_id)
         if not record.status.is_final:
             with disk_errors(self._root):
@@ -211,7 +215,7 @@ class BatchStore:
         return self.get(tenant, batch_id)
 
     def unfinished(self) -> list[tuple[str, str]]:
-        """Returns the tenant and the id of every batch that is not finished, the oldest first."""
+        """Returns the tenant and the id of every unfinished batch, oldest first."""
         found, finished = [], set[str]()
         for path in self._root.glob(f"tenant-*/batches/batch_*/{_RECORD}"):
             if path.parent.name in self._finished:
@@ -227,7 +231,7 @@ class BatchStore:
         return [(tenant, batch_id) for _, tenant, batch_id in sorted(found)]
 
     def claim(self, tenant: str, batch_id: str) -> BatchClaim | None:
-        """Returns the right to run a batch; None if another router has it or it is gone or finished."""
+        """Returns the right to run a batch; None if another router has it, or the batch is finished or deleted."""
         folder = self._folder(tenant) / batch_id
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -247,7 +251,7 @@ class BatchStore:
         return None
 
     def sweep(self, now_s: float) -> None:
-        """Deletes finished batches that have exceeded their maximum age."""
+        """Deletes finished batches older than the maximum age."""
         for path in self._root.glob(f"tenant-*/batches/batch_*/{_RECORD}"):
             with contextlib.suppress(OSError, BrokenRecord):
                 is_old = now_s - path.stat().st_mtime > self._config.age_s

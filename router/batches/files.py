@@ -1,7 +1,7 @@
 """Keeps tenants' files in a folder, within bounds. Its calls block on the disk.
 
-A file is `FOLDER/tenant-NAME/files/ID`, with its record beside it in `ID.json`, which is written last: what has no
-record is no file. Several processes may share the folder.
+A file is `FOLDER/tenant-NAME/files/ID`, with its record next to it in `ID.json`. The record is written last, so content
+without a record does not count as a file. Several processes may share the folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from router.batches.records import BrokenRecord, FileNotFound, FileRecord, check
 
 _COPY_BYTES = 1 << 20
 _RETRY_AFTER_S = 60.0
-_ABANDONED_S = 3600.0  # after which a file without a record is one that its router never finished
+_ABANDONED_S = 3600.0  # age at which content without a record is assumed to have been given up by its router
 
 
 def tenant_folder(root: Path, tenant: str) -> Path:
@@ -28,7 +28,7 @@ def tenant_folder(root: Path, tenant: str) -> Path:
 
 
 def make_private_folder(root: Path, folder: Path) -> None:
-    """Makes a folder below `root`. Only this account may enter a `root` that is made here."""
+    """Makes a folder below `root`. If that makes `root` too, only this account may enter it."""
     root.parent.mkdir(parents=True, exist_ok=True)
     root.mkdir(mode=0o700, exist_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -36,21 +36,21 @@ def make_private_folder(root: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def disk_errors(root: Path) -> Iterator[None]:
-    """Turns errors of the disk into Unavailable, which names the folder."""
+    """Turns disk errors and broken records into Unavailable, which names the folder. FileNotFoundError passes."""
     try:
         yield
     except FileNotFoundError:
         raise
     except OSError as error:
-        problem = f"the folder of files and batches, {root}, cannot be used: {error.strerror}; free or mend it"
+        problem = f"the folder of files and batches, {root}, cannot be used: {error.strerror}; free space or repair it"
         raise Unavailable(problem, _RETRY_AFTER_S) from error
     except BrokenRecord as error:
-        problem = f"the folder of files and batches, {root}, is damaged: {error}; delete what is broken"
+        problem = f"the folder of files and batches, {root}, is damaged: {error}; delete the broken record"
         raise Unavailable(problem, _RETRY_AFTER_S) from error
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces a file so that readers see all of the old or all of the new text."""
+    """Replaces a file so that readers see either all of the old or all of the new text."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text)
@@ -67,8 +67,11 @@ class FileStore:
         self._config = config
 
     def put(self, tenant: str, filename: str, source: BinaryIO) -> FileRecord:
-        """Stores what `source` holds. Raises Overloaded beyond the tenant's bounds, InvalidInput for too large a file,
-        and Unavailable if the disk fails."""
+        """Stores the contents of `source`.
+
+        Raises Overloaded beyond the tenant's limits, InvalidInput for too large a file, and Unavailable if the disk
+        fails.
+        """
         with disk_errors(self.root):
             room = self.check_room(tenant)
             path = self._folder(tenant) / new_file_id()
@@ -81,8 +84,10 @@ class FileStore:
                 raise
 
     def check_room(self, tenant: str) -> int:
-        """Returns how many bytes more the tenant's files may hold. Raises Overloaded if they may be neither more nor
-        larger: then nothing may begin that leaves another one behind."""
+        """Returns how many more bytes the tenant's files may take.
+
+        Raises Overloaded if the tenant may store no more files or bytes, so that nothing that stores a file may start.
+        """
         entries, limit = self._entries(tenant), self._config.tenant_bytes
         held = [entry for name, entry in entries.items() if _is_file(name, entries)]
         if len(held) >= self._config.max_files:
@@ -111,12 +116,12 @@ class FileStore:
         return num_bytes
 
     def keep(self, tenant: str, path: Path, filename: str, file_id: str) -> FileRecord:
-        """Makes a finished file of a batch one of the tenant's files; it leaves its place. May be done again."""
+        """Moves an output file of a batch to the tenant's files. Idempotent."""
         with disk_errors(self.root):
             target = self._folder(tenant) / file_id
             make_private_folder(self.root, target.parent)
             path.replace(target)
-            path.unlink(missing_ok=True)  # a link to what is there already is not moved
+            path.unlink(missing_ok=True)  # a rename does nothing if both names link to one file
             return self._record(target, filename, target.stat().st_size)
 
     def _record(self, path: Path, filename: str, num_bytes: int) -> FileRecord:
@@ -125,7 +130,7 @@ class FileStore:
         return record
 
     def get(self, tenant: str, file_id: str, field: str = "file_id") -> FileRecord:
-        """Raises FileNotFound."""
+        """Returns the record of a file. Raises FileNotFound."""
         check_file_id(file_id, field)
         try:
             with disk_errors(self.root):
@@ -137,12 +142,12 @@ class FileStore:
             raise FileNotFound(field, problem) from None
 
     def path(self, tenant: str, file_id: str, field: str = "file_id") -> Path:
-        """Returns where the content is. Raises FileNotFound."""
+        """Returns the path of a file's content. Raises FileNotFound."""
         self.get(tenant, file_id, field)
         return self._folder(tenant) / file_id
 
     def ids(self, tenant: str, purpose: str | None = None) -> list[str]:
-        """Returns the ids of the tenant's files, or of those with a purpose, the oldest first. Reads no record."""
+        """Returns the ids of the tenant's files, oldest first, or only of those with a purpose. Reads no record."""
         entries = self._entries(tenant)
         found = [name for name in entries if _is_file(name, entries) and purpose in (None, purpose_of(name))]
         return sorted(found, key=lambda name: (entries[f"{name}.json"].st_mtime_ns, name))
@@ -157,14 +162,14 @@ class FileStore:
         return None
 
     def delete(self, tenant: str, file_id: str) -> None:
-        """Raises FileNotFound."""
+        """Deletes a file. Raises FileNotFound."""
         path = self.path(tenant, file_id)
         with disk_errors(self.root):
             path.with_suffix(".json").unlink(missing_ok=True)
             path.unlink(missing_ok=True)
 
     def sweep(self, now_s: float) -> None:
-        """Deletes files that are older than they may be, and those that no router has finished writing."""
+        """Deletes files older than the maximum age, and content that no router has finished writing."""
         for path in self.root.glob("tenant-*/files/file-*"):
             with contextlib.suppress(OSError):
                 age_s = now_s - path.stat().st_mtime
@@ -174,7 +179,7 @@ class FileStore:
                     path.with_suffix("").unlink(missing_ok=True)
 
     def _entries(self, tenant: str) -> dict[str, os.stat_result]:
-        """Returns what lies in the tenant's folder of files, by name."""
+        """Returns the status of everything in the tenant's folder of files, by name."""
         found = dict[str, os.stat_result]()
         with (
             disk_errors(self.root),
@@ -191,5 +196,5 @@ class FileStore:
 
 
 def _is_file(name: str, entries: Container[str]) -> bool:
-    """Returns whether an entry is the content of a file whose record is there too."""
+    """Returns whether an entry is the content of a file that has a record."""
     return "." not in name and f"{name}.json" in entries

@@ -1,8 +1,6 @@
-"""Validates a batch's input file before any of its lines runs: how many lines it has, and that each is a request of its
-own.
+"""Validates a batch's input file before any of its lines runs. Blocks on the disk.
 
-`lines.read_line` checks a single line; what concerns several lines, such as a repeated `custom_id`, is checked here.
-Blocks on the disk.
+`lines.read_line` checks a single line; this module checks the number of lines, and that no `custom_id` is repeated.
 """
 
 from __future__ import annotations
@@ -17,20 +15,22 @@ from penstock.errors import InvalidInput
 from router.batches.lines import BatchLine
 from router.batches.records import BatchRecord, BatchStatus
 
-_MAX_ERRORS = 100  # mistakes of one file that its batch lists
-_SKIPPED_BYTES = 1 << 20  # read at a time of what is beyond the limit of a line
+_MAX_ERRORS = 100  # listed for one file
+_SKIPPED_BYTES = 1 << 20  # of an overlong line, read and dropped at a time
 
 # Reads a line of a batch for an endpoint. Raises InvalidInput.
 LineReader = Callable[[bytes, str], BatchLine]
 
 
-def input_lines(path: Path, most_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yields the lines of a file that are not blank, with their numbers from 1. Of a line that is longer than
-    `most_bytes`, which its reader refuses, only the first bytes beyond them are read into memory.
+def input_lines(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines of a file that are not blank, with their numbers from 1.
+
+    Cuts a line that is longer than `max_bytes` to little more than that, so that it takes no memory; a `LineReader`
+    refuses it by its length.
     """
     with path.open("rb") as file:
         number = 0
-        while line := file.readline(most_bytes + 2):  # with its end
+        while line := file.readline(max_bytes + 2):  # with the line end
             number += 1
             rest = line
             while rest and not rest.endswith(b"\n"):
@@ -42,7 +42,7 @@ def input_lines(path: Path, most_bytes: int) -> Iterator[tuple[int, bytes]]:
 def validate_input(
     record: BatchRecord, path: Path, read_line: LineReader, max_lines: int, line_bytes: int
 ) -> BatchRecord:
-    """Returns the batch in progress, or failed if a line is not a request; then it lists the first mistakes."""
+    """Returns the record of the batch in progress, or of a failed batch with the first errors if a line is invalid."""
     seen, errors, count = set[str](), list[dict[str, Any]](), 0
     for count, (number, raw) in enumerate(input_lines(path, line_bytes), 1):
         try:
@@ -51,7 +51,7 @@ def validate_input(
                 raise InvalidInput("input_file_id", problem)
             line = read_line(raw, record.endpoint)
             if line.custom_id in seen:
-                raise InvalidInput("custom_id", f"is {line.custom_id[:100]!r} again; give each line its own")
+                raise InvalidInput("custom_id", f"{line.custom_id[:100]!r} is repeated; give each line its own")
             seen.add(line.custom_id)
         except InvalidInput as error:
             errors.append(_listed(number, "invalid_line", error))
@@ -65,7 +65,7 @@ def validate_input(
 
 
 def failed_without_input(record: BatchRecord, error: InvalidInput) -> BatchRecord:
-    """Returns the batch as failed because its input file was deleted, which `error` says."""
+    """Returns the record of a batch that fails with `error`, because its input file was deleted."""
     return _failed(record, [_listed(None, "input_file_deleted", error)])
 
 

@@ -1,4 +1,4 @@
-"""Records of files and batches, as they are stored and as OpenAI's API shows them. Does no I/O."""
+"""Records of files and batches, in the forms in which they are stored and OpenAI's API shows them. Does no I/O."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class BatchNotFound(InvalidInput):
 
 
 class BrokenRecord(ValueError):
-    """A record on disk is none that this version writes."""
+    """This version cannot read a record on disk."""
 
 
 class BatchStatus(enum.StrEnum):
     VALIDATING = "validating"
     IN_PROGRESS = "in_progress"
     COMPLETED = "completed"
-    FAILED = "failed"  # its file is not one of requests; nothing ran
+    FAILED = "failed"  # its input file is invalid; no request ran
     EXPIRED = "expired"
     CANCELLING = "cancelling"
     CANCELLED = "cancelled"
@@ -61,7 +61,7 @@ class FileRecord:
     filename: str
     purpose: str
     num_bytes: int
-    created_at: int  # Unix time in seconds, as in all of these
+    created_at: int  # Unix time in seconds, like all times in this module
 
     def as_json(self) -> Json:
         return {
@@ -79,7 +79,7 @@ class FileRecord:
 
     @staticmethod
     def load(text: str) -> FileRecord:
-        """Raises BrokenRecord."""
+        """Parses the output of `dump`. Raises BrokenRecord."""
         try:
             return FileRecord(**json.loads(text))
         except (ValueError, TypeError) as error:
@@ -88,7 +88,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
-    """A batch; the counts of an unfinished one lag behind its files by a second."""
+    """A batch. The counts of an unfinished one lag behind its files by up to a second."""
 
     id: str
     tenant: str
@@ -104,8 +104,8 @@ class BatchRecord:
     num_failed: int = 0
     output_file_id: str | None = None
     error_file_id: str | None = None
-    errors: tuple[Json, ...] = ()  # of a file that is not one of requests
-    times: dict[str, int] = field(default_factory=dict)  # when it entered each status
+    errors: tuple[Json, ...] = ()  # in its input file
+    times: dict[str, int] = field(default_factory=dict)  # when the batch entered each status
 
     def entered(self, status: BatchStatus, now_s: float) -> BatchRecord:
         return replace(self, status=status, times=self.times | {status.value: int(now_s)})
@@ -144,7 +144,7 @@ class BatchRecord:
 
     @staticmethod
     def load(text: str) -> BatchRecord:
-        """Raises BrokenRecord."""
+        """Parses the output of `dump`. Raises BrokenRecord."""
         try:
             fields = json.loads(text)
             return BatchRecord(**fields | {"status": BatchStatus(fields["status"]), "errors": tuple(fields["errors"])})
@@ -157,7 +157,7 @@ def new_file_id() -> str:
 
 
 def output_file_id(batch_id: str, name: str) -> str:
-    """Returns the id of a batch's file: the same, however often its router dies while it finishes the batch."""
+    """Returns the id of a batch's output file, which is the same if another router finishes the batch again."""
     return f"{_OUTPUT_PREFIX}{hashlib.sha256(f'{batch_id}/{name}'.encode()).hexdigest()[:32]}"
 
 
@@ -166,17 +166,18 @@ def purpose_of(file_id: str) -> str:
 
 
 def new_batch_id() -> str:
-    """Returns an id that sorts behind those of older batches, so that listing them needs none of their records."""
+    """Returns an id that sorts after those of older batches, so that listing batches reads none of their records."""
     return f"batch_{time.time_ns() // 1000:014x}{secrets.token_hex(9)}"
 
 
 def check_file_id(file_id: str, field_name: str = "file_id") -> None:
-    """Raises FileNotFound unless it has the form of one: ids become names of files."""
+    """Raises FileNotFound if the id is malformed, since ids become file names."""
     if not _FILE_ID.fullmatch(file_id):
         raise FileNotFound(field_name, f"is {file_id[:100]!r}, which is no file of yours; GET /v1/files lists them")
 
 
 def check_batch_id(batch_id: str) -> None:
-    """Raises BatchNotFound unless it has the form of one: ids become names of folders."""
+    """Raises BatchNotFound if the id is malformed, since ids become folder names."""
     if not _BATCH_ID.fullmatch(batch_id):
-        raise BatchNotFound("batch_id", f"is {batch_id[:100]!r}, which is none of yours; GET /v1/batches lists them")
+        problem = f"is {batch_id[:100]!r}, which is no batch of yours; GET /v1/batches lists them"
+        raise BatchNotFound("batch_id", problem)

@@ -1,7 +1,7 @@
-"""Runs batches: claims them, answers their lines while there is room, and finishes them. Lives on the event loop.
+"""Runs batches: claims them, answers their lines while there is room, and finishes them. Runs on the event loop.
 
-Lines that no worker could take are tried again until the batch expires. A line whose answer was not written before its
-router died runs again at the next one, so each line has one answer, and may be computed more than once.
+Lines that no worker could serve are retried until the batch expires. A line whose answer was not written before its
+router died runs again at the next router. So each line gets one answer, but may be computed more than once.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from router.batches.records import BatchRecord, BatchStatus, FileNotFound, outpu
 
 log = logging.getLogger(__name__)
 
-_SCAN_S = 5.0  # between looks for batches of other routers
-_CHECK_S = 1.0  # between looks for room, for a cancellation and for the end of the window, if nothing else happens
+_SCAN_S = 5.0  # between two searches for batches to claim
+_CHECK_S = 1.0  # between two checks for room, a cancellation and the end of the window, if nothing else happens
 _SWEEP_S = 3600.0
-_MAX_OPEN = 64  # batches that one router runs side by side, beside the first one of each tenant
-_LINES = 64  # read at a time, and refused lines that wait for another attempt
-_LINES_BYTES = 1 << 20  # after which no more are read at a time
-_RETRY_S = (0.5, 30.0)  # least and most seconds between two attempts of a line
-_LOAD_S = 0.05  # room is looked for no more often because of load reports
+_MAX_OPEN = 64  # batches that one router runs at once; a tenant without any may still have one more
+_LINES = 64  # most lines read at a time, and most refused lines that wait for a retry
+_LINES_BYTES = 1 << 20  # no more lines are read at a time beyond this
+_RETRY_S = (0.5, 30.0)  # bounds of the time between two attempts of a line
+_LOAD_S = 0.05  # least time between two checks for room because of load reports
 
 ResultT = TypeVar("ResultT")
 
-# Answers the request of a tenant at an endpoint: status, request id and body. Raises Unavailable if it may be tried
-# again.
+# Answers a request, given its tenant, endpoint and body, with the status, the request id and the body of the answer.
+# Raises Unavailable if the request may be retried.
 LineAnswerer = Callable[[str, str, bytes], Awaitable[tuple[int, str, dict[str, Any]]]]
 
 
@@ -49,16 +49,16 @@ class _OpenBatch:
     claim: BatchClaim
     record: BatchRecord
     lines: Iterator[BatchLine]
-    upcoming: list[BatchLine] = field(default_factory=list)  # the next ones first
+    upcoming: list[BatchLine] = field(default_factory=list)  # read but not started, in order
     in_flight: set[asyncio.Task[None]] = field(default_factory=set)
-    refused: deque[tuple[float, BatchLine]] = field(default_factory=deque)  # when each may be tried again
-    is_read: bool = False  # to the end
+    refused: deque[tuple[float, BatchLine]] = field(default_factory=deque)  # each with the time of its retry
+    is_read: bool = False  # all of `lines` are read
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     saved_s: float = 0.0
 
     @property
     def has_next(self) -> bool:
-        """Returns whether a line could start. A batch with too many refused lines leaves the room to other batches."""
+        """Whether a line could start. A batch with too many refused lines starts none, so that other batches may."""
         return bool(self.upcoming) and len(self.refused) < _LINES
 
     @property
@@ -66,7 +66,7 @@ class _OpenBatch:
         return self.is_read and not (self.upcoming or self.in_flight or self.refused)
 
     def take_back(self, now_s: float) -> None:
-        """Makes refused lines upcoming again once they may be retried."""
+        """Moves refused lines that may be retried now back to the upcoming ones."""
         for _ in range(len(self.refused)):
             due_s, line = self.refused.popleft()
             if due_s <= now_s:
@@ -75,7 +75,7 @@ class _OpenBatch:
                 self.refused.append((due_s, line))
 
     def read(self) -> None:
-        """Reads the next lines. Blocks."""
+        """Reads the next lines. Blocks on the disk."""
         num_bytes = 0
         for line in itertools.islice(self.lines, _LINES):
             self.upcoming.append(line)
@@ -96,8 +96,9 @@ class BatchRunner:
         read_line: LineReader,
         line_bytes: int,
     ) -> None:
-        """`pool_use` returns how busy the pools are, given how many lines are in flight here. `read_line` refuses
-        lines of more than `line_bytes`.
+        """`pool_use` returns how busy the pools are, given the number of lines in flight here.
+
+        `read_line` refuses lines of more than `line_bytes`.
         """
         self._config = config
         self._batches = batches
@@ -114,15 +115,15 @@ class BatchRunner:
 
     @property
     def num_in_flight(self) -> int:
-        """The lines being answered."""
+        """The number of lines being answered."""
         return sum(len(batch.in_flight) for batch in self._open)
 
     def wake(self) -> None:
-        """Looks for new batches at once."""
+        """Makes `run` look for new batches at once."""
         self._woken.set()
 
     def on_load(self) -> None:
-        """Looks for room soon, because the workers' load has changed. Thousands of reports may come in a second."""
+        """Checks for room soon, because the workers' load has changed. Cheap, for thousands of reports a second."""
         if self._load_timer is None and self._open:
             self._load_timer = asyncio.get_running_loop().call_later(_LOAD_S, self._after_load)
 
@@ -136,7 +137,7 @@ class BatchRunner:
             batch.changed.set()
 
     async def run(self) -> None:
-        """Runs batches until it is cancelled; those unfinished then continue wherever they are claimed next."""
+        """Runs batches until it is cancelled. The router that claims an unfinished batch next continues it."""
         swept_s = float("-inf")
         try:
             while True:
@@ -165,7 +166,7 @@ class BatchRunner:
 
     async def _claim_all(self) -> None:
         for tenant, batch_id in await asyncio.to_thread(self._batches.unfinished):
-            # A tenant that has none running is not kept waiting by those who have many.
+            # The limit does not keep a tenant without a running batch waiting.
             if batch_id in self._tasks or (len(self._tasks) >= _MAX_OPEN and tenant in self._tenants.values()):
                 continue
             claim = await asyncio.to_thread(self._batches.claim, tenant, batch_id)
@@ -194,7 +195,7 @@ class BatchRunner:
             if not record.status.is_final:
                 await self._answer_all(claim, record, path)
         except (PenstockError, OSError) as error:
-            log.warning("batch %s stops for now and is tried again: %s", claim.path("").name, error)
+            log.warning("batch %s has stopped and will be retried: %s", claim.path("").name, error)
             await asyncio.sleep(_SCAN_S)
         finally:
             claim.close()
@@ -220,7 +221,7 @@ class BatchRunner:
                 yield line
 
     async def _answer_lines(self, batch: _OpenBatch) -> BatchStatus:
-        """Returns how the batch ends."""
+        """Answers lines until the batch ends, and returns its final status."""
         while True:
             batch.changed.clear()
             batch.take_back(time.monotonic())
@@ -247,7 +248,7 @@ class BatchRunner:
                 pass
 
     def _may_start(self, batch: _OpenBatch) -> bool:
-        """Returns whether another line fits and it is this batch's turn, as the one with the fewest in flight."""
+        """Returns whether there is room for a line and this batch has the fewest in flight, so that it is its turn."""
         fewest = min(len(other.in_flight) for other in self._open if other.has_next)
         num_lines = self.num_in_flight
         return len(batch.in_flight) == fewest and num_lines < lines_at_once(self._pool_use(num_lines), self._config)
@@ -278,10 +279,10 @@ class BatchRunner:
             self._wake_next()
 
     def _finish(self, claim: BatchClaim, record: BatchRecord, final: BatchStatus) -> None:
-        """Makes the lines written so far the tenant's files, and the batch final.
+        """Makes the lines written so far the tenant's files, and gives the batch its final status.
 
-        The files are linked first and removed last: if this router dies in between, the next one finds them and gives
-        them the same ids.
+        The files are linked first and removed last, so that if this router dies in between, the next one finds them and
+        gives them the same ids.
         """
 
         def unanswered(done: set[str]) -> Iterator[bytes]:
@@ -290,7 +291,7 @@ class BatchRunner:
                 yield unanswered_line(line.custom_id, "batch_expired", "the completion window has ended")
 
         claim.seal(unanswered if final is BatchStatus.EXPIRED else None)
-        if final is not BatchStatus.COMPLETED:  # lines may have been cancelled between their answer and its count
+        if final is not BatchStatus.COMPLETED:  # a line may have been cancelled after its answer was written
             num_completed, num_failed = len(claim.done(OUTPUT)), len(claim.done(ERRORS))
             record = replace(record, num_completed=num_completed, num_failed=num_failed)
         ids = {}
@@ -308,8 +309,11 @@ class BatchRunner:
 
 
 async def _in_thread(work: Callable[[], ResultT]) -> ResultT:
-    """Runs `work`, which uses a claim, in a thread. Even if cancelled, it returns only once `work` has ended: its
-    caller then closes the claim, and another router may take the batch."""
+    """Runs `work`, which uses a claim, in a thread.
+
+    Returns only when `work` has ended, even if cancelled: the caller may then close the claim, and another router may
+    take the batch.
+    """
     working = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(working)

@@ -22,7 +22,7 @@ from penstock.text.grammars import FIELD, MAX_SOURCE_BYTES
 from penstock.types import Grammar
 from router.text.fair_threads import FairThreads
 from router.text.frames import read_frame, write_frame
-from router.text.grammar_sandbox import OBEYED, READY, REFUSED
+from router.text.grammar_sandbox import READY, REFUSED, VALID
 from router.text.sandbox_process import clean_up_sandbox, start_sandbox
 
 _MAX_WAIT_S = 10.0  # for an answer, on a busy machine
@@ -120,7 +120,7 @@ class GrammarCheck:
             answer = None
         if answer is None:
             raise self._clean_up(process)
-        if answer[:1] == OBEYED:
+        if answer[:1] == VALID:
             return None
         text = answer[1:].decode(errors="replace")
         if answer[:1] == REFUSED:

@@ -6,7 +6,7 @@ tokens' trie, which takes up to a second to build; this process itself compiles 
 
 A frame on stdin or stdout is a length (4 bytes, big endian) and that many bytes. In: first the checkpoint's folder, the
 vocabulary size and the limits, then one grammar for each compilation (msgpack). Out: `READY` once the trie is built,
-then for each grammar `OBEYED` or the reason why it is refused.
+then for each grammar `VALID` or the reason why it is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.types import Grammar, GrammarKind
 from router.text.frames import NICENESS, read_frame, used_bytes, write_frame
 
 # The first byte of an answer. The problem with the grammar follows REFUSED, that with the checkpoint UNKNOWN.
-READY, OBEYED, REFUSED, UNKNOWN = b"=", b"+", b"-", b"!"
+READY, VALID, REFUSED, UNKNOWN = b"=", b"+", b"-", b"!"
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ def _compile(compiler: GrammarCompiler, grammar: Grammar, given: dict[str, Any])
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     # The default action of SIGPROF ends the fork wherever it is.
     signal.setitimer(signal.ITIMER_PROF, given["max_cpu_s"])
-    answer = OBEYED
+    answer = VALID
     try:
         compiler.compile(grammar)
     except InvalidInput as error:

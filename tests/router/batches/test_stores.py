@@ -223,11 +223,11 @@ GOOD = {"custom_id": "a", "method": "POST", "url": ENDPOINT, "body": {"prompt": 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"custom_id": None}, "custom_id: is missing or no text"),
-        ({"custom_id": "x" * 513}, "custom_id: is missing or no text of 1 to 512"),
+        ({"custom_id": None}, "custom_id: is missing or not a string"),
+        ({"custom_id": "x" * 513}, "custom_id: is missing or not a string of 1 to 512"),
         ({"method": "GET"}, "method: is 'GET'; only POST"),
         ({"url": "/v1/embeddings"}, "url: is '/v1/embeddings', but the batch is for /v1/completions"),
-        ({"body": []}, "body: is missing or no JSON object"),
+        ({"body": []}, "body: is missing or not a JSON object"),
         ({"body": {"stream": True}}, r"body\.stream: is true"),
         ({"extra": 1}, "extra: is not a field of a line"),
     ],

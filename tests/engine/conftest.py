@@ -1,4 +1,4 @@
-"""The fixture that tests of this folder share."""
+"""Holds the fixture that the tests of this folder share."""
 
 from tests.support.engine.isas import isa
 

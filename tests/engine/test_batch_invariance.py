@@ -1,6 +1,6 @@
-"""The same request gives the same bits, whatever is computed beside it and however its prompt is cut.
+"""Tests that a request gets the same bits whatever is computed beside it and however its prompt is split.
 
-This is what reinforcement learning compares: log-probabilities of a sampler and of a trainer's recomputation.
+Reinforcement learning depends on this: it compares a sampler's log-probabilities with a trainer's recomputation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NUMBERS = itertools.count()
 
 @dataclass
 class Answer:
-    """Tokens with their log-probabilities, as raw floats."""
+    """Holds tokens with their log-probabilities as raw floats."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[tuple[float, ...]] = field(default_factory=list)
@@ -40,7 +40,7 @@ def make_sequence(prompt: list[int]) -> Sequence:
 
 
 def run(engine: Engine, rng: random.Random | None, chunk: int) -> Answer:
-    """Returns the watched request's answer, alone or beside others that come, go and are in any state."""
+    """Returns the watched request's answer, computed alone or beside others that come and go in any state."""
     watched, others, answer = make_sequence(WATCHED), [], Answer()
     while len(answer.token_ids) < NUM_TOKENS:
         if rng is not None and len(others) < 9:
@@ -76,7 +76,7 @@ def run(engine: Engine, rng: random.Random | None, chunk: int) -> Answer:
 
 
 def check(folder: Path, **settings: object) -> list[str]:
-    """Returns how answers in batches differ from the one that is computed alone."""
+    """Describes how answers in batches differ from the one that is computed alone."""
     engine = Engine.load(
         EngineConfig.model_validate({"model": str(folder), "num_pages": 128, "num_threads": 2, **settings})
     )
@@ -89,7 +89,7 @@ def check(folder: Path, **settings: object) -> list[str]:
                 problems.append(f"seed {seed}, chunk {chunk}: tokens")
             elif found.logprobs != alone.logprobs:
                 pairs = zip(sum(found.logprobs, ()), sum(alone.logprobs, ()), strict=True)
-                most = max(abs(one - other) for one, other in pairs)
+                most = max(abs(left - right) for left, right in pairs)
                 problems.append(f"seed {seed}, chunk {chunk}: log-probabilities by up to {most:.2g}")
     finally:
         engine.close()
@@ -108,12 +108,12 @@ def test_bf16_gives_the_same_bits_in_any_batch(quantization: str) -> None:
     [("llama", True), ("gemma2", True), ("qwen3_moe", False), ("deepseek_v2", False), ("gpt_oss", False)],
 )
 def test_every_kind_of_layer_gives_the_same_bits_in_any_batch(tmp_path: Path, family: str, deterministic: bool) -> None:
-    """The choice among these few experts is a library product, which is exact here and not promised."""
+    """The router's choice among experts is a library product: exact with these few experts, but not guaranteed."""
     assert check(make_checkpoint(family, tmp_path), dtype="bfloat16", deterministic=deterministic) == []
 
 
 @needs_native
-def test_what_depends_on_the_batch_is_refused_by_name(tmp_path: Path) -> None:
+def test_settings_that_depend_on_the_batch_are_refused(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path)
 
     def load(**settings: object) -> Engine:
@@ -131,7 +131,7 @@ def test_what_depends_on_the_batch_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_layer_without_a_kernel_is_refused_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without a compiler serves with library products, which round by batch."""
+    """A machine without a compiler uses library products, whose rounding depends on the batch."""
     monkeypatch.setattr("engine.layers.linear.pack_for_tiles", lambda *_: None)
     with pytest.raises(ConfigError, match="no CPU kernel computes _head, for lack of"):
         Engine.load(

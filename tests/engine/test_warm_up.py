@@ -1,4 +1,4 @@
-"""Tests what an engine prepares before its first request, and what must not make that fail."""
+"""Tests what an engine prepares before its first request, and which failures it survives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.types import Grammar, GrammarKind, SamplingParams
 MODEL = Path(__file__).resolve().parents[2] / "models" / "penstock-tiny"
 
 
-def test_a_tokenizer_that_no_grammar_can_use_costs_structured_output_alone(
+def test_a_tokenizer_unusable_for_grammars_only_disables_structured_output(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = shutil.copytree(MODEL, tmp_path / "model")

@@ -99,9 +99,9 @@ async def test_real_workers_agree_and_a_damaged_one_is_found() -> None:
         spoil(third)
         with pytest.raises(WrongAnswer, match="it answers wrongly: token 0 is"):
             await check.check(e, [d], [])
-        # the others are not suspected, nor is one that was tested through the damaged one
+        # the others are not suspected
         await check.check(d, [e], [p])
-        await check.check(p, [e, d], [])  # nor one that was asked through it
+        await check.check(p, [e, d], [])  # nor is one that was tested through it
         spoil(first)
         with pytest.raises(WrongAnswer):
             await check.check(p, [d], [])

@@ -290,7 +290,7 @@ def test_totals_never_fall_when_routers_restart_or_leave() -> None:
     assert demand is not None
     assert (demand.requests, demand.waiting) == (15, 3)
     totals.on_report(admin_pb2.DemandReport(router="a", epoch=2, requests=2), 5.0)
-    assert totals.signal(["a", "b", "c"], 6.0, 10.0) is None  # c has not reported yet, and b is silent
+    assert totals.signal(["a", "b", "c"], 6.0, 10.0) is None  # c has not reported yet
     assert totals.signal(["a", "b"], 11.0, 10.0) is None  # b is silent
     demand = totals.signal(["a"], 11.0, 10.0)
     assert demand is not None

@@ -56,5 +56,5 @@ async def test_a_migrated_output_continues_in_its_grammar(pair: Pair, name: str)
             num_migrations += len((await migrate(source, target)).migrated)
             source, target = target, source
         seen = [await stream for stream in streams]
-        assert [one.error for one in seen] == [None] * len(seen)
-        assert [one.token_ids for one in seen] == wanted
+        assert [stream.error for stream in seen] == [None] * len(seen)
+        assert [stream.token_ids for stream in seen] == wanted

@@ -125,7 +125,7 @@ async def running_pair(
         async with caller(first) as to_first, caller(second) as to_second:
             yield Pair(first, second, Router({first.epoch: to_first, second.epoch: to_second}))
         await wait_until_empty(first, second)
-        await until(lambda: not any(one.outgoing.num_open or one.incoming.num_kept for one in (first, second)))
+        await until(lambda: not any(server.outgoing.num_open or server.incoming.num_kept for server in (first, second)))
 
 
 @pytest.fixture
@@ -189,12 +189,12 @@ async def test_migrations_under_load_lose_and_repeat_nothing(
             num_migrations += len(response.migrated)
             source, target = target, source
         seen = [await stream for stream in streams]
-        assert [one.token_ids for one in seen] == wanted
-        assert [one.error for one in seen] == [None] * len(seen)
-    timings = [one.timing for one in seen if one.timing is not None]
-    assert [timing.num_migrations for timing in timings] == [one.num_migrations for one in seen]
+        assert [stream.token_ids for stream in seen] == wanted
+        assert [stream.error for stream in seen] == [None] * len(seen)
+    timings = [stream.timing for stream in seen if stream.timing is not None]
+    assert [timing.num_migrations for timing in timings] == [stream.num_migrations for stream in seen]
     pauses_ms = [timing.migration_pause_ms / max(1, timing.num_migrations) for timing in timings]
-    gaps_ms = [longest_gap_ms(one) for one in seen]
+    gaps_ms = [longest_gap_ms(stream) for stream in seen]
     pauses = [f"{pause_ms:.1f}" for pause_ms in pauses_ms]
     print(f"\n{num_migrations} migrations; mean pauses {pauses} ms; gaps {max(gaps_ms):.0f} ms at most")
     assert max(pauses_ms) > 0
@@ -220,18 +220,18 @@ async def test_max_sequences_limits_how_many_migrate(pair: Pair, model: Path) ->
     response = await migrate(pair.left, pair.right, max_sequences=1)
     assert (len(response.migrated), len(response.failed), response.num_left) == (1, 0, 2)
     seen = [await stream for stream in streams]
-    assert [one.token_ids for one in seen] == [single_process(model, PROMPT[:n], LONG) for n in (20, 30, 40)]
-    assert sorted(one.num_migrations for one in seen) == [0, 0, 1]
+    assert [stream.token_ids for stream in seen] == [single_process(model, PROMPT[:n], LONG) for n in (20, 30, 40)]
+    assert sorted(stream.num_migrations for stream in seen) == [0, 0, 1]
 
 
 async def test_two_sequences_of_one_request_both_migrate(hasty_pair: Pair) -> None:
     # This happens when a sequence waits for its router while the same request is submitted again.
     pair = hasty_pair
-    async with caller(pair.left) as one, caller(pair.left) as other:
-        number = one.submit(PROMPT, LONG)
-        assert other.submit(PROMPT, LONG) == number  # makes both sequences share the request id, too
-        await one.next_delta(number)
-        await other.next_delta(number)
+    async with caller(pair.left) as first, caller(pair.left) as second:
+        number = first.submit(PROMPT, LONG)
+        assert second.submit(PROMPT, LONG) == number  # makes both sequences share the request id, too
+        await first.next_delta(number)
+        await second.next_delta(number)
         response = await migrate(pair.left, pair.right)
         assert (len(response.migrated), len(set(response.migrated)), response.num_left) == (2, 1, 0)
 

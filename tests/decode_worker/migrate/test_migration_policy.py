@@ -73,9 +73,12 @@ def test_every_copy_reaches_its_pause_within_its_reservation(
 @pytest.mark.parametrize(
     ("progress", "pauses"),
     [
-        # nothing to copy before the pause; the target may not be connected yet
+        # nothing to copy before the pause
         (CopyProgress(num_full=0, num_held=0, num_landed=0, num_reserved=3), True),
-        (CopyProgress(num_full=1, num_held=0, num_landed=0, num_reserved=4), False),  # not connected yet, maybe
+        (
+            CopyProgress(num_full=1, num_held=0, num_landed=0, num_reserved=4),
+            False,
+        ),  # the target may not be connected yet
         (CopyProgress(num_full=10, num_held=0, num_landed=8, num_reserved=14), False),
         (CopyProgress(num_full=10, num_held=0, num_landed=9, num_reserved=14), True),
         (CopyProgress(num_full=10, num_held=9, num_landed=9, num_reserved=14), False),

@@ -18,8 +18,8 @@ from penstock.types import PageHash, PageId, RequestId, SamplingParams, Transfer
 from tests.support.transfer.transfer_pair import key
 
 PAGE_SIZE = 4
-NUM_TOKENS = 14  # three full pages and a part of a fourth; the first page is already cached here
-NUM_HELD = 1  # the first page is cached here already
+NUM_TOKENS = 14  # three full pages and a part of a fourth
+NUM_HELD = 1  # the first page is already cached here
 PAGES = [PageId(page) for page in (7, 5, 6)]
 
 

@@ -147,8 +147,8 @@ def test_a_worker_without_a_measured_chunk_assumes_the_speed_of_its_peers() -> N
         policy = PrefillPlacement(DecodeConfig())
         option = replace(FREE, prefill_s=512 * token_s)
         decision = policy.choose(replace(IDLE, num_running=5), [option], 0.0)
-        priced = {one.place: one for one in (decision.chosen, *decision.others)}
-        assert priced[LOCAL].first_token_s == pytest.approx(512 * token_s, abs=0.02)
+        by_place = {priced.place: priced for priced in (decision.chosen, *decision.others)}
+        assert by_place[LOCAL].first_token_s == pytest.approx(512 * token_s, abs=0.02)
 
 
 def test_steps_are_predicted_within_a_tenth_despite_outliers() -> None:
@@ -209,22 +209,22 @@ def test_a_choice_is_feasible_finite_and_never_costlier_than_another(data: st.Da
 
 def check(decision: PrefillDecision, demand: PromptDemand, options: list[RemoteOption], target_s: float | None) -> None:
     places: list[PricedPlace] = [decision.chosen, *decision.others]
-    assert len({one.place for one in places}) == len(places)
+    assert len({place.place for place in places}) == len(places)
 
-    def rank(one: PricedPlace) -> tuple[bool, float]:
-        return target_s is not None and one.first_token_s > target_s, one.total_s
+    def rank(place: PricedPlace) -> tuple[bool, float]:
+        return target_s is not None and place.first_token_s > target_s, place.total_s
 
     assert all(rank(before) <= rank(after) for before, after in pairwise(places))
-    for one in places:
-        assert 0 <= one.first_token_s < 1e9
-        assert 0 <= one.harm_s < 1e12
-        assert (one.option is None) == (one.place is LOCAL)
-        assert one.option is None or one.option in options
-        if one.place is SPLIT:
-            assert one.num_remote % demand.page_size == 0
-            assert demand.cached_tokens < one.num_remote < demand.num_tokens
-        if one.place is REMOTE:
-            assert one.num_remote == demand.num_tokens
+    for place in places:
+        assert 0 <= place.first_token_s < 1e9
+        assert 0 <= place.harm_s < 1e12
+        assert (place.option is None) == (place.place is LOCAL)
+        assert place.option is None or place.option in options
+        if place.place is SPLIT:
+            assert place.num_remote % demand.page_size == 0
+            assert demand.cached_tokens < place.num_remote < demand.num_tokens
+        if place.place is REMOTE:
+            assert place.num_remote == demand.num_tokens
     if not options:
         assert decision.chosen.place is LOCAL
 

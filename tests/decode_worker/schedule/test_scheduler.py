@@ -137,9 +137,9 @@ def test_a_preempted_sequence_is_not_readmitted_in_the_same_step() -> None:
     for sequence in made[:3]:
         scheduler.forget(sequence)
     work = run_step(scheduler)
-    # three of its pages are still cached; none was when it was first admitted
+    # three of its pages are still cached
     assert [(item.sequence, item.num_tokens) for item in work] == [(made[3], 7)]
-    assert scheduler.num_cached_tokens(made[3]) == 0  # nothing was when it was first admitted
+    assert scheduler.num_cached_tokens(made[3]) == 0  # none was when it was first admitted
 
 
 def test_new_sequences_leave_the_watermark_to_running_ones() -> None:

@@ -245,7 +245,7 @@ def test_every_history_gives_exact_tokens_and_overwrites_no_page(
         elif action == "cancel" and machine.live:
             machine.retire(machine.live[data.draw(st.integers(0, len(machine.live) - 1))])
         elif action == "pause":
-            running = [one for one in machine.live if scheduler.is_running(one)]
+            running = [sequence for sequence in machine.live if scheduler.is_running(sequence)]
             if running:
                 machine.paused.append(data.draw(st.sampled_from(running)))
                 scheduler.pause(machine.paused[-1])
@@ -307,7 +307,7 @@ def test_a_failed_step_cancels_the_one_scheduled_ahead() -> None:
         machine.check()
         machine.launch(scheduler.schedule())
         machine.record()
-    assert {len(one.token_ids) for one in machine.live} <= {3 + 2 + 1 + 8}
+    assert {len(sequence.token_ids) for sequence in machine.live} <= {3 + 2 + 1 + 8}
 
 
 def test_prompts_are_computed_ahead_beside_decoding_and_their_first_tokens_fed_back() -> None:
@@ -332,16 +332,16 @@ def test_prompts_are_computed_ahead_beside_decoding_and_their_first_tokens_fed_b
     # The first prompt ends in the first step, beside 5 tokens of the second, and its row awaits its token at once. The
     # third is admitted when the second leaves room, and its first token is sampled in a run-ahead step.
     assert steps[:5] == [(1, [7]), (1, [7]), (1, [2, 5]), (3, []), (3, [])]
-    assert {one.num_output_tokens for one in machine.ended} <= set(range(1, 10))
-    assert all(one.token_ids[-1] == EOS or one.num_output_tokens == 9 for one in machine.ended)
+    assert {sequence.num_output_tokens for sequence in machine.ended} <= set(range(1, 10))
+    assert all(sequence.token_ids[-1] == EOS or sequence.num_output_tokens == 9 for sequence in machine.ended)
 
 
 def test_run_ahead_waits_for_a_first_token_that_depends_on_the_text() -> None:
     sampling = SamplingParams(max_tokens=9, allowed_token_ids=(3, 4), bad_sequences=((3, 4),))
     machine = Machine(60)
     scheduler = machine.scheduler
-    for number, one in enumerate((SamplingParams(max_tokens=9), sampling)):
-        sequence = Sequence(RequestId(str(number)), [number + 1] * 10, 10, one, SALT)
+    for number, params in enumerate((SamplingParams(max_tokens=9), sampling)):
+        sequence = Sequence(RequestId(str(number)), [number + 1] * 10, 10, params, SALT)
         scheduler.track(sequence)
         scheduler.compute_here(sequence)
         machine.live.append(sequence)
@@ -366,10 +366,10 @@ def test_forced_tokens_discard_what_a_run_ahead_step_samples() -> None:
     scheduler = machine.scheduler
     sampling = SamplingParams(max_tokens=20, grammar=Grammar(GrammarKind.REGEX, "a*"))
     sequence, other = (Sequence(RequestId(name), [5] * 10, 10, sampling, SALT) for name in ("forced", "other"))
-    for one in (sequence, other):
-        scheduler.track(one)
-        scheduler.compute_here(one)
-        machine.live.append(one)
+    for each in (sequence, other):
+        scheduler.track(each)
+        scheduler.compute_here(each)
+        machine.live.append(each)
     for _ in range(4):  # until both sequences decode
         machine.launch(scheduler.schedule())
         machine.record()
@@ -437,7 +437,7 @@ def test_columns_sample_what_sequences_sample() -> None:
         SamplingParams(9, top_k=1, seed=8),
     ]
     logits = torch.randn(len(samplings), 300, generator=torch.Generator().manual_seed(0)) * 3
-    sequences = [Sequence(RequestId(str(i)), [1] * (i + 2), 1, one, SALT) for i, one in enumerate(samplings)]
+    sequences = [Sequence(RequestId(str(i)), [1] * (i + 2), 1, params, SALT) for i, params in enumerate(samplings)]
     rows = [ScheduledSequence(sequence, 1) for sequence in sequences]
     wanted = [token.token_id for token in sample(logits, rows, ())]
     token_ids, valid = sample_rows(logits, SamplingRows.of(sequences))
@@ -486,7 +486,7 @@ def test_a_step_error_reaches_the_loop() -> None:
     thread.start(lambda before: fail(StepError()), outcomes.append, False)
     for _ in range(5):
         calls.get(timeout=60)()
-    tokens = [one.chunks if isinstance(one, StepTokens) else str(one) for one in outcomes]
+    tokens = [outcome.chunks if isinstance(outcome, StepTokens) else str(outcome) for outcome in outcomes]
     assert tokens == [[7], [7, 8], "no number", "the step before it failed", [10]]
     with pytest.raises(StepError):
         calls.get(timeout=60)()
@@ -510,7 +510,10 @@ def test_a_failed_step_is_reported_after_the_step_that_the_device_still_computes
     over.set()
     for _ in range(2):
         calls.get(timeout=60)()
-    assert [one.chunks if isinstance(one, StepTokens) else str(one) for one in outcomes] == [[7], "no number"]
+    assert [outcome.chunks if isinstance(outcome, StepTokens) else str(outcome) for outcome in outcomes] == [
+        [7],
+        "no number",
+    ]
     assert thread.stop()
 
 
@@ -544,7 +547,7 @@ def test_a_step_whose_forward_failed_is_not_sampled() -> None:
     thread.start(lambda before: Tokens([8]), outcomes.append, False)
     for _ in range(4):
         calls.get(timeout=60)()
-    texts = [one.chunks if isinstance(one, StepTokens) else str(one) for one in outcomes]
+    texts = [outcome.chunks if isinstance(outcome, StepTokens) else str(outcome) for outcome in outcomes]
     assert texts == [[7], "no memory", "the step before it failed", [8]]
     assert discarded == [True]
     assert thread.stop()

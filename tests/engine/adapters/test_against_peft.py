@@ -1,4 +1,4 @@
-"""Adapters against PEFT over `transformers`: close logits and equal greedy tokens for every dense family."""
+"""Compares adapters with PEFT over `transformers`: close logits and equal greedy tokens for every dense family."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DENSE = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": DENSE}
 PARTLY_TURNED = {"partial_rotary_factor": 0.75}
-# Family, its config, the adapter's settings.
+# Each row: the family, its config, and the adapter's settings.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {}, LORA),
     "llama-biases-rslora": ("llama", {"attention_bias": True, "mlp_bias": True}, LORA | {"use_rslora": True, "r": 3}),
@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def make_with_peft(model: Path, folder: Path, settings: dict[str, Any], seed: int = 0) -> AdapterRef:
-    """Writes an adapter whose B is random, too; PEFT begins with zeros, which change nothing."""
+    """Writes an adapter whose B is random as well as A; PEFT initializes B with zeros, which change nothing."""
     torch.manual_seed(seed)
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     adapted = get_peft_model(base, LoraConfig(**settings, task_type="CAUSAL_LM"))

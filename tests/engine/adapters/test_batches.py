@@ -1,4 +1,4 @@
-"""Mixed batches of several adapters equal one request at a time, on every path that computes a step."""
+"""Tests that mixed batches of several adapters equal one request at a time, on every path that computes a step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.engine.isas import needs_native
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {
     torch.float32: {"rtol": 1e-4, "atol": 1e-4},  # sums of up to 123 products in another order
-    torch.bfloat16: {"rtol": 1e-2, "atol": 5e-2},  # up to 16 inner results near 1 are rounded, too
+    torch.bfloat16: {"rtol": 1e-2, "atol": 5e-2},  # up to 16 intermediate results near 1 are rounded, too
     torch.float16: {"rtol": 4e-3, "atol": 6e-3},
 }
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
@@ -45,7 +45,7 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def make_weights(ranks: Seq[Seq[int]], ends: Seq[int], inputs: int, rank: int, dtype: torch.dtype) -> AdapterWeights:
-    """Returns slots of which the first is empty; `ranks` has one row for each of the others."""
+    """Returns slots, the first of which is empty; `ranks` has one row for each of the others."""
     num_slots, num_parts = len(ranks) + 1, len(ends)
     down = torch.zeros((num_slots, num_parts * rank, inputs), device=DEVICE)
     up = torch.zeros((num_slots, rank, ends[-1]), device=DEVICE)
@@ -84,7 +84,7 @@ def test_the_triton_kernel_equals_the_reference(shape: str, dtype: torch.dtype) 
 @needs_native
 @on_every_isa
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_cpu_kernel_equals_the_reference_and_a_row_depends_on_itself_alone(shape: str) -> None:
+def test_the_cpu_kernel_equals_the_reference_and_a_row_depends_only_on_itself(shape: str) -> None:
     from engine.cpu.library import load_native
     from engine.cpu.native import NativeOps
 
@@ -98,8 +98,8 @@ def test_the_cpu_kernel_equals_the_reference_and_a_row_depends_on_itself_alone(s
     wanted_TO, alone_TO = y_TO.clone(), y_TO.clone()
     TorchOps().add_adapters(wanted_TO, x_TI, weights, AdapterRows(slot_T))
     for row in range(len(slots)):
-        one = slice(row, row + 1)
-        ops.add_adapters(alone_TO[one], x_TI[one], weights, ops.adapter_rows(slot_T[one], 0))
+        alone = slice(row, row + 1)
+        ops.add_adapters(alone_TO[alone], x_TI[alone], weights, ops.adapter_rows(slot_T[alone], 0))
     ops.add_adapters(y_TO, x_TI, weights, ops.adapter_rows(slot_T, 0))
     assert torch.equal(y_TO, alone_TO)
     torch.testing.assert_close(y_TO, wanted_TO, rtol=1e-2, atol=1e-2)  # both round the same sum once
@@ -154,7 +154,7 @@ def test_a_mixed_batch_equals_one_request_at_a_time(settings: dict[str, Any], tm
 
 
 @needs_native
-def test_rows_without_an_adapter_have_the_bits_of_a_step_without_any(tmp_path: Path) -> None:
+def test_rows_without_an_adapter_equal_a_step_without_adapters_to_the_bit(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path / "model", head_dim=32, dtype=torch.bfloat16)
     [ref] = adapters_of(folder, tmp_path, 1)
     engine = load(folder, dtype="bfloat16")
@@ -171,7 +171,7 @@ def test_rows_without_an_adapter_have_the_bits_of_a_step_without_any(tmp_path: P
     engine.close()
 
 
-def test_a_plan_of_rows_and_chunks_names_each_rows_slot() -> None:
+def test_a_batch_holds_the_slot_of_each_row_and_chunk() -> None:
     table = RowTable(8, EndConditions())
 
     def sequence(name: str, slot: int, num_tokens: int) -> Sequence:
@@ -195,7 +195,7 @@ def test_a_plan_of_rows_and_chunks_names_each_rows_slot() -> None:
 
 
 def test_captured_steps_read_slots_from_their_buffer() -> None:
-    """Replays run the captured function over the buffers, as a graph would."""
+    """Replays run the captured function over its buffers, as a graph does."""
     seen: list[torch.Tensor | None] = []
 
     def forward(batch: Batch) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Tests what adapter folders must hold, and what is refused by name."""
+"""Tests what an adapter's folder must hold, and that everything else is refused by field."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read(folder: Path, ref: AdapterRef, max_rank: int = 8) -> dict[str, tuple[to
     return read_adapter(ref, adapted_products(ModelConfig.from_folder(str(folder))), max_rank)
 
 
-def test_the_scale_is_part_of_b(folder: Path, tmp_path: Path) -> None:
+def test_the_scale_is_multiplied_into_b(folder: Path, tmp_path: Path) -> None:
     module = MODULE.removeprefix("base_model.model.")
     for settings, scale in (({}, 8 / 4), ({"use_rslora": True}, 8 / 2), ({"lora_alpha": 3}, 3 / 4)):
         ref = make_adapter(folder, tmp_path / "adapter", config=settings)
@@ -66,7 +66,7 @@ REFUSED_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED_SETTINGS)
-def test_a_setting_that_is_not_computed_is_refused_by_name(case: str, folder: Path, tmp_path: Path) -> None:
+def test_an_unsupported_setting_is_refused(case: str, folder: Path, tmp_path: Path) -> None:
     settings, message = REFUSED_SETTINGS[case]
     ref = make_adapter(folder, tmp_path / "mine", config=settings)
     with pytest.raises(CheckpointError, match=re.escape(f"adapter 'mine' ({ref.path}): {message}")):
@@ -111,7 +111,7 @@ REFUSED_TENSORS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED_TENSORS)
-def test_a_tensor_that_is_not_computed_is_refused_by_name(case: str, folder: Path, tmp_path: Path) -> None:
+def test_an_unsupported_tensor_is_refused(case: str, folder: Path, tmp_path: Path) -> None:
     change, message = REFUSED_TENSORS[case]
     path = tmp_path / "mine"
     make_adapter(folder, path)
@@ -120,7 +120,7 @@ def test_a_tensor_that_is_not_computed_is_refused_by_name(case: str, folder: Pat
         read(folder, read_adapter_ref("mine", str(path)))
 
 
-def test_damaged_and_missing_files_are_refused_by_name(folder: Path, tmp_path: Path) -> None:
+def test_damaged_and_missing_files_are_refused_by_path(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "mine"
     make_adapter(folder, path)
     content = (path / WEIGHTS_FILE).read_bytes()
@@ -157,7 +157,7 @@ def test_the_revision_depends_on_both_files(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["", "a b", "-a", "a" * 129, "a\n"])
-def test_odd_names_are_refused(name: str) -> None:
+def test_invalid_names_are_refused(name: str) -> None:
     with pytest.raises(InvalidInput, match="give 1 to 128 letters, digits"):
         check_adapter_name(name, "model")
 
@@ -168,7 +168,7 @@ def test_the_name_of_the_model_is_refused() -> None:
         check_adapter_name("model", "model")
 
 
-def test_latent_attention_takes_no_adapters(tmp_path: Path) -> None:
+def test_a_model_with_latent_attention_refuses_adapters(tmp_path: Path) -> None:
     folder = make_checkpoint("deepseek_v2", tmp_path)
     config = EngineConfig(model=str(folder), num_pages=8, max_adapters=1)
     with pytest.raises(ConfigError, match=r"latent attention \(DeepSeek\) take no adapters"):
@@ -189,8 +189,8 @@ def test_the_memory_plan_counts_the_slots(family: str, num_ranks: int, tmp_path:
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "glm4_moe"])
-def test_the_ranks_parts_add_up_to_the_whole(family: str, tmp_path: Path) -> None:
-    """The sum of what two ranks add, each with its inputs and outputs, is what one process adds."""
+def test_the_ranks_parts_add_up_to_the_whole_adapter(family: str, tmp_path: Path) -> None:
+    """Two ranks, each with its part of inputs and outputs, together add what one process adds."""
     folder = make_checkpoint(family, tmp_path / "model", num_key_value_heads=2)
     model = ModelConfig.from_folder(str(folder))
     ref = make_adapter(folder, tmp_path / "adapter", rank=3)
@@ -212,13 +212,13 @@ def test_the_ranks_parts_add_up_to_the_whole(family: str, tmp_path: Path) -> Non
             is_narrowing = product.name in ("out", "down")
             if is_narrowing or len(product.parts) > 1:
                 torch.testing.assert_close(torch.cat(pieces, 1 if is_narrowing else 0), product_OI)
-            else:  # several products are stored as one: each rank has a run of each
+            else:  # several products are stored as one, and each rank has a run of each
                 assert torch.cat(pieces).shape == product_OI.shape
                 wanted, found = product_OI.sum(dim=1).sort().values, torch.cat(pieces).sum(dim=1).sort().values
                 torch.testing.assert_close(found, wanted)
 
 
-def test_an_adapter_that_ends_leaves_nothing_in_its_slot(folder: Path, tmp_path: Path) -> None:
+def test_an_unloaded_adapter_leaves_nothing_in_its_slot(folder: Path, tmp_path: Path) -> None:
     model = ModelConfig.from_folder(str(folder))
     store = AdapterStore(model, 2, 8, torch.float32, torch.device("cpu"))
     large = make_adapter(folder, tmp_path / "large", rank=8)

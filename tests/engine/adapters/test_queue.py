@@ -1,4 +1,4 @@
-"""Sequences get slots without blocking; what cannot be served is refused by name; a slot in use is never taken."""
+"""Tests that sequences get slots without blocking, that a slot in use is never taken, and what is refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TIMEOUT_S = 30.0
 
 
 class FakeAdapters:
-    """Loads when it is allowed to, on the queue's thread."""
+    """Loads adapters on the queue's thread, once the test lets it."""
 
     def __init__(self, num_slots: int) -> None:
         self.slots = AdapterSlots(num_slots)
@@ -96,7 +96,7 @@ def test_a_slot_in_use_is_waited_for(world: World) -> None:
     world.adapters.slots.check_integrity()
 
 
-def test_waiting_too_long_is_refused_by_name(world: World) -> None:
+def test_waiting_too_long_is_refused(world: World) -> None:
     first = world.ask("first", "sql")
     world.settle()
     world.ask("second", "law")
@@ -113,7 +113,7 @@ def test_waiting_too_long_is_refused_by_name(world: World) -> None:
     assert world.adapters.loads == [("revision of sql", 1)]
 
 
-def test_an_adapter_that_cannot_be_read_is_refused_and_leaves_its_slot(world: World) -> None:
+def test_an_unreadable_adapter_is_refused_and_frees_its_slot(world: World) -> None:
     world.adapters.error = CheckpointError("adapter 'sql' (/adapters/sql): is damaged")
     world.ask("first", "sql")
     world.settle()
@@ -127,7 +127,7 @@ def test_an_adapter_that_cannot_be_read_is_refused_and_leaves_its_slot(world: Wo
     world.adapters.slots.check_integrity()
 
 
-def test_a_fault_of_the_load_does_not_leave_its_sequence_waiting(world: World) -> None:
+def test_an_unexpected_error_of_a_load_ends_the_wait(world: World) -> None:
     world.adapters.error = RuntimeError("rank 1 is lost")
     world.ask("first", "sql")
     world.settle()
@@ -136,12 +136,12 @@ def test_a_fault_of_the_load_does_not_leave_its_sequence_waiting(world: World) -
     assert "could not be loaded: RuntimeError: rank 1 is lost" in error.message
 
 
-def test_a_sequence_released_while_its_adapter_loads_hears_nothing(world: World) -> None:
+def test_a_sequence_released_during_its_load_gets_no_outcome(world: World) -> None:
     world.adapters.may_load.clear()
     world.queue.release(world.ask("first", "sql"))
     second = world.ask("second", "law")
     world.adapters.may_load.set()
-    world.settle()  # sql is loaded, nobody uses it, and it makes room
+    world.settle()  # sql is loaded, but nobody uses it, so it is dropped
     world.settle()
     assert world.outcomes == {"first": [], "second": [None]}
     assert second.adapter_slot == 1
@@ -149,7 +149,7 @@ def test_a_sequence_released_while_its_adapter_loads_hears_nothing(world: World)
     world.adapters.slots.check_integrity()
 
 
-def test_a_worker_without_slots_refuses_by_name() -> None:
+def test_a_worker_without_slots_refuses_adapters() -> None:
     outcomes: list[PenstockError | None] = []
     queue = AdapterQueue(None, lambda call: None)
     plain = Sequence(RequestId("plain"), [1], 1, SamplingParams(max_tokens=1), b"")

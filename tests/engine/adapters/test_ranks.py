@@ -1,4 +1,4 @@
-"""Adapters of a replica of several ranks: the tokens of one rank, and one error where a rank cannot read the files."""
+"""Tests adapters on a replica of two ranks: the tokens of one rank, and one error if a rank cannot read the files."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ def test_two_ranks_answer_as_one(family: str, tmp_path: Path) -> None:
     folder = make_checkpoint(family, tmp_path / "model")
     ref = make_adapter(folder, tmp_path / "adapter")
     config = EngineConfig(model=str(folder), dtype="float32", page_size=8, num_pages=16, max_adapters=1)
-    one, two = Engine.load(config), Engine.load(config.model_copy(update={"tensor_parallel": 2}), launch=launch_threads)
-    wanted = generate(one, PROMPT, GREEDY, adapter=ref)
+    single, split = (
+        Engine.load(config),
+        Engine.load(config.model_copy(update={"tensor_parallel": 2}), launch=launch_threads),
+    )
+    wanted = generate(single, PROMPT, GREEDY, adapter=ref)
     try:
-        assert generate(two, PROMPT, GREEDY, adapter=ref) == wanted != generate(one, PROMPT, GREEDY, b"plain")
+        assert generate(split, PROMPT, GREEDY, adapter=ref) == wanted != generate(single, PROMPT, GREEDY, b"plain")
         damaged = tmp_path / "damaged"
         make_adapter(folder, damaged)
         (damaged / WEIGHTS_FILE).write_bytes(b"nothing")
         with pytest.raises(CheckpointError, match="is damaged"):
-            generate(two, PROMPT, GREEDY, b"damaged", adapter=read_adapter_ref("damaged", str(damaged)))
-        assert generate(two, PROMPT, GREEDY, b"again", adapter=ref) == wanted
+            generate(split, PROMPT, GREEDY, b"damaged", adapter=read_adapter_ref("damaged", str(damaged)))
+        assert generate(split, PROMPT, GREEDY, b"again", adapter=ref) == wanted
     finally:
-        one.close()
-        two.close()
+        single.close()
+        split.close()

@@ -1,4 +1,5 @@
-"""Slots by random histories: none in use is ever given away, and the least recently used one goes first."""
+"""Tests adapter slots with random histories: a slot in use is never reassigned, and the least recently used goes
+first."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ class SlotMachine(RuleBasedStateMachine):
 TestSlots = SlotMachine.TestCase
 
 
-def test_the_least_recently_used_adapter_makes_room() -> None:
+def test_the_least_recently_used_adapter_is_dropped_first() -> None:
     slots = AdapterSlots(2)
     for name in "ab":
         slots.acquire(name)
@@ -91,7 +92,7 @@ def test_the_least_recently_used_adapter_makes_room() -> None:
     assert slots.state("b") is SlotState.EMPTY
 
 
-def test_releasing_too_often_is_a_fault() -> None:
+def test_releasing_too_often_is_an_error() -> None:
     slots = AdapterSlots(1)
     slots.acquire("a")
     slots.release("a")

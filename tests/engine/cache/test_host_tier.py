@@ -1,4 +1,4 @@
-"""Lower tiers return exactly the page that was evicted, whatever happened meanwhile, and lose none without need."""
+"""Tests that lower tiers return exactly the evicted page after any history, and lose none without need."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
 
 
 def hashes_of(*tokens: int) -> list[PageHash]:
-    """A chain of pages with one token each."""
+    """Returns the hashes of a chain of pages with one token each."""
     return hash_pages(tokens, 1, SALT)
 
 
 def content_of(page_hash: PageHash) -> torch.Tensor:
-    """Returns the expected page: its hash, repeated. Some of it is NaN, which must not matter."""
+    """Returns the expected page: its hash, repeated. Some values are NaN, which must not matter."""
     return torch.frombuffer(bytearray(page_hash * (PAGE_BYTES // 16)), dtype=torch.bfloat16).view(SHAPE)
 
 
@@ -48,7 +48,7 @@ def holds(page: torch.Tensor, page_hash: PageHash) -> bool:
 
 
 class Store:
-    """A pool with its tensor, a cache and tiers, composed as in `Engine.load`."""
+    """Holds a pool with its tensor, a cache and tiers, composed as in `Engine.load`."""
 
     def __init__(
         self, num_pages: int, num_host_pages: int, num_disk_pages: int = 0, folder: str = "", device: str = "cpu"
@@ -64,7 +64,7 @@ class Store:
         self.pool = self.cache.pool
 
     def take(self, hashes: list[PageHash]) -> tuple[list[PageId], int]:
-        """Takes pages for a prompt as a scheduler does, and checks what the tiers returned."""
+        """Takes pages for a prompt as a scheduler does, and checks what the tiers return."""
         matched = self.cache.match(hashes)
         try:
             pages = [*matched, *self.pool.allocate(len(hashes) - len(matched))]
@@ -77,7 +77,7 @@ class Store:
         return pages, num_filled
 
     def compute(self, hashes: list[PageHash], pages: list[PageId], num_filled: int) -> None:
-        """Computes the rest as an engine's step does, and inserts it as a scheduler does."""
+        """Computes the other pages as an engine's step does, and inserts them as a scheduler does."""
         for page, page_hash in zip(pages[num_filled:], hashes[num_filled:], strict=True):
             self.kv_pages[page] = content_of(page_hash)
         self.cache.insert(hashes, pages)
@@ -91,7 +91,7 @@ class Store:
         return num_filled
 
     def reported_places(self) -> dict[PageHash, KvEventKind]:
-        """Returns where each page is according to all events, as a router sees it."""
+        """Returns the tier of each page according to all events, as a router sees it."""
         places: dict[PageHash, KvEventKind] = {}
         for event in self.events.read(1).events:
             if event.kind is KvEventKind.REMOVED:
@@ -102,7 +102,7 @@ class Store:
         return places
 
     def places(self) -> dict[PageHash, KvEventKind]:
-        """Returns where each page really is."""
+        """Returns the actual tier of each page."""
         below = {*self.host.slots, *(self.disk.slots if self.disk else ())}
         return {
             page: KvEventKind.STORED if page in self.cache._chains.nodes else self.tiers.place(page)
@@ -147,7 +147,7 @@ def test_a_store_without_slots_is_refused() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_evicted_pages_come_back_from_host_memory(device: str) -> None:
+def test_evicted_pages_are_loaded_from_host_memory(device: str) -> None:
     store = Store(4, 8, device=device)
     assert store.serve(1, 2, 3, 4) == 0
     assert store.serve(5, 6, 7, 8) == 0  # evicts every page of the first prompt
@@ -173,16 +173,16 @@ def test_pages_about_to_be_loaded_are_evicted_last() -> None:
     for tokens in ((1, 2), (3, 4), (5, 6)):
         store.serve(*tokens)
     assert list(store.host.slots) == [*reversed(hashes_of(1, 2)), *reversed(hashes_of(3, 4))]
-    assert store.serve(1, 2) == 2  # evicts 6 and 5, and with them 4 and 3, although those are younger
+    assert store.serve(1, 2) == 2  # evicts 6 and 5, and with them 4 and 3, although those are more recent
 
 
 def test_pages_stored_together_do_not_evict_each_other() -> None:
     store = Store(2, 2)
-    one, two, four = (hashes_of(token)[0] for token in (1, 2, 4))
+    first, second, fourth = (hashes_of(token)[0] for token in (1, 2, 4))
     pages = store.pool.allocate(2)
-    store.tiers.store([two, four], pages)
-    store.tiers.store([two, one], pages)  # two is the oldest, hence the next to be evicted
-    assert list(store.host.slots) == [two, one]
+    store.tiers.store([second, fourth], pages)
+    store.tiers.store([second, first], pages)  # `second` is the oldest, hence the next to be evicted
+    assert list(store.host.slots) == [second, first]
 
 
 def test_a_loaded_page_is_not_copied_out_again() -> None:
@@ -198,7 +198,7 @@ def test_a_loaded_page_is_not_copied_out_again() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_pages_may_be_overwritten_and_read_at_once(device: str) -> None:
-    """Uses many large pages, so that a copy still in flight would be caught."""
+    """Many large pages make sure that a copy still in flight would be noticed."""
     num_pages = 64
     kv_pages = torch.arange(num_pages, device=device, dtype=torch.float32).view(-1, 1, 1).repeat(1, 512, 512)
     host = HostTier(kv_pages, num_pages)
@@ -246,7 +246,7 @@ def test_a_page_corrupted_on_disk_is_a_miss(tmp_path: Path) -> None:
     assert store.cache.stats.spoiled_pages == 1
 
 
-def test_a_full_disk_takes_no_more_pages_but_serves_those_it_has(
+def test_a_full_disk_takes_no_more_pages_but_serves_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = Store(2, 2, 8, str(tmp_path))
@@ -269,7 +269,7 @@ def host_of_one_page() -> HostTier:
     return HostTier(torch.zeros(1, *SHAPE, dtype=torch.bfloat16), 1)
 
 
-def test_nothing_is_left_in_the_folder(tmp_path: Path) -> None:
+def test_no_file_is_left_in_the_folder(tmp_path: Path) -> None:
     disk = DiskFile(tmp_path, 4, host_of_one_page())
     assert list(tmp_path.iterdir()) == []
     assert os.fstat(disk.file.fileno()).st_mode & 0o077 == 0
@@ -282,7 +282,7 @@ def test_a_folder_that_cannot_hold_the_file_is_refused(tmp_path: Path) -> None:
 
 
 class CudartDouble:
-    """Pins what it is asked to, and refuses more than `most_bytes`."""
+    """Pins memory up to `most_bytes` and refuses more."""
 
     def __init__(self, most_bytes: int) -> None:
         self.pinned: dict[int, int] = {}
@@ -300,7 +300,7 @@ class CudartDouble:
 
 
 def test_pinned_memory_takes_no_more_than_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's allocator would take the next power of two: 16 pages for these nine."""
+    """Torch's own allocator would pin the next power of two: 16 pages for these nine."""
     cudart = CudartDouble(most_bytes=1 << 20)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     pages = allocate_pinned((9, 4096), torch.bfloat16)

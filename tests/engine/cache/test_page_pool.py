@@ -1,4 +1,4 @@
-"""The page pool by itself: references, fences, and misuse, which must change nothing."""
+"""Tests the page pool alone: references, fences, and misuse, which must change nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_shared_page_is_free_only_after_its_last_release() -> None:
     pool.check_integrity()
 
 
-def test_a_fenced_page_is_not_reused_before_every_fence_is_lifted() -> None:
+def test_a_fenced_page_is_not_reused_until_every_fence_is_lifted() -> None:
     pool = PagePool(3)
     pages = pool.allocate(3)
     pool.fence(pages[:2], "first")
@@ -49,7 +49,7 @@ def test_a_fenced_page_is_not_reused_before_every_fence_is_lifted() -> None:
     pool.check_integrity()
 
 
-def test_lifting_while_the_owner_still_holds_the_page_leaves_it_owned() -> None:
+def test_lifting_a_fence_leaves_a_held_page_with_its_owner() -> None:
     pool = PagePool(1)
     pages = pool.allocate(1)
     pool.fence(pages, "t")
@@ -61,7 +61,7 @@ def test_lifting_while_the_owner_still_holds_the_page_leaves_it_owned() -> None:
     assert pool.num_free == 1
 
 
-def test_a_transfer_of_no_pages_can_be_fenced_and_grown() -> None:
+def test_a_transfer_can_start_without_pages_and_fence_more_later() -> None:
     pool = PagePool(2)
     pool.fence([], "t")
     pages = pool.allocate(2)
@@ -73,7 +73,7 @@ def test_a_transfer_of_no_pages_can_be_fenced_and_grown() -> None:
     assert pool.num_free == 2
 
 
-def test_misuse_is_refused_by_name_and_changes_nothing() -> None:
+def test_misuse_is_refused_and_changes_nothing() -> None:
     pool = PagePool(4)
     held = pool.allocate(2)
     free = next(PageId(page) for page in range(4) if page not in held)
@@ -98,7 +98,7 @@ def test_misuse_is_refused_by_name_and_changes_nothing() -> None:
         assert [pool.num_references(page) for page in held] == [1, 1]
 
 
-def test_an_evictor_that_frees_too_little_is_an_error_and_hands_out_nothing() -> None:
+def test_an_evictor_that_frees_too_little_is_an_error_and_no_page_is_allocated() -> None:
     pools = [PagePool(2), PagePool(2, evict=lambda count: pools[1].forget(range(count - 1)))]
     for pool in pools:
         pages = pool.allocate(2)
@@ -111,7 +111,7 @@ def test_an_evictor_that_frees_too_little_is_an_error_and_hands_out_nothing() ->
     pools[1].check_integrity()
 
 
-def test_the_age_of_a_fence_is_that_of_its_first_pages_and_the_oldest_counts() -> None:
+def test_a_fences_age_counts_from_its_first_pages_and_the_oldest_is_reported() -> None:
     now_s = [0.0]
     pool = PagePool(4, clock=lambda: now_s[0])
     pages = pool.allocate(4)
@@ -126,14 +126,14 @@ def test_the_age_of_a_fence_is_that_of_its_first_pages_and_the_oldest_counts() -
     assert pool.oldest_fence_s is None
 
 
-def test_check_integrity_names_a_lost_page() -> None:
+def test_check_integrity_reports_a_lost_page() -> None:
     pool = PagePool(3)
     pages = pool.allocate(2)
-    pool._refs[pages[1]] = 0  # lost: neither free nor held
+    pool._refs[pages[1]] = 0  # the page is lost: neither free nor held
     with pytest.raises(AssertionError, match=f"page {pages[1]}: 0 references"):
         pool.check_integrity()
 
 
-def test_a_pool_needs_a_page() -> None:
+def test_a_pool_needs_at_least_one_page() -> None:
     with pytest.raises(ValueError, match="num_pages: 0"):
         PagePool(0)

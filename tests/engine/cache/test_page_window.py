@@ -1,4 +1,4 @@
-"""Windows over pages: what lies behind them, and prefixes that are found by their last window alone."""
+"""Tests windows over pages: which pages lie behind them, and prefixes that only need their last window."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ widths, sizes = st.integers(1, 40), st.integers(1, 9)
 
 
 def read_pages(tokens: int, page_size: int, position: int) -> set[int]:
-    """Returns the pages that tokens from `position` on read, among those before it."""
+    """Returns the pages before `position` that tokens from there on read."""
     return {at // page_size for at in range(max(0, position - tokens + 1), position)}
 
 
 @given(tokens=widths, size=sizes, position=st.integers(0, 200))
-def test_pages_behind_the_window_are_those_that_nothing_reads_from_there_on(
-    tokens: int, size: int, position: int
-) -> None:
+def test_pages_behind_the_window_are_those_that_no_later_token_reads(tokens: int, size: int, position: int) -> None:
     behind = PageWindow(tokens, size).num_behind(position)
     later = set().union(*(read_pages(tokens, size, at) for at in range(position, position + 3)))
     assert not later & set(range(behind))
@@ -37,7 +35,7 @@ def test_pages_behind_the_window_are_those_that_nothing_reads_from_there_on(
 
 
 @given(tokens=widths, size=sizes, num_tokens=st.integers(1, 200), num_new=st.integers(1, 30))
-def test_no_sequence_holds_more_pages_than_the_most(tokens: int, size: int, num_tokens: int, num_new: int) -> None:
+def test_max_pages_bounds_what_a_sequence_holds(tokens: int, size: int, num_tokens: int, num_new: int) -> None:
     window = PageWindow(tokens, size)
     held = max(
         -(-min(num_tokens, start + num_new) // size) - window.num_behind(start) for start in range(0, num_tokens)
@@ -47,7 +45,7 @@ def test_no_sequence_holds_more_pages_than_the_most(tokens: int, size: int, num_
 
 
 @given(st.data(), widths, sizes)
-def test_the_longest_prefix_is_that_of_a_search_over_all(data: st.DataObject, tokens: int, size: int) -> None:
+def test_the_longest_prefix_equals_an_exhaustive_search(data: st.DataObject, tokens: int, size: int) -> None:
     held = data.draw(st.lists(st.booleans(), max_size=30))
     unneeded = data.draw(st.integers(0, 12))
     window = PageWindow(tokens, size)
@@ -60,7 +58,7 @@ def test_the_longest_prefix_is_that_of_a_search_over_all(data: st.DataObject, to
 
 
 @given(tokens=widths, size=sizes, other=sizes, num_tokens=st.integers(1, 200))
-def test_a_receiver_with_other_pages_never_lacks_what_its_sender_has_dropped(
+def test_a_sender_keeps_every_page_that_a_receiver_with_other_pages_needs(
     tokens: int, size: int, other: int, num_tokens: int
 ) -> None:
     sent_from = PageWindow(tokens, other).num_unsent(num_tokens) * other
@@ -70,12 +68,12 @@ def test_a_receiver_with_other_pages_never_lacks_what_its_sender_has_dropped(
 
 
 def hashes_of(*tokens: int) -> list[PageHash]:
-    """A chain of pages with one token each."""
+    """Returns the hashes of a chain of pages with one token each."""
     return hash_pages(tokens, 1, SALT)
 
 
 def make(num_pages: int, window: int = 3) -> tuple[PagePool, PrefixCache, KvEventLog]:
-    """Returns a cache in which a prefix needs the two pages before the next token."""
+    """Makes a cache in which a prefix needs the two pages before the next token."""
     events = KvEventLog()
     cache = PrefixCache(num_pages, 1, events, window=window)
     return cache.pool, cache, events
@@ -92,12 +90,12 @@ def test_a_prefix_is_found_without_the_pages_behind_the_window() -> None:
     cache.check_integrity()
 
 
-def test_eviction_takes_page_by_page_and_leaves_children_findable() -> None:
+def test_eviction_goes_page_by_page_and_leaves_children_findable() -> None:
     pool, cache, events = make(5)
     pages = pool.allocate(5)
     hashes = hashes_of(1, 2, 3, 4, 5)
     cache.insert(hashes, pages)
-    pool.release(pages[:3])  # as while the sequence runs: they fell behind the window
+    pool.release(pages[:3])  # these pages fall behind the window while the sequence runs
     assert pool.allocate(2)
     assert {pool.state(page) for page in pages[3:]} == {PageState.OWNED}
     pool.release(pages[3:])
@@ -116,13 +114,13 @@ def test_a_hole_in_the_window_leaves_the_longest_prefix_before_it() -> None:
     hashes = hashes_of(1, 2, 3, 4, 5, 6)
     cache.insert(hashes, pages)
     pool.release([pages[4]])
-    pool.allocate(1)  # evicts the fifth
+    pool.allocate(1)  # evicts the fifth page
     assert cache.peek(hashes) == 4
     assert cache.match(hashes)[2:] == pages[2:4]
     cache.check_integrity()
 
 
-def test_pages_join_the_cache_behind_parents_that_have_left_it() -> None:
+def test_pages_join_the_cache_after_their_parents_have_left_it() -> None:
     pool, cache, _ = make(6)
     first = pool.allocate(2)
     hashes = hashes_of(1, 2, 3, 4)
@@ -137,7 +135,7 @@ def test_pages_join_the_cache_behind_parents_that_have_left_it() -> None:
     cache.check_integrity()
 
 
-def test_a_page_is_handed_over_with_the_window_before_it_alone() -> None:
+def test_the_hottest_pages_are_handed_over_with_their_window() -> None:
     pool, cache, _ = make(8)
     pages = pool.allocate(6)
     hashes = hashes_of(1, 2, 3, 4, 5, 6)
@@ -149,7 +147,7 @@ def test_a_page_is_handed_over_with_the_window_before_it_alone() -> None:
     )
 
 
-def test_a_cache_without_a_window_has_no_orphans() -> None:
+def test_without_a_window_an_orphan_violates_integrity() -> None:
     cache = PrefixCache(4, 1)
     pool = cache.pool
     pages = pool.allocate(2)
@@ -167,14 +165,14 @@ def test_a_wider_window_finds_less(first: int, second: int) -> None:
     hashes = hashes_of(1, 2, 3, 4, 5, 6)
     cache.insert(hashes, pages)
     pool.release([pages[3]])
-    pool.release(pool.allocate(3))  # evicts it: two pages are left behind the hole
+    pool.release(pool.allocate(3))  # evicts the released page: two pages remain after the hole
     wide = PageWindow(second, 1)
     assert len(cache.match(hashes, window=wide)) == (6 if second == 2 else 3)
 
 
 @pytest.mark.parametrize("num_evicted", range(7))
-def test_no_more_is_promised_of_lower_tiers_than_they_fill(num_evicted: int) -> None:
-    """Neither half of a window suffices if one is on the device and the other below it."""
+def test_peek_promises_no_more_than_lower_tiers_can_fill(num_evicted: int) -> None:
+    """A window that is half on the device and half below it does not suffice."""
     host = CacheTiers(FakeHost([[None] for _ in range(7)], 8))
     cache = PrefixCache(7, 1, tiers=host, window=4)
     pool = cache.pool

@@ -1,4 +1,4 @@
-"""The prefix cache over its pool: matching, eviction order, events, and a random history of both."""
+"""Tests the prefix cache over its pool: matching, eviction order, events, and random histories of both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SALT = b"0123456789abcdef"
 
 
 def hashes_of(*tokens: int) -> list[PageHash]:
-    """A chain of pages with one token each."""
+    """Returns the hashes of a chain of pages with one token each."""
     return hash_pages(tokens, 1, SALT)
 
 
@@ -28,7 +28,7 @@ def make(num_pages: int) -> tuple[PagePool, PrefixCache, KvEventLog]:
 
 
 def cached_by_events(events: KvEventLog) -> set[PageHash]:
-    """Returns the pages cached according to all events; none may stray from its parent, so that a router may bisect."""
+    """Returns the pages cached according to all events; none may lack its parent, because routers bisect."""
     assert events.read(1).num_strays == 0
     cached: set[PageHash] = set()
     for event in events.read(1).events:
@@ -63,7 +63,7 @@ def test_eviction_takes_the_least_recently_used_chain_leaf_first() -> None:
     assert events.read(1).events[-1].hashes == tuple(hashes_of(1, 2, 3)[:0:-1])
     touched = cache.match(hashes_of(1))
     pool.release(touched)
-    assert pool.allocate(1) == [new[2]]  # the older chain's head was used since
+    assert pool.allocate(1) == [new[2]]  # the older chain's head has been used since
     cache.check_integrity()
 
 
@@ -78,7 +78,7 @@ def test_peek_does_not_change_the_order_of_eviction() -> None:
     assert pool.allocate(1) == first
 
 
-def test_the_first_page_with_a_hash_stays_and_the_duplicate_is_freed_by_its_owner() -> None:
+def test_the_first_page_with_a_hash_stays_and_its_owner_frees_the_duplicate() -> None:
     pool, cache, events = make(4)
     first, second = pool.allocate(2), pool.allocate(2)
     assert cache.insert(hashes_of(1, 2), first) == 2
@@ -90,7 +90,7 @@ def test_the_first_page_with_a_hash_stays_and_the_duplicate_is_freed_by_its_owne
     cache.check_integrity()
 
 
-def test_inserting_a_duplicate_counts_as_a_use_of_the_page_that_stays() -> None:
+def test_inserting_a_duplicate_counts_as_a_use_of_the_cached_page() -> None:
     pool, cache, _ = make(5)
     first, other = pool.allocate(2), pool.allocate(1)
     cache.insert(hashes_of(1, 2), first)
@@ -103,7 +103,7 @@ def test_inserting_a_duplicate_counts_as_a_use_of_the_page_that_stays() -> None:
     cache.check_integrity()
 
 
-def test_evicting_a_parent_uncaches_referenced_children_which_keep_their_holder() -> None:
+def test_evicting_a_parent_uncaches_children_in_use_which_keep_their_holder() -> None:
     pool, cache, events = make(4)
     first, other = pool.allocate(1), pool.allocate(3)
     cache.insert(hashes_of(1), first)
@@ -142,7 +142,7 @@ def test_insert_from_a_start_restores_a_chain_whose_head_was_evicted() -> None:
     cache.check_integrity()
 
 
-def test_insert_by_steps_equals_insert_at_once() -> None:
+def test_inserting_page_by_page_equals_inserting_at_once() -> None:
     pool, cache, _ = make(4)
     pages = pool.allocate(4)
     chain = hashes_of(1, 2, 3, 4)
@@ -152,7 +152,7 @@ def test_insert_by_steps_equals_insert_at_once() -> None:
     cache.check_integrity()
 
 
-def test_last_pages_of_many_chains_are_one_event_whatever_happened_to_their_parents() -> None:
+def test_last_pages_of_many_chains_become_one_event() -> None:
     pool, cache, events = make(9)
     chains = [hashes_of(1, 2), hashes_of(3), hashes_of(4, 5), hashes_of(4, 5)]
     pages = [pool.allocate(len(chain)) for chain in chains]
@@ -162,17 +162,17 @@ def test_last_pages_of_many_chains_are_one_event_whatever_happened_to_their_pare
     cache.insert_last([(chain, mine, "") for chain, mine in zip(chains[:2], pages, strict=False)])
     assert [set(event.hashes) for event in events.read(before).events] == [{chains[0][1], chains[1][0]}]
     assert events.read(1).next_seq == before + 1
-    # The third chain's parent is another sequence's page by now, and the fourth has been computed twice.
+    # By now the third chain's parent is another sequence's page, and the fourth chain was computed twice.
     cache.insert_last([(chains[2], pages[2], ""), (chains[3], pages[3], "")])
     assert cache.match(chains[2]) == [pages[3][0], pages[2][1]]
-    # A chain whose head is no longer cached is inserted again from there.
+    # A chain whose head is no longer cached is inserted again from its head.
     cache.clear()
     cache.insert_last([(chains[0], pages[0], ""), (chains[1], pages[1], "")])
     assert cached_by_events(events) == {*chains[0], *chains[1]}
     cache.check_integrity()
 
 
-def test_insert_refuses_pages_that_must_not_be_findable() -> None:
+def test_insert_refuses_pages_that_must_not_be_cached() -> None:
     pool, cache, events = make(6)
     pages = pool.allocate(3)
     pool.fence(pages[1:2], "t")
@@ -194,7 +194,7 @@ def test_insert_refuses_pages_that_must_not_be_findable() -> None:
     cache.check_integrity()
 
 
-def test_clear_forgets_everything_but_leaves_referenced_pages_to_their_holder() -> None:
+def test_clear_forgets_everything_but_leaves_pages_in_use_to_their_holders() -> None:
     pool, cache, events = make(4)
     pages = pool.allocate(4)
     cache.insert(hashes_of(1, 2), pages)
@@ -221,7 +221,7 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=5)  # few tokens, so t
 
 
 class PoolHistory(RuleBasedStateMachine):
-    """Sequences that hold pages, transfers that fence them, and a cache, against a model of plain counts."""
+    """Runs sequences that hold pages, transfers that fence them and a cache, against a model of plain counts."""
 
     held = Bundle("held")  # (token ids, pages); each is released once
     fences = Bundle("fences")  # transfer keys
@@ -292,7 +292,7 @@ class PoolHistory(RuleBasedStateMachine):
         pages = sequence[1]
         if backwards:
             self.pool.release(pages)
-        else:  # page by page, root first: the worst order for the cache
+        else:  # page by page from the root, the worst order for the cache
             for page in pages:
                 self.pool.release([page])
         for page in pages:
@@ -326,7 +326,7 @@ class PoolHistory(RuleBasedStateMachine):
 
     @rule()
     def allocate_everything(self) -> None:
-        """Allocates every available page, down to the last."""
+        """Allocates every available page."""
         fenced = self._fenced_pages()
         pages = self.pool.allocate(self.pool.num_available)
         assert all(self.refs[page] == 0 and page not in fenced for page in pages)
@@ -341,7 +341,7 @@ class PoolHistory(RuleBasedStateMachine):
         assert self.cache.num_cached == len(list(self.pool.evictable())) == 0
 
     @invariant()
-    def everything_adds_up(self) -> None:
+    def check_counts(self) -> None:
         self.cache.check_integrity()
         fenced = self._fenced_pages()
         for page in map(PageId, range(NUM_PAGES)):

@@ -1,4 +1,4 @@
-"""Random histories of the cache tiers; every page carries its hash, so that a mix-up cannot go unnoticed."""
+"""Runs random histories of the cache tiers. Every page holds its hash, so that a mix-up is noticed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from tests.engine.cache.test_host_tier import GPU, SALT, Store, corrupt, holds
 from tests.support.suite.examples import examples
 
 NUM_PAGES = 8
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=6)  # few tokens: chains share prefixes, branch and recur
+# few tokens, so that chains share prefixes, branch and recur
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=6)
 
 
 class TierHistory(RuleBasedStateMachine):
-    """Sequences come and go over a device, a host and a disk of a few pages each; every page carries its hash."""
+    """Runs sequences over a device, a host and a disk of a few pages each."""
 
     num_host_pages, num_disk_pages = 3, 4
     roomy = False  # whether every possible page fits (2 + 4 + ... + 64), so that none may be lost
@@ -31,7 +32,7 @@ class TierHistory(RuleBasedStateMachine):
         super().__init__()
         self.folder = tempfile.mkdtemp()
         self.store = Store(NUM_PAGES, self.num_host_pages, self.num_disk_pages, self.folder, self.device)
-        self.known: set[PageHash] = set()  # computed since the last clear
+        self.known: set[PageHash] = set()  # pages computed since the last clear
 
     def teardown(self) -> None:
         if self.store.disk is not None:
@@ -63,7 +64,7 @@ class TierHistory(RuleBasedStateMachine):
 
     @rule()
     def allocate_everything(self) -> None:
-        """Writes all available pages at once: no copy may still be reading them."""
+        """Writes all available pages at once, while no copy may still read them."""
         pages = self.store.pool.allocate(self.store.pool.num_available)
         assert not self.store.kv_pages[torch.tensor(pages, dtype=torch.long)].any(), "not erased"
         self.store.kv_pages[torch.tensor(pages, dtype=torch.long)] = 7.0
@@ -81,7 +82,7 @@ class TierHistory(RuleBasedStateMachine):
         corrupt(self.store.disk, data.draw(st.sampled_from(sorted(self.store.disk.slots))))
 
     @invariant()
-    def every_page_is_where_events_place_it(self) -> None:
+    def check_places(self) -> None:
         store = self.store
         store.cache.check_integrity()
         store.host.slots.check_integrity()

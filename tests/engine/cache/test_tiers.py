@@ -1,4 +1,4 @@
-"""Engines with lower cache tiers: their tokens, freed pages, settings, and statistics in messages."""
+"""Tests engines with lower cache tiers: their tokens, freed pages, settings, and statistics in messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The kernels for ARM, cross-compiled and run in an emulator where both are installed, against torch here."""
+"""Compares the kernels for ARM, cross-compiled and run in an emulator where both are installed, with torch on the
+host."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def test_products_and_attention_equal_torch_on_arm(isa: str, tmp_path: Path) -> 
         write(tmp_path, f"{kind}_scales", weight.scales_OG)
     run_on_arm(isa, tmp_path)
 
-    # Small whole numbers: every sum is exact in float32, whatever its order, and is rounded once.
+    # Small whole numbers make every sum exact in float32 in any order, so it is rounded once.
     product_TO = rows_TI.float() @ weight_OI.float().T
     assert torch.equal(read_bf16(tmp_path / "product").view(19, 48), product_TO.bfloat16())
     float32 = (tmp_path / "product_float32").read_bytes()
@@ -89,7 +90,8 @@ def write(folder: Path, name: str, array: torch.Tensor) -> None:
 
 
 def run_on_arm(isa: str, folder: Path) -> None:
-    """Compiles the kernels and the driver for ARM with the library's flags, but -O1 for speed, and runs them."""
+    """Compiles the kernels and the driver for ARM with the library's flags but -O1, which compiles faster, and runs
+    them."""
     flags = [flag for flag in build.FLAGS if flag != "-O3"] + ["-O1", *ISAS[isa].flags]
     kernels = build.SOURCES
     sources = [kernels / "linear.cpp", kernels / "paged_attention.cpp", Path(__file__).with_name("arm_driver.cpp")]

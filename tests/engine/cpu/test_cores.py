@@ -1,4 +1,4 @@
-"""A worker's cores: parsing lists, and binding every thread of a process."""
+"""Tests a worker's cores: parsing of lists, and binding of each thread of a process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from penstock.errors import ConfigError
 
 
 @pytest.mark.parametrize(("text", "cores"), [("0", {0}), ("0-3,8", {0, 1, 2, 3, 8}), (" 2 , 2-2", {2})])
-def test_lists_are_those_of_taskset(text: str, cores: set[int]) -> None:
+def test_lists_have_the_format_of_taskset(text: str, cores: set[int]) -> None:
     assert parse_cores(text) == cores
 
 
 @pytest.mark.parametrize("text", ["", "a", "1-", "3-1", "-1", "1,,2"])
-def test_invalid_lists_are_refused_by_name(text: str) -> None:
+def test_invalid_lists_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"engine\.cores = .* give one such as"):
         parse_cores(text)
 
@@ -30,7 +30,7 @@ def test_missing_cores_are_refused() -> None:
 
 @pytest.mark.processes
 def test_every_thread_of_the_process_is_bound() -> None:
-    """Threads that run already, and threads that start later."""
+    """Binds threads that already run and threads that start later."""
     core = min(os.sched_getaffinity(0))
     code = (
         "import os, threading\n"

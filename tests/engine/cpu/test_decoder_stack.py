@@ -1,4 +1,4 @@
-"""Packed products against torch, and the call that runs all layers against the layers operation by operation."""
+"""Compares packed products with torch, and the call that runs all layers with the layers one operation at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from tests.support.engine.isas import needs_native
 
 BIASES = {"attention_bias": True, "mlp_bias": True, "intermediate_size": 96}
 WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
-# Family, its config, the engine's. Pages of 16 tokens are read with tiles, pages of 8 with vectors.
+# Each row: the family, its config, and the engine's settings. Pages of 16 tokens are read with tiles, pages of 8 with
+# vectors.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {}, {}),
     "llama-biases": ("llama", BIASES, {}),
@@ -42,7 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama-float32-int8": ("llama", {}, {"page_size": 16, "kv_dtype": "int8", "dtype": "float32"}),
 }
 DTYPES = (torch.bfloat16, torch.float32)
-QUANTIZED = ("int8", "int4", "fp8")  # of "llama-biases", while it is loaded
+QUANTIZED = ("int8", "int4", "fp8")  # formats in which "llama-biases" is quantized while it is loaded
 on_every_isa = pytest.mark.usefixtures("isa")
 
 
@@ -61,7 +62,7 @@ def engine(isa: str, request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
     settings = {"model": str(folder), "dtype": "bfloat16", "page_size": 8, "num_pages": 64, **more}
     engine = Engine.load(EngineConfig.model_validate({**settings, "quantization": quantization}))
     if quantization != "none" and engine.runner.stack is not None:
-        layouts = [one.layout for _, one in linears(engine.runner._model)]
+        layouts = [linear.layout for _, linear in linears(engine.runner._model)]
         *layers, head = [layout["codes"]["kind"] for layout in layouts]
         assert set(layers) == {quantization}
         assert head == "int8"
@@ -93,11 +94,12 @@ def mixed_batch(engine: Engine, is_sampled: bool = True) -> Batch:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (48, 96), (960, 576)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_packed_product_equals_torch_s(dtype: torch.dtype, outputs: int, inputs: int, has_bias: bool) -> None:
+def test_a_packed_product_equals_torchs(dtype: torch.dtype, outputs: int, inputs: int, has_bias: bool) -> None:
     weight, bias = noise(outputs, inputs, dtype=dtype), noise(outputs, dtype=dtype) if has_bias else None
     linear = pack_for_tiles(weight, bias)
     assert isinstance(linear, TileLinear)
-    tolerance = 8e-3 if dtype == torch.bfloat16 else 1e-4  # 8 bits; sums of 576 products of 24 bits in another order
+    # bf16 keeps 8 bits; float32 sums 576 products of 24 bits in another order
+    tolerance = 8e-3 if dtype == torch.bfloat16 else 1e-4
     for num_rows in (0, 1, 15, 16, 17, 33, 300):
         x = noise(num_rows, inputs, dtype=dtype)
         expected = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
@@ -109,7 +111,7 @@ def test_a_packed_product_equals_torch_s(dtype: torch.dtype, outputs: int, input
 @needs_native
 @on_every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_s_product_depends_only_on_the_row(dtype: torch.dtype) -> None:
+def test_a_rows_product_depends_only_on_the_row(dtype: torch.dtype) -> None:
     linear = pack_for_tiles(noise(80, 576, dtype=dtype), None)
     assert linear is not None
     x = noise(300, 576, dtype=dtype)
@@ -125,7 +127,7 @@ def test_a_row_s_product_depends_only_on_the_row(dtype: torch.dtype) -> None:
 @needs_native
 @on_every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_may_be_strided(dtype: torch.dtype) -> None:
+def test_rows_can_be_strided(dtype: torch.dtype) -> None:
     linear, x = pack_for_tiles(noise(32, 32, dtype=dtype), None), noise(5, 100, dtype=dtype)
     assert linear is not None
     assert torch.equal(linear(x[:, 3:35]), linear(x[:, 3:35].contiguous()))
@@ -133,7 +135,7 @@ def test_rows_may_be_strided(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("weight", [noise(24, 32), noise(32, 40), noise(24, 32).float(), noise(32, 32).half()])
-def test_weights_that_do_not_fill_tiles_go_to_torch(weight: torch.Tensor) -> None:
+def test_weights_that_do_not_fill_tiles_are_multiplied_by_torch(weight: torch.Tensor) -> None:
     assert pack_for_tiles(weight, None) is None
     x = torch.ones(2, weight.shape[1], dtype=weight.dtype)
     torch.testing.assert_close(Linear(weight)(x), torch.nn.functional.linear(x, weight), rtol=1e-2, atol=1e-2)
@@ -142,8 +144,8 @@ def test_weights_that_do_not_fill_tiles_go_to_torch(weight: torch.Tensor) -> Non
 @needs_native
 @on_every_isa
 @pytest.mark.parametrize("is_sampled", [True, False])
-def test_the_stack_equals_the_layers_one_by_one(engine: Engine, is_sampled: bool) -> None:
-    """The same bits, in the logits and in every page."""
+def test_the_stack_equals_the_layers_one_operation_at_a_time(engine: Engine, is_sampled: bool) -> None:
+    """Compares the bits of the logits and of every page."""
     runner, batch, before = engine.runner, mixed_batch(engine, is_sampled), engine.kv_pages.clone()
     assert runner.stack is not None
     seen: list[int] = []
@@ -166,7 +168,7 @@ def test_the_stack_equals_the_layers_one_by_one(engine: Engine, is_sampled: bool
 def test_a_token_is_the_same_in_every_batch_and_chunk(engine: Engine) -> None:
     batch = mixed_batch(engine)
     together, before = engine.runner.forward(batch), engine.kv_pages.clone()
-    flipped = replace(batch, logit_rows_R=batch.logit_rows_R.flip(0))  # rows whose prompt is scored follow others
+    flipped = replace(batch, logit_rows_R=batch.logit_rows_R.flip(0))  # now rows whose prompt is scored follow others
     assert torch.equal(engine.runner.forward(flipped).flip(0), together)
     engine.kv_pages.copy_(before)
     sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -213,4 +215,4 @@ def test_without_a_compiler_the_same_model_is_served(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("CXX", "no-such-compiler")
     plain_logits = logits()
     error = (plain_logits - native_logits).norm() / native_logits.norm()
-    assert float(error) < 0.08  # bf16 keeps 8 bits, and two layers of wide weights add up their roundings
+    assert float(error) < 0.08  # bf16 keeps 8 bits, and two layers of wide weights add up their rounding errors

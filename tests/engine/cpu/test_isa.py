@@ -1,4 +1,4 @@
-"""The choice of an instruction set, and the build of its kernels by several processes at once."""
+"""Tests the choice of an instruction set, and builds of its kernels by several processes at once."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ def names(machine: str, features: set[str]) -> list[str]:
     return [isa.name for isa in choose(machine, frozenset(features))]
 
 
-def test_a_processor_gets_what_it_has_and_all_below() -> None:
+def test_a_processor_supports_its_instruction_set_and_all_lower_ones() -> None:
     for name in ("amx", "avx512_bf16", "avx512", "avx2"):
         own = names("x86_64", set(ISAS[name].needs))
         assert own[0] == name
         assert own == [isa for isa in ("amx", "avx512_bf16", "avx512", "avx2") if isa in own]
-    assert names("x86_64", {"avx2"}) == []  # without FMA
+    assert names("x86_64", {"avx2"}) == []  # FMA is missing
     assert names("AMD64", set(ISAS["avx512"].needs)) == ["avx512", "avx2"]
     assert names("arm64", {"asimd", "asimddp", "bf16"}) == ["neon_bf16", "neon"]
     assert names("aarch64", {"asimd"}) == ["neon"]
     assert names("riscv64", {"asimd", "avx2"}) == []
 
 
-def test_what_a_library_needs_includes_what_its_flags_allow() -> None:
+def test_higher_instruction_sets_need_the_features_of_lower_ones() -> None:
     """A set that lists fewer features than a lower one would be chosen on processors that cannot execute it."""
     assert ISAS["avx2"].needs < ISAS["avx512"].needs < ISAS["avx512_bf16"].needs < ISAS["amx"].needs
     assert ISAS["neon"].needs < ISAS["neon_bf16"].needs
 
 
 @pytest.mark.usefixtures("isa")
-def test_the_named_instruction_set_serves(isa: str) -> None:
+def test_the_configured_instruction_set_is_used(isa: str) -> None:
     kernels = load_native()
     assert kernels is not None
     assert kernels.isa.name == isa
     assert kernels.has_tiles == (isa == "amx")
 
 
-@pytest.mark.parametrize("name", [isa for isa in ISAS if isa not in [one.name for one in supported()]])
-def test_a_missing_instruction_set_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", [isa for isa in ISAS if isa not in [isa.name for isa in supported()]])
+def test_a_missing_instruction_set_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, name)
     with pytest.raises(ConfigError, match=f"PENSTOCK_CPU_ISA = '{name}': this machine lacks"):
         load_native()
 
 
-def test_an_unknown_instruction_set_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "mmx")
     with pytest.raises(ConfigError, match="PENSTOCK_CPU_ISA = 'mmx' is not an instruction set; this machine has: "):
         load_native()
@@ -67,7 +67,7 @@ def test_an_unknown_instruction_set_is_refused_by_name(monkeypatch: pytest.Monke
 @pytest.mark.processes
 @pytest.mark.parametrize("dies", [False, True])
 def test_processes_that_start_together_build_once(tmp_path: Path, dies: bool) -> None:
-    """The compiler is a script that counts its links and makes empty files; the first builder may die in its midst."""
+    """The compiler is a script that counts its links and makes empty files; the first builder may be killed halfway."""
     compiler, calls = tmp_path / "c++", tmp_path / "calls"
     compiler.write_text(
         "#!/bin/sh\n"
@@ -89,7 +89,7 @@ def test_processes_that_start_together_build_once(tmp_path: Path, dies: bool) ->
     assert len(list((tmp_path / "cache").rglob("kernels.so"))) == 1
 
 
-def test_a_build_is_needed_until_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_is_needed_until_it_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = tmp_path / "compiler"
     compiler.write_text("#!/bin/sh\necho compiler 1\n")
     compiler.chmod(0o700)

@@ -1,4 +1,4 @@
-"""The kernel that samples rows on a CPU, against the same arithmetic in torch and numpy."""
+"""Compares the CPU kernel that samples rows with the same arithmetic in torch and numpy."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def any_logits(num_rows: int, vocab_size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab_size", [7, 128, 1000, 5003])
-def test_tokens_are_those_of_the_reference(dtype: torch.dtype, vocab_size: int) -> None:
+def test_tokens_equal_the_references(dtype: torch.dtype, vocab_size: int) -> None:
     rows = rows_of(*FILTERS * 12)
     logits_RV = any_logits(len(rows), vocab_size).to(dtype)
     before = logits_RV.clone()
@@ -59,16 +59,16 @@ def test_tokens_are_those_of_the_reference(dtype: torch.dtype, vocab_size: int) 
     assert torch.equal(logits_RV, before)
 
 
-def test_greedy_rows_take_the_first_of_the_likeliest_beside_random_ones() -> None:
+def test_greedy_rows_take_the_first_likeliest_token_beside_random_ones() -> None:
     settings = [{"temperature": 0.0} if row % 2 else {"top_p": 0.8} for row in range(30)]
     rows, logits_RV = rows_of(*settings), any_logits(30, 300)
     logits_RV[:, 200:] = logits_RV[:, :100]
     token_ids_R, valid_R = sample_tokens(kernels(), logits_RV, rows.records, rows.positions)
     assert valid_R.all()
     assert torch.equal(token_ids_R[1::2], torch.from_numpy(logits_RV.numpy().argmax(-1))[1::2])
-    for row in range(30):  # a row depends on nothing but itself
-        one = slice(row, row + 1)
-        alone = sample_tokens(kernels(), logits_RV[one], rows.records[one], rows.positions[one])
+    for row in range(30):  # a row depends only on itself
+        alone_row = slice(row, row + 1)
+        alone = sample_tokens(kernels(), logits_RV[alone_row], rows.records[alone_row], rows.positions[alone_row])
         assert int(alone[0]) == int(token_ids_R[row])
 
 
@@ -93,7 +93,7 @@ def test_masked_tokens_count_as_minus_infinity(vocab_size: int) -> None:
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, {"top_k": 3, "top_p": 0.5}])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), None])
-def test_a_row_without_a_distribution_is_not_valid_and_harms_no_other(
+def test_a_row_without_a_distribution_is_invalid_and_changes_no_other(
     sampling: dict[str, float], bad: float | None
 ) -> None:
     rows, logits_RV = rows_of(sampling, sampling, sampling), any_logits(3, 77)

@@ -1,4 +1,4 @@
-"""The threads that share the tasks of CPU kernels: concurrent callers, forks, and sleep."""
+"""Tests the threads that share the tasks of CPU kernels: concurrent callers, forks, and sleep."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def test_concurrent_callers_each_get_their_own_results() -> None:
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("three_threads")
-def test_a_forked_process_computes_without_the_threads_that_it_lacks() -> None:
+def test_a_forked_process_computes_without_the_threads_it_lacks() -> None:
     linear, x = make_linear(), make_rows(100)
 
-    def compute() -> bytes:  # no torch operation: OpenMP would wait for threads that do not exist after a fork
+    def compute() -> bytes:  # no torch operation, since OpenMP would wait for threads that do not exist after a fork
         return linear(x).view(torch.uint8).numpy().tobytes()
 
     expected = compute()
@@ -83,7 +83,7 @@ def test_a_forked_process_computes_without_the_threads_that_it_lacks() -> None:
 @pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux")
 def test_idle_workers_sleep() -> None:
-    """Runs in its own process, so that the new threads are known to be the kernels' workers."""
+    """Runs in a process of its own, where all new threads belong to the kernels."""
     code = (
         "import os, time, torch\n"
         "from tests.engine.cpu.test_thread_team import make_linear, make_rows\n"

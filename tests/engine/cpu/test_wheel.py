@@ -1,4 +1,4 @@
-"""A wheel holds compiled kernels, and serves with them where there is no compiler."""
+"""Tests that a wheel holds compiled kernels and serves with them on a machine without a compiler."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ print(generate(engine, {PROMPT}, SamplingParams(max_tokens={GREEDY.max_tokens}, 
 
 
 def make_wheel(folder: Path, isas: str) -> zipfile.ZipFile:
-    """Builds a wheel of this checkout's packages as pip does, with the cache of kernels that this machine has."""
+    """Builds a wheel of this checkout's packages as pip does, reusing this machine's cache of kernels."""
     source = folder / "source"
     source.mkdir(parents=True)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
@@ -84,10 +84,10 @@ def test_a_wheel_serves_without_a_compiler(tmp_path: Path) -> None:
     assert not (tmp_path / "cache" / "penstock").exists(), "nothing was compiled"
 
 
-def test_without_a_compiler_a_wheel_holds_sources_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wheel_built_without_a_compiler_holds_only_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     choose = runpy.run_path(str(ROOT / "setup.py"))["choose"]
     own = [isa.name for isa in build.ISAS.values() if isa.machine == build.machine_name(platform.machine())]
-    monkeypatch.setenv("CXX", sys.executable)  # any program
+    monkeypatch.setenv("CXX", sys.executable)  # any executable that is not a compiler
     assert choose(build) == own
     monkeypatch.setenv("PENSTOCK_PREBUILD", own[-1])
     assert choose(build) == own[-1:]
@@ -102,7 +102,7 @@ def test_without_a_compiler_a_wheel_holds_sources_only(monkeypatch: pytest.Monke
 
 
 def test_a_library_of_other_sources_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An edited source changes the name under which a library is looked for."""
+    """The name of the library depends on the sources, so an edited source is not found."""
     isa = build.ISAS["avx2"]
     before = build.prebuilt_path(isa, tmp_path)
     shutil.copytree(build.SOURCES, tmp_path / "csrc")

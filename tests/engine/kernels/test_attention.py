@@ -1,4 +1,4 @@
-"""Paged attention and the layer operations: plain torch against a definition, C++ against plain torch."""
+"""Compares paged attention and the layer operations in plain torch with a definition, and C++ with plain torch."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from engine.kernels.metadata import AttentionMetadata
 from engine.kernels.reference import TorchAttention
 from tests.support.engine.isas import needs_native
 
-# of results near 1: bf16 keeps 8 bits of each weight and of the result, float32 sums in another order
+# for results near 1: bf16 keeps 8 bits of each weight and of the result, float32 sums in another order
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 
 
 @dataclasses.dataclass
 class Problem:
     meta: AttentionMetadata
-    pool_layer: torch.Tensor  # a strided layer of a larger pool, filled with noise
+    pool_layer: torch.Tensor  # a strided layer of a larger pool that is filled with noise
     q_TNH: torch.Tensor
     k_TKH: torch.Tensor
     v_TKH: torch.Tensor
 
 
 def make_problem(
-    lengths: list[tuple[int, int]],  # (query, context) of each sequence, decodes first
+    lengths: list[tuple[int, int]],  # (query, context) lengths of each sequence, decodes first
     *,
     page_size: int = 16,
     heads: tuple[int, int] = (9, 3),
@@ -146,15 +146,15 @@ def test_native_matches_the_definition(
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_native_writes_what_plain_torch_writes(dtype: torch.dtype) -> None:
-    ours, theirs = (make_problem(LENGTHS["mixed"], page_size=5, dtype=dtype) for _ in range(2))
-    NativeAttention(load_native()).write_kv(ours.k_TKH, ours.v_TKH, ours.pool_layer, ours.meta)  # type: ignore[arg-type]
-    TorchAttention().write_kv(theirs.k_TKH, theirs.v_TKH, theirs.pool_layer, theirs.meta)
-    assert torch.equal(ours.pool_layer, theirs.pool_layer)
+    problem, expected = (make_problem(LENGTHS["mixed"], page_size=5, dtype=dtype) for _ in range(2))
+    NativeAttention(load_native()).write_kv(problem.k_TKH, problem.v_TKH, problem.pool_layer, problem.meta)  # type: ignore[arg-type]
+    TorchAttention().write_kv(expected.k_TKH, expected.v_TKH, expected.pool_layer, expected.meta)
+    assert torch.equal(problem.pool_layer, expected.pool_layer)
 
 
 @needs_native
 @pytest.mark.usefixtures("isa")
-def test_a_dtype_without_kernel_goes_to_plain_torch() -> None:
+def test_a_dtype_without_a_kernel_is_computed_in_plain_torch() -> None:
     problem = make_problem(LENGTHS["mixed"], dtype=torch.float16)
     out = NativeAttention(load_native()).paged_attention(problem.q_TNH, problem.pool_layer, problem.meta, 0.2, None)  # type: ignore[arg-type]
     torch.testing.assert_close(out.double(), define(problem, 0.2, None), atol=3e-3, rtol=3e-3)
@@ -167,7 +167,7 @@ def test_a_dtype_without_kernel_goes_to_plain_torch() -> None:
     ("heads", "head_dim"), [((9, 3), 64), ((4, 4), 32), ((7, 1), 128), ((16, 2), 96), ((12, 1), 64)]
 )
 def test_a_token_gets_the_same_bits_in_every_batch(heads: tuple[int, int], head_dim: int, window: int | None) -> None:
-    """Runs as a chunk or decode, alone or with others, on one thread or two: a result never depends on its batch."""
+    """Runs it as a chunk or decode, alone or with others, on one thread or two."""
     problem = make_problem([(70, 170)], heads=heads, head_dim=head_dim, dtype=torch.bfloat16)
     attention = NativeAttention(load_native())  # type: ignore[arg-type]
     whole = attention.paged_attention(problem.q_TNH, problem.pool_layer, problem.meta, 0.2, window)
@@ -229,16 +229,16 @@ def test_native_operations_match_plain_torch(width: int, dtype: torch.dtype) -> 
     def noise(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).mul(4).to(dtype)
 
-    def check(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+    def check(found: torch.Tensor, expected: torch.Tensor) -> None:
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 
     x, residual, weight, heads = noise(5, width), noise(5, width), noise(width), noise(5, 7, 2 * width)
     check(native.rms_norm(x, weight, 1e-6), plain.rms_norm(x, weight, 1e-6))
     some = heads[:, 2:5]
     check(native.rms_norm(some, heads[0, 0], 1e-3), plain.rms_norm(some, heads[0, 0], 1e-3))
-    expected = plain.add_rms_norm(x, residual, weight, 1e-6)
-    for ours, theirs in zip(native.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6), expected, strict=True):
-        check(ours, theirs)
+    native_sums = native.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
+    for found, expected in zip(native_sums, plain.add_rms_norm(x, residual, weight, 1e-6), strict=True):
+        check(found, expected)
     gate_up = noise(5, 2 * width)
     gate_up[0, 0], gate_up[1, 0] = 200.0, -200.0
     check(native.silu_and_mul(gate_up), plain.silu_and_mul(gate_up))
@@ -246,21 +246,21 @@ def test_native_operations_match_plain_torch(width: int, dtype: torch.dtype) -> 
     cos_sin = torch.stack((angles.cos(), angles.sin()), dim=1)
     torch.testing.assert_close(
         native.rope(some, cos_sin), plain.rope(some, cos_sin), atol=8 * tolerance, rtol=tolerance
-    )  # values to 16; plain torch rounds cos and sin to the dtype first
+    )  # values up to 16; plain torch rounds cos and sin to the dtype first
 
 
-def test_native_is_chosen_on_cpu_where_it_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_is_chosen_on_cpu_if_it_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert select_backend("auto", cpu).name == ("torch" if load_native() is None else "native")
     assert select_backend("torch", cpu).name == "torch"
 
 
-def test_without_a_compiler_plain_torch_serves(
+def test_without_a_compiler_plain_torch_is_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     for cached in (library._load, library._open):
-        cached.cache_clear()  # it says so once in a process
+        cached.cache_clear()  # the message appears once per process
     with caplog.at_level("INFO"):
         assert select_backend("auto", torch.device("cpu")).name == "torch"
     assert "no C++ compiler" in caplog.text
@@ -268,8 +268,8 @@ def test_without_a_compiler_plain_torch_serves(
 
 @needs_native
 @pytest.mark.usefixtures("isa")
-def test_threads_may_step_at_the_same_time() -> None:
-    """Two engines in one process share the library: its scratch must not be shared."""
+def test_threads_can_step_at_the_same_time() -> None:
+    """Two engines in one process share the library, but must not share its scratch memory."""
     problem = make_problem(LENGTHS["mixed"], dtype=torch.bfloat16)
     attention = NativeAttention(load_native())  # type: ignore[arg-type]
     expected = attention.paged_attention(problem.q_TNH, problem.pool_layer, problem.meta, 0.2, None)
@@ -304,8 +304,8 @@ def test_sinks_take_their_share_of_the_weights(window: int | None, softcap: floa
 
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("softcap", [None, 0.7])
-def test_quantized_pages_and_capped_scores_are_as_defined(softcap: float | None, stored: torch.dtype) -> None:
-    """Scales lie in the pages' own bytes, as an engine may lay them out."""
+def test_quantized_pages_and_capped_scores_match_the_definition(softcap: float | None, stored: torch.dtype) -> None:
+    """Scales lie in the bytes of the pages, as an engine may lay them out."""
     problem = make_problem(LENGTHS["mixed"], page_size=4, heads=(4, 2), head_dim=8)
     num_pages, _, heads, page_size, dim = problem.pool_layer.shape
     size = 2 * heads * page_size * dim

@@ -1,4 +1,4 @@
-"""Page copies between pools: the C++ and Triton kernels against their references, at many sizes and alignments."""
+"""Compares page copies between pools, in C++ and Triton, with their references at many sizes and alignments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from engine.kernels.page_copy import CopyPages, copy_by_index, copy_rows, select_copy
 from engine.kernels.triton.copy_pages import copy_pages
 
-GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # without one the Triton kernel is interpreted
+GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # without a GPU the Triton kernel is interpreted
 CPU = torch.device("cpu")
 COPIES = [(select_copy(), CPU), (copy_rows, CPU), (copy_by_index, GPU), (copy_pages, GPU)]
 
@@ -39,7 +39,9 @@ def test_pages_are_copied_and_nothing_else_is_touched(
 
 
 @pytest.mark.parametrize("copy", [copy_by_index, copy_pages])
-def test_page_numbers_on_the_device_stay_there(copy: CopyPages, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_numbers_on_the_device_are_not_copied_to_the_host(
+    copy: CopyPages, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = torch.arange(5 * 70, dtype=torch.int64, device=GPU).view(5, 70)
     to, wanted = torch.zeros_like(source), torch.zeros_like(source)
     dst, src = torch.tensor([4, 0], device=GPU), torch.tensor([1, 2], device=GPU)

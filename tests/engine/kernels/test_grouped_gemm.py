@@ -1,4 +1,4 @@
-"""The experts' products: the Triton kernel against plain torch, and a row's independence of its batch."""
+"""Compares the Triton kernel for the experts' products with plain torch; a row must not depend on its batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from engine.weights.quantized_weight import QuantizedWeight, quantize_weight
 from penstock.errors import CheckpointError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# fp32: sums of up to 123 products in another order. bf16 and fp16: the result is rounded once, of values to about 40.
+# fp32: sums of up to 123 products in another order. bf16 and fp16: the result, of values up to about 40, is rounded
+# once.
 TOLERANCE = {
     torch.float32: {"rtol": 1e-5, "atol": 2e-5},
     torch.bfloat16: {"rtol": 1e-2, "atol": 2e-3},
@@ -58,7 +59,7 @@ def test_odd_shapes_equal_the_reference(counts: list[int], width_in: int, width_
 def check(
     counts: list[int], width_in: int, width_out: int, dtype: torch.dtype, tiles: tuple[int | None, ...] = (None,)
 ) -> None:
-    """Checks rows that are gathered out of order, some of them for several places."""
+    """Compares rows that are gathered out of order, some of them for several places."""
     torch.manual_seed(sum(counts))
     x_RI = torch.randn(7, width_in, device=DEVICE).to(dtype)
     weight_EOI = torch.randn(len(counts), width_out, width_in, device=DEVICE).to(dtype)
@@ -78,7 +79,7 @@ def test_strided_rows_are_read_in_place() -> None:
     torch.testing.assert_close(grouped_gemm(x_RI, weight_EOI, start_E1, None), expected, **TOLERANCE[torch.float32])
 
 
-def test_no_rows_give_no_rows() -> None:
+def test_no_rows_give_no_results() -> None:
     weight_EOI = torch.randn(2, 5, 4, device=DEVICE)
     x_RI, start_E1 = torch.empty(0, 4, device=DEVICE), starts_of([0, 0])
     assert grouped_gemm(x_RI, weight_EOI, start_E1, None).shape == (0, 5)
@@ -107,9 +108,10 @@ def uniform_dot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("uniform_dot")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_is_the_same_to_the_bit_whatever_shares_its_tiles(dtype: torch.dtype) -> None:
-    """With one tile width: alone, at any place among its expert's rows, and beside experts with and without rows. The
-    kernel decides which rows a tile holds and in which order a row is summed; that must not show in the row's bits."""
+def test_a_row_has_the_same_bits_whatever_shares_its_tiles(dtype: torch.dtype) -> None:
+    """Compares a row alone, at any place among its expert's rows, and beside experts with and without rows, at one tile
+    width. The kernel decides which rows a tile holds and in which order a row is summed, but that must not change
+    the row's bits."""
     torch.manual_seed(5)
     weight_EOI = torch.randn(4, 70, 96, device=DEVICE).to(dtype)
     row = torch.randn(1, 96, device=DEVICE).to(dtype)
@@ -121,7 +123,7 @@ def test_a_row_is_the_same_to_the_bit_whatever_shares_its_tiles(dtype: torch.dty
         assert torch.equal(out[place], alone[0])
 
 
-def test_wrong_tensors_are_refused_by_name() -> None:
+def test_wrong_tensors_are_refused() -> None:
     x, weight, start = torch.randn(3, 8), torch.randn(2, 5, 8), torch.tensor([0, 1, 3], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"x_RI has shape \(3, 7\), weight_EOI \(2, 5, 8\); expected \[R, I\]"):
         grouped_gemm(x[:, :7], weight, start, None)
@@ -135,7 +137,7 @@ def test_wrong_tensors_are_refused_by_name() -> None:
         grouped_gemm(x, weight, start, torch.zeros(3, dtype=torch.int32))
 
 
-def test_tiles_are_as_wide_as_experts_have_rows() -> None:
+def test_tiles_widen_with_the_rows_per_expert() -> None:
     assert [kernel_file._tile_rows(rows, 8) for rows in (1, 8 * 16, 8 * 17, 8 * 64, 8 * 5000)] == [16, 16, 32, 64, 128]
 
 
@@ -147,7 +149,7 @@ def test_packed_experts_multiply_like_plain_ones() -> None:
     torch.testing.assert_close(layer_ops.grouped_gemm(x_XI, packed.experts, start_E1, None), expected)
 
 
-def test_stacked_weights_go_to_the_kernel_and_packed_ones_to_the_reference() -> None:
+def test_stacked_weights_use_the_kernel_and_packed_ones_the_reference() -> None:
     weight_EOI = torch.randn(3, 20, 16, device=DEVICE)
     weight = GroupedLinear(3, lambda expert: weight_EOI[expert])
     x_RI, start_E1, rows_X = torch.randn(4, 16, device=DEVICE), starts_of([2, 0, 4]), torch.arange(6, device=DEVICE) % 4
@@ -170,7 +172,7 @@ def test_large_shapes_on_a_gpu(counts: list[int], dtype: torch.dtype) -> None:
 
 
 def fp8_experts(num_experts: int, width_out: int, width_in: int, num_groups: int) -> list[QuantizedWeight]:
-    """Returns random weights whose groups of inputs have scales of their own."""
+    """Returns random weights, each group of whose inputs has its own scale."""
     size = width_in // num_groups
     experts = []
     for _ in range(num_experts):
@@ -182,7 +184,7 @@ def fp8_experts(num_experts: int, width_out: int, width_in: int, num_groups: int
 
 
 def stacked(experts: list[QuantizedWeight]) -> GroupedLinear:
-    """Returns what a GPU holds of them."""
+    """Returns the experts in the form that a GPU holds."""
     layer = object.__new__(GroupedLinear)
     layer._stack_codes(len(experts), experts.__getitem__, experts[0])
     return layer
@@ -200,14 +202,14 @@ def test_fp8_experts_stay_fp8_and_equal_the_dequantized_ones(
     assert layer.weight_EOI.dtype == torch.float8_e4m3fn
     x_RI, rows_X = torch.randn(7, width_in, device=DEVICE).to(dtype), torch.arange(23, device=DEVICE) % 7
     expected = twin(x_RI, torch.stack([expert.dequantize(dtype) for expert in experts]), starts_of(counts), rows_X)
-    # Under the interpreter casts to bf16 truncate: a part in 128 of each value, and sums grow with the groups' scales.
+    # Under the interpreter, casts to bf16 truncate by up to 1/128 of a value, and sums grow with the groups' scales.
     rtol, atol = (2e-2, 0.1 * 2**num_groups) if dtype == torch.bfloat16 else (4e-3, 2e-2)
     for ops in (TritonOps(), TorchOps()):
         out = ops.grouped_gemm(x_RI, layer, starts_of(counts), rows_X)
         torch.testing.assert_close(out, expected, rtol=rtol, atol=atol)
 
 
-def test_experts_of_a_gpu_are_kept_in_fp8_where_the_kernel_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_keeps_experts_in_fp8_if_the_kernel_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_gpu(weight: QuantizedWeight) -> Any:
         names = ("kind", "codes_OI", "scales_OG", "zeros_OG", "group_size", "group_I", "shape")
         return SimpleNamespace(device=torch.device("cuda"), **{name: getattr(weight, name) for name in names})
@@ -224,7 +226,7 @@ def test_experts_of_a_gpu_are_kept_in_fp8_where_the_kernel_takes_them(monkeypatc
     assert not can_multiply(on_gpu(fp8), torch.bfloat16, is_expert=True), "an A100 dequantizes"
 
 
-def test_experts_that_are_not_stored_alike_and_scales_of_another_shape_are_refused() -> None:
+def test_unlike_experts_and_scales_of_another_shape_are_refused() -> None:
     experts = [*fp8_experts(1, 8, 64, 1), *fp8_experts(1, 8, 64, 2)]
     with pytest.raises(CheckpointError, match="expert 1 of a layer is not stored in fp8 with 1 scales a row"):
         stacked(experts)

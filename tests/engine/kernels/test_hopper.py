@@ -1,4 +1,5 @@
-"""Every kernel compiles for a Hopper, without one, within shared memory and registers, and uses its matrix units."""
+"""Compiles every kernel for a Hopper GPU, without having one: each fits shared memory and registers, and uses its
+matrix units."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(module: str, *arguments: str) -> dict[str, Any]:
-    """Runs a module in a process that does not interpret, and returns what it prints."""
+    """Runs a module in a process that compiles instead of interpreting, and returns its output."""
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
@@ -36,7 +37,7 @@ def run(module: str, *arguments: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, list[dict[str, Any]]]:
-    """Returns the compiled variants by the name of the launch."""
+    """Returns the compiled variants by the name of their launch."""
     return run("tests.support.engine.hopper")
 
 
@@ -55,13 +56,13 @@ def test_every_launch_fits_a_multiprocessor(compiled: dict[str, list[dict[str, A
             assert kernel["stack_bytes"] == 0, f"{name} spills registers"
 
 
-def test_wide_tiles_run_on_the_matrix_units_of_a_hopper(compiled: dict[str, list[dict[str, Any]]]) -> None:
+def test_wide_tiles_use_the_matrix_units_of_a_hopper(compiled: dict[str, list[dict[str, Any]]]) -> None:
     wide = [name for name in compiled if name.startswith("prefill")] + ["latents of a chunk", "experts, many rows"]
     for name in wide:
         assert compiled[name][0]["has_wgmma"], name
 
 
-# The launches with the largest tiles. Codes in fp8 need compute capability 8.9.
+# These launches have the largest tiles. fp8 codes need compute capability 8.9.
 WIDEST = ["decode", "prefill", "prefill of 256", "latents of a chunk", "experts, many rows", "int4, many rows"]
 OTHER_GPUS = {
     "A100": (80, 163 << 10, WIDEST),
@@ -82,7 +83,7 @@ def test_the_widest_launches_fit_the_shared_memory_of_other_gpus(gpu: str) -> No
 
 
 def test_pages_are_copied_in_wide_words(compiled: dict[str, list[dict[str, Any]]]) -> None:
-    """The kernel takes addresses as numbers, of which the compiler knows no alignment by itself."""
+    """The kernel takes addresses as plain numbers, whose alignment the compiler cannot know."""
     assert compiled["copies of pages"][0]["has_wide_loads"]
 
 

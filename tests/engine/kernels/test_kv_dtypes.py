@@ -1,4 +1,4 @@
-"""Quantized KV pages: all kernels write the same codes, and tokens are the same wherever pages are written."""
+"""Tests quantized KV pages: all kernels write the same codes, and tokens are the same wherever pages are written."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_layer(layout: KVLayout, num_pages: int) -> tuple[torch.Tensor, KvLayer]
 
 
 def random_rows(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Returns rows whose magnitudes differ by orders, and some that are all zeros."""
+    """Returns rows whose magnitudes differ by orders, some of them all zeros."""
     generator = torch.Generator().manual_seed(sum(shape))
     rows = torch.randn(shape, generator=generator) * torch.randn(*shape[:-1], 1, generator=generator).mul(4).exp()
     rows[0] = 0
@@ -58,7 +58,7 @@ def random_rows(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kv_dtype", QUANTIZED_KV)
-def test_a_page_is_one_run_with_scales_behind_each_layer(kv_dtype: str) -> None:
+def test_a_page_is_one_run_of_bytes_with_scales_behind_each_layer(kv_dtype: str) -> None:
     layout = replace(LAYOUT, kv_dtype=kv_dtype)
     kv_pages = torch.arange(3 * layout.page_bytes).to(torch.uint8).view(layout.shape(3))
     assert layout.page_bytes == 3 * 2 * 2 * 4 * (8 + 4) == kv_pages[0].numel()
@@ -72,7 +72,7 @@ def test_a_page_is_one_run_with_scales_behind_each_layer(kv_dtype: str) -> None:
 
 
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=4, max_size=4), st.sampled_from(QUANTIZED_KV))
-def test_dequantized_rows_differ_by_at_most_a_rounding(row: list[float], kv_dtype: str) -> None:
+def test_dequantized_rows_differ_by_at_most_one_rounding(row: list[float], kv_dtype: str) -> None:
     dtype = torch.float8_e4m3fn if kv_dtype == "fp8" else torch.int8
     rows = torch.tensor([row])
     codes, scales = quantize(rows, dtype)
@@ -80,7 +80,7 @@ def test_dequantized_rows_differ_by_at_most_a_rounding(row: list[float], kv_dtyp
     peak = rows.abs().max().item()
     assert scales.item() == pytest.approx(peak / LARGEST[dtype], rel=1e-6)
     found = dequantize(codes, scales, torch.float32)
-    # fp8: half of the last of three fraction bits, or of the smallest step; int8: half a step
+    # fp8: half a unit of the third fraction bit, or half the smallest step; int8: half a step
     bound = (rows.abs() / 16).clamp(min=peak / 448 / 1024) if kv_dtype == "fp8" else torch.full_like(rows, peak / 254)
     assert ((found - rows).abs() <= bound * 1.001 + 1e-30).all()
     assert torch.equal(quantize(rows * 4, dtype)[0].view(torch.uint8), codes.view(torch.uint8)) or peak < 1e-25
@@ -157,12 +157,12 @@ def quantized_problem(kv_dtype: str, page_size: int, heads: tuple[int, int], fil
 @pytest.mark.parametrize("window", [None, 33])
 @pytest.mark.parametrize("heads", [(9, 3), (8, 2), (32, 2)])
 @pytest.mark.parametrize("kv_dtype", QUANTIZED_KV)
-def test_over_quantized_pages_a_token_gets_the_same_bits_in_every_batch(
+def test_over_quantized_pages_a_token_has_the_same_bits_in_every_batch(
     kv_dtype: str, heads: tuple[int, int], window: int | None
 ) -> None:
     """Chunks and decodes agree, and unwritten parts of the pool never count, even if they hold NaN."""
     results = []
-    for fill in (0, 0xFF):  # codes and scales that are NaN
+    for fill in (0, 0xFF):  # 0xFF gives codes and scales that are NaN
         problem, layer = quantized_problem(kv_dtype, 16, heads, fill)
         attention = NativeAttention(load_native())  # type: ignore[arg-type]
         meta = problem.meta
@@ -183,9 +183,9 @@ def test_over_quantized_pages_a_token_gets_the_same_bits_in_every_batch(
 
 @examples(60)
 @given(data=st.data())
-def test_converted_pages_are_what_would_have_been_written(data: st.DataObject) -> None:
-    """From any dtype and page size to any other, including shares of heads and layers; quantized values keep their
-    codes in every pool."""
+def test_converted_pages_equal_directly_written_ones(data: st.DataObject) -> None:
+    """Converts from any dtype and page size to any other, including shares of heads and layers; quantized values keep
+    their codes in every pool."""
     dtypes = st.sampled_from(["auto", *QUANTIZED_KV])
     source = replace(LAYOUT, kv_dtype=data.draw(dtypes), page_size=data.draw(st.sampled_from([2, 4, 5])))
     target = replace(
@@ -204,7 +204,7 @@ def test_converted_pages_are_what_would_have_been_written(data: st.DataObject) -
     parts = page_slices(plan, range(num_tokens), [PageId(page) for page in order])
     Repacker(plan, pool, rows).pack(parts, [PageId(row) for row in range(len(parts))])
     kept = dense
-    if source.is_quantized:  # the values that the source has stored
+    if source.is_quantized:  # the values as the source has stored them
         kept = dequantize(*quantize(dense, values_of(pool, source).dtype), torch.bfloat16)
     if source.kv_dtype == target.kv_dtype:
         kept = dense  # nothing is rounded twice
@@ -217,7 +217,7 @@ def test_converted_pages_are_what_would_have_been_written(data: st.DataObject) -
 
 
 def make_pages(layout: KVLayout, dense_TL2KH: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """Writes the tokens' pages to the places `order[i]`."""
+    """Makes a pool in which page `i` of the tokens is at `order[i]`."""
     pool = torch.zeros(layout.shape(len(order)), dtype=getattr(torch, layout.storage_dtype))
     values = values_of(pool, layout)
     for token, kv in enumerate(dense_TL2KH):
@@ -252,9 +252,9 @@ def make_prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kv_dtype", QUANTIZED_KV)
-async def test_disaggregated_tokens_are_those_of_one_process(kv_dtype: str, model: Path) -> None:
-    """With other chunks, page sizes, host memory below the pool, checksums and cached prefixes: one KV dtype gives the
-    same tokens everywhere."""
+async def test_disaggregated_tokens_equal_those_of_one_process(kv_dtype: str, model: Path) -> None:
+    """Chunks, page sizes, host memory below the pool, checksums and cached prefixes differ; with one KV dtype the
+    tokens do not."""
     reference = Engine.load(EngineConfig(model=str(model), num_pages=64, num_threads=1, kv_dtype=kv_dtype))
     prompts = make_prompts()
     wanted = [generate(reference, prompt, SEEDED, SALT, use_prefix_cache=False) for prompt in prompts]
@@ -283,7 +283,7 @@ async def test_disaggregated_tokens_are_those_of_one_process(kv_dtype: str, mode
 async def test_kv_is_converted_between_workers_of_two_dtypes(
     prefill_dtype: str, decode_dtype: str, model: Path
 ) -> None:
-    """The first token comes from the prefill worker; the rest must be those of decoding from the converted pages, the
+    """The first token comes from the prefill worker; the others must be those of decoding from the converted pages, the
     same each time."""
     prompts = make_prompts()
     async with workers(
@@ -316,19 +316,19 @@ def test_latent_pages_are_quantized_too(tmp_path: Path) -> None:
     assert tokens[0][0] == tokens[1][0]
 
 
-def test_salts_and_plans_know_the_dtype(model: Path) -> None:
+def test_the_salt_ignores_the_kv_dtype_and_the_layout_counts_it(model: Path) -> None:
     config = ModelConfig.from_folder(model)
     plain, fp8 = (
         make_layout(EngineConfig(model=str(model), kv_dtype=kv_dtype), config)  # type: ignore[arg-type]
         for kv_dtype in ("auto", "fp8")
     )
-    # The same salt: KV of one model, which can be converted.
+    # The salts are equal, since KV of one model can be converted.
     assert make_salt(plain.model_revision) == make_salt(fp8.model_revision)
     assert fp8.page_bytes / plain.page_bytes == (16 + 4) / 64
 
 
 @pytest.mark.parametrize(("field", "instead"), [("kv_dtype", "int8 or auto"), ("quantization", "int8")])
-def test_a_gpu_that_cannot_read_fp8_is_refused_before_anything_is_loaded(
+def test_a_gpu_that_cannot_read_fp8_is_refused_before_loading(
     field: str, instead: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = torch.device("cuda")
@@ -343,7 +343,7 @@ def test_a_gpu_that_cannot_read_fp8_is_refused_before_anything_is_loaded(
     check_e4m3(EngineConfig.model_validate({"model": str(model), field: "int8"}), gpu)
 
 
-def test_fp8_weights_of_a_checkpoint_are_dequantized_on_a_gpu_that_cannot_read_them(
+def test_fp8_weights_are_dequantized_on_a_gpu_that_cannot_read_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(QuantizedWeight, "device", torch.device("cuda"))

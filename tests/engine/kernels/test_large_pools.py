@@ -1,6 +1,6 @@
-"""Pools with more values than 32 bits can count: every kernel that reads or writes pages finds them.
+"""Tests that every kernel reads and writes pages in pools with more values than 32 bits can count.
 
-The pool has gigabytes between its pages, and only pages in use take memory: on a CPU it is a sparse file.
+The pool has gigabytes between its pages, but only pages in use take memory: on a CPU it is a sparse file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.engine.kernels.test_paged_kernels import DEVICE
 
 pytestmark = pytest.mark.gpu
 
-STRIDE = 1 << 30  # values from one page to the next: the third begins beyond 31 bits
+STRIDE = 1 << 30  # values from one page to the next; the third page begins beyond 31 bits
 PAGES, SIZE, DIM, HEADS = 4, 16, 16, 2
 
 
@@ -103,7 +103,7 @@ def test_latents(memory: Callable[[torch.dtype], torch.Tensor], query_len: int) 
 
 
 def test_copies_of_pages(memory: Callable[[torch.dtype], torch.Tensor]) -> None:
-    """A page of 8 MiB, the last of 1536: its end lies 12 GiB behind the start of the pool."""
+    """Pages have 8 MiB, and the last of 1536 ends 12 GiB behind the start of the pool."""
     words = memory(torch.float32)[: 3 * STRIDE].view(torch.int64).view(1536, -1)
     words[1535, -5:] = torch.arange(5, device=DEVICE)
     target = torch.zeros(2, words.shape[1], dtype=torch.int64, device=DEVICE)

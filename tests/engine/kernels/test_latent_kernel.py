@@ -1,4 +1,4 @@
-"""Attention over paged latents: the Triton kernel against plain torch, and a model with latents on both."""
+"""Compares attention over paged latents in Triton with plain torch, and a model with latents on both."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_halves_of_published_latents_are_written(stored: torch.dtype) -> None:
     assert torch.equal(pool, expected)
 
 
-def test_wrong_tensors_are_refused_by_name() -> None:
+def test_wrong_tensors_are_refused() -> None:
     meta = make_meta([4], [4], 16, 2)
     pool, q_TNH = make_pool_layer(meta, 2, 1, 16, 16), torch.randn(4, 6, 32, device=DEVICE)
 

@@ -1,4 +1,4 @@
-"""Attention by libraries: calls follow their documentation, and unsupported cases are refused by name."""
+"""Tests attention by libraries: calls follow the libraries' documentation, and unsupported cases are refused."""
 
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ BATCHES = [
 def _doubles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     attention_doubles.install(monkeypatch)
     yield
-    sys.modules.pop(ADAPTER, None)  # it has imported the double
+    sys.modules.pop(ADAPTER, None)  # the adapter has imported the double
 
 
 def make_library(name: str) -> AttentionLibrary:
     if name == "varlen":
-        from engine.kernels.libraries.varlen import VarlenAttention  # it imports torch's compiler: a second
+        # this imports torch's compiler, which takes a second
+        from engine.kernels.libraries.varlen import VarlenAttention
 
         return VarlenAttention()
     module = importlib.import_module(ADAPTER)
@@ -85,7 +86,7 @@ def test_a_library_attends_like_the_reference(
 
 
 class _Clean:
-    """The reference over a pool whose stale values are replaced by numbers."""
+    """Runs the reference over a pool whose NaNs are replaced, since the reference multiplies stale values by zero."""
 
     def __init__(self, own: TorchAttention) -> None:
         self._own = own
@@ -130,7 +131,7 @@ def test_a_replica_with_a_library_samples_the_same_tokens(
 
 
 @pytest.mark.parametrize("name", ["flashinfer", "varlen"])
-def test_a_missing_library_is_refused_by_name(name: str) -> None:
+def test_a_missing_library_is_refused_with_the_fix(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"engine.attention = '{name}' needs a GPU.*give engine.attention = 'auto'"):
         select_backend(name, CPU)
     if torch.cuda.is_available():
@@ -150,7 +151,7 @@ def test_a_missing_library_is_refused_by_name(name: str) -> None:
         ("llama", {}, r"heads of 64, .* values, and the model's have 16; choose engine.attention = 'triton'"),
     ],
 )
-def test_unsupported_models_are_refused_before_anything_is_loaded(
+def test_unsupported_models_are_refused_before_loading(
     name: str, family: str, settings: dict[str, object], problem: str, tmp_path: Path
 ) -> None:
     folder = make_checkpoint(family, tmp_path)
@@ -161,7 +162,7 @@ def test_unsupported_models_are_refused_before_anything_is_loaded(
         Engine.load(config)
 
 
-def test_a_library_s_workspace_is_in_the_plan(tmp_path: Path) -> None:
+def test_a_librarys_workspace_is_in_the_memory_plan(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path, head_dim=64)
     gpu = DeviceMemory("a GPU", "cuda", 8 << 30)
     model = ModelConfig.from_folder(folder)
@@ -173,7 +174,7 @@ def test_a_library_s_workspace_is_in_the_plan(tmp_path: Path) -> None:
         plans[name] = plan_memory(config, gpu)
     assert plans["varlen"] == plans["triton"]
     assert plans["flashinfer"].graph_bytes == 0
-    free = plans["triton"].graph_bytes + (32 << 20) - (128 << 20)  # and the workspace of captures
+    free = plans["triton"].graph_bytes + (32 << 20) - (128 << 20)  # the second term is the workspace of captures
     gained = (plans["flashinfer"].num_pages - plans["triton"].num_pages) * plans["triton"].layout.page_bytes
     assert abs(gained - 0.8 * free) <= plans["triton"].layout.page_bytes
 
@@ -182,7 +183,7 @@ def test_a_library_s_workspace_is_in_the_plan(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("name", ["flashinfer", "varlen"])
 @pytest.mark.parametrize("window", [None, 13])
-def test_the_library_itself_agrees_on_a_gpu(name: str, window: int | None) -> None:
+def test_the_library_agrees_with_triton_on_a_gpu(name: str, window: int | None) -> None:
     try:
         attention = select_backend(name, torch.device("cuda"))
     except ConfigError as error:
@@ -192,4 +193,4 @@ def test_the_library_itself_agrees_on_a_gpu(name: str, window: int | None) -> No
         whole, q_TNH = pool.cuda().bfloat16(), torch.randn(sum(query_lens), 6, 128, device="cuda").bfloat16()
         found = attention.paged_attention(q_TNH, whole, meta, 0.1, window)
         expected = select_backend("triton", torch.device("cuda")).paged_attention(q_TNH, whole, meta, 0.1, window)
-        torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=2e-2)  # bf16 rounds each twice
+        torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=2e-2)  # both round to bf16 twice

@@ -1,4 +1,4 @@
-"""Triton's layer operations against plain torch, interpreted on a CPU, compiled on a GPU."""
+"""Compares Triton's layer operations with plain torch, interpreted on a CPU or compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.kernels.triton.rope_qkv import rope, rope_qkv
 from engine.kernels.triton.swiglu import gelu_and_mul, silu_and_mul
 from tests.engine.kernels.test_paged_kernels import DEVICE, make_meta
 
-# fp32: sums in another order. bf16 and fp16: the result is rounded once, of values to about 8.
+# fp32: sums in another order. bf16 and fp16: the result, of values up to about 8, is rounded once.
 TOLERANCE = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
     torch.bfloat16: {"rtol": 1e-2, "atol": 1e-2},
@@ -51,7 +51,7 @@ def test_norms_of_odd_shapes(shape: tuple[int, int], dtype: torch.dtype) -> None
     check(normed, TorchOps().rms_norm(kept.float(), weight.float(), 1e-5), dtype)  # of the sum as it is stored
 
 
-def test_weights_of_norms_may_be_more_precise_than_what_they_normalise() -> None:
+def test_norm_weights_can_be_more_precise_than_their_inputs() -> None:
     x, residual, weight = noise(5, 123, dtype=torch.bfloat16), noise(5, 123, dtype=torch.bfloat16) - 1, noise(123)
     check(rms_norm(x, weight, 1e-5), TorchOps().rms_norm(x.float(), weight, 1e-5), torch.bfloat16)
     normed, kept = add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
@@ -98,7 +98,7 @@ def test_projections_become_queries_and_pages(head_dim: int, has_norms: bool, dt
     check(pool, exact, dtype)
     untouched = exact == before.float()
     assert torch.equal(pool[untouched], before[untouched])
-    assert torch.equal(pool[meta.slot_page_T, 1, 1, :, meta.slot_offset_T], qkv[:, 12:])  # values to the bit
+    assert torch.equal(pool[meta.slot_page_T, 1, 1, :, meta.slot_offset_T], qkv[:, 12:])  # values are equal to the bit
 
 
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
@@ -119,7 +119,7 @@ def test_projections_become_quantized_pages(stored: torch.dtype) -> None:
 
 @pytest.mark.parametrize("shape", [(3, 64), (2, 1000), (5, 5000)])
 @DTYPES
-def test_rows_in_fp8_equal_torch_s_bit_for_bit(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_fp8_rows_equal_torchs_bit_for_bit(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = noise(shape[0], shape[1] + 3, dtype=dtype)[:, : shape[1]]
     x[0] *= 1e-3
     x[-1] = 0
@@ -143,7 +143,7 @@ def test_empty_inputs_give_empty_results() -> None:
     assert rope(noise(3, 2, 8)[:0], angles(3, 8)[:0]).shape == (0, 2, 8)
 
 
-def test_wrong_tensors_are_refused_by_name() -> None:
+def test_wrong_tensors_are_refused() -> None:
     x = noise(4, 16)
     with pytest.raises(ValueError, match=r"weight_D has shape \(8,\).*expected \(16,\)"):
         rms_norm(x, noise(8), 1e-6)

@@ -1,4 +1,4 @@
-"""Checksums of pages: every variant computes the number that the module defines, and damage changes it."""
+"""Tests checksums of pages: every variant computes the number that the module defines, and damage changes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.kernels.checksum_words import BLOCK_WORDS, checksum_rows, factors, m
 from engine.kernels.page_checksum import ChecksumPages, checksum_by_index, select_checksum
 from engine.kernels.triton.page_checksum import checksum_pages
 
-GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # without one the Triton kernel is interpreted
+GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # without a GPU the Triton kernel is interpreted
 CPU = torch.device("cpu")
 CHECKSUMS = [(select_checksum(), CPU), (checksum_rows, CPU), (checksum_by_index, GPU), (checksum_pages, GPU)]
 
@@ -33,7 +33,7 @@ def defined(words: list[int]) -> int:
 
 @pytest.mark.parametrize(("checksum", "device"), CHECKSUMS)
 @pytest.mark.parametrize("num_words", [1, 5, 1023, 1024, 1025, 5000])
-def test_every_variant_computes_the_number_that_is_defined(
+def test_every_variant_computes_the_defined_number(
     checksum: ChecksumPages, device: torch.device, num_words: int
 ) -> None:
     pool = random_pool(5, num_words)
@@ -51,7 +51,7 @@ def test_any_flipped_bit_changes_the_checksum(place: int, bit: int) -> None:
 
 
 @given(first=st.integers(0, 2999), second=st.integers(0, 2999))
-def test_words_that_trade_places_change_the_checksum(first: int, second: int) -> None:
+def test_swapped_words_change_the_checksum(first: int, second: int) -> None:
     pool = random_pool(1, 3000)
     before = select_checksum()(pool, [0])
     pool[0, [first, second]] = pool[0, [second, first]]
@@ -59,7 +59,7 @@ def test_words_that_trade_places_change_the_checksum(first: int, second: int) ->
 
 
 @pytest.mark.parametrize(("checksum", "device"), CHECKSUMS)
-def test_pages_outside_the_pool_and_other_words_are_refused(checksum: ChecksumPages, device: torch.device) -> None:
+def test_pages_outside_the_pool_and_other_word_sizes_are_refused(checksum: ChecksumPages, device: torch.device) -> None:
     pool = random_pool(4, 64).to(device)
     for pages in ([4], [-1], [0, 9]):
         with pytest.raises(ValueError, match="of a pool of 4"):
@@ -71,6 +71,6 @@ def test_pages_outside_the_pool_and_other_words_are_refused(checksum: ChecksumPa
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_pool_on_a_gpu_has_the_checksums_of_its_copy_on_the_host() -> None:
-    pool = random_pool(300, 1 << 19)  # pages of 2 MiB, those of an 8B Llama
+    pool = random_pool(300, 1 << 19)  # pages of 2 MiB, as of an 8B Llama
     pages = list(range(0, 300, 7))
     assert checksum_pages(pool.to("cuda"), pages) == select_checksum()(pool, pages)

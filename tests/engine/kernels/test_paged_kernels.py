@@ -1,4 +1,4 @@
-"""Triton's paged kernels against plain torch, interpreted on a CPU, compiled on a GPU."""
+"""Compares Triton's paged kernels with plain torch, interpreted on a CPU or compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOLERANCE = {
 
 
 def make_meta(query_lens: list[int], context_lens: list[int], page_size: int, num_pages: int) -> AttentionMetadata:
-    """Gives every sequence its own pages, chosen at random from the pool."""
+    """Gives each sequence its own pages, chosen at random from the pool."""
     counts = [-(-context // page_size) for context in context_lens]
     assert sum(counts) <= num_pages
     shuffled = torch.randperm(num_pages).tolist()
@@ -82,12 +82,12 @@ def check(
     stored: torch.dtype | None = None,
     has_sinks: bool = False,
 ) -> None:
-    """Checks the Triton backend's attention against the reference, computed in fp32 from the same rounded inputs."""
+    """Compares the Triton backend's attention with the reference, computed in fp32 from the same rounded inputs."""
     torch.manual_seed(sum(context_lens) + dim)
     num_pages = sum(-(-context // page_size) for context in context_lens) + 3
     meta = make_meta(query_lens, context_lens, page_size, num_pages)
     pool_layer = make_pool_layer(meta, num_pages, heads[1], page_size, dim)
-    # The reference multiplies masked weights by stale values, so it gets zeros instead of NaN.
+    # The reference multiplies masked weights by stale values, so it gets zeros in place of NaN.
     pool_layer, clean, scales = quantize(pool_layer, stored) if stored else (*[pool_layer.to(dtype)] * 2, None)
     q_TNH = torch.randn(sum(query_lens), heads[0], dim, device=DEVICE).to(dtype)
     sinks_N = torch.linspace(-3, 6, heads[0], device=DEVICE).to(dtype) if has_sinks else None
@@ -116,7 +116,7 @@ def test_decode_of_odd_contexts(dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 17])
 def test_sinks_of_decodes_and_chunks(window: int | None, softcap: float | None) -> None:
-    """A context of 700 tokens is split among programs, of which only the first counts the sink."""
+    """A context of 700 tokens is split among programs, and only the first may count the sink."""
     check([1, 1, 7, 33], [9, 700, 90, 33], window=window, softcap=softcap, dim=32, has_sinks=True)
 
 
@@ -165,14 +165,14 @@ def test_capped_scores(window: int | None) -> None:
     check([1, 1, 9, 40], [3, 70, 66, 41], softcap=1.5, window=window, heads=(4, 2), dim=32)
 
 
-def test_groups_wider_than_a_tensor_core_tile() -> None:
+def test_query_groups_wider_than_a_tensor_core_tile() -> None:
     check([1, 1], [5, 37], heads=(20, 1), dim=32)
 
 
 @pytest.mark.parametrize("split_tokens", [64, 128, 256])
 @pytest.mark.parametrize("window", [None, 90])
 def test_a_split_context_gives_the_same_as_a_whole_one(split_tokens: int, window: int | None) -> None:
-    """Also beside sequences of one item, and with a sequence without context, which gives zeros."""
+    """Covers sequences of one item beside split ones, and a sequence without context, which gives zeros."""
     torch.manual_seed(split_tokens)
     context_lens = [1, 40, 200]
     meta = make_meta([1, 1, 1], context_lens, 16, 20)
@@ -189,7 +189,7 @@ def test_a_split_context_gives_the_same_as_a_whole_one(split_tokens: int, window
 
 
 def test_attention_of_a_sequence_does_not_depend_on_the_batch() -> None:
-    """To the bit: its context is split by its own length, whatever the other lengths and the bound."""
+    """The split of a context depends only on its own length, not on the other lengths or the bound, to the bit."""
     torch.manual_seed(0)
     context_lens = [700, 3, 520, 90, 1030, 64]
     meta = make_meta([1] * 6, context_lens, 16, 200)
@@ -210,7 +210,7 @@ def test_attention_of_a_sequence_does_not_depend_on_the_batch() -> None:
     assert torch.equal(attend([4, 1, 0], 1030), together[[4, 1, 0]])
 
 
-def test_the_memory_plan_counts_the_items() -> None:
+def test_the_memory_plan_counts_the_work_items() -> None:
     assert SPARE_DECODE_ITEMS == NUM_SPARE_ITEMS
 
 
@@ -221,7 +221,9 @@ def test_the_memory_plan_counts_the_items() -> None:
     block=st.sampled_from([4, 256]),
 )
 @examples(25)
-def test_the_items_of_decodes(context_lens: list[int], window: int | None, num_spare_items: int, block: int) -> None:
+def test_work_items_of_decodes_equal_the_reference(
+    context_lens: list[int], window: int | None, num_spare_items: int, block: int
+) -> None:
     lens_B = torch.tensor(context_lens, dtype=torch.int32, device=DEVICE)
     plan = plan_decodes(lens_B, window, split_tokens=64, num_spare_items=num_spare_items, block=block)
     starts, size, sequences = plan_decodes_reference(context_lens, window, 64, num_spare_items)
@@ -233,7 +235,7 @@ def test_the_items_of_decodes(context_lens: list[int], window: int | None, num_s
 
 @pytest.mark.parametrize(("num_splits", "window"), [(2, None), (5, 50)])
 def test_a_chunk_with_a_split_context_gives_the_same(num_splits: int, window: int | None) -> None:
-    """In a batch with decodes, whose rows it leaves unchanged."""
+    """It runs in a batch with decodes, whose rows it leaves unchanged."""
     torch.manual_seed(num_splits)
     meta = make_meta([1, 3, 20], [40, 3, 210], 16, 20)
     pool_layer = make_pool_layer(meta, 20, 2, 16, 32)
@@ -248,7 +250,7 @@ def test_a_chunk_with_a_split_context_gives_the_same(num_splits: int, window: in
     assert torch.equal(o_TNH[0], torch.full_like(o_TNH[0], 7.0))
 
 
-def test_few_long_contexts_fill_a_device_and_many_do_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_long_contexts_fill_a_device_and_many_contexts_do_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(join_splits, "_num_multiprocessors", lambda _: 132)
     tile_bytes = 64 * 1024  # three programs per multiprocessor
     assert [join_splits.choose_splits(programs, 8192, tile_bytes, DEVICE) for programs in (8, 128, 512, 4096)] == [
@@ -284,7 +286,7 @@ def test_write_kv_equals_its_reference_bit_for_bit(dtype: torch.dtype) -> None:
     assert torch.equal(pool, expected)
 
 
-def test_wrong_tensors_are_refused_by_name() -> None:
+def test_wrong_tensors_are_refused() -> None:
     meta = make_meta([1, 3], [4, 5], 16, 4)
     pool_layer = make_pool_layer(meta, 4, 2, 16, 32)
     q_TNH = torch.randn(4, 4, 32, device=DEVICE)
@@ -317,7 +319,7 @@ def test_wrong_tensors_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
 def test_small_values_keep_their_precision_in_quantized_pages(stored: torch.dtype) -> None:
-    """Weights times scales of values are multiplied in fp16."""
+    """Products of weights and value scales are in fp16."""
     meta = make_meta([1, 9], [40, 30], 16, 8)
     pool_layer = make_pool_layer(meta, 8, 2, 16, 32).nan_to_num()
     pool_layer[:, 1] *= 1e-4

@@ -1,4 +1,4 @@
-"""The sampling kernel takes the same tokens as the host, whatever else is in the batch."""
+"""Tests that the sampling kernel takes the same tokens as the host in any batch."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 5.0, "top_p": 1e-9},
     {"temperature": 1.0, "top_k": 5000},
 ]
-sample_small = functools.partial(sample_tokens, chunk=256)  # a few chunks of a small vocabulary
+sample_small = functools.partial(sample_tokens, chunk=256)  # makes a small vocabulary take a few chunks
 
 
 def make_rows(kinds: list[dict[str, Any]], position: int) -> list[ScheduledSequence]:
-    """Makes one row of each kind, with seeds that use all 64 bits."""
+    """Makes a row of each kind, with seeds that use all 64 bits."""
     return [
         ScheduledSequence(
             Sequence(
@@ -60,7 +60,7 @@ def on_device(logits: torch.Tensor, rows: list[ScheduledSequence]) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_kind_of_sampling_gives_the_token_of_the_host(dtype: torch.dtype) -> None:
+def test_every_kind_of_sampling_gives_the_hosts_token(dtype: torch.dtype) -> None:
     """Covers many ties in bf16, and a vocabulary that does not fill its last chunk."""
     torch.manual_seed(0)
     logits = (torch.randn(len(KINDS), 300) * 3).to(dtype)
@@ -78,7 +78,7 @@ def test_samples_depend_only_on_seed_and_position() -> None:
     assert on_device(logits[:1], together[7:8]) == tokens[7:8]
 
 
-def test_edited_rows_are_sampled_as_edited() -> None:
+def test_rows_with_penalties_and_biases_are_sampled_as_on_the_host() -> None:
     torch.manual_seed(2)
     logits = torch.randn(3, 300)
     likeliest = int(logits[0].argmax())
@@ -95,7 +95,7 @@ def test_edited_rows_are_sampled_as_edited() -> None:
     assert torch.equal(logits, before)
 
 
-def test_the_first_of_equals_is_the_likeliest() -> None:
+def test_the_first_of_equal_logits_is_the_likeliest() -> None:
     logits = torch.zeros(2, 700)
     logits[1, [300, 650]] = 4.0  # in different chunks
     assert on_device(logits, make_rows([{"temperature": 0.0}] * 2, 3)) == [0, 300]
@@ -104,7 +104,7 @@ def test_the_first_of_equals_is_the_likeliest() -> None:
 @pytest.mark.parametrize("kind", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "min_p": 0.5}])
 @pytest.mark.parametrize("bad", [{7: float("nan")}, {7: float("inf")}, {256: float("nan")}, "nan", "-inf"])
 def test_a_row_without_a_distribution_fails_alone(bad: dict[int, float] | str, kind: dict[str, Any]) -> None:
-    """Even its token lies in the vocabulary: with run-ahead it is embedded before the failure is known."""
+    """Its token must still be in the vocabulary: with run-ahead it is embedded before the failure is known."""
     logits = torch.randn(3, 300)
     logits[1] = float(bad) if isinstance(bad, str) else logits[1]
     for place, value in bad.items() if isinstance(bad, dict) else ():
@@ -131,8 +131,8 @@ def test_greedy_rows_alone_are_checked_too() -> None:
     assert totals.tolist() == [1.0, 0.0]
 
 
-def test_uniforms_are_those_of_the_host() -> None:
-    """Under a flat distribution, token n of 256 is sampled when the uniform lies in [n, n + 1) / 256."""
+def test_uniforms_equal_the_hosts() -> None:
+    """From a flat distribution, token n of 256 is sampled if the uniform lies in [n, n + 1) / 256."""
     seeds = [0, 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, 0x123456789ABCDEF0]
     samplings = [SamplingParams(max_tokens=1, temperature=1.0, seed=seed) for seed in seeds]
     for position in (0, 131071):
@@ -152,7 +152,7 @@ def test_filters_that_no_row_uses_are_not_computed() -> None:
     assert not SamplingTensors.of([limited], [1], 4, DEVICE).any_top_k
 
 
-def test_wrong_tensors_are_refused_by_name() -> None:
+def test_wrong_tensors_are_refused() -> None:
     params = SamplingTensors.of([SamplingParams(max_tokens=1)], [1], 50, DEVICE)
     with pytest.raises(ValueError, match=r"temperature_B has shape \(1,\); expected \(2,\)"):
         sample_tokens(torch.zeros(2, 50, device=DEVICE), params)

@@ -1,4 +1,4 @@
-"""Measured configurations are stored and found, and models step on Triton kernels as on plain torch."""
+"""Tests that measured configurations are stored and found, and that models step on Triton kernels as on plain torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEASURED = KernelConfig(16, 32, 8, 3)
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of the device that this machine pretends to have."""
+    """Returns the tuning file of the device that this machine pretends to have."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tuning, "device_name", lambda _: "NVIDIA_H999")
     tuning.load_tuned.cache_clear()
@@ -35,7 +35,7 @@ def select(shape: str) -> KernelConfig:
     return select_config("paged_decode", shape, DEFAULT, torch.device("cuda"))
 
 
-def test_measured_shapes_are_found_and_others_take_the_default(file: Path) -> None:
+def test_measured_shapes_are_found_and_others_use_the_default(file: Path) -> None:
     assert select("heads of 128") == DEFAULT
     save_tuned(file, {"paged_decode": {"heads of 128": MEASURED}})
     save_tuned(file, {"paged_decode": {"heads of 64": DEFAULT}, "paged_prefill": {"heads of 128": DEFAULT}})
@@ -45,14 +45,16 @@ def test_measured_shapes_are_found_and_others_take_the_default(file: Path) -> No
 
 
 @pytest.mark.parametrize("text", ["{", '{"paged_decode": {"heads of 128": {"rows": 1}}}', '["no table"]'])
-def test_an_invalid_file_is_named_and_left_alone(text: str, file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_invalid_file_is_reported_and_left_unchanged(
+    text: str, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file.parent.mkdir(parents=True)
     file.write_text(text)
     assert select("heads of 128") == DEFAULT
     assert f"{file} is invalid" in caplog.text
 
 
-def test_sizes_equal_triton_s_own() -> None:
+def test_sizes_equal_tritons_own() -> None:
     for number in (1, 2, 3, 4, 5, 31, 32, 33, 4097, 128_256):
         assert next_power_of_2(number) == triton.next_power_of_2(number)
         for divisor in (1, 2, 7, 4096):

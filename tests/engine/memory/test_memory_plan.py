@@ -1,4 +1,4 @@
-"""`penstock plan-memory` counts what a loaded engine holds, to the byte, and refuses what cannot work."""
+"""Tests that `penstock plan-memory` counts what a loaded engine holds, to the byte, and refuses what cannot work."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ ROOT = Path(__file__).resolve().parents[3]
 BUNDLED = ROOT / "models" / "penstock-tiny"
 HOST = DeviceMemory("host", "cpu", 4 << 30)
 GPU = DeviceMemory("gpu", "cuda", 2 << 30)
-FREE = (2 << 30) - (600 << 20) - 3 * (32 << 20)  # of GPU, without context, workspaces and weights
+FREE = (2 << 30) - (600 << 20) - 3 * (32 << 20)  # bytes of GPU memory, without context, workspaces and weights
 
 
 def tensors_of(thing: object) -> dict[int, torch.Tensor]:
-    """Returns every tensor that an object of this project holds, by address, since two may share their values."""
+    """Returns every tensor that an object of this project holds, by address, because two tensors may share memory."""
     if isinstance(thing, torch.Tensor):
         return {id(thing) if thing.is_mkldnn else thing.data_ptr(): thing}
     parts: list[object] = []
@@ -69,7 +69,7 @@ def test_the_plan_equals_what_the_engine_holds(family: str, overrides: dict[str,
         assert plan.kv_bytes_per_token == engine.kv_pages.nbytes // (plan.num_pages * config.page_size)
 
 
-def test_a_window_in_every_layer_bounds_what_a_long_request_holds(tmp_path: Path) -> None:
+def test_a_window_in_every_layer_bounds_the_pages_of_a_long_request(tmp_path: Path) -> None:
     def plan(family: str, **overrides: Any) -> MemoryPlan:
         folder = make_checkpoint(family, tmp_path / family, max_position_embeddings=4096, **overrides)
         return plan_memory(EngineConfig(model=str(folder), num_pages=32, device="cpu"), HOST, context=4096)
@@ -78,12 +78,12 @@ def test_a_window_in_every_layer_bounds_what_a_long_request_holds(tmp_path: Path
     held = -(-99 // 16) + 2
     assert windowed.largest_batch == {1024: 32 // held, 4096: 32 // held}
     assert windowed.longest_fitting == 4096
-    # One layer that reads everything keeps everything.
+    # With one full-attention layer, every page is kept.
     with pytest.raises(ConfigError, match="a context of 4096 tokens takes 256 pages"):
         plan("gemma2", sliding_window=100)
 
 
-# Published shapes; parameters and bytes of KV a token as their authors give them.
+# The published shapes, with parameters and KV bytes per token as their authors give them.
 MIXTRAL_8X7B: dict[str, Any] = {
     "architectures": ["MixtralForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000,
     "max_position_embeddings": 32768, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
@@ -118,7 +118,7 @@ DEEPSEEK_V2_LITE: dict[str, Any] = {
 def test_published_models_have_their_published_sizes(
     data: dict[str, Any], billions: float, kv_bytes: int, tmp_path: Path
 ) -> None:
-    """Plans from files without weights: a header, and a hole of the right size."""
+    """Plans from files that hold a header and no weights, but have the right size."""
     (tmp_path / "config.json").write_text(json.dumps(data))
     write_hollow_weights(tmp_path, {})
     shapes = tensor_shapes(ModelConfig.from_folder(tmp_path))
@@ -139,8 +139,8 @@ GPT_OSS_20B: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_mxfp4_counts_as_the_device_holds_it(tmp_path: Path) -> None:
-    """It is fp8 codes with scales where kernels read e4m3, bf16 elsewhere; in the plans of fleets, too."""
+def test_mxfp4_counts_in_the_form_that_the_device_holds(tmp_path: Path) -> None:
+    """A device holds fp8 codes with scales if its kernels read e4m3, bf16 otherwise; plans of fleets count the same."""
     (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B))
     config = EngineConfig(model=str(tmp_path), kv_memory_bytes=1 << 30)
     coded, decoded = (plan_memory(config, find_device(name)).weight_bytes for name in ("H100", "A100-80GB"))
@@ -154,7 +154,7 @@ def test_mxfp4_counts_as_the_device_holds_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["kv_dtype", "quantization"])
-def test_fp8_is_refused_where_kernels_do_not_read_it(name: str) -> None:
+def test_fp8_is_refused_on_devices_whose_kernels_do_not_read_it(name: str) -> None:
     config = EngineConfig.model_validate({"model": str(BUNDLED), "dtype": "bfloat16", name: "fp8"})
     with pytest.raises(ConfigError, match=rf"engine.{name} = 'fp8': kernels of A10G do not read fp8; .* int8"):
         plan_memory(config, find_device("A10G"))
@@ -168,17 +168,17 @@ def write_hollow_weights(folder: Path, shapes: dict[str, tuple[int, ...]]) -> No
     text = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)  # a hole: it takes no room on the disk
+        file.truncate(8 + len(text) + end)  # a sparse region, which takes no room on the disk
 
 
 def test_the_largest_batch_of_a_context_is_exact_to_the_page() -> None:
     plan = plan_memory(EngineConfig(model=str(BUNDLED), num_pages=1001), HOST, context=100)
-    assert plan.largest_batch[100] == 1001 // 7  # seven pages of 16
+    assert plan.largest_batch[100] == 1001 // 7  # seven pages of 16 tokens
     assert plan.largest_batch[1024] == 1001 // 64
     assert list(plan.largest_batch) == [100, 1024, plan.max_context]
 
 
-def test_a_gpus_pool_takes_what_weights_and_steps_leave() -> None:
+def test_a_gpus_pool_takes_the_memory_that_weights_and_steps_leave() -> None:
     config = EngineConfig(model=str(BUNDLED))
     plan = plan_memory(config, GPU)
     assert plan.graph_bytes > 0
@@ -229,15 +229,15 @@ def test_a_pool_without_memory_is_refused() -> None:
         ({}, HOST, 9999, r"a context of 9999 tokens: .* takes 1 to 2048"),
     ],
 )
-def test_a_refusal_names_settings_that_would_work(
+def test_a_refusal_suggests_settings_that_work(
     settings: dict[str, Any], device: DeviceMemory, context: int | None, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_memory(EngineConfig(model=str(BUNDLED), **settings), device, context=context)
 
 
-def test_the_advice_of_a_refusal_works() -> None:
-    """Plans with the number in the message, and with a page more, which is refused."""
+def test_the_suggested_number_works_and_is_the_largest() -> None:
+    """Plans with the number in the message, and with one page more, which is refused."""
     for setting, first in (("kv_memory_bytes", 5 << 30), ("num_pages", 900_000)):
         with pytest.raises(ConfigError) as refused:
             plan_memory(EngineConfig(model=str(BUNDLED), **{setting: first}), HOST)
@@ -316,7 +316,7 @@ def test_the_flag_for_ranks_divides_the_weights(capsys: pytest.CaptureFixture[st
     assert plans[1]["weight_bytes"] < plans[0]["weight_bytes"]
 
 
-def test_a_name_of_the_hub_is_answered_with_the_way_to_download_it() -> None:
+def test_a_hub_id_is_answered_with_how_to_download_it() -> None:
     with pytest.raises(CheckpointError, match=r"`hf download some/model-8B --local-dir model-8B` and give"):
         plan_memory(EngineConfig(model="some/model-8B"), HOST)
 

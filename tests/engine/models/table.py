@@ -1,6 +1,6 @@
-"""The table of families in docs/engine.md: where each is computed, and the tests behind its cells.
+"""Generates the table of families in docs/engine.md: where each is computed, and the tests behind its cells.
 
-`python -m tests.engine.models.table --write` writes it into the page; `test_family_table` proves it.
+`python -m tests.engine.models.table --write` writes it into the page; `test_family_table` checks it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COLUMNS = {
     "several ranks": ("tests.engine.parallel.test_tensor_parallel", "test_two_ranks_generate_the_tokens_of_one"),
     "quantized weights": (
         "tests.engine.weights.test_quantized_weights",
-        "test_every_family_takes_quantized_checkpoints",
+        "test_every_family_loads_quantized_checkpoints",
     ),
     "captured GPU steps": (
         "tests.engine.step.test_capturable",

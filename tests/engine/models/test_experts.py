@@ -1,4 +1,5 @@
-"""Mixtures of experts: which experts a token takes, its independence of the batch, and the values in config.json."""
+"""Tests mixtures of experts: which experts a token takes, its independence of the batch, and the values in
+config.json."""
 
 from __future__ import annotations
 
@@ -37,12 +38,13 @@ def test_grouping_keeps_every_pair_once_and_experts_together(num_experts: int, d
         assert mine == [pair for pair, owner in enumerate(chosen_TC.flatten().tolist()) if owner == expert]
 
 
-def test_the_likeliest_experts_are_chosen_and_weighed() -> None:
+def test_the_likeliest_experts_are_chosen_and_weighted() -> None:
     logits_TE = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
     chosen_TC, weight_TC = choose_experts(logits_TE, 2, normalize=False)
     assert chosen_TC.tolist() == [[1, 3]]
     torch.testing.assert_close(weight_TC, logits_TE.softmax(-1)[:, [1, 3]])
-    logits_TE[0] = torch.tensor([2.5, 1.0, 3.0, 0.0])  # only the second of two pairs may be chosen from
+    # with groups=(2, 1), only the second of two pairs may be chosen from
+    logits_TE[0] = torch.tensor([2.5, 1.0, 3.0, 0.0])
     assert choose_experts(logits_TE, 2, normalize=False, groups=(2, 1))[0].tolist() == [[2, 3]]
     assert choose_experts(logits_TE, 2, normalize=False, groups=(2, 2))[0].tolist() == [[2, 0]]
     logits_TE[0] = torch.tensor([0.0, 3.0, 1.0, 2.0])
@@ -57,14 +59,14 @@ def test_a_bias_affects_the_choice_of_experts_but_not_their_weights() -> None:
     chosen_TC, weight_TC = choose_biased(logits_TE, bias_E, 2, normalize=False, groups=(1, 1))
     assert chosen_TC.tolist() == [[1, 3]]
     torch.testing.assert_close(weight_TC, scores_TE[:, [1, 3]])
-    # Ranked by their two best, 0.38 and 1.6 with bias: both of the second pair are taken, which the bias alone would
-    # not do.
+    # Groups rank by the sum of their two best, 0.38 and 1.6 with bias, so both of the second pair are chosen. The bias
+    # alone would choose otherwise.
     assert choose_biased(logits_TE, bias_E, 2, normalize=True, groups=(2, 1))[0].tolist() == [[3, 2]]
     _, normalized_TC = choose_biased(logits_TE, bias_E, 2, normalize=True, groups=(1, 1))
     torch.testing.assert_close(normalized_TC, weight_TC / weight_TC.sum())
 
 
-def test_layers_that_predict_further_tokens_may_be_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_that_predict_further_tokens_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = make_checkpoint("deepseek_v3", tmp_path, num_hidden_layers=4)
     edit(folder, num_hidden_layers=3, num_nextn_predict_layers=1, num_mtp_layers=...)
     Engine.load(EngineConfig(model=str(folder), num_pages=4, page_size=8))
@@ -94,7 +96,8 @@ def make_block(num_experts: int = 6, num_chosen: int = 2) -> ExpertFeedForward:
 
 
 def test_the_rest_of_a_batch_changes_a_token_only_by_rounding() -> None:
-    """Alone, in a batch, and in a batch that goes to the same experts: no token is dropped or sent elsewhere."""
+    """Compares it alone, in a batch, and in a batch that goes to the same experts: no token is dropped or sent
+    elsewhere."""
     torch.manual_seed(3)
     block, ops = make_block(), TorchOps()
     batch_TD = torch.randn(64, 32)
@@ -107,7 +110,7 @@ def test_the_rest_of_a_batch_changes_a_token_only_by_rounding() -> None:
 
 
 def test_batches_of_one_size_give_the_same_bits() -> None:
-    """A token's sum has its own order: the other tokens of a batch, and their experts, do not matter."""
+    """Each token's sum has its own order, so the other tokens of a batch and their experts do not matter."""
     torch.manual_seed(4)
     block, ops = make_block(num_experts=2), TorchOps()  # each token takes both experts: groups of one size
     x_TD = torch.randn(16, 32)
@@ -116,7 +119,7 @@ def test_batches_of_one_size_give_the_same_bits() -> None:
     assert torch.equal(block(x_TD, ops)[5], block(others_TD, ops)[5])
 
 
-def test_no_tokens_go_to_no_experts() -> None:
+def test_an_empty_batch_gives_an_empty_result() -> None:
     assert make_block()(torch.empty(0, 32), TorchOps()).shape == (0, 32)
 
 
@@ -127,7 +130,7 @@ def edit(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_the_file_says_which_layers_have_experts(tmp_path: Path) -> None:
+def test_config_json_says_which_layers_have_experts(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen3_moe", tmp_path, num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[1])
     experts = ModelConfig.from_folder(folder).experts
     assert experts is not None
@@ -135,8 +138,8 @@ def test_the_file_says_which_layers_have_experts(tmp_path: Path) -> None:
     assert (experts.num_experts, experts.num_chosen, experts.intermediate_size, experts.normalize) == (8, 3, 24, True)
 
 
-def test_the_number_of_experts_has_two_names(tmp_path: Path) -> None:
-    """Reads the spelling of published Qwen3-MoE files, with a key that nothing reads."""
+def test_the_number_of_experts_has_two_spellings(tmp_path: Path) -> None:
+    """Reads the spelling of published Qwen3-MoE files, which also have a key that nothing reads."""
     folder = make_checkpoint("qwen3_moe", tmp_path)
     before = ModelConfig.from_folder(folder).experts
     edit(folder, num_local_experts=..., num_experts=8, max_window_layers=48, router_aux_loss_coef=0.001)
@@ -184,6 +187,6 @@ def test_inconsistent_experts_are_refused(family: str, changes: dict[str, Any], 
         ModelConfig.from_folder(folder)
 
 
-def test_a_mixtral_without_a_theta_gets_its_family_s(tmp_path: Path) -> None:
+def test_a_mixtral_without_a_theta_gets_its_familys_default(tmp_path: Path) -> None:
     folder = edit(make_checkpoint("mixtral", tmp_path), rope_parameters=...)
     assert ModelConfig.from_folder(folder).rope.theta == 1e6

@@ -1,4 +1,5 @@
-"""The engine against `transformers`: close logits and equal greedy tokens, for every family and way to compute."""
+"""Compares the engine with `transformers`: close logits and equal greedy tokens, for every family and way to
+compute."""
 
 from __future__ import annotations
 
@@ -156,13 +157,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass
 class Case:
-    """A checkpoint, an engine over it, and the results of `transformers` for one prompt."""
+    """Holds a checkpoint, an engine over it, and the results of `transformers` for one prompt."""
 
     folder: Path
     engine: Engine
     prompt: list[int]
-    tokens: list[int]  # greedy, after the prompt
-    logits: torch.Tensor  # of each of them
+    tokens: list[int]  # greedy continuation of the prompt
+    logits: torch.Tensor  # of each token
     others: list[list[int]] = field(default_factory=list)  # further prompts
 
 
@@ -270,9 +271,8 @@ def test_half_precision_stays_near_float32(case: Case, dtype: str, tolerance: fl
 
 
 def error_of(logits: torch.Tensor, case: Case) -> float:
-    """The error of all tokens together; with experts that are chosen, that of the median token: two experts that are
-    about equally likely may change places by rounding, in `transformers` as here, and the token that they decide is
-    then another."""
+    """Returns the error of all tokens together, or with a choice of experts that of the median token: rounding may swap
+    two equally likely experts, in `transformers` as here, and the token that they compute then differs."""
     experts = case.engine.model.experts
     if experts is None or experts.num_chosen == experts.num_experts:
         return float((logits - case.logits).norm() / case.logits.norm())
@@ -280,8 +280,8 @@ def error_of(logits: torch.Tensor, case: Case) -> float:
 
 
 def test_the_spelling_of_published_gemma_files_is_read(tmp_path: Path) -> None:
-    """`transformers` writes the kind of every layer and one table of angles for each; older files have a pattern and
-    two bases."""
+    """`transformers` writes the kind of every layer and a table of angles for each; older files have a pattern and two
+    bases."""
     folder = make_checkpoint("gemma3_text", tmp_path, num_hidden_layers=3, layer_types=None)
     file = folder / "config.json"
     data = json.loads(file.read_text())
@@ -297,11 +297,11 @@ def test_the_spelling_of_published_gemma_files_is_read(tmp_path: Path) -> None:
     assert ModelConfig.from_folder(folder).windows == (10, 10, 10)
 
 
-def test_warm_up_gives_its_pages_back(case: Case) -> None:
+def test_warm_up_frees_its_pages(case: Case) -> None:
     case.engine.warm_up()
     assert case.engine.pool.num_available == case.engine.pool.num_pages
     case.engine.pool.check_integrity()
 
 
-def test_an_empty_step_is_empty(case: Case) -> None:
+def test_an_empty_step_gives_no_tokens(case: Case) -> None:
     assert case.engine.step([]).tokens == ()

@@ -1,4 +1,4 @@
-"""The table of families: it is current, a test runs for every cell, and what it calls refused is refused by name."""
+"""Tests the table of families: it is current, each cell has a test, and families that it calls refused are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_page_shows_the_table() -> None:
 
 
 @pytest.mark.parametrize("column", table.COLUMNS)
-def test_a_test_runs_for_every_family_of_a_column(column: str) -> None:
+def test_each_cell_of_a_column_has_a_test(column: str) -> None:
     module, name = table.COLUMNS[column]
     if column == "colocated":  # parametrized by its fixture
         assert {family for family, _ in test_families.CASES.values()} == MODEL_TYPES
@@ -43,7 +43,7 @@ def test_every_family_has_a_small_checkpoint_and_a_row() -> None:
 
 
 @pytest.mark.parametrize("architecture", table.REFUSED)
-def test_other_families_are_refused_by_name(architecture: str, tmp_path: Path) -> None:
+def test_other_families_are_refused(architecture: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
     with pytest.raises(CheckpointError, match=rf"{architecture}.* is not supported; give a checkpoint of one of Llama"):
         ModelConfig.from_folder(tmp_path)
@@ -51,7 +51,7 @@ def test_other_families_are_refused_by_name(architecture: str, tmp_path: Path) -
 
 @needs_native
 @pytest.mark.parametrize("family", sorted(MODEL_TYPES))
-def test_dense_families_without_output_norms_are_one_call_on_a_cpu(family: str, tmp_path: Path) -> None:
+def test_dense_families_without_output_norms_run_in_one_call_on_a_cpu(family: str, tmp_path: Path) -> None:
     heads = {} if family.startswith("deepseek") else {"head_dim": 32}
     folder = make_checkpoint(family, tmp_path, dtype=torch.bfloat16, **heads)
     engine = Engine.load(EngineConfig(model=str(folder), num_pages=4, dtype="bfloat16", num_threads=1))

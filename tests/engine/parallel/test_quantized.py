@@ -1,4 +1,5 @@
-"""A replica of two ranks with quantized weights: each takes its part of codes and scales, or refuses with a reason."""
+"""Tests a replica of two ranks with quantized weights: each takes its part of codes and scales, or refuses with a
+reason."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ def tokens_of(folder: Path, num_ranks: int, **settings: object) -> list[int]:
 
 @pytest.mark.parametrize("layout", [*CHECKPOINTS, "int8", "w8a8"])
 def test_two_ranks_generate_the_tokens_of_one(layout: str, tmp_path: Path) -> None:
-    """Runs in bf16, the dtype of quantized products, over a text that the model is sure of: sums over ranks round
-    differently."""
+    """Runs in bf16, the dtype of quantized products, over a text of which the model is certain, because sums over ranks
+    round differently."""
     folder, settings = MODEL, {"dtype": "bfloat16", "quantization": layout}
     if layout == "w8a8":
         folder, _ = quantize_checkpoint(MODEL, tmp_path, layout)
@@ -55,7 +56,7 @@ def test_two_ranks_generate_the_tokens_of_one(layout: str, tmp_path: Path) -> No
     assert tokens_of(folder, 2, **settings) == tokens_of(folder, 1, **settings)
 
 
-def test_a_split_through_a_group_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+def test_a_split_within_a_quantization_group_is_refused_before_weights_are_read(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path / "whole", hidden_size=64, intermediate_size=96, head_dim=32)
     gptq(4, 32, True, False).convert(folder, tmp_path / "quantized", tmp_path / "plain")
     problem = (

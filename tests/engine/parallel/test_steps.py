@@ -1,4 +1,4 @@
-"""Steps of a replica of two ranks: run ahead, with tokens fed back between ranks, and replayed from graphs.
+"""Tests steps of a replica of two ranks that run ahead, feed tokens back between ranks, and are replayed from graphs.
 
 Ranks are threads here, and a double stands in for CUDA's graphs.
 """
@@ -51,13 +51,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(model: Path) -> list[list[int]]:
-    """Tokens that a single rank samples, one step at a time."""
+    """Returns the tokens that a single rank samples, one step at a time."""
     return decode(Engine.load(config(model)), ahead=False)
 
 
 @pytest.fixture
 def members() -> list[WorkerRank]:
-    """The launched ranks, without the first."""
+    """Returns the launched ranks, without the first."""
     return []
 
 
@@ -77,7 +77,7 @@ def launch(members: list[WorkerRank]) -> Callable[[Path, int], None]:
 
 @pytest.fixture
 def split(model: Path, launch: Callable[[Path, int], None], monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """An engine of two ranks that can capture graphs."""
+    """Yields an engine of two ranks that can capture graphs."""
     monkeypatch.setattr(ModelPart, "captures_graphs", True)
     monkeypatch.setattr("engine.graphs.cuda_graphs.CudaCapture", GraphDouble)
     engine = Engine.load(config(model, tensor_parallel=NUM_RANKS, cuda_graphs=5), launch=launch)
@@ -115,7 +115,7 @@ def test_run_ahead_and_replayed_steps_sample_the_tokens_of_one_rank(
     assert num_eager > 0
 
 
-def test_no_rank_captures_if_one_cannot(
+def test_no_rank_keeps_graphs_if_one_cannot_capture(
     split: Engine, members: list[WorkerRank], wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture = GraphRunner.capture
@@ -180,7 +180,7 @@ async def test_workers_of_two_ranks_run_ahead_and_recover_from_failed_steps(
 ) -> None:
     """Makes sampling fail in every step that edits logits and is computed with others.
 
-    The step behind a failed one is computed on every rank, and discarded.
+    The step behind a failed one is computed on every rank and discarded.
     """
     monkeypatch.setattr("worker.shell.launch_ranks", launch_threads)
     kinds = [

@@ -1,6 +1,6 @@
-"""Tests a replica of several ranks: it gives the same tokens as one rank, and is whole or gone.
+"""Tests a replica of several ranks: it samples the tokens of one rank, and ends as a whole if a rank is lost.
 
-Most ranks here are threads of this process; like processes they share nothing but the channel and the group.
+Most ranks here are threads of this process; like processes, they share nothing but the channel and the group.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_ranks_take_their_rows_of_fused_and_quantized_products(tmp_path: Path) -
     check_equal(make_checkpoint("phi3", tmp_path, partial_rotary_factor=0.75), 2, quantization="int8")
 
 
-def test_norms_over_all_heads_count_a_head_that_several_ranks_hold_once(tmp_path: Path) -> None:
+def test_norms_over_all_heads_count_a_replicated_head_once(tmp_path: Path) -> None:
     check_equal(make_checkpoint("olmo2", tmp_path), 4)
 
 
@@ -110,7 +110,7 @@ def test_the_ranks_read_every_value_of_every_tensor(num_ranks: int, configs: dic
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
-    """Configurations of every family, with eight heads."""
+    """Returns configurations of every family, with eight heads."""
     made = {}
     for family in FAMILIES:
         kv_heads = {} if family.startswith("deepseek") else {"num_key_value_heads": 4}
@@ -130,16 +130,15 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
         ({"tensor_parallel": 2, "model": "/nowhere"}, "/nowhere"),
     ],
 )
-def test_a_model_that_cannot_be_split_is_refused_by_name(
-    settings: dict[str, object], problem: str, tmp_path: Path
-) -> None:
+def test_a_model_that_cannot_be_split_is_refused(settings: dict[str, object], problem: str, tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path)
     with pytest.raises((ConfigError, CheckpointError), match=problem):
         Engine.load(config(folder, **settings), launch=launch_threads)
 
 
 def test_pages_are_evicted_to_host_memory_and_loaded_on_every_rank(tmp_path: Path) -> None:
-    """The pool holds one sequence: the second prompt evicts the first one's pages, which the third loads again."""
+    """The pool holds one sequence: the second prompt evicts the first one's pages, which the third prompt loads
+    again."""
     folder = make_checkpoint("llama", tmp_path)
     small = {"num_pages": 8, "host_memory_bytes": 1 << 20, "zero_freed_pages": True}
     split = Engine.load(config(folder, tensor_parallel=2, **small), launch=launch_threads)
@@ -155,7 +154,7 @@ def test_pages_are_evicted_to_host_memory_and_loaded_on_every_rank(tmp_path: Pat
 
 @pytest.fixture
 def on_disk(tmp_path: Path) -> Iterator[tuple[Engine, Engine]]:
-    """Two ranks with a pool for one sequence and host memory for a page, and one rank without tiers."""
+    """Yields two ranks with a pool for one sequence and host memory for one page, and one rank without tiers."""
     folder = make_checkpoint("llama", tmp_path)
     alone = Engine.load(config(folder))
     page_bytes = alone.layout.page_bytes // 2  # of a rank
@@ -173,7 +172,7 @@ def disk_files(folder: Path) -> set[int]:
     """Returns the file descriptors of unlinked files in `folder`."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             if os.readlink(f"/proc/self/fd/{name}").startswith(f"{folder}/"):
                 found.add(int(name))
     return found
@@ -218,7 +217,7 @@ def test_a_page_corrupted_on_one_ranks_disk_is_a_miss_for_all(on_disk: tuple[Eng
     assert split.prefix_cache.stats.disk_hits < 3, "pages behind a corrupt one were loaded"
 
 
-def test_a_full_disk_of_one_rank_ends_only_the_growth_of_the_tier(
+def test_a_full_disk_of_one_rank_only_stops_the_tier_from_growing(
     on_disk: tuple[Engine, Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     split, alone = on_disk
@@ -239,7 +238,7 @@ def test_a_full_disk_of_one_rank_ends_only_the_growth_of_the_tier(
 
 @pytest.fixture(scope="module")
 def replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """An engine whose second rank is a process."""
+    """Yields an engine whose second rank is a process."""
     folder = make_checkpoint("llama", tmp_path_factory.mktemp("replica"))
     engine = Engine.load(config(folder, tensor_parallel=2, rank_timeout_s=5.0), launch=launch_ranks)
     try:

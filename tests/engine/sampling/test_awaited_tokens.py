@@ -1,4 +1,5 @@
-"""Rows whose last token is not known on the host yet are sampled as if it were: counts and bans follow the device."""
+"""Tests that rows whose last token the host does not know yet are sampled as if it did: counts and bans follow the
+device."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ KINDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_tokens_are_those_of_a_host_that_knows_the_text(seed: int) -> None:
-    """Each step takes the tokens of the one before from the device; the host gets to know them a step later."""
+def test_tokens_equal_those_of_a_host_that_knows_the_text(seed: int) -> None:
+    """Each step takes the previous step's tokens from the device; the host learns them one step later."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     kinds = [KINDS[place] for place in rng.integers(0, len(KINDS), 9)]
@@ -51,7 +52,7 @@ def test_the_tokens_are_those_of_a_host_that_knows_the_text(seed: int) -> None:
     awaited: torch.Tensor | None = None
     for _ in range(30):
         logits = torch.randn(len(kinds), VOCAB_SIZE)
-        logits[:, :10] += 2.0  # the same few tokens again and again
+        logits[:, :10] += 2.0  # the same few tokens repeat
         wanted = sample_step(logits, StepSampling.of(known, VOCAB_SIZE, EOS))
         rows = np.flatnonzero(late)
         columns = SamplingRows.of(known)
@@ -66,21 +67,21 @@ def test_the_tokens_are_those_of_a_host_that_knows_the_text(seed: int) -> None:
             if late[place]:
                 ahead[place].token_ids.append(known[place].token_ids[-1])
             known[place].token_ids.append(token_id)
-            late[place] = bool(rng.integers(4))  # now and then the host knows them all
+            late[place] = bool(rng.integers(4))  # sometimes the host knows all of them
             if not late[place]:
                 ahead[place].token_ids.append(token_id)
         awaited = wanted.token_ids_R
 
 
-def test_a_text_that_is_read_token_by_token_counts_like_one_that_is_read_at_once() -> None:
-    """A sequence that migrates has its text read at once by the other worker."""
+def test_a_text_read_token_by_token_counts_like_one_read_at_once() -> None:
+    """A sequence is read at once when it migrates to another worker."""
     rng = np.random.default_rng(0)
     sampling = SamplingParams(max_tokens=99, repetition_penalty=1.5, frequency_penalty=0.25, temperature=0.0)
     grown = Sequence(RequestId("r"), [3, 3, 50], 3, sampling, b"salt")
     for length in range(200):
         logits = torch.randn(1, 300)
         moved = Sequence(RequestId("r"), list(grown.token_ids), 3, sampling, b"salt")
-        tokens = [sample_step(logits, StepSampling.of([one], 300, EOS)).token_ids_R for one in (grown, moved)]
+        tokens = [sample_step(logits, StepSampling.of([sequence], 300, EOS)).token_ids_R for sequence in (grown, moved)]
         assert torch.equal(*tokens), length
         grown.token_ids.append(int(rng.integers(0, 300)))
         if length % 7 == 0:

@@ -55,7 +55,7 @@ def check(scores: list[PromptScores], prompt: list[int], wanted_TV: torch.Tensor
 
 
 @pytest.mark.parametrize("chunks", [[75], [1, 74], [74, 1], [30, 1, 44]])
-def test_they_equal_those_of_transformers_in_any_chunks(
+def test_scores_equal_those_of_transformers_in_any_chunks(
     engine: Engine, wanted_TV: torch.Tensor, chunks: list[int]
 ) -> None:
     scored, other = sequence(engine, PROMPT, 3), sequence(engine, PROMPT[:9], None)
@@ -83,13 +83,13 @@ def test_they_equal_those_of_transformers_in_any_chunks(
         engine.pool.release(other.pages)
 
 
-def check_same(one: PromptScores, other: PromptScores) -> None:
-    assert one.first == other.first
-    assert np.array_equal(one.token_ids_SA, other.token_ids_SA)
-    assert np.array_equal(one.logprobs_SA, other.logprobs_SA)
+def check_same(scores: PromptScores, other: PromptScores) -> None:
+    assert scores.first == other.first
+    assert np.array_equal(scores.token_ids_SA, other.token_ids_SA)
+    assert np.array_equal(scores.logprobs_SA, other.logprobs_SA)
 
 
-def test_each_prompt_of_a_batch_gets_its_own(engine: Engine, wanted_TV: torch.Tensor) -> None:
+def test_each_prompt_of_a_batch_gets_its_own_scores(engine: Engine, wanted_TV: torch.Tensor) -> None:
     lengths = {40: 0, 5: 2, 1: 1}
     made = [sequence(engine, PROMPT[:length], num_top) for length, num_top in lengths.items()]
     try:

@@ -1,4 +1,4 @@
-"""The sampler: distributions, reproducibility, filters, penalties, bans and log-probabilities."""
+"""Tests the sampler: distributions, reproducibility, filters, penalties, bans and log-probabilities."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def row(prompt: list[int] | None = None, output: list[int] | None = None, **samp
 def sample_many(
     logits: list[float] | torch.Tensor, num_samples: int, *, seed: int = 0, **sampling: Any
 ) -> Counter[int]:
-    """Counts the tokens of many samples in one batch, at 100 positions of as many seeds as needed."""
+    """Counts the tokens of many samples in one batch, at 100 positions with as many seeds as needed."""
     logits_V = torch.as_tensor(logits, dtype=torch.float32)
     rows = [row([0] * (1 + index % 100), seed=seed + index // 100, **sampling) for index in range(num_samples)]
     return Counter(token.token_id for token in sample(logits_V.expand(num_samples, -1), rows, EOS))
 
 
 def kept(logits: list[float], **sampling: Any) -> set[int]:
-    """Returns the tokens that are sampled at all; tests use weights large enough to occur in 400 samples."""
+    """Returns the tokens that are ever sampled; weights must be large enough to occur in 400 samples."""
     return set(sample_many(logits, 400, seed=5, **sampling))
 
 
@@ -48,13 +48,13 @@ def tokens_of(output: list[SampledToken]) -> list[int]:
 
 
 def test_uniforms_are_pinned_and_uniform() -> None:
-    # The values are part of the contract between workers of different versions: they must never change.
-    # The first is SplitMix64's published first output for seed 0.
+    # These values are part of the contract between workers of different versions and must never change. The first is
+    # SplitMix64's published first output for seed 0.
     assert uniform(0, 0) == (0xE220A8397B1DCDAF >> 11) / 2**53
     assert uniform(2**64 - 1, 10**6) == 0.21614837616462668
     buckets = Counter(int(uniform(seed, position) * 16) for seed in range(200) for position in range(200))
     chi_square = sum((buckets[bucket] - 2500) ** 2 / 2500 for bucket in range(16))
-    assert chi_square < 37.7  # 99.9 % of 15 degrees of freedom
+    assert chi_square < 37.7  # the 99.9 % quantile for 15 degrees of freedom
 
 
 def test_neighbouring_seeds_and_positions_are_uncorrelated() -> None:
@@ -73,19 +73,19 @@ def test_samples_follow_the_softmax_at_the_temperature(temperature: float) -> No
     counts = sample_many(logits, num_samples, temperature=temperature, seed=11)
     expected = (logits / temperature).softmax(-1) * num_samples
     chi_square = sum((counts[token] - float(expected[token])) ** 2 / float(expected[token]) for token in range(8))
-    assert chi_square < 24.3  # 99.9 % of 7 degrees of freedom
+    assert chi_square < 24.3  # the 99.9 % quantile for 7 degrees of freedom
 
 
 def test_samples_follow_the_filtered_distribution() -> None:
     logits = torch.tensor([0.30, 0.25, 0.20, 0.15, 0.07, 0.03]).log()
     num_samples = 10_000
     counts = sample_many(logits, num_samples, top_k=4, top_p=0.8, seed=3)
-    # Top-k leaves 0.90; the nucleus of 0.8 of it (0.72) is the first three.
+    # Top-k keeps 0.90; the nucleus of 0.8 of that (0.72) is the first three.
     assert set(counts) == {0, 1, 2}
     chi_square = sum(
         (counts[t] - num_samples * p / 0.75) ** 2 / (num_samples * p / 0.75) for t, p in enumerate((0.30, 0.25, 0.20))
     )
-    assert chi_square < 13.8  # 99.9 % of 2 degrees of freedom
+    assert chi_square < 13.8  # the 99.9 % quantile for 2 degrees of freedom
 
 
 # ---- reproducibility -------------------------------------------------------------------------------------------------
@@ -115,20 +115,21 @@ def test_a_row_samples_the_same_token_alone_and_in_any_batch_and_order(dtype: to
     together = sample(logits, rows, EOS)
     for index, scheduled in enumerate(rows):
         assert sample(logits[index : index + 1], [scheduled], EOS) == [together[index]]
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).tolist() * 8  # several CPU chunks
+    # several chunks on the CPU
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).tolist() * 8
     assert sample(logits[order], [rows[index] for index in order], EOS) == [together[index] for index in order]
 
 
 def test_a_sample_depends_on_seed_and_position() -> None:
     logits = torch.zeros(1, 1000)
     first = sample(logits, [row([1, 2, 3], seed=1)], EOS)
-    assert first == sample(logits, [row([4, 5], [6], seed=1)], EOS)  # same length, other tokens
+    assert first == sample(logits, [row([4, 5], [6], seed=1)], EOS)  # the length is equal, the tokens are not
     others = {tokens_of(sample(logits, [row([1, 2, 3], seed=seed)], EOS))[0] for seed in range(2, 12)}
     assert len(others) > 5
     assert first != sample(logits, [row([1, 2, 3, 4], seed=1)], EOS)
 
 
-def test_logits_are_left_as_they_were() -> None:
+def test_sampling_leaves_the_logits_unchanged() -> None:
     rows = mixed_rows()
     logits = torch.randn(len(rows), 300)
     before = logits.clone()
@@ -140,7 +141,7 @@ def test_logits_are_left_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 1e-45}])
-def test_greedy_takes_the_first_of_the_likeliest(sampling: dict[str, Any]) -> None:
+def test_greedy_takes_the_first_of_the_likeliest_tokens(sampling: dict[str, Any]) -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [0.0, 1.0, 1.5, 1.0]])
     picked = sample(logits, [row(**sampling), row(**sampling)], EOS)
     assert tokens_of(picked)[1] == 2
@@ -170,7 +171,7 @@ HALVES = [math.log(weight) for weight in (0.4, 0.3, 0.2, 0.1)]
         ({"top_k": 0}, {0, 1, 2, 3}),
         ({"top_p": 1.0}, {0, 1, 2, 3}),
         ({"top_p": 0.39}, {0}),
-        ({"top_p": 0.41}, {0, 1}),  # the token that crosses the border stays
+        ({"top_p": 0.41}, {0, 1}),  # the token that crosses the limit is kept
         ({"top_p": 0.69}, {0, 1}),
         ({"top_p": 0.71}, {0, 1, 2}),
         ({"top_p": 1e-6}, {0}),
@@ -178,7 +179,7 @@ HALVES = [math.log(weight) for weight in (0.4, 0.3, 0.2, 0.1)]
         ({"min_p": 0.6}, {0, 1}),
         ({"min_p": 1.0}, {0}),
         ({"min_p": 0.2}, {0, 1, 2, 3}),
-        ({"min_p": 0.6, "top_p": 0.6}, {0, 1}),  # 0.6 of the 0.7 that min-p left: 0.42
+        ({"min_p": 0.6, "top_p": 0.6}, {0, 1}),  # 0.6 of the 0.7 that min-p keeps is 0.42
         ({"min_p": 0.6, "top_p": 0.55}, {0}),  # 0.385
         ({"top_k": 2, "top_p": 0.55}, {0}),
         ({"top_k": 3, "min_p": 0.6}, {0, 1}),
@@ -189,7 +190,7 @@ def test_filters_keep_the_expected_tokens(sampling: dict[str, Any], expected: se
     assert kept(HALVES, **sampling) == expected
 
 
-def test_tokens_that_tie_with_the_last_one_kept_are_kept() -> None:
+def test_tokens_tied_with_the_last_one_kept_are_kept() -> None:
     ties = [2.0, 1.0, 1.0, 1.0, -9.0]
     assert kept(ties, top_k=2) == {0, 1, 2, 3}
     assert kept(ties, top_p=0.6) == {0, 1, 2, 3}
@@ -245,12 +246,12 @@ def test_repetition_penalty_equals_that_of_transformers() -> None:
     assert tokens_of(sample(logits, [scheduled], EOS)) == [int(expected.argmax())]
 
 
-def test_presence_and_frequency_count_the_output_alone() -> None:
+def test_presence_and_frequency_penalties_count_only_the_output() -> None:
     logits = [2.0, 1.5, 1.0]
     assert best(logits, prompt=[0, 0, 0], presence_penalty=2.0, frequency_penalty=2.0) == 0
     assert best(logits, prompt=[2], output=[0], presence_penalty=0.4) == 0
     assert best(logits, prompt=[2], output=[0], presence_penalty=0.6) == 1
-    assert best(logits, prompt=[2], output=[0, 0, 0], presence_penalty=0.4) == 0  # presence does not add up
+    assert best(logits, prompt=[2], output=[0, 0, 0], presence_penalty=0.4) == 0  # presence does not accumulate
     assert best(logits, prompt=[2], output=[0, 0, 0], frequency_penalty=0.2) == 1
     assert best(logits, prompt=[2], output=[2], frequency_penalty=-2.0) == 2
 
@@ -261,7 +262,7 @@ def test_logit_bias_moves_single_tokens_and_ignores_ids_outside_the_vocabulary()
 
 
 def test_min_tokens_bans_exactly_the_tokens_that_end_the_sequence() -> None:
-    logits = torch.tensor([[1.0, 9.0, 8.0, 7.0]])  # 1 is eos, 2 a stop token
+    logits = torch.tensor([[1.0, 9.0, 8.0, 7.0]])  # 1 is eos, 2 is a stop token
 
     def first(output: list[int], **settings: Any) -> int:
         return tokens_of(sample(logits, [row([0], output, temperature=0.0, **settings)], EOS))[0]
@@ -271,7 +272,7 @@ def test_min_tokens_bans_exactly_the_tokens_that_end_the_sequence() -> None:
     assert first([3, 3], min_tokens=2, stop_token_ids=(2,)) == 1
     assert first([], min_tokens=2, stop_token_ids=(2,), ignore_eos=True) == 1  # an ignored eos ends nothing
     assert first([], ignore_eos=True) == 1
-    assert first([], min_tokens=2, stop_token_ids=(0, 2, 3)) == 1  # everything would end it: nothing is banned
+    assert first([], min_tokens=2, stop_token_ids=(0, 2, 3)) == 1  # every token would end it, so none is banned
     assert first([], min_tokens=2, stop_token_ids=(77,)) == 2
     assert 1 not in sample_many(logits[0], 200, min_tokens=1, seed=1)
 
@@ -288,7 +289,7 @@ def test_only_allowed_tokens_and_those_that_end_the_output_are_sampled() -> None
     assert first([], allowed_token_ids=(2, 4), min_tokens=1) == 2
     assert first([], allowed_token_ids=(77, 4), ignore_eos=True) == 4
     assert first([], allowed_token_ids=(2, 4), logit_bias={4: 9.0}) == 4
-    assert first([], allowed_token_ids=(1,), min_tokens=3) == 1  # nothing else is allowed
+    assert first([], allowed_token_ids=(1,), min_tokens=3) == 1  # no other token is allowed
     assert set(sample_many(logits[0], 200, allowed_token_ids=(0, 2), ignore_eos=True)) <= {0, 2}
 
 
@@ -309,13 +310,13 @@ def test_the_token_that_would_complete_a_bad_sequence_is_banned() -> None:
     assert tokens_of(sample(logits.expand(3, -1), [plain, edited, plain], EOS)) == [4, 3, 4]
 
 
-def test_bans_that_leave_no_token_end_the_request_with_an_error_that_names_them() -> None:
+def test_bans_that_leave_no_token_end_the_request_with_an_error() -> None:
     logits = torch.zeros(1, 5)
     bad = row([0], [2], allowed_token_ids=(2,), bad_sequences=((2, 2),), ignore_eos=True)
     problem = r"^sampling\.bad_words: and allowed_token_ids leave no token to sample after 1 tokens of output"
     with pytest.raises(InvalidInput, match=problem):
         sample(logits, [bad], EOS)
-    # The end of the sequence is left, though min_tokens would ban it too.
+    # The end of the sequence is kept, although min_tokens would ban it, too.
     ending = row([0], [2], allowed_token_ids=(2,), bad_sequences=((2, 2),), min_tokens=9)
     assert tokens_of(sample(logits, [ending], EOS)) == [1]
 
@@ -336,7 +337,7 @@ def test_logprobs_are_those_of_the_raw_distribution() -> None:
     assert [value for _, value in token.logprob.top] == pytest.approx(raw[[1, 2]].tolist(), abs=1e-6)
 
 
-def test_logprobs_go_to_the_rows_that_ask_and_as_many_as_they_ask() -> None:
+def test_logprobs_go_to_the_rows_that_request_them_in_the_requested_number() -> None:
     rows = [row(), row(logprobs=0), row(logprobs=3), row(logprobs=99)]
     output = sample(torch.randn(4, 8), rows, EOS)
     assert output[0].logprob is None
@@ -344,9 +345,9 @@ def test_logprobs_go_to_the_rows_that_ask_and_as_many_as_they_ask() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [300, 5003, 300_000])
-def test_the_likeliest_tokens_are_those_of_a_sort_with_equals_in_the_order_of_the_vocabulary(vocab_size: int) -> None:
+def test_the_likeliest_tokens_are_sorted_with_ties_in_vocabulary_order(vocab_size: int) -> None:
     torch.manual_seed(0)
-    logits = (torch.randn(5, vocab_size) * 3).to(torch.bfloat16)  # with many equals
+    logits = (torch.randn(5, vocab_size) * 3).to(torch.bfloat16)  # many are equal
     logits[1] = 0.0
     logits[2, 7:] = float("-inf")
     logits[3, -1] = 50.0
@@ -373,11 +374,11 @@ def test_a_row_that_is_not_finite_fails_beside_rows_with_logprobs() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [[0.0, float("nan")], [0.0, float("inf")], [float("-inf"), float("-inf")]])
-def test_logits_that_are_not_finite_are_an_error_not_a_token(bad: list[float], temperature: float) -> None:
+def test_logits_that_are_not_finite_are_an_error(bad: list[float], temperature: float) -> None:
     with pytest.raises(InternalError, match=r"request r: .* no finite distribution"):
         sample(torch.tensor([bad]), [row(temperature=temperature)], EOS)
 
 
-def test_rows_and_logits_must_agree() -> None:
+def test_rows_and_logits_must_match() -> None:
     with pytest.raises(InternalError, match="3 rows of logits for 1 sequences"):
         sample(torch.zeros(3, 4), [row()], EOS)

@@ -1,7 +1,7 @@
-"""A captured decode step neither waits for the device nor copies anything to it, in any model family.
+"""Tests that a captured decode step neither waits for the device nor copies to it, in any model family.
 
-Tensors are on the meta device instead of a GPU: they have shapes and no values, so waiting for a value fails, and
-tensors created on the host are detected. Triton's launches are recorded and not run.
+Tensors are on the meta device instead of a GPU: they have shapes but no values, so waiting for a value fails, and
+tensors created on the host are detected. Triton's launches are recorded but not run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_CONTEXT, PAGE_SIZE, BATCH = 4096, 16, 8
 
 
 class HollowReader:
-    """Weights without values. See `engine.weights.reader.WeightReader`."""
+    """Stands in for `engine.weights.reader.WeightReader`; its weights have no values."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], prefix: str = "") -> None:
         self._shapes, self._prefix = shapes, prefix
@@ -92,7 +92,7 @@ def watching() -> Iterator[list[str]]:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
-    """The launched kernels by name, with their grids, in order."""
+    """Returns the launched kernels by name, with their grids, in order."""
     found: list[tuple[str, tuple[int, ...]]] = []
 
     def run(kernel: InterpretedFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -112,9 +112,9 @@ def make_graphs(folder: Path, kv_dtype: str) -> GraphRunner:
     layout = make_layout(config, model)
     decoder = Decoder(model, HollowReader(tensor_shapes(model)), MAX_CONTEXT, DEVICE)  # type: ignore[arg-type]
     for layer in decoder._layers:
-        if isinstance(layer.feed_forward, ExpertFeedForward):  # as on a GPU: in one tensor
+        if isinstance(layer.feed_forward, ExpertFeedForward):  # in one tensor, as on a GPU
             for experts in (layer.feed_forward._gate_up, layer.feed_forward._down):
-                experts.weight_EOI = torch.stack([one._weight_OI for one in experts.experts])  # type: ignore[misc]
+                experts.weight_EOI = torch.stack([expert._weight_OI for expert in experts.experts])  # type: ignore[misc]
     kv_pages = torch.empty(layout.shape(64), dtype=getattr(torch, layout.storage_dtype), device=DEVICE)
     attention = TritonAttention()
     runner = ModelRunner(decoder, layers_of(kv_pages, layout), attention, select_ops(attention))

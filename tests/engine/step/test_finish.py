@@ -1,4 +1,4 @@
-"""Decides when and why a generation ends."""
+"""Tests when and why a generation ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Replayed decode steps equal computed ones: buckets, padding, static buffers. A double stands in for CUDA."""
+"""Tests that replayed decode steps equal computed ones: buckets, padding, static buffers. A double stands in for
+CUDA."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ PROMPTS = [[(5 * i + 3 * j) % (VOCAB_SIZE - 2) + 2 for j in range(3 + 9 * i)] fo
 
 
 class GraphDouble:
-    """Replays by running the captured function again, over the same buffers."""
+    """Replays by running the captured function again over the same buffers."""
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         run()
@@ -44,7 +45,7 @@ def loaded(model: Path) -> Engine:
 
 @pytest.fixture
 def engine(loaded: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """The engine with a page set aside, which the graphs of a test use as their spare page."""
+    """Yields the engine with one page reserved, which graphs use as their spare page."""
     monkeypatch.setattr("engine.graphs.cuda_graphs.CudaCapture", GraphDouble)
     spare = loaded.pool.allocate(1)
     yield loaded
@@ -131,7 +132,7 @@ def test_a_batch_above_the_largest_bucket_is_not_replayed(engine: Engine) -> Non
     assert graphs.num_replays > 0
 
 
-def test_padding_writes_to_the_spare_page_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_writes_only_to_the_spare_page(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     make_graphs(engine, [8])
     engine.capture_graphs()
     others = [page for page in range(64) if not engine.pool.num_references(PageId(page))]
@@ -182,7 +183,7 @@ def test_the_memory_plan_counts_captured_steps(model: Path) -> None:
     )
     assert with_graphs.graph_bytes > without.graph_bytes == 0
     assert with_graphs.kv_bytes < without.kv_bytes
-    captured = 0.8 * (with_graphs.graph_bytes + (32 << 20))  # and the workspace of the stream of captures
+    captured = 0.8 * (with_graphs.graph_bytes + (32 << 20))  # the second term is the workspace of the capture stream
     assert abs(without.kv_bytes - with_graphs.kv_bytes - captured) <= with_graphs.layout.page_bytes
     split = plan_memory(EngineConfig(model=str(model), device="cuda", cuda_graphs=64, tensor_parallel=2), device)
     assert 0 < split.graph_bytes < with_graphs.graph_bytes

@@ -1,4 +1,4 @@
-"""In a batch with a sequence that cannot be computed, the others get their tokens, and it gets its error."""
+"""Tests that one sequence that cannot be computed gets its error while the others of its batch get their tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Steps and captures of a GPU share one thread, which outlives roles, and whose current device is the engine's."""
+"""Tests the thread that steps and captures of a GPU share: it outlives roles, and its current device is the
+engine's."""
 
 from __future__ import annotations
 
@@ -46,9 +47,8 @@ def test_a_job_thread_runs_calls_in_order_and_raises_what_they_raise() -> None:
     assert thread.close()
 
 
-def test_a_thread_that_steps_share_outlives_the_role_that_used_it() -> None:
-    """A worker that changes its role gets a new step driver, and its graphs continue living on the thread of their
-    capture."""
+def test_the_shared_thread_outlives_the_role_that_used_it() -> None:
+    """A worker that flips its role gets a new step driver, but its graphs stay on the thread that captured them."""
     device_thread = JobThread("device")
     captured_on = device_thread.run(threading.get_ident)
     calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -70,7 +70,7 @@ def test_a_thread_that_steps_share_outlives_the_role_that_used_it() -> None:
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Two GPUs by all that is asked of torch; holds the current device by the name of the thread."""
+    """Pretends that torch has two GPUs; returns the current device by the name of the thread."""
     by_thread: dict[str, str] = {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -80,14 +80,14 @@ def current(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return by_thread
 
 
-def test_a_numbered_device_is_the_current_one_of_the_threads_that_launch(current: dict[str, str]) -> None:
+def test_a_numbered_device_is_current_on_the_threads_that_launch(current: dict[str, str]) -> None:
     device = select_device("cuda:1")
     assert device == torch.device("cuda:1")
     JobThread("device", device).run(lambda: None)
     assert current == {threading.current_thread().name: "cuda:1", "device": "cuda:1"}
 
 
-def test_a_device_that_is_not_there_or_not_a_ranks_is_refused_by_name(current: dict[str, str]) -> None:
+def test_a_missing_device_or_one_of_another_rank_is_refused(current: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"engine.device = 'cuda:2': this process sees 2 GPUs; give cuda:0 to cuda:1"):
         select_device("cuda:2")
     with pytest.raises(ConfigError, match=r"engine.device = 'cuda:1': each of the 2 ranks .* CUDA_VISIBLE_DEVICES"):
@@ -95,9 +95,7 @@ def test_a_device_that_is_not_there_or_not_a_ranks_is_refused_by_name(current: d
     assert select_device("cuda", Shard(1, 2)) == torch.device("cuda:1")
 
 
-def test_every_call_that_launches_makes_the_engines_device_current(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_call_that_launches_sets_the_engines_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_checkpoint("llama", tmp_path / "llama")
     engine = Engine.load(EngineConfig(model=str(model), dtype="float32", num_pages=8, num_threads=1))
     events: list[str] = []
@@ -120,7 +118,7 @@ def test_every_call_that_launches_makes_the_engines_device_current(
 
 
 def test_all_graphs_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each stream that multiplies matrices has a workspace of 32 MiB."""
+    """Each stream that multiplies matrices allocates a workspace of 32 MiB."""
     made: list[Any] = []
     captured_on: list[Any] = []
 
@@ -150,7 +148,7 @@ def test_all_graphs_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) 
     assert captured_on == made * 3
 
 
-def test_ranks_add_up_on_the_current_stream() -> None:
+def test_ranks_reduce_on_the_current_stream() -> None:
     asked: list[bool] = []
 
     class GroupDouble:

@@ -1,6 +1,6 @@
-"""GPU kernels in use: one-byte pages and weights, projections, and whole models compared with plain torch.
+"""Tests GPU kernels in use: one-byte pages and weights, projections, and whole models compared with plain torch.
 
-Sizes are those of real models on a GPU and toy sizes elsewhere, which shows that the tests themselves run.
+Sizes are those of real models on a GPU; elsewhere they are small, which shows that the tests themselves run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MODELS: list[tuple[str, dict[str, str]]] = [
 
 
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8])
-def test_pages_of_one_byte_a_value(stored: torch.dtype) -> None:
+def test_pages_of_one_byte_per_value(stored: torch.dtype) -> None:
     lens = ([1] * 20 + [515], [1 + 203 * row for row in range(20)] + [3000]) if ON_GPU else ([1, 5], [9, 20])
     dim, heads = (128, (32, 8)) if ON_GPU else (16, (2, 1))
     check_attention(*lens, dim=dim, heads=heads, dtype=torch.bfloat16, stored=stored)
@@ -72,7 +72,7 @@ def test_pages_are_copied_within_a_pool() -> None:
 
 @pytest.mark.parametrize(("family", "settings"), MODELS if ON_GPU else MODELS[:1])
 def test_models_generate_as_on_plain_torch(family: str, settings: dict[str, str], tmp_path: Path) -> None:
-    """Runs in float32, so that the order of a sum does not change a token."""
+    """Runs in float32, so that the order of a sum changes no token."""
     folder = make_checkpoint(family, tmp_path, num_hidden_layers=2)
     prompt = list(range(2, 150 if ON_GPU else 20))
     greedy = SamplingParams(max_tokens=20 if ON_GPU else 2, temperature=0.0, ignore_eos=True)

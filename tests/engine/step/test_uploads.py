@@ -1,4 +1,4 @@
-"""A step's arrays go to a GPU by one copy, and arrive as they were."""
+"""Tests that a step's arrays reach a GPU unchanged in a single copy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of copies from pinned memory to the GPU, which the CPU stands in for."""
+    """Returns the sizes of copies from pinned memory to the GPU, for which the CPU stands in."""
     sizes: list[int] = []
     empty, copy_to = torch.empty, torch.Tensor.to
 

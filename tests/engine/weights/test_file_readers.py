@@ -1,4 +1,4 @@
-"""Readers of weight files: every byte is in its place, whatever the order, the stripes and the read-ahead bound."""
+"""Tests readers of weight files: each byte is in its place, in any order, with any stripes and read-ahead bound."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = (5000, 0, 1, 12289, 4096, 700)
 
 @pytest.fixture(scope="module")
 def spans(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, FileSpan], dict[str, bytes]]:
-    """Returns spans in two files, with gaps, and their bytes."""
+    """Returns spans in two files, with gaps between them, and their bytes."""
     folder = tmp_path_factory.mktemp("weights")
     data = bytes(
         torch.randint(0, 256, (40_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)).numpy()
@@ -42,7 +42,7 @@ def spans(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, FileSpan]
     st.sampled_from([1, 6000, 10**9]),
     st.sampled_from([1000, 4096, 10**6]),
 )
-def test_any_order_gives_the_bytes(
+def test_spans_taken_in_any_order_have_their_bytes(
     spans: tuple[dict[str, FileSpan], dict[str, bytes]], order: list[str], readers: int, ahead: int, stripe: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -55,7 +55,7 @@ def test_any_order_gives_the_bytes(
             reading.close()
 
 
-def test_a_truncated_file_is_an_error_where_it_is_taken(tmp_path: Path) -> None:
+def test_a_truncated_file_is_an_error_when_its_span_is_taken(tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(b"x" * 100)
     reading = DeviceReaders(
         {"whole": FileSpan(tmp_path / "short", 0, 90), "cut": FileSpan(tmp_path / "short", 50, 51)}, CPU
@@ -68,7 +68,7 @@ def test_a_truncated_file_is_an_error_where_it_is_taken(tmp_path: Path) -> None:
         reading.close()
 
 
-def test_a_reader_that_cannot_start_is_an_error_where_it_is_taken(
+def test_a_reader_that_cannot_start_is_an_error_when_a_span_is_taken(
     spans: tuple[dict[str, FileSpan], dict[str, bytes]],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -91,7 +91,7 @@ def test_closing_early_ends_the_readers(spans: tuple[dict[str, FileSpan], dict[s
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_to_a_gpu(spans: tuple[dict[str, FileSpan], dict[str, bytes]]) -> None:
+def test_spans_are_copied_to_a_gpu(spans: tuple[dict[str, FileSpan], dict[str, bytes]]) -> None:
     reading = DeviceReaders(spans[0], torch.device("cuda"))
     try:
         for name in spans[0]:

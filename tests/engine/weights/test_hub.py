@@ -1,4 +1,4 @@
-"""Tests downloads of a Hub id against a server that speaks the Hub's few routes, with a real tiny checkpoint."""
+"""Tests downloads by Hub id from a server that implements the Hub's few routes, with a real tiny checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.repository.house import ROOT
 
 FOLDER = ROOT / "models" / "penstock-tiny"
 FILES = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.is_file()}
-# What a real repository has besides, and nobody needs here.
+# Files that a real repository has and that nothing here needs.
 FILES |= {"consolidated.safetensors": b"the same weights", "onnx/model.safetensors": b"again", "README.md": b"a card"}
 COMMIT = "c0ffee" + "0" * 34
 
@@ -89,7 +89,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Yields the address of a Hub; the cache is empty, and the library calls nothing else."""
+    """Yields the address of a Hub; the cache is empty, and the library calls no other server."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
@@ -101,7 +101,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def _redirect(monkeypatch: pytest.MonkeyPatch, address: str, cache: Path) -> None:
-    """Sets what the library reads from HF_ENDPOINT and HF_HOME when it is imported."""
+    """Replaces what the library read from HF_ENDPOINT and HF_HOME when it was imported."""
     for name, value in {
         "ENDPOINT": address,
         "HUGGINGFACE_CO_URL_TEMPLATE": address + "/{repo_id}/resolve/{revision}/{filename}",
@@ -126,7 +126,7 @@ def test_a_model_is_downloaded_once_and_can_be_read(hub: str) -> None:
     assert len(Hub.sent) == num_sent
 
 
-def test_a_plan_needs_the_configuration_alone(hub: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_downloads_only_the_configuration(hub: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan-memory", "org/tiny@v1", "--context", "512", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["has_weights"] is False
@@ -143,7 +143,7 @@ def test_a_deployment_is_planned_by_the_id(hub: str, tmp_path: Path, capsys: pyt
     assert Hub.sent == ["config.json"]
 
 
-def test_the_doctor_knows_a_model_of_the_hub(hub: str) -> None:
+def test_the_doctor_recognizes_a_model_of_the_hub(hub: str) -> None:
     config, finding = check_configuration(None, "org/tiny")
     assert config is not None
     assert finding is not None
@@ -173,7 +173,7 @@ def test_a_revision_is_pinned(hub: str) -> None:
         HubModel("org/tiny", "v2").fetch()
 
 
-def test_what_the_hub_refuses_is_explained(hub: str) -> None:
+def test_a_refusal_of_the_hub_is_explained(hub: str) -> None:
     with pytest.raises(
         CheckpointError, match=f"org/gated is gated: accept its terms at {hub}/org/gated, then give a tok"
     ):
@@ -182,7 +182,9 @@ def test_what_the_hub_refuses_is_explained(hub: str) -> None:
         HubModel("org/none").fetch()
 
 
-def test_offline_the_cache_is_served_or_named(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_the_cached_model_is_served_and_a_missing_one_reported(
+    hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = HubModel("org/tiny").fetch()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert HubModel("org/tiny").fetch() == folder
@@ -192,19 +194,19 @@ def test_offline_the_cache_is_served_or_named(hub: str, tmp_path: Path, monkeypa
         HubModel("org/other").fetch()
 
 
-def test_a_hub_that_is_away_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _redirect(monkeypatch, "http://127.0.0.1:1", tmp_path)
     with pytest.raises(Unavailable, match=r"cannot be downloaded from http://127\.0\.0\.1:1 \(.*check the network"):
         HubModel("org/tiny").fetch()
 
 
-def test_without_the_library_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(CheckpointError, match=r"org/tiny is not a folder; .*`pip install huggingface_hub`"):
         HubModel("org/tiny").fetch()
 
 
-def test_paths_are_no_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_not_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("tiny", "/org/tiny", "./org/tiny", "../tiny", "org/tiny/more", "org/", "~/tiny", "org/tiny@"):
         assert HubModel.parse(text) is None
     assert HubModel.parse("org/tiny-1.5B_x@refs/pr/3") == HubModel("org/tiny-1.5B_x", "refs/pr/3")

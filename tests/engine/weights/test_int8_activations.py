@@ -1,4 +1,5 @@
-"""Checkpoints with int8 inputs (W8A8, W4A8): sums are exact integers, and models compute what `transformers` does."""
+"""Tests checkpoints with int8 inputs (W8A8, W4A8): sums are exact integers, and models compute what `transformers`
+does."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ PROMPT = [3 + i * i % 300 for i in range(40)]
 
 
 def any_weight(kind: Any, outputs: int, inputs: int, size: int) -> QuantizedWeight:
-    """Returns a symmetric weight that uses every code, with scales that are powers of two: multiplying is exact."""
+    """Returns a symmetric weight that uses every code, with scales that are powers of two, so that products are
+    exact."""
     low, middle = (-128, 0) if kind == "int8" else (0, 8)
     codes = torch.randint(low, low + 256 if kind == "int8" else 16, (outputs, inputs)).to(torch.int8)
     scales = 2.0 ** torch.randint(-9, -4, (outputs, -(-inputs // size)))
@@ -53,7 +55,7 @@ def packed(weight: QuantizedWeight, bias: torch.Tensor | None = None) -> TileLin
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_the_kernels_give_the_integers_of_the_reference(kind: Any) -> None:
-    """The same bits, in every batch and with any number of threads; panels come in pairs and alone, groups whole and
+    """Compares bits, in every batch and with any number of threads; panels come in pairs and alone, groups whole and
     cut short."""
     torch.manual_seed(0)
     for outputs, inputs, size in ((144, 320, 64), (144, 320, 320), (16, 32, 32), (48, 224, 128), (32, 4096, 4096)):
@@ -81,7 +83,7 @@ def test_the_kernels_give_the_integers_of_the_reference(kind: Any) -> None:
 @needs_native
 @pytest.mark.usefixtures("isa")
 def test_the_largest_sums_neither_saturate_nor_wrap() -> None:
-    """Products of the largest codes add up to more than 16 bits, and cancel to a small number that shows every unit."""
+    """Products of the largest codes need more than 16 bits, and cancel to a small number in which each unit shows."""
     inputs = 65536
     codes = torch.full((16, inputs), -128, dtype=torch.int8)
     codes[1::2] = 127
@@ -138,8 +140,8 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def test_a_model_equals_transformers_with_rounded_inputs(folders: tuple[Path, Path]) -> None:
-    """In float32 what is left is rounding that moves single codes. compressed-tensors reaches a row's largest magnitude
-    in 127.5 steps, where kernels take 127: that moves many codes by one, as far as rounding inputs moves them."""
+    """In float32 only rounding differs, which moves single codes. compressed-tensors reaches a row's largest magnitude
+    in 127.5 steps, where kernels take 127; that moves many codes by one, as much as rounding the inputs does."""
     quantized, values = folders
     with torch.no_grad():
         exact, *wanted = (_by_transformers(values, steps) for steps in (None, 127.0, 127.5))
@@ -171,7 +173,7 @@ def test_the_plan_counts_the_codes_that_are_held(folders: tuple[Path, Path]) -> 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_second_replica_maps_the_codes_of_the_first(folders: tuple[Path, Path], dtype: str) -> None:
     alone, first, second = (load(folders[0], dtype=dtype, share_weights=share) for share in (False, True, True))
-    layouts = [[one.layout for _, one in linears(engine.runner._model)] for engine in (alone, first, second)]
+    layouts = [[linear.layout for _, linear in linears(engine.runner._model)] for engine in (alone, first, second)]
     assert layouts[0] == layouts[1] == layouts[2]
     held = [tensor for tensor in tensors_of(second.runner._model).values() if not tensor.is_mkldnn]
     assert len({tensor.untyped_storage().data_ptr() for tensor in held}) == 1  # one file
@@ -180,11 +182,11 @@ def test_a_second_replica_maps_the_codes_of_the_first(folders: tuple[Path, Path]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmo2", "gemma3_text", "phi3"])
-def test_other_families_take_it(family: str, tmp_path: Path) -> None:
+def test_other_families_support_int8_inputs(family: str, tmp_path: Path) -> None:
     experts = {"moe_intermediate_size": 32} if family.endswith("moe") else {}
     folder = make_checkpoint(family, tmp_path / "whole", **experts)
     quantized, values = quantize_checkpoint(folder, tmp_path, "w8a8")
-    if family in ("qwen3_moe", "mixtral"):  # whose experts are no layers of their own in `transformers`
+    if family in ("qwen3_moe", "mixtral"):  # its experts are no layers of their own in `transformers`
         in_float32, in_bf16 = (logits(load(quantized, dtype=dtype), PROMPT) for dtype in ("float32", "bfloat16"))
         assert 1e-3 < compare(in_float32, logits(load(values, dtype="float32"), PROMPT)).error < 0.4
         assert compare(in_bf16, in_float32).error < 0.4
@@ -203,13 +205,13 @@ def test_codes_of_more_than_four_bits_are_refused(tmp_path: Path) -> None:
         load(quantized)
 
 
-def test_a_weight_that_fills_no_tiles_is_multiplied_in_torch() -> None:
+def test_a_weight_that_fills_no_tile_is_multiplied_in_torch() -> None:
     weight = any_weight("int8", 24, 40, 40)
     x = torch.randn(3, 40).bfloat16()
     assert torch.equal(Linear(weight)(x), int8_products.multiply(x, weight, None))
 
 
-def test_one_product_has_one_kind_of_inputs() -> None:
+def test_one_product_cannot_mix_quantized_and_plain_inputs() -> None:
     weight = any_weight("int8", 16, 32, 32)
     with pytest.raises(CheckpointError, match="projections that are computed in one product have quantized inputs"):
         stack_rows([weight, torch.randn(16, 32)], torch.float32)
@@ -227,7 +229,7 @@ def test_one_product_has_one_kind_of_inputs() -> None:
         ({}, {"actorder": "group"}, "actorder = 'group' is not supported; give null, weight or static"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(
+def test_unsupported_schemes_are_refused(
     inputs: dict[str, Any], weights: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     folder = make_checkpoint("llama", tmp_path / "whole", **SIZES)

@@ -1,4 +1,5 @@
-"""Folders that cannot be served are refused with the file, the value and the fix; good ones load unchanged."""
+"""Tests that folders that cannot be served are refused with the file, the value and the fix, and good ones load
+unchanged."""
 
 from __future__ import annotations
 
@@ -141,7 +142,7 @@ def test_old_spellings_mean_the_same(tmp_path: Path) -> None:
     assert ModelConfig.from_folder(old).dtype == "float32"
 
 
-def test_missing_or_broken_files(folder: Path) -> None:
+def test_missing_and_broken_files_are_refused(folder: Path) -> None:
     weights = folder / "model.safetensors"
     data = weights.read_bytes()
     weights.write_bytes(data[:-100])
@@ -160,7 +161,7 @@ def test_missing_or_broken_files(folder: Path) -> None:
         load(folder / "nowhere")
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+def test_a_missing_shard_is_reported_by_file(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path, max_shard_size="20KB")
     shards = sorted(folder.glob("model-*.safetensors"))
     assert len(shards) > 2
@@ -216,12 +217,12 @@ def test_redundant_tensors_are_ignored(tmp_path: Path) -> None:
         ({"device": "meta"}, r"engine.device = 'meta' is not available here"),
     ],
 )
-def test_settings_that_cannot_work(folder: Path, settings: dict[str, Any], message: str) -> None:
+def test_settings_that_cannot_work_are_refused(folder: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(folder, **settings)
 
 
-def test_pages_fill_the_given_memory(folder: Path) -> None:
+def test_pages_fill_the_configured_memory(folder: Path) -> None:
     engine = load(folder, num_pages=None, kv_memory_bytes=100_000, page_size=4)
     assert engine.layout.page_bytes == engine.kv_pages[0].numel() * 4 == 2048
     assert engine.pool.num_pages == engine.kv_pages.shape[0] == 48
@@ -248,7 +249,7 @@ def test_revision_and_layout_follow_the_weights(folder: Path, tmp_path: Path) ->
     assert load(folder, dtype="bfloat16").layout.digest() != before.layout.digest()
 
 
-def test_generation_config_gives_ends_and_defaults(folder: Path) -> None:
+def test_the_generation_config_gives_end_tokens_and_defaults(folder: Path) -> None:
     settings = {
         "eos_token_id": [1, 9],
         "do_sample": True,
@@ -268,7 +269,7 @@ def test_generation_config_gives_ends_and_defaults(folder: Path) -> None:
 
 
 def many_tensors(folder: Path, changed: str | None = None, names: Sequence[str] = ()) -> str:
-    """Returns the revision of a checkpoint with tensors of 8 KiB, of which one may be changed."""
+    """Returns the revision of a checkpoint with tensors of 8 KiB, one of which may be changed."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text("{}")
     tensors = {name: torch.full((2048,), 2.0 if name == changed else 1.0) for name in names}
@@ -283,7 +284,7 @@ def test_a_fine_tune_of_any_tensor_is_another_revision(tmp_path: Path) -> None:
     assert many_tensors(tmp_path / "copy", None, names) == many_tensors(tmp_path, None, names)
 
 
-def test_of_very_many_tensors_all_but_experts_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_revision_of_very_many_tensors_samples_experts_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.weights.checkpoint._MAX_TENSOR_SAMPLES", 8)
     names = [f"layers.{layer}.experts.{expert}.weight" for layer in range(4) for expert in range(32)]
     names += [f"layers.{layer}.q_proj.weight" for layer in range(4)]

@@ -1,4 +1,5 @@
-"""Experts stored in MXFP4, as gpt-oss publishes them: values, and the tokens of the same values stored plain."""
+"""Tests experts stored in MXFP4, as gpt-oss publishes them: their values, and the tokens of the same values stored
+plain."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ PROMPT = [(7 * place) % 250 + 2 for place in range(37)]
 
 
 def test_codes_are_decoded_as_the_format_defines() -> None:
-    """Every code, the lower half of a byte first, and the smallest and largest exponents that bf16 has."""
+    """Covers every code, with the lower half of a byte first, and the smallest and largest exponents of bf16."""
     codes = torch.arange(16, dtype=torch.uint8)
     blocks = (codes[:, None] | (codes.flip(0)[:, None] << 4)).repeat(1, 16)[:, None]
     wanted = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
@@ -40,7 +41,7 @@ def test_codes_are_decoded_as_the_format_defines() -> None:
 
 
 def quantize(weight_EIO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns blocks and exponents of the weight's nearest smaller magnitudes."""
+    """Returns blocks and exponents of the nearest magnitudes that are not larger than the weight's."""
     groups = weight_EIO.transpose(1, 2).unflatten(2, (-1, 32))
     exponents = (groups.abs().amax(3).clamp(min=1e-6) / 6).log2().ceil()
     scaled = groups / exponents.exp2()[..., None]
@@ -52,7 +53,7 @@ def quantize(weight_EIO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A checkpoint in MXFP4, and one with its values in float32."""
+    """Makes a checkpoint in MXFP4 and one with its values in float32."""
     plain = make_checkpoint("gpt_oss", tmp_path_factory.mktemp("plain"))
     coded = make_checkpoint("gpt_oss", tmp_path_factory.mktemp("coded"))
     tensors = load_file(plain / "model.safetensors")
@@ -78,7 +79,7 @@ def settings(folder: Path, **more: object) -> EngineConfig:
     return EngineConfig.model_validate(values)
 
 
-def test_tokens_are_those_of_the_values(folders: tuple[Path, Path]) -> None:
+def test_tokens_equal_those_of_the_plain_values(folders: tuple[Path, Path]) -> None:
     coded, plain = (Engine.load(settings(folder)) for folder in folders)
     wanted = generate(plain, PROMPT, GREEDY)
     assert generate(coded, PROMPT, GREEDY) == wanted
@@ -89,8 +90,8 @@ def test_tokens_are_those_of_the_values(folders: tuple[Path, Path]) -> None:
         split.close()
 
 
-def test_in_bf16_codes_stay_codes_and_logits_near(folders: tuple[Path, Path]) -> None:
-    """Products with codes are those of exact values: the error is at most that of a checkpoint of plain values."""
+def test_bf16_keeps_the_codes_and_the_logits_stay_near(folders: tuple[Path, Path]) -> None:
+    """Products with codes are exact in their values, so the error is at most that of a checkpoint of plain values."""
     coded, plain, exact = (
         logits(Engine.load(settings(folder, dtype=dtype)), PROMPT)
         for folder, dtype in ((folders[0], "bfloat16"), (folders[1], "bfloat16"), (folders[1], "float32"))
@@ -100,13 +101,13 @@ def test_in_bf16_codes_stay_codes_and_logits_near(folders: tuple[Path, Path]) ->
 
 @needs_native
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_plan_counts_codes_or_values(dtype: str, folders: tuple[Path, Path]) -> None:
+def test_the_plan_counts_codes_or_values_as_they_are_held(dtype: str, folders: tuple[Path, Path]) -> None:
     config = settings(folders[0], dtype=dtype, device="cpu")
     held = tensors_of(Engine.load(config).runner._model)
     assert plan_memory(config, HOST).weight_bytes == sum(tensor.nbytes for tensor in held.values())
 
 
-def test_groups_that_do_not_fit_are_refused_by_name(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_groups_that_do_not_fit_are_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel = 4 does not divide the model's 2 groups of an expert's"):
         plan_memory(settings(folders[0], tensor_parallel=4), HOST)
     data = json.loads((folders[0] / "config.json").read_text())

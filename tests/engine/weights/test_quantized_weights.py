@@ -1,4 +1,4 @@
-"""Quantized weights: every layout is read as documented, computed exactly, and never taken for another model's."""
+"""Tests quantized weights: every layout is read as documented, computed exactly, and has a revision of its own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Stored = dict[str, torch.Tensor]
 
 
 def pack(codes: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Packs as documented, code by code: the i-th of each 32 / bits codes goes to bits i * bits and up."""
+    """Packs code by code as documented: the i-th of each 32 / bits codes goes to bits i * bits and up."""
     count = 32 // bits
     codes = codes.movedim(dim, 0).long()
     codes = torch.cat([codes, codes.new_zeros(-len(codes) % count, *codes.shape[1:])])
@@ -140,7 +140,7 @@ def packed(bits: int, size: int | None, is_symmetric: bool) -> Quantizer:
 
 
 def coded(form: str, strategy: str) -> Quantizer:
-    """Stores a code per value, int8 or fp8, with a scale for the tensor or for each row."""
+    """Stores one code per value, int8 or fp8, with a scale for the tensor or for each row."""
     is_float = form == "float-quantized"
 
     def quantize(path: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
@@ -155,7 +155,7 @@ def coded(form: str, strategy: str) -> Quantizer:
 
 
 def fp8_blocks(size: int) -> Quantizer:
-    """Stores DeepSeek-V3's blocks, whose scales are called inverse but are not."""
+    """Stores DeepSeek-V3's blocks, whose scales are named inverse but are not."""
 
     def quantize(path: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
         rows, columns = (-(-length // size) for length in weight.shape)
@@ -178,7 +178,7 @@ class Quantizer:
         self.config, self.quantize = config, quantize
 
     def convert(self, folder: Path, to: Path, plain: Path) -> None:
-        """Writes every product of the checkpoint but routers and the head, once quantized, once as values."""
+        """Writes every product of the checkpoint except routers and the head twice: quantized, and as plain values."""
         stored: Stored = {}
         values: Stored = {}
         for name, tensor in load_file(list_weight_files(folder)[0]).items():
@@ -234,8 +234,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_tokens_of_its_values(layout: str, llama: Path, tmp_path: Path) -> None:
-    """In bf16 the logits are compared, because CPU kernels multiply with unrounded values: they must be as close to
-    those of the exact values as a checkpoint with values rounded to bf16."""
+    """In bf16 the logits are compared, since CPU kernels multiply with unrounded values: they must be as close to those
+    of the exact values as a checkpoint with values rounded to bf16."""
     LAYOUTS[layout].convert(llama, tmp_path / "quantized", tmp_path / "plain")
     exact, stored = (load(tmp_path / name, dtype="float32") for name in ("plain", "quantized"))
     greedy = replace(GREEDY, max_tokens=12)
@@ -254,7 +254,7 @@ def test_every_layout_gives_the_tokens_of_its_values(layout: str, llama: Path, t
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_takes_quantized_checkpoints(family: str, tmp_path: Path) -> None:
+def test_every_family_loads_quantized_checkpoints(family: str, tmp_path: Path) -> None:
     experts = {"moe_intermediate_size": 32} if family.endswith("moe") or family.startswith("deepseek") else {}
     folder = make_checkpoint(family, tmp_path / "whole", **experts)
     LAYOUTS["int8 channel"].convert(folder, tmp_path / "quantized", tmp_path / "plain")
@@ -280,8 +280,8 @@ def any_weight(kind: Any, outputs: int, inputs: int, size: int, has_zeros: bool)
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 def test_tiles_multiply_with_the_exact_values_of_codes(kind: Any, has_zeros: bool) -> None:
-    """Codes are never rounded to bf16: what is left is float32's rounding of sums and bf16's of the result. A row's
-    bits are the row's own, whoever is beside it; panels come in pairs and alone, groups whole and cut short."""
+    """Codes are never rounded to bf16, so only float32 sums and the bf16 result round. A row's bits do not depend on
+    other rows; panels come in pairs and alone, groups whole and cut short."""
     torch.manual_seed(0)
     for outputs, inputs, size in ((144, 320, 64), (144, 320, 320), (16, 32, 32), (48, 224, 128)):
         weight = any_weight(kind, outputs, inputs, size, has_zeros)
@@ -291,7 +291,7 @@ def test_tiles_multiply_with_the_exact_values_of_codes(kind: Any, has_zeros: boo
         x = torch.randn(300, inputs).bfloat16()
         exact = weight.dequantize(torch.float64)
         wanted = x.double() @ exact.T + bias.double()
-        # of what float32 may lose: the codes' own sums, which zero points and halves take away again
+        # bounds the error of float32, which first sums codes from which zero points and halves are then subtracted
         most = x.double().abs() @ (exact.abs() + weight._spread(weight.scales_OG) * 16).T
         found = ours(x)
         assert bool(((found.double() - wanted).abs() <= wanted.abs() * 2**-8 + most * 2**-20).all())
@@ -328,11 +328,11 @@ def test_the_triton_product_equals_that_of_the_dequantized_weight(
         x = torch.randn(rows, shape[1], device=device).to(dtype)
         wanted = x.float() @ weight.dequantize(dtype).float().T + bias.float()
         found = QuantizedGemm(weight, bias)(x)
-        tolerance = 1e-5 if dtype == torch.float32 else 3e-2  # the interpreter truncates to bf16 where a GPU rounds
+        tolerance = 1e-5 if dtype == torch.float32 else 3e-2  # the interpreter truncates to bf16, while a GPU rounds
         torch.testing.assert_close(found.float(), wanted, rtol=tolerance, atol=tolerance)
 
 
-def test_the_quality_loss_of_quantization_is_bounded() -> None:
+def test_quantization_loses_bounded_quality() -> None:
     """The bounds are a few times what `benchmarks.engine.quality` measures over longer texts."""
     found = measure(texts(num_texts=2, num_tokens=128), KINDS)
     for name, quality in found.items():
@@ -345,21 +345,21 @@ def test_parts_and_stacks_of_a_weight_equal_those_of_its_values() -> None:
     torch.manual_seed(2)
     weight = quantize_weight(torch.randn(32, 128), "int4")
     shuffled = replace(weight, group_I=torch.randperm(128) // 128, zeros_OG=None)
-    for one in (
+    for each in (
         weight,
         shuffled,
         quantize_weight(torch.randn(32, 128), "int8"),
         quantize_weight(torch.randn(8, 96), "int4"),
     ):
-        whole = one.dequantize(torch.float32)
+        whole = each.dequantize(torch.float32)
         for dim, start, length in ((0, 3, 5), (1, 32, 64), (1, 7, 9)):
             assert torch.equal(
-                one.narrow(dim, start, length).dequantize(torch.float32), whole.narrow(dim, start, length)
+                each.narrow(dim, start, length).dequantize(torch.float32), whole.narrow(dim, start, length)
             )
     plain = torch.randn(4, 128)
     for others in ([weight, weight], [weight, replace(weight, zeros_OG=None)], [weight, shuffled], [weight, plain]):
         stacked = stack_rows(others, torch.float32)
-        rows = [one if isinstance(one, torch.Tensor) else one.dequantize(torch.float32) for one in others]
+        rows = [other if isinstance(other, torch.Tensor) else other.dequantize(torch.float32) for other in others]
         found = stacked if isinstance(stacked, torch.Tensor) else stacked.dequantize(torch.float32)
         assert torch.equal(found, torch.cat(rows))
     assert isinstance(stack_rows([weight, weight], torch.float32), QuantizedWeight)
@@ -374,7 +374,8 @@ def test_a_plain_checkpoint_is_quantized_while_it_is_loaded(
         make_layout(EngineConfig(model=str(llama), quantization=quantization), config)
         for quantization in ("none", kind)
     )
-    assert plain.model_revision != own.model_revision  # page salts contain it, and requests stay with one revision
+    # page salts contain the revision, and requests stay with one revision
+    assert plain.model_revision != own.model_revision
     with pytest.raises(TransferRefused, match=f"quantization is '{kind}' at the receiver, 'none' at the sender"):
         plan_reshard(plain, own)
     with caplog.at_level(logging.INFO, logger="engine.weights.reader"):
@@ -398,7 +399,7 @@ def test_a_plain_checkpoint_is_quantized_while_it_is_loaded(
         ({"modules_to_not_convert": ["re:("]}, "is not a regular expression"),
     ],
 )
-def test_unsupported_quantization_is_refused_by_name(
+def test_unsupported_quantization_is_refused(
     changes: dict[str, Any], problem: str, llama: Path, tmp_path: Path
 ) -> None:
     LAYOUTS["gptq 4 bits"].convert(llama, tmp_path / "quantized", tmp_path / "plain")

@@ -1,4 +1,4 @@
-"""Sharing one copy of the weights among the replicas of a host: the same bits, nothing read twice, nothing left
+"""Tests that replicas of a host share one copy of the weights: the same bits, nothing read twice, no file left
 behind."""
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def load(folder: Path, dtype: torch.dtype, *, share: bool, quantization: Kind | 
 
 
 def content(model: Decoder) -> dict[str, bytes]:
-    return {one.path: bytes(memoryview(tensor_bytes.content(one.tensor)).cast("B")) for one in places(model)}
+    return {place.path: bytes(memoryview(tensor_bytes.content(place.tensor)).cast("B")) for place in places(model)}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def content(model: Decoder) -> dict[str, bytes]:
 def test_the_second_replica_gets_the_same_bits_and_reads_nothing(
     family: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Rows of 64 and 32: some bf16 weights fill tiles, and some do not.
+    # Rows of 64 and 32: some bf16 weights fill tiles, and others do not.
     folder = make_checkpoint(family, tmp_path, attention_bias=family == "llama")
     alone = load(folder, dtype, share=False)
     first = load(folder, dtype, share=True)
@@ -82,9 +82,9 @@ def test_the_second_replica_gets_the_same_bits_and_reads_nothing(
     assert devices == {"meta"}
     assert content(alone) == content(first) == content(second)
     assert [linear.layout for _, linear in linears(alone)] == [linear.layout for _, linear in linears(second)]
-    assert not any(one.tensor.is_meta for one in places(second))
+    assert not any(place.tensor.is_meta for place in places(second))
     for (_, ours), (_, theirs) in zip(linears(alone), linears(second), strict=True):
-        if ours._packed is not None:  # its bytes alone do not prove that it is reassembled correctly
+        if ours._packed is not None:  # equal bytes alone do not prove that it was reassembled correctly
             x_TI = torch.randn(3, ours._packed.shape[1], dtype=ours._packed.dtype)
             assert torch.equal(ours(x_TI), theirs(x_TI))
 
@@ -103,7 +103,8 @@ def test_the_second_replica_gets_the_same_bits_and_reads_nothing(
 def test_quantized_weights_are_read_and_packed_once(
     layout: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first replica reads and packs; the second maps its file and has the same layouts, bits and tokens."""
+    """The first replica reads and packs; the second maps the first one's file and has the same layouts, bits and
+    tokens."""
     folder = make_checkpoint("llama", tmp_path / "whole", hidden_size=64, intermediate_size=128, head_dim=32)
     changes = {"quantization": layout}
     if layout in LAYOUTS:
@@ -119,15 +120,15 @@ def test_quantized_weights_are_read_and_packed_once(
     second = replica(share=True)
     models = [engine.runner._model for engine in (alone, first, second)]
     assert content(models[0]) == content(models[1]) == content(models[2])
-    layouts = [[one.layout for _, one in linears(model)] for model in models]
+    layouts = [[linear.layout for _, linear in linears(model)] for model in models]
     assert layouts[0] == layouts[1] == layouts[2]
-    held = [one.tensor for one in places(models[2]) if not one.tensor.is_mkldnn]
+    held = [place.tensor for place in places(models[2]) if not place.tensor.is_mkldnn]
     assert len({tensor.untyped_storage().data_ptr() for tensor in held}) == 1  # one file
     tokens = [generate(engine, [5, 9, 3, 77], GREEDY, SALT) for engine in (alone, first, second)]
     assert tokens[0] == tokens[1] == tokens[2]
 
 
-def test_other_quantization_is_not_shared(tmp_path: Path) -> None:
+def test_differently_quantized_weights_are_not_shared(tmp_path: Path) -> None:
     folder = make_checkpoint("qwen3_moe", tmp_path, hidden_size=64)
     kinds: tuple[Kind | None, ...] = (None, "int8")
     held = [load(folder, torch.bfloat16, share=True, quantization=kind) for kind in kinds]
@@ -138,7 +139,7 @@ def test_other_quantization_is_not_shared(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_memory_is_freed_with_its_last_user(tmp_path: Path) -> None:
-    """However the last user ends; a file that a dead process left half filled is never used."""
+    """This holds however the last user ends; a file that a dead process left half filled is never used."""
     lock = tmp_path / "lock"
     lock.touch()
     label = f"penstock-test-{os.getpid()}"
@@ -167,7 +168,7 @@ if sys.stdin.readline() == "finish\\n":
     found: list[bool] = []
     waiting = threading.Thread(target=lambda: found.append(_mine(label, lock)))
     waiting.start()
-    first.kill()  # while it fills
+    first.kill()  # while the first fills the file
     first.wait()
     waiting.join(60)
     assert found == [True]
@@ -196,10 +197,8 @@ def _mine(label: str, lock: Path) -> bool:
     return file.is_mine
 
 
-def test_a_checkpoint_that_was_rewritten_in_place_is_not_shared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where its revision samples unchanged bytes."""
+def test_a_checkpoint_rewritten_in_place_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This also holds if the revision samples only unchanged bytes."""
     monkeypatch.setattr("engine.weights.checkpoint._SAMPLES", 1)
     folder = make_checkpoint("llama", tmp_path)
     before = load(folder, torch.float32, share=True)
@@ -211,7 +210,7 @@ def test_a_checkpoint_that_was_rewritten_in_place_is_not_shared(
     assert content(after) == content(load(folder, torch.float32, share=False)) != content(before)
 
 
-def test_a_replica_keeps_weights_that_cannot_be_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_keeps_its_own_weights_if_sharing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_checkpoint("llama", tmp_path)
     num_left, write = 5, os.pwrite
 
@@ -230,7 +229,7 @@ def test_a_replica_keeps_weights_that_cannot_be_shared(tmp_path: Path, monkeypat
     assert content(first) == content(second) == content(load(folder, torch.bfloat16, share=False))
 
 
-def test_a_file_that_is_finished_during_a_search_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_finished_during_the_search_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock, label = tmp_path / "lock", f"penstock-test-looked-at-{os.getpid()}"
     lock.touch()
     first = open_memory_file(label, lock)
@@ -249,7 +248,7 @@ def test_a_file_that_is_finished_during_a_search_is_found(tmp_path: Path, monkey
     first.close()
 
 
-def test_waiting_for_a_held_lock_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_a_held_lock_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = tmp_path / "lock"
     lock.touch()
     monkeypatch.setattr(memory_files, "SEARCH_TIMEOUT_S", 0.01)
@@ -260,9 +259,9 @@ def test_waiting_for_a_held_lock_ends(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_file_with_another_layout_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_weights, "_digest", lambda key: f"same-for-all-{os.getpid()}")
-    one = make_checkpoint("llama", tmp_path / "one")
+    folder = make_checkpoint("llama", tmp_path / "folder")
     other = make_checkpoint("llama", tmp_path / "other", num_hidden_layers=3)
-    first = load(one, torch.float32, share=True)
+    first = load(folder, torch.float32, share=True)
     second = load(other, torch.float32, share=True)
     assert content(second) == content(load(other, torch.float32, share=False))
     assert len(content(first)) < len(content(second))

@@ -1,4 +1,5 @@
-"""Weights that are updated while an engine lives: the same tokens as a fresh engine, and nothing of the old ones."""
+"""Tests updates of weights while an engine lives: it computes what a fresh engine does and keeps no page of the old
+weights."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def test_an_updated_engine_computes_what_a_fresh_one_does(tmp_path: Path, dtype:
     serving.close()
 
 
-def test_no_page_of_the_old_weights_is_left(tmp_path: Path) -> None:
+def test_no_page_of_the_old_weights_remains(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path / "model")
     serving = engine(folder, host_memory_bytes=1 << 20)
     tokens(serving)
@@ -124,7 +125,7 @@ def test_weights_that_do_not_fit_change_nothing(tmp_path: Path, change: str) -> 
     serving.close()
 
 
-def test_weights_of_a_model_that_computes_otherwise_are_refused_by_the_setting(tmp_path: Path) -> None:
+def test_weights_of_a_differently_configured_model_are_refused_by_setting(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path / "model")
     weights = perturb_weights(folder, tmp_path / "v1", 1)
     settings = json.loads((folder / "config.json").read_text())
@@ -150,10 +151,10 @@ def test_weights_of_a_model_that_computes_otherwise_are_refused_by_the_setting(t
         ("deepseek_v2", torch.bfloat16, None),
     ],
 )
-def test_weights_replaced_in_place_are_those_of_a_fresh_model(
+def test_weights_replaced_in_place_equal_those_of_a_fresh_model(
     tmp_path: Path, family: str, dtype: torch.dtype, quantization: str | None
 ) -> None:
-    """This is how a GPU is updated: addresses stay, so that captured graphs compute with the new weights."""
+    """A GPU is updated this way: addresses stay, so that captured graphs compute with the new weights."""
     folder = make_checkpoint(family, tmp_path / "model")
     weights = perturb_weights(folder, tmp_path / "v1", 1)
     config = ModelConfig.from_folder(str(folder))
@@ -172,7 +173,7 @@ def test_weights_replaced_in_place_are_those_of_a_fresh_model(
     assert _content(model) == _content(fresh)
 
 
-def test_weights_of_another_form_are_not_copied_in_place(tmp_path: Path) -> None:
+def test_weights_of_another_shape_are_not_copied_in_place(tmp_path: Path) -> None:
     wide = make_checkpoint("llama", tmp_path / "wide")
     narrow = make_checkpoint("llama", tmp_path / "narrow", intermediate_size=48)
     models = [
@@ -191,4 +192,4 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _content(model: Decoder) -> dict[str, bytes]:
-    return {one.path: bytes(memoryview(tensor_bytes.content(one.tensor)).cast("B")) for one in places(model)}
+    return {place.path: bytes(memoryview(tensor_bytes.content(place.tensor)).cast("B")) for place in places(model)}

@@ -34,7 +34,7 @@ def test_the_last_entry_of_each_page_is_read_back(
 
 @examples(100)
 @given(_ENTRIES, _ENTRIES, st.data())
-def test_a_write_that_stops_anywhere_leaves_the_old_entry_the_new_one_or_none(
+def test_a_write_that_stops_anywhere_leaves_one_complete_entry_or_none(
     first: tuple[PageId, PageHash, PageHash | None, int],
     second: tuple[PageId, PageHash, PageHash | None, int],
     data: st.DataObject,
@@ -42,7 +42,7 @@ def test_a_write_that_stops_anywhere_leaves_the_old_entry_the_new_one_or_none(
     second = (first[0], *second[1:])
     old, new = written([first]), written([first, second])
     start = first[0] * ENTRY_BYTES
-    # Any set of the bytes may have been written: a copy has no order that a killed process must keep.
+    # Any subset of the bytes may have been written, since a killed process copies in no particular order.
     arrived = data.draw(st.lists(st.booleans(), min_size=ENTRY_BYTES, max_size=ENTRY_BYTES))
     torn = bytearray(old)
     for index, is_there in enumerate(arrived):
@@ -62,7 +62,7 @@ def test_a_changed_byte_removes_the_entry(
     assert not list(read_journal(bytes(table), POOL_ID))
 
 
-def test_a_cleared_entry_one_in_another_place_and_one_of_another_pool_do_not_count() -> None:
+def test_cleared_moved_and_foreign_entries_do_not_count() -> None:
     entry = (PageId(1), PageHash(b"h" * 16), None, 7)
     table = written([entry])
     moved = bytes(table[ENTRY_BYTES:]) + bytes(ENTRY_BYTES)

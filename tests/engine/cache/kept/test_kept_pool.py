@@ -1,4 +1,4 @@
-"""Tests that a cache takes pages from the memory of a dead pool, and only those that are as they were."""
+"""Tests that a cache takes pages from the memory of a dead pool, and only undamaged ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def kept(journal: PoolJournal, own: torch.Tensor) -> KeptPool:
     return KeptPool(journal.pool_fd, journal.fd, journal.pool_id, journal.num_pages, own)
 
 
-def test_a_prefix_is_brought_from_a_dead_pool() -> None:
+def test_a_prefix_is_taken_from_a_dead_pool() -> None:
     memory, cache, journal = journalled()
     pages = cached(cache, HASHES)
     own = allocate_pool(SHAPE, torch.float32, CPU)
@@ -48,7 +48,7 @@ def test_a_prefix_is_brought_from_a_dead_pool() -> None:
     taker.check_integrity()
 
 
-def test_pages_after_a_damaged_one_are_not_brought() -> None:
+def test_a_prefix_ends_before_a_damaged_page() -> None:
     memory, cache, journal = journalled()
     pages = cached(cache, HASHES)
     memory[pages[2], 1, 3] += 1
@@ -71,7 +71,7 @@ def test_evicted_and_cleared_pages_are_not_in_the_journal() -> None:
     assert not kept(journal, own).pages
 
 
-def test_files_that_are_no_such_pool_are_refused_by_name() -> None:
+def test_files_that_hold_no_matching_pool_are_refused() -> None:
     _, _, journal = journalled()
     own = allocate_pool(SHAPE, torch.float32, CPU)
     with pytest.raises(InvalidInput, match="pool: is '/memfd:penstock-journal"):
@@ -82,6 +82,6 @@ def test_files_that_are_no_such_pool_are_refused_by_name() -> None:
         KeptPool(journal.pool_fd, journal.fd, b"abc", NUM_PAGES, own)
 
 
-def test_a_pool_in_memory_of_one_process_is_refused_by_name() -> None:
+def test_a_pool_in_private_memory_is_refused() -> None:
     with pytest.raises(ConfigError, match="keeper: the page pool is in memory of this process alone"):
         PoolJournal(torch.zeros(SHAPE))

@@ -1,4 +1,4 @@
-"""The order of eviction: without hints exactly least recently used, and each page once whatever happens."""
+"""Tests the order of eviction: exactly least recently used without hints, and each page once after any history."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HISTORY = st.lists(st.tuples(st.sampled_from(["release", "use", "evict"]), _PAG
 
 @given(_HISTORY)
 @settings(max_examples=200, deadline=None)
-def test_without_hints_the_least_recently_used_page_goes_first(history: list[tuple[str, list[int]]]) -> None:
+def test_without_hints_the_least_recently_used_page_is_evicted_first(history: list[tuple[str, list[int]]]) -> None:
     retention = PageRetention(NUM_PAGES)
     expected: OrderedDict[int, None] = OrderedDict()
     for now, (operation, numbers) in enumerate(history):
@@ -42,7 +42,7 @@ def test_without_hints_the_least_recently_used_page_goes_first(history: list[tup
         assert len(retention.order) == len(expected)
 
 
-def test_pages_that_are_used_again_and_again_leave_no_trace() -> None:
+def test_entries_of_pages_in_constant_use_are_bounded() -> None:
     order = EvictionOrder(4)
     for number in range(50_000):
         order.add([PageId(0), PageId(1)], "a", EvictionKey(Rank.CACHED, float(number)))
@@ -57,7 +57,7 @@ _OWNED = st.lists(
 
 @given(_OWNED, st.dictionaries(st.sampled_from("abc"), st.integers(1, 4)))
 @settings(max_examples=200, deadline=None)
-def test_pages_of_owners_beyond_their_shares_go_first_and_all_others_by_key(
+def test_pages_of_owners_beyond_their_shares_are_evicted_first_and_all_others_by_key(
     groups: list[tuple[str, Rank, float, int]], excess: dict[str, int]
 ) -> None:
     order, number = EvictionOrder(64), 0
@@ -78,7 +78,7 @@ def test_pages_of_owners_beyond_their_shares_go_first_and_all_others_by_key(
     assert [key_of[page] for page in rest] == sorted(key_of[page] for page in rest)
 
 
-def test_the_order_keeps_owners_apart_only_where_shares_bind() -> None:
+def test_owners_have_orders_of_their_own_only_if_shares_can_bind() -> None:
     for share, num_owners in ((1.0, 1), (0.5, 3)):
         retention = PageRetention(6, RetentionConfig(cached_share=share))
         for number, owner in enumerate("abcabc"):

@@ -1,4 +1,4 @@
-"""Quotas of held pages: charges add up whatever tenants ask for, and no tenant holds more than its share."""
+"""Tests quotas of held pages: charges add up after any history, and no tenant holds more than its share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_hold_beyond_the_quota_takes_the_leading_pages() -> None:
     ledger.check_integrity()
 
 
-def test_holding_again_costs_nothing_and_keeps_the_stronger_record() -> None:
+def test_holding_again_costs_nothing_and_keeps_the_stronger_hold() -> None:
     ledger = HoldLedger(2, 2)
     ledger.hold(pages(0, 1), "a", 5, 10.0)
     assert ledger.hold(pages(0, 1), "a", 1, 20.0) == 2
@@ -51,7 +51,7 @@ def test_a_page_that_another_tenant_holds_for_longer_stays_charged_to_it() -> No
     assert dict(ledger.num_held) == {"b": 1}, "who holds it for longer pays"
 
 
-def test_a_shared_hold_keeps_the_higher_priority_and_knows_how_long_the_other_tenant_holds_it() -> None:
+def test_a_shared_hold_keeps_the_higher_priority_and_the_other_tenants_expiry() -> None:
     ledger = HoldLedger(1, 2)
     ledger.hold(pages(0), "a", 0, 10.0)
     ledger.hold(pages(0), "b", 7, 5.0)
@@ -108,7 +108,7 @@ _PAGE = 4
 
 
 class Tenants:
-    """Requests of several tenants at one pool, in virtual time."""
+    """Runs requests of several tenants at one pool, in virtual time."""
 
     def __init__(self, num_pages: int, config: RetentionConfig) -> None:
         self.now_s = 0.0
@@ -133,7 +133,7 @@ def prompt_of(first: int, num_pages: int) -> list[int]:
     return [first] * _PAGE + [0] * (_PAGE * (num_pages - 1))
 
 
-def test_a_thousand_pins_and_forks_of_several_tenants_keep_their_quotas_and_never_block_a_sequence() -> None:
+def test_a_thousand_pins_and_forks_keep_their_quotas_and_never_block_a_sequence() -> None:
     config = RetentionConfig(held_share=0.25, total_held_share=0.5, cached_share=0.5, max_tenant_sessions=50)
     world, rng = Tenants(64, config), random.Random(5)
     outcomes = []
@@ -156,10 +156,11 @@ def test_a_thousand_pins_and_forks_of_several_tenants_keep_their_quotas_and_neve
     world.cache.check_integrity()
 
 
-def test_a_tenant_that_pins_and_floods_does_not_evict_what_others_hold_or_have_cached_within_their_shares() -> None:
+def test_a_tenant_that_pins_and_floods_evicts_no_pages_of_others_within_their_shares() -> None:
     world = Tenants(64, RetentionConfig(held_share=0.25, cached_share=0.5))
     world.serve("victim", prompt_of(1, 16), KvHints(pin_s=1000.0))
-    world.serve("victim", prompt_of(2, 8), KvHints())  # 24 pages; the flood has 32, and 8 more while a request runs
+    # the victim has 24 pages; the flood has 32, and 8 more while a request runs
+    world.serve("victim", prompt_of(2, 8), KvHints())
     for number in range(300):
         world.now_s += 0.1
         world.serve("flood", prompt_of(number, 8), KvHints(session=f"s{number}", pin_s=1000.0, priority=9))
@@ -167,7 +168,7 @@ def test_a_tenant_that_pins_and_floods_does_not_evict_what_others_hold_or_have_c
         assert len(world.cache.find(world.hashes("victim", prompt_of(first, num_pages)))) == num_pages
 
 
-def test_pressure_releases_holds_by_priority_then_by_expiry_and_leaves_before_their_parents() -> None:
+def test_pressure_releases_holds_by_priority_then_expiry_and_leaves_before_parents() -> None:
     world = Tenants(12, RetentionConfig(held_share=1.0, total_held_share=1.0))
     world.serve("a", prompt_of(1, 4), KvHints(pin_s=50.0, priority=2))
     world.serve("a", prompt_of(2, 4), KvHints(pin_s=90.0))
@@ -179,7 +180,7 @@ def test_pressure_releases_holds_by_priority_then_by_expiry_and_leaves_before_th
     assert world.pool.retention.holds.num_lost[Lost.PRESSURE] == 9
 
 
-def test_a_hold_ends_by_time_and_its_pages_age_like_others() -> None:
+def test_pages_of_an_expired_hold_age_like_others() -> None:
     world = Tenants(8, RetentionConfig(held_share=0.5))
     world.serve("a", prompt_of(1, 4), KvHints(pin_s=10.0))
     world.now_s = 11.0
@@ -187,7 +188,7 @@ def test_a_hold_ends_by_time_and_its_pages_age_like_others() -> None:
     world.now_s = 12.0
     world.serve("a", prompt_of(3, 4), KvHints())
     survivors = [len(world.cache.find(world.hashes("a", prompt_of(first, 4)))) for first in (1, 2, 3)]
-    # Its pages came back into the order when the hold was seen to have ended, as used just then.
+    # Its pages rejoined the eviction order as just used when the hold was found expired.
     assert survivors[2] == 4
     assert sum(survivors) == 8
     assert not world.pool.retention.holds.num_lost

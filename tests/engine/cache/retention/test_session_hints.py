@@ -20,7 +20,7 @@ def chain(name: str, num_pages: int) -> list[PageHash]:
 
 
 class World:
-    """Turns at one cache, in virtual time."""
+    """Computes turns of sessions at one cache, in virtual time."""
 
     def __init__(self, num_pages: int, config: RetentionConfig | None = None) -> None:
         self.now_s = 0.0
@@ -40,7 +40,7 @@ class World:
         return len(self.cache.find(hashes))
 
 
-def test_pages_of_an_ended_session_go_before_older_ones() -> None:
+def test_pages_of_an_ended_session_are_evicted_before_older_ones() -> None:
     world = World(8)
     world.turn(chain("old", 3), KvHints(session="old"))
     world.now_s = 1.0
@@ -51,20 +51,20 @@ def test_pages_of_an_ended_session_go_before_older_ones() -> None:
     assert world.cache.hints.sessions.find("", "ended") is None
 
 
-def test_what_a_session_has_left_behind_goes_first_but_not_what_others_share() -> None:
+def test_pages_that_a_session_left_behind_are_evicted_first_unless_shared() -> None:
     world = World(10)
     trunk, other = chain("trunk", 2), chain("other", 2)
     world.turn([*trunk, *chain("a", 2)], KvHints(session="a"))
     world.turn([*trunk, *chain("b", 2)], KvHints(session="b"))
     world.turn(other, KvHints())
-    world.turn([*trunk, *chain("A", 2)], KvHints(session="a"))  # its history has been rewritten
+    world.turn([*trunk, *chain("A", 2)], KvHints(session="a"))  # the session's history is rewritten
     world.turn(chain("new", 2), KvHints())
     assert world.num_cached([*trunk, *chain("a", 2)]) == 2
     assert world.num_cached([*trunk, *chain("b", 2)]) == 4
     assert world.num_cached(other) == 2
 
 
-def test_chains_that_a_session_computes_side_by_side_do_not_give_each_other_up() -> None:
+def test_parallel_chains_of_a_session_do_not_release_each_others_pages() -> None:
     world = World(16)
     for turn in range(3):
         for agent in ("x", "y"):
@@ -75,7 +75,7 @@ def test_chains_that_a_session_computes_side_by_side_do_not_give_each_other_up()
     assert ended.num_pages == 12, "both agents' own pages, the trunk that they share, and the last prompt's"
 
 
-def test_a_session_that_comes_back_soon_keeps_its_pages_longer_than_a_slow_one() -> None:
+def test_a_session_with_short_pauses_keeps_its_pages_longer_than_a_slow_one() -> None:
     def survivors(config: RetentionConfig) -> tuple[int, int]:
         world = World(8, config)
         for turn in range(20):
@@ -92,7 +92,7 @@ def test_a_session_that_comes_back_soon_keeps_its_pages_longer_than_a_slow_one()
     assert survivors(RetentionConfig(eviction="lru")) == (0, 3)
 
 
-def test_a_fork_is_known_by_its_parent_within_its_tenant_alone() -> None:
+def test_a_fork_finds_its_parent_only_within_its_tenant() -> None:
     world = World(16)
     trunk = chain("trunk", 3)
     world.turn(trunk, KvHints(session="main"), "a")
@@ -120,7 +120,7 @@ def test_pages_that_siblings_share_outlast_those_of_a_single_session() -> None:
     assert survivors(RetentionConfig(eviction="lru")) == (0, 3)
 
 
-def test_a_demoted_prompt_goes_first_unless_it_is_used_again() -> None:
+def test_a_demoted_prompt_is_evicted_first_unless_it_is_used_again() -> None:
     world = World(6)
     world.turn(chain("a", 2), KvHints())
     assert world.turn(chain("b", 2), KvHints(demote=True))[Hint.DEMOTE].outcome is HintOutcome.ACCEPTED
@@ -142,14 +142,14 @@ def test_a_demoted_prompt_goes_first_unless_it_is_used_again() -> None:
         (0.0, HintOutcome.REFUSED, "the tenant's quota admits 0 of 6 pages"),
     ],
 )
-def test_a_pin_is_answered_by_what_the_quota_admits(held_share: float, outcome: HintOutcome, reason: str) -> None:
+def test_the_answer_to_a_pin_says_what_the_quota_admits(held_share: float, outcome: HintOutcome, reason: str) -> None:
     world = World(8, RetentionConfig(held_share=held_share, total_held_share=1.0))
     answers = world.turn(chain("a", 6), KvHints(pin_s=10.0, priority=3))
     for hint in (Hint.PIN, Hint.PRIORITY):
         assert (answers[hint].outcome, answers[hint].reason) == (outcome, reason)
 
 
-def test_tables_of_sessions_are_bounded_in_all_and_for_each_tenant() -> None:
+def test_session_tables_are_bounded_in_all_and_for_each_tenant() -> None:
     table = SessionTable(max_sessions=5, max_per_tenant=3)
     for number in range(20):
         table.put("greedy", f"s{number}", Session(Gap(0.0)))
@@ -166,8 +166,9 @@ def _predicted(rng: random.Random) -> Iterator[tuple[float, float]]:
         yield rng.uniform(0, 1000), rng.uniform(0, 1000)
 
 
-def test_the_order_of_two_sessions_never_changes_while_both_wait() -> None:
-    """Keys are computed once: by the model's rates, 1 / (gap + age), the comparison holds at every later time."""
+def test_the_order_of_two_waiting_sessions_never_changes() -> None:
+    """Keys are computed once, so by the model's rates, 1 / (gap + age), the comparison must hold at every later
+    time."""
     model, rng = ReuseModel(), random.Random(2)
     for (gap_a, used_a), (gap_b, used_b) in zip(_predicted(rng), _predicted(rng), strict=True):
         keys = [used - model.handicap_s(Gap(used, gap)) for gap, used in ((gap_a, used_a), (gap_b, used_b))]
@@ -186,7 +187,7 @@ def demote(world: World, hashes: list[PageHash], owner: str) -> HintAnswer:
     return answer
 
 
-def test_a_tenant_cannot_demote_what_a_tenant_of_its_group_has_cached() -> None:
+def test_a_tenant_cannot_demote_what_another_of_its_group_has_cached() -> None:
     world = World(8)
     shared = chain("shared", 4)
     world.turn(shared, KvHints(), "victim")
@@ -194,10 +195,10 @@ def test_a_tenant_cannot_demote_what_a_tenant_of_its_group_has_cached() -> None:
     assert demote(world, shared, "victim").outcome is HintOutcome.ACCEPTED
 
 
-def test_a_tenant_cannot_end_the_hold_of_another_by_holding_its_pages_for_longer_and_demoting_them() -> None:
+def test_a_tenant_cannot_end_anothers_hold_by_holding_longer_and_demoting() -> None:
     world = World(8, RetentionConfig(held_share=1.0, total_held_share=1.0))
     shared = chain("shared", 4)
-    world.turn(shared, KvHints(), "thief")  # it has cached them first
+    world.turn(shared, KvHints(), "thief")  # the thief caches the pages first
     world.turn(shared, KvHints(pin_s=50.0), "victim")
     world.turn(shared, KvHints(pin_s=60.0), "thief")
     assert demote(world, shared, "thief").outcome is HintOutcome.REFUSED
@@ -207,7 +208,7 @@ def test_a_tenant_cannot_end_the_hold_of_another_by_holding_its_pages_for_longer
     assert not len(world.pool.retention.holds)
 
 
-def test_pages_that_another_request_uses_are_not_given_up() -> None:
+def test_pages_that_another_request_uses_are_not_demoted() -> None:
     world = World(8)
     first = chain("first", 3)
     world.turn(first, KvHints())
@@ -218,7 +219,7 @@ def test_pages_that_another_request_uses_are_not_given_up() -> None:
     assert world.turn(first, KvHints(demote=True))[Hint.DEMOTE].outcome is HintOutcome.ACCEPTED
 
 
-def test_a_chain_that_is_given_up_becomes_one_run_of_the_order() -> None:
+def test_a_demoted_chain_becomes_one_run_of_the_order() -> None:
     world = World(2000)
     hashes = chain("long", 1500)
     world.turn(hashes, KvHints())

@@ -1,4 +1,4 @@
-"""Imported GGUF files against `transformers`' own reader of them, and what cannot be imported."""
+"""Compares imported GGUF files with `transformers`' reader of them, and tests what cannot be imported."""
 
 from __future__ import annotations
 
@@ -83,17 +83,17 @@ def test_an_imported_file_answers_like_transformers(
     shares: list[float] = []
     made = import_gguf(file, tmp_path / "imported", dtype="float32", on_progress=shares.append)
     assert (shares[-1], shares) == (1.0, sorted(shares))
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32).state_dict()
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32).state_dict()
     ours = weights_of(tmp_path / "imported")
     assert made.num_bytes == sum(tensor.nbytes for tensor in ours.values())
     for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]), name
+        assert torch.equal(tensor, expected[name]), name
     assert tokens_of(tmp_path / "imported") == by_transformers(tmp_path, gguf_file=file.name)
     assert ModelConfig.from_folder(tmp_path / "imported").eos_token_ids == {1}
 
 
-def test_weights_are_those_that_were_stored(tmp_path: Path) -> None:
-    """Against the checkpoint that the file was made from, so that no reader is trusted with the order of rows."""
+def test_imported_weights_equal_the_stored_ones(tmp_path: Path) -> None:
+    """Compares with the checkpoint that the file was made from, so that no reader is trusted with the order of rows."""
     for family in ("llama", "qwen2", "qwen3"):
         folder = tmp_path / family
         folder.mkdir()
@@ -104,7 +104,7 @@ def test_weights_are_those_that_were_stored(tmp_path: Path) -> None:
         assert all(torch.equal(ours[name], stored[name]) for name in stored)
 
 
-def test_bfloat16_is_the_nearest_value(tmp_path: Path) -> None:
+def test_bfloat16_rounds_to_the_nearest_value(tmp_path: Path) -> None:
     file = write(tmp_path, "qwen3", "Q8_0")
     import_gguf(file, tmp_path / "exact", dtype="float32")
     import_gguf(file, tmp_path / "half")
@@ -114,7 +114,7 @@ def test_bfloat16_is_the_nearest_value(tmp_path: Path) -> None:
 
 
 def q4_k_values(block: bytes) -> list[float]:
-    """Decodes a block by the format's description, a value at a time."""
+    """Decodes a block one value at a time, by the format's description."""
     scale, least = struct.unpack("<2e", block[:4])
     packed, nibbles = block[4:16], block[16:]
     values = []
@@ -144,7 +144,7 @@ def q6_k_values(block: bytes) -> list[float]:
 
 
 @pytest.mark.parametrize(("kind", "decode"), [("Q4_K", q4_k_values), ("Q6_K", q6_k_values)])
-def test_blocks_of_q4_k_m_are_decoded_as_the_format_says(kind: str, decode: Any) -> None:
+def test_blocks_of_q4_k_m_are_decoded_by_the_formats_description(kind: str, decode: Any) -> None:
     stored = GGMLQuantizationType[kind]
     blocks = random_blocks((4, 256), stored, seed=5)
     np.testing.assert_allclose(dequantize(blocks, stored), [decode(row.tobytes()) for row in blocks], rtol=1e-5)
@@ -176,7 +176,7 @@ def test_llama_3_1_frequencies_become_a_setting(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
-def test_what_cannot_be_imported_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_files_are_refused_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path, "llama", "F16")
     for family, overrides, why in (
         ("gemma2", {}, "general.architecture = 'gemma2' is not imported; give a file of llama, qwen2, qwen3"),
@@ -233,7 +233,7 @@ def text(value: bytes) -> bytes:
         (header(text(b"\xff"), struct.pack("<I", 4), values=1), "is not UTF-8"),
     ],
 )
-def test_a_hostile_header_costs_nothing(data: bytes, why: str, tmp_path: Path) -> None:
+def test_a_hostile_header_is_refused(data: bytes, why: str, tmp_path: Path) -> None:
     file = tmp_path / "hostile.gguf"
     file.write_bytes(data)
     with pytest.raises(CheckpointError, match=why):
@@ -250,7 +250,7 @@ def test_a_hostile_header_costs_nothing(data: bytes, why: str, tmp_path: Path) -
         ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, r"epsilon = nan: a positive number is needed"),
     ],
 )
-def test_metadata_that_cannot_be_meant_is_refused_by_name(changed: dict[str, Any], why: str, tmp_path: Path) -> None:
+def test_invalid_metadata_is_refused_by_key(changed: dict[str, Any], why: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint("llama", tmp_path / "checkpoint")
     divisors = [1.0] * 8
     header = read_header(write_gguf(checkpoint, tmp_path / "model.gguf", divisors=divisors))

@@ -1,4 +1,4 @@
-"""Tests masks over batches: the same as a plain reference, for grammar rows alone, and an error for its row alone."""
+"""Tests masks over batches: equal to a plain reference, applied only to grammar rows, an error only for its own row."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_masks_are_applied_as_the_reference_applies_them(vocab_size: int) -> Non
     assert torch.equal(masked.cpu(), reference(logits_RV, sequences, masks))
     rows = [0, 3, 5, 6]
     words_GW = words_GW[[masks.places[sequences[row]] for row in rows]]
-    for device in {torch.device("cpu"), DEVICE}:  # as a GPU does it, whatever is here
+    for device in {torch.device("cpu"), DEVICE}:  # as on a GPU, whatever this machine has
         masked = logits_RV.to(device, copy=True)
         mask_on_device(masked, rows, words_GW)
         assert torch.equal(masked.cpu(), reference(logits_RV, sequences, masks))
@@ -107,7 +107,7 @@ def test_rows_without_a_grammar_are_sampled_as_if_alone(thread: MaskThread) -> N
     assert thread.prepare([sequences[1], sequences[3]]) is None
 
 
-def test_an_error_belongs_to_its_row(thread: MaskThread) -> None:
+def test_an_error_fails_only_its_row(thread: MaskThread) -> None:
     stray = generation(regex("a+"), encode("b"), temperature=0.0)
     early = generation(regex("a+"), temperature=0.0)
     early.matcher = None
@@ -121,14 +121,14 @@ def test_an_error_belongs_to_its_row(thread: MaskThread) -> None:
     assert spell([tokens[1].token_id])[0] == "a"
 
 
-def test_a_step_goes_on_where_every_row_fails(thread: MaskThread) -> None:
+def test_a_step_continues_although_every_row_fails(thread: MaskThread) -> None:
     stray = generation(regex("a+"), encode("b"), temperature=0.0)
     rows = [ScheduledSequence(stray, 1)]
     _, failed = sample_each(torch.randn(1, VOCAB_SIZE), rows, EOS, masks_of(thread, [stray]))
     assert isinstance(failed[0], InvalidInput)
 
 
-def test_masks_are_the_same_on_the_thread_and_here(thread: MaskThread) -> None:
+def test_masks_are_the_same_from_the_thread_and_the_caller(thread: MaskThread) -> None:
     outputs = [encode("a"), encode("aaa"), encode("b")]
     before, after = (
         masks_of(thread, [generation(regex("a+"), output) for output in outputs], here) for here in (False, True)
@@ -137,7 +137,7 @@ def test_masks_are_the_same_on_the_thread_and_here(thread: MaskThread) -> None:
     assert len(before.failed) == len(after.failed) == 1
 
 
-def test_masks_start_with_the_forward_and_no_failure_of_the_step_leaves_a_reader(
+def test_masks_start_with_the_forward_and_end_with_a_failed_step(
     thread: MaskThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sequence = generation(regex("a+"))
@@ -179,7 +179,7 @@ def test_an_error_on_the_thread_is_raised_by_the_step_that_waits(thread: MaskThr
             pending.wait()
 
 
-def test_rows_fail_at_once_while_the_thread_does_not_answer(
+def test_grammar_rows_fail_at_once_while_the_thread_is_stalled(
     thread: MaskThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the step that finds the thread stalled waits for it; rows without a grammar are sampled in every step."""
@@ -199,7 +199,7 @@ def test_rows_fail_at_once_while_the_thread_does_not_answer(
             monkeypatch.setattr(masks_module, "_WAIT_S", wait_s)
             masks = masks_of(thread, [ruled, free])
             tokens, failed = sample_each(
-                torch.zeros(2, VOCAB_SIZE), [ScheduledSequence(one, 1) for one in (ruled, free)], EOS, masks
+                torch.zeros(2, VOCAB_SIZE), [ScheduledSequence(sequence, 1) for sequence in (ruled, free)], EOS, masks
             )
             assert set(failed) == {0}
             assert "the worker cannot compute masks now" in failed[0].message
@@ -211,14 +211,14 @@ def test_rows_fail_at_once_while_the_thread_does_not_answer(
     assert masks_of(thread, [ruled]).failed == {}
 
 
-def test_a_row_of_which_bans_leave_nothing_fails(thread: MaskThread) -> None:
-    """An argmax over minus infinity takes the first token, which the grammar does not allow."""
+def test_a_row_whose_bans_leave_no_token_fails(thread: MaskThread) -> None:
+    """The argmax over minus infinities is the first token, which the grammar does not allow."""
     sequence = generation(regex("a+"), temperature=0.0)
     logits = torch.full((1, VOCAB_SIZE), float("-inf"))
     _, failed = sample_each(logits, [ScheduledSequence(sequence, 1)], EOS, masks_of(thread, [sequence]))
     assert "leaves no token that its grammar allows" in failed[0].message
 
 
-def test_a_mask_that_nobody_computed_is_an_error() -> None:
+def test_a_missing_mask_is_an_error() -> None:
     with pytest.raises(InternalError, match="its grammar's mask was not computed"):
         sample(torch.randn(1, VOCAB_SIZE), [ScheduledSequence(generation(regex("a")), 1)], EOS)

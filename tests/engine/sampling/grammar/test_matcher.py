@@ -1,4 +1,4 @@
-"""Tests where a sequence stands in its grammar: from its tokens alone, with every rule about what ends it."""
+"""Tests the state of a sequence in its grammar, which follows from its tokens alone, and every rule about its end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_end_is_allowed_exactly_where_the_grammar_accepts() -> None:
     assert allowed(sequence) == EOS
 
 
-def test_an_ignored_end_is_allowed_only_where_nothing_else_is() -> None:
+def test_an_ignored_end_is_allowed_only_if_no_other_token_is() -> None:
     sequence = generation(regex("a+b?"), [A], ignore_eos=True)
     assert allowed(sequence) & EOS == set()
     sequence.token_ids.append(B)
@@ -49,7 +49,7 @@ def test_an_ignored_end_is_allowed_only_where_nothing_else_is() -> None:
     assert finish_reason(sequence, EOS, 1000) is FinishReason.STOP
 
 
-def test_min_tokens_gives_way_to_the_grammar() -> None:
+def test_the_grammar_takes_precedence_over_min_tokens() -> None:
     sequence = generation(regex("a+b?"), [A], min_tokens=9)
     assert allowed(sequence) & EOS == set()
     sequence.token_ids.append(B)
@@ -88,9 +88,9 @@ def test_a_grammar_that_grows_beyond_its_limits_is_an_error_of_the_request() -> 
 
 
 @given(seed=st.integers(0, 10**6), name=st.sampled_from([*GRAMMARS, "any"]), cut=st.floats(0, 1))
-def test_a_replayed_output_stands_where_the_original_stands(seed: int, name: str, cut: float) -> None:
-    """Any walk through a grammar, with forced tokens where they are forced, is the same when it is taken up anywhere,
-    also between forced tokens."""
+def test_a_replayed_output_reaches_the_same_state(seed: int, name: str, cut: float) -> None:
+    """Any walk through a grammar, including its forced tokens, can be resumed at any place, also between forced
+    tokens."""
     grammar = GRAMMARS.get(name, schema(True))
     rng, original, forced_from = random.Random(seed), generation(grammar), dict[int, list[int]]()
     while original.num_output_tokens < 60 and not (set(original.token_ids[3:]) & EOS):
@@ -123,7 +123,7 @@ def test_forced_tokens_spell_the_only_continuation() -> None:
 
 
 @pytest.mark.parametrize("sampling", [{"logprobs": 0}, {"allowed_token_ids": (4,)}, {"bad_sequences": ((4,),)}])
-def test_nothing_is_forced_where_each_token_needs_its_step(sampling: dict[str, object]) -> None:
+def test_nothing_is_forced_if_each_token_needs_its_own_step(sampling: dict[str, object]) -> None:
     assert forced_tokens(generation(GRAMMARS["choice"], encode("y"), **sampling)) == []
     assert forced_tokens(generation(GRAMMARS["choice"])) == []  # before the first token
     assert forced_tokens(generation(None, [A])) == []
@@ -145,8 +145,8 @@ def num_common(texts: list[str]) -> int:
     ],
     ids=lambda texts: str(texts[0]),
 )
-def test_no_token_is_forced_where_a_longer_one_could_reach_beyond_the_forced_text(texts: list[str]) -> None:
-    """Otherwise the model would find the text cut where its tokenizer never cuts it."""
+def test_no_token_is_forced_if_a_longer_one_could_pass_the_end_of_the_forced_text(texts: list[str]) -> None:
+    """Otherwise the text would be split at a place where the tokenizer never splits it."""
     grammar = Grammar(GrammarKind.CHOICE, json.dumps(texts))
     vocabulary = [spell([token]) for token in range(VOCAB_SIZE)]
     num_forced = 0
@@ -162,7 +162,7 @@ def test_no_token_is_forced_where_a_longer_one_could_reach_beyond_the_forced_tex
             forced_end = num_common(possible)
             assert start + len(spell(forced[-1:])) <= forced_end
             for rest in (each[start:] for each in possible if len(each) > forced_end):
-                assert not [one for one in vocabulary if start + len(one) > forced_end and rest.startswith(one)]
+                assert not [text for text in vocabulary if start + len(text) > forced_end and rest.startswith(text)]
     assert num_forced > 0
 
 
@@ -177,7 +177,7 @@ def test_no_token_is_forced_where_a_longer_one_could_reach_beyond_the_forced_tex
     ],
     ids=lambda value: value if isinstance(value, str) else value.kind.value,
 )
-def test_text_that_names_a_special_token_is_spelled(grammar: Grammar, text: str) -> None:
+def test_the_text_of_a_special_token_is_spelled_with_plain_tokens(grammar: Grammar, text: str) -> None:
     sequence, rest = generation(grammar), text
     while rest:
         assert not allowed(sequence) & (SPECIAL - EOS)
@@ -187,7 +187,7 @@ def test_text_that_names_a_special_token_is_spelled(grammar: Grammar, text: str)
     assert allowed(sequence) & EOS
 
 
-def test_a_forced_name_of_a_special_token_is_spelled() -> None:
+def test_a_forced_name_of_a_special_token_is_spelled_with_plain_tokens() -> None:
     sequence = generation(schema({"const": "<|user|> and <|end|>"}), encode('"'))
     forced = forced_tokens(sequence)
     assert spell(forced) == '<|user|> and <|end|>"'

@@ -1,4 +1,4 @@
-"""Tests that sequences wait for their grammars and the step loop for nothing."""
+"""Tests that sequences wait for their grammars, while the step loop waits for nothing."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ def test_a_sequence_is_ready_once_its_grammar_is_compiled(loop: Loop) -> None:
     loop.grammars.when_ready(free, outcomes.append)
     assert outcomes == [None]
     loop.grammars.when_ready(sequence, outcomes.append)
-    loop.grammars.when_ready(sequence, outcomes.append)  # a second one who waits
+    loop.grammars.when_ready(sequence, outcomes.append)  # a second sequence waits, too
     assert len(outcomes) == 1
     loop.run_one()
     assert outcomes == [None, None, None]
     assert sequence.matcher is not None
     again = waiting(regex("a+"))
-    loop.grammars.when_ready(again, outcomes.append)  # at once: compiled lately
+    loop.grammars.when_ready(again, outcomes.append)  # at once, because the grammar was compiled recently
     assert outcomes == [None] * 4
     assert again.matcher is not sequence.matcher
 
 
-def test_a_grammar_that_cannot_be_obeyed_is_refused_each_time(loop: Loop) -> None:
+def test_an_unusable_grammar_is_refused_each_time(loop: Loop) -> None:
     outcomes: list[PenstockError | None] = []
     loop.grammars.when_ready(waiting(regex("(?=a)")), outcomes.append)
     loop.run_one()
@@ -70,7 +70,7 @@ def test_a_grammar_that_cannot_be_obeyed_is_refused_each_time(loop: Loop) -> Non
     assert [type(outcome) for outcome in outcomes] == [InvalidInput, InvalidInput]
 
 
-def test_a_checkpoint_without_tokenizer_is_named(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_tokenizer_is_reported(tmp_path: Path) -> None:
     loop, outcomes = Loop(GrammarCompiler(tmp_path, VOCAB_SIZE, EOS)), list[PenstockError | None]()
     loop.grammars.when_ready(waiting(regex("a+")), outcomes.append)
     loop.run_one()
@@ -82,7 +82,7 @@ def test_a_checkpoint_without_tokenizer_is_named(tmp_path: Path) -> None:
     assert isinstance(outcomes[1], CheckpointError)
 
 
-def test_a_checkpoint_whose_outputs_cannot_end_is_named() -> None:
+def test_a_checkpoint_whose_outputs_cannot_end_is_reported() -> None:
     outcomes: list[PenstockError | None] = []
     grammars = GrammarQueue(GrammarCompiler(MODEL, VOCAB_SIZE), (), lambda call: call())
     grammars.when_ready(waiting(regex("a+")), outcomes.append)
@@ -90,7 +90,7 @@ def test_a_checkpoint_whose_outputs_cannot_end_is_named() -> None:
     assert "names no eos_token_id" in outcomes[0].message
 
 
-def test_the_queue_and_the_wait_are_bounded(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_and_its_waiting_time_are_bounded(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     released, compiler = threading.Event(), loop.grammars._compiler
 
     def compile_slowly(grammar: Grammar) -> object:

@@ -1,4 +1,4 @@
-"""The policy verifies what raises the expected tokens per second, and the ledger bounds what it may lose."""
+"""Tests that the policy verifies what raises the expected tokens per second, and that the ledger bounds its losses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def table(fixed_s: float, token_s: float, sizes: range = range(1, 40)) -> Specul
     candidates=st.lists(st.builds(Candidate, st.integers(0, 4), st.floats(0.01, 0.99)), min_size=1, max_size=3),
     token_s=st.floats(0, 0.5),
 )
-def test_no_other_lengths_promise_more(others: int, candidates: list[Candidate], token_s: float) -> None:
+def test_the_chosen_lengths_promise_the_most(others: int, candidates: list[Candidate], token_s: float) -> None:
     costs, count = table(1.0, token_s), others + len(candidates)
 
     def promise(lengths: tuple[int, ...]) -> float:
@@ -68,16 +68,16 @@ def test_costs_are_interpolated_smoothed_and_robust() -> None:
     assert costs.predict(5) < 4
 
 
-def test_first_steps_that_are_slow_do_not_stick() -> None:
+def test_slow_first_steps_do_not_bias_the_costs() -> None:
     costs = StepCostTable()
     for seconds in (30.0, 9.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0):
         costs.observe(1, seconds)
     assert costs.predict(1) == 1.0
 
 
-def test_steps_that_verify_are_dearer_than_plain_ones_of_as_many_tokens() -> None:
+def test_steps_that_verify_cost_more_than_plain_ones_of_equal_size() -> None:
     costs = table(1.0, 0.0)
-    assert costs.predict(16, 8) == 1.0  # nothing was verified yet
+    assert costs.predict(16, 8) == 1.0  # nothing has been verified yet
     costs.observe(16, 8, 1.1)
     assert costs.predict(16, 8) == 1.1
     assert costs.predict(16, 2) == pytest.approx(1.025)
@@ -85,7 +85,7 @@ def test_steps_that_verify_are_dearer_than_plain_ones_of_as_many_tokens() -> Non
     assert costs.predict(2, 8) == 1.0
     assert costs.predict(16) == 1.0, "plain steps are not dearer for it"
     assert could_pay(16, 8, costs)
-    costs.observe(4, 8, 30.0)  # something else took the machine
+    costs.observe(4, 8, 30.0)  # something else held the machine
     assert not could_pay(4, 2, costs)
     assert costs.predict(4, 8) == 4.0
     for _ in range(10_000):
@@ -102,7 +102,7 @@ class Clock:
 
 
 class FixedProposer:
-    """Proposes ones as often as it is right, else twos."""
+    """Proposes the right token at the rate `right`, otherwise a wrong one."""
 
     kind = ProposalKind.LONG_MATCH
 
@@ -122,7 +122,7 @@ class FixedProposer:
 
 
 class Silent:
-    """Never has an idea."""
+    """Never proposes anything."""
 
     def propose(self, counts: Mapping[Sequence, int]) -> Mapping[Sequence, Proposal]:
         return {}
@@ -131,7 +131,7 @@ class Silent:
 
 
 class FixedDraft(FixedProposer):
-    """Takes time for each token."""
+    """Proposes at the rate `right`, and takes time for each token."""
 
     kind = ProposalKind.DRAFT
 
@@ -204,20 +204,23 @@ def run(
 @pytest.mark.parametrize("num_sequences", [1, 4, 16])
 @pytest.mark.parametrize("right", [0.0, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize(("fixed_s", "token_s"), [(0.01, 0.0005), (0.001, 0.001), (0.0, 0.01)])
-def test_speculation_never_costs(num_sequences: int, right: float, fixed_s: float, token_s: float) -> None:
-    """Virtual time: whether or not proposals are right, and whether a step's cost is fixed or by the token."""
+def test_speculation_never_slows_decoding(num_sequences: int, right: float, fixed_s: float, token_s: float) -> None:
+    """In virtual time, whether or not proposals are right, and whether a step's cost is fixed or grows with its
+    tokens."""
     gain, num_proposed = run(num_sequences, right, fixed_s, token_s)
     assert gain > 0.99
     if right == 1.0 and fixed_s > 20 * token_s * num_sequences - 1e-9:
         assert gain > 3
-    if fixed_s == 0.0:  # nothing can be won; a few attempts tell what wider steps cost
+    if fixed_s == 0.0:  # speculation cannot gain; a few attempts measure what wider steps cost
         assert num_proposed < 200
 
 
 @pytest.mark.parametrize("num_sequences", [1, 4, 16])
 @pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("verify_s", [0.001, 0.005, 0.05])
-def test_verifying_that_is_dearer_than_predicted_never_costs(num_sequences: int, right: float, verify_s: float) -> None:
+def test_costlier_verification_than_predicted_never_slows_decoding(
+    num_sequences: int, right: float, verify_s: float
+) -> None:
     gain, _ = run(num_sequences, right, 0.01, 0.0001, verify_s=verify_s)
     assert gain > 0.99
     if right == 1.0 and verify_s <= 0.005:
@@ -227,7 +230,7 @@ def test_verifying_that_is_dearer_than_predicted_never_costs(num_sequences: int,
 @pytest.mark.parametrize("num_sequences", [1, 4])
 @pytest.mark.parametrize("right", [0.0, 0.5])
 def test_a_slow_start_makes_no_loss_look_like_a_gain(num_sequences: int, right: float) -> None:
-    """The first steps of a process are slow, and plain ones soon become rare."""
+    """The first steps of a process are slow, and plain steps soon become rare."""
     gain, _ = run(num_sequences, right, 0.01, 0.003, draft_s=0.001, slow_start=5.0)
     assert gain > 0.99
 
@@ -235,8 +238,8 @@ def test_a_slow_start_makes_no_loss_look_like_a_gain(num_sequences: int, right: 
 @pytest.mark.parametrize("num_sequences", [1, 16])
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("draft_s", [0.001, 0.01])
-def test_a_draft_model_never_costs(num_sequences: int, right: float, draft_s: float) -> None:
-    """A step takes ten milliseconds, a drafted token one, which may pay, or ten, which cannot."""
+def test_a_draft_model_never_slows_decoding(num_sequences: int, right: float, draft_s: float) -> None:
+    """A step takes ten milliseconds; a drafted token takes one, which may pay, or ten, which cannot."""
     gain, _ = run(num_sequences, right, 0.01, 0.0001, 6000, draft_s)
     assert gain > 0.99
     if right == 1.0 and draft_s == 0.001:
@@ -249,7 +252,7 @@ def test_a_draft_model_never_costs(num_sequences: int, right: float, draft_s: fl
     token_s=st.floats(0, 0.5),
     draft_s=st.floats(0, 1),
 )
-def test_no_other_number_of_drafted_tokens_promises_more(
+def test_the_chosen_number_of_drafted_tokens_promises_the_most(
     num_others: int, rates: list[float], token_s: float, draft_s: float
 ) -> None:
     costs, count = table(1.0, token_s, range(1, 60)), num_others + len(rates)
@@ -273,17 +276,17 @@ def test_no_other_number_of_drafted_tokens_promises_more(
     rate=st.floats(0.01, 0.9),
     num_candidates=st.integers(1, 20),
 )
-def test_nothing_that_pays_is_missed_by_not_looking(
+def test_the_shortcut_misses_nothing_that_pays(
     num_sequences: int, token_s: float, fixed_s: float, rate: float, num_candidates: int
 ) -> None:
-    """Steps whose cost is a line: then all sequences or one of them gain most."""
+    """If a step's cost is linear, the most is gained either with all sequences or with one of them."""
     costs = table(fixed_s, token_s, range(1, 20 * 9 + 1))
     candidates = [Candidate(8, rate)] * min(num_candidates, num_sequences)
     if any(choose_lengths(num_sequences, candidates, costs)):
         assert could_pay(num_sequences, 8, costs)
 
 
-def test_the_ledger_closes_when_more_was_lost_than_a_small_share_of_the_time() -> None:
+def test_the_ledger_closes_once_losses_exceed_a_small_share_of_the_time() -> None:
     ledger = SpeculationLedger()
     assert not ledger.is_open
     ledger.on_steps(1, 1.0)
@@ -296,8 +299,8 @@ def test_the_ledger_closes_when_more_was_lost_than_a_small_share_of_the_time() -
     assert ledger.is_open
 
 
-def test_drafts_are_tried_again_where_steps_run_ahead() -> None:
-    """Such a step is scheduled only where `would_propose` finds nothing; `propose` is not even called."""
+def test_drafts_are_retried_while_steps_run_ahead() -> None:
+    """A run-ahead step is scheduled only if `would_propose` finds nothing; `propose` is then not called."""
     clock = Clock()
     draft = FixedDraft(clock, 0.0, 0.001)  # twos
     speculator = Speculator(8, clock, lookups=Silent(), draft=draft)
@@ -318,7 +321,7 @@ def test_drafts_are_tried_again_where_steps_run_ahead() -> None:
     assert num_proposed[2] > 1000 > num_proposed[1]
 
 
-def test_steps_run_ahead_where_the_draft_has_no_room() -> None:
+def test_steps_run_ahead_if_the_draft_has_no_room() -> None:
     clock = Clock()
     draft = FixedDraft(clock, 1.0, 0.0)
     draft.is_full = True
@@ -332,7 +335,7 @@ def test_steps_run_ahead_where_the_draft_has_no_room() -> None:
     assert not speculator.would_propose([sequence], lambda _: 1), "it ends with the next token"
 
 
-def test_grammars_and_first_tokens_are_left_alone() -> None:
+def test_sequences_with_grammars_or_without_output_get_no_proposals() -> None:
     clock = Clock()
     speculator = Speculator(4, clock, always=True, lookups=FixedProposer(clock, 1.0))
     plain = Sequence(RequestId("plain"), [1, 1], 1, SamplingParams(max_tokens=9), b"")
@@ -342,6 +345,7 @@ def test_grammars_and_first_tokens_are_left_alone() -> None:
         Sequence(RequestId("first"), [1, 1], 2, SamplingParams(max_tokens=9), b""),
     ]
     lefts = {plain: 3, others[0]: 9, others[1]: 9}
-    assert speculator.propose([plain, *others], lefts.__getitem__, 100) == {plain: (1, 1)}  # one more is sampled
+    # the step samples one more token
+    assert speculator.propose([plain, *others], lefts.__getitem__, 100) == {plain: (1, 1)}
     assert speculator.propose([plain], lambda _: 1, 100) == {}
     assert speculator.propose([plain], lambda _: 9, 1) == {plain: (1,)}

@@ -1,4 +1,4 @@
-"""Prompt lookup finds what a search of the whole text finds, however the text came in."""
+"""Tests that prompt lookup equals a search of the whole text, in whatever pieces the text arrives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from engine.step.speculation.proposal import ProposalKind
 
 
 def search(text: list[int], count: int) -> tuple[tuple[int, ...], ProposalKind] | None:
-    """Returns the tokens behind the last earlier occurrence of the last ones, going around, and their kind."""
+    """Returns the tokens after the latest earlier occurrence of the text's end, wrapping around, and the kind of
+    match."""
     for kind, length in LENGTHS.items():
         for end in range(len(text) - 1, length - 1, -1):
             if len(text) >= length and text[end - length : end] == text[-length:]:
@@ -23,7 +24,7 @@ def search(text: list[int], count: int) -> tuple[tuple[int, ...], ProposalKind] 
 
 
 @given(text=st.lists(st.integers(0, 3), min_size=1, max_size=300), count=st.integers(1, 12), parts=st.integers(1, 5))
-def test_finds_what_a_search_of_the_whole_text_finds(text: list[int], count: int, parts: int) -> None:
+def test_lookup_equals_a_search_of_the_whole_text(text: list[int], count: int, parts: int) -> None:
     lookup = PromptLookup(len(text) + 100)
     for part in range(1, parts + 1):  # short and long additions are read in different ways
         known = text[: -(-len(text) * part // parts)]
@@ -31,7 +32,7 @@ def test_finds_what_a_search_of_the_whole_text_finds(text: list[int], count: int
         assert (found and (found.token_ids, found.kind)) == search(known, count)
 
 
-def test_memory_is_bounded_and_what_was_overwritten_is_never_proposed() -> None:
+def test_memory_is_bounded_and_overwritten_text_is_never_proposed() -> None:
     text = [(i * i * 7919 + i) % 50_000 for i in range(200_000)]
     lookup = PromptLookup(len(text))
     assert lookup.propose(text, 4) is None
@@ -43,13 +44,13 @@ def test_memory_is_bounded_and_what_was_overwritten_is_never_proposed() -> None:
 
 
 @given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=7))
-def test_a_proposal_holds_up_to_the_first_difference(proposed: list[int], sampled: list[int]) -> None:
+def test_a_proposal_is_accepted_up_to_the_first_difference(proposed: list[int], sampled: list[int]) -> None:
     count = num_accepted(proposed, sampled)
     assert proposed[:count] == sampled[:count]
     assert count == min(len(proposed), len(sampled)) or proposed[count] != sampled[count]
 
 
-def test_a_rate_follows_what_was_seen_last() -> None:
+def test_the_acceptance_rate_follows_recent_observations() -> None:
     rate = AcceptanceRate()
     assert rate.given(0.5) == 0.5
     for _ in range(60):

@@ -1,7 +1,7 @@
-"""A step that verifies proposed tokens samples what steps of one token each sample.
+"""Tests that a step that verifies proposed tokens samples what steps of one token each sample.
 
-On the bundled model in bf16, whose CPU kernels give the same bits in any batch, log-probabilities are the same too, bit
-for bit; matrix products in float32 round differently in other batches.
+With the bundled model in bf16, whose CPU kernels give the same bits in any batch, log-probabilities are equal to the
+bit as well; matrix products in float32 round differently in other batches.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def scores(token: SampledToken) -> list[float]:
 
 @pytest.mark.parametrize("wrong_at", [None, 0, 1, 3])
 @pytest.mark.parametrize("kind", SAMPLINGS)
-def test_the_output_is_that_of_steps_of_one_token(engine: Engine, kind: str, wrong_at: int | None) -> None:
-    """Proposals of four tokens are right up to `wrong_at`, beside a sequence with one and one without."""
+def test_verified_output_equals_that_of_single_token_steps(engine: Engine, kind: str, wrong_at: int | None) -> None:
+    """Proposals of four tokens are right up to `wrong_at`, beside a sequence with one and a sequence with none."""
     expected = plainly(engine, SAMPLINGS[kind])
     sequence, other = make_sequence(engine, 0, SAMPLINGS[kind]), make_sequence(engine, 1, {"temperature": 0.0})
     found: list[SampledToken] = []
@@ -114,12 +114,12 @@ def test_the_output_is_that_of_steps_of_one_token(engine: Engine, kind: str, wro
         for own, other_one in zip(found, expected, strict=True):
             assert scores(own) == pytest.approx(scores(other_one), abs=1e-4)
     assert num_steps <= COUNT if wrong_at == 0 else num_steps < COUNT
-    for one in (sequence, other):
-        engine.pool.release(one.pages)
+    for each in (sequence, other):
+        engine.pool.release(each.pages)
 
 
-def test_verified_rows_are_rows_of_a_decode_step(engine: Engine) -> None:
-    """So they are replayed from graphs, and computed by the kernels of plain steps."""
+def test_verified_rows_are_computed_as_decode_rows(engine: Engine) -> None:
+    """This lets graphs and the kernels of plain steps compute them."""
     sequence = make_sequence(engine, 0, SAMPLINGS["greedy"])
     sequence.num_computed_tokens = len(sequence.token_ids) - 1
     host = engine.prepare([ScheduledSequence(sequence, 1, proposed=(3, 4, 5))]).host
@@ -130,12 +130,12 @@ def test_verified_rows_are_rows_of_a_decode_step(engine: Engine) -> None:
     engine.pool.release(sequence.pages)
 
 
-def test_each_verified_row_has_its_sequences_adapter(engine: Engine) -> None:
+def test_each_verified_row_uses_its_sequences_adapter(engine: Engine) -> None:
     sequence, other = make_sequence(engine, 0, SAMPLINGS["greedy"]), make_sequence(engine, 1, SAMPLINGS["greedy"])
     sequence.num_computed_tokens, sequence.adapter_slot = len(sequence.token_ids) - 1, 3
     work = [ScheduledSequence(other, other.num_uncomputed_tokens), ScheduledSequence(sequence, 1, proposed=(3, 4))]
     host = build_host_batch(work, engine.layout.page_size)
     assert host.adapter_T is not None
     assert host.adapter_T.tolist() == [3] * 3 + [0] * other.num_uncomputed_tokens
-    for one in (sequence, other):
-        engine.pool.release(one.pages)
+    for each in (sequence, other):
+        engine.pool.release(each.pages)

@@ -21,9 +21,9 @@ from simulator.world.scaling_model import ScalingModel
 
 _FAULTS_UNTIL_S = 8.0
 _TIMEOUT_S = 300.0
-_SCALED_SHARE = 0.5  # of the runs, in which the autoscaler changes the pools
+_SCALED_SHARE = 0.5  # share of the runs in which the autoscaler changes the pools
 _BOUNDS = {role: PoolBounds(1, 3) for role in Role}
-# Decides so often, and forgets so soon, that pools change within seconds.
+# Short intervals and short histories, so that pools change within seconds.
 _EAGER_SCALING = AutoscalerConfig(
     mode="on",
     slo=SloConfig(ttft_s=0.1, itl_s=0.02),

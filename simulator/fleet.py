@@ -30,8 +30,8 @@ from simulator.world.kv_links import KvLinks
 from simulator.world.network import Call, Network, State
 from simulator.world.virtual_time import Simulation
 
-_RETRY_S = 0.2  # after which clients try again if no router runs
-_NOTICED_S = 0.01  # after which a client calls another router than the one that was killed
+_RETRY_S = 0.2  # time after which clients try again if no router runs
+_NOTICED_S = 0.01  # time after which a client of a killed router calls another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class FleetSpec:
     link_costs: LinkCosts = field(default_factory=LinkCosts)
     prefill: PrefillConfig = field(default_factory=lambda: PrefillConfig(max_batch_tokens=2048))
     decode: DecodeConfig = field(default_factory=lambda: DecodeConfig(max_batch_sequences=256, max_batch_tokens=2048))
-    max_run: int = 64  # decode steps simulated at once where nothing happens between them; 1: a frame for each step
+    max_run: int = 64  # most decode steps simulated at once if nothing happens between them; 1: a frame for each step
     policy: str = "kv-aware"
     max_replicas: int = 8
     pull: bool = False  # prefill workers pull prefixes from any worker
@@ -107,18 +107,18 @@ class SimulatedFleet:
         self.network = Network(self.sim, spec.link_costs.latency_s, spec.link_costs.jitter_s)
         self.links = KvLinks(self.sim, self.network, spec.link_costs)
         self.event_faults = EventFaults(self.sim.rng("event faults"))
-        # A gate with waiting requests acts on every report, and one worker can wait for one router only.
+        # Reports may wait only without a gate, which acts on every report, and for a single router.
         self._reports_wait = spec.admission is None and spec.num_routers == 1
         self.network.before_fault.append(self._send_reports)
         self.workers: dict[str, Worker] = {}
         self.outcomes: list[Outcome] = []  # of requests that were submitted one by one
         self.num_submitted = 0
         self.num_ended = 0
-        self._num_migrated = 0  # by workers that are dead
+        self._num_migrated = 0  # sequences that dead workers have migrated
         self._streams: list[Iterator[TraceRequest]] = []  # that have not ended
         self._feeds: dict[Worker, list[EventFeed]] = {}
         self._epoch = 0
-        self.roles = dict(spec.names)  # of running workers
+        self.roles = dict(spec.names)  # roles of running workers
         self.members = dict(spec.names)  # workers that get requests
         for name in spec.names:
             self.start_worker(name)
@@ -135,7 +135,7 @@ class SimulatedFleet:
     # Requests.
 
     def submit(self, request: TraceRequest) -> Outcome:
-        """Schedules a request for its arrival time and returns its outcome, which fills up as the run proceeds."""
+        """Schedules a request for its arrival time and returns its outcome, which the run fills in."""
         outcome = Outcome(request)
         self.outcomes.append(outcome)
         self._submit(outcome, lambda outcome: None)
@@ -170,7 +170,7 @@ class SimulatedFleet:
         elif now_s < deadline_s:
             self.sim.after(_RETRY_S, lambda: self._call(outcome, on_end, deadline_s))
         else:
-            self._end_unserved(outcome, DeadlineExceeded("no router was within reach"), on_end)
+            self._end_unserved(outcome, DeadlineExceeded("no router could be reached"), on_end)
 
     def _end_unserved(
         self, outcome: Outcome, error: PenstockError | None, on_end: Callable[[Outcome], None] = lambda outcome: None
@@ -187,7 +187,7 @@ class SimulatedFleet:
         for router in self.routers.values():
             if router.node.state is not State.DEAD:
                 router.abandon(outcome)
-        if not outcome.num_ends:  # between two routers
+        if not outcome.num_ends:  # its client is between two routers
             self._end_unserved(outcome, None)
 
     @property
@@ -343,7 +343,7 @@ class SimulatedFleet:
                 feed.before_change()
 
     def _send_reports(self) -> None:
-        """Turns reports into messages, since a fault is about to happen that may lose or delay them."""
+        """Turns waiting reports into messages, because a fault is about to happen that may lose or delay them."""
         if self._reports_wait:
             self._reports_wait = False
             self.router.read_reports()

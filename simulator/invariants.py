@@ -12,11 +12,11 @@ from simulator.routers.follower_model import Worker
 from simulator.routers.router_model import RouterModel
 from simulator.workers.decode_model import DecodeModel
 
-SETTLE_S = 60.0  # after the last request, for reconnects, fences of lost senders and heartbeats
+SETTLE_S = 60.0  # time after the last request for reconnects, fences of lost senders and heartbeats
 
 
 def after_event(fleet: SimulatedFleet) -> None:
-    """Checks what is cheap enough for each event. Raises AssertionError."""
+    """Checks the invariants that are cheap enough to check after each event. Raises AssertionError."""
     for worker in fleet.workers.values():
         if isinstance(worker, DecodeModel):
             assert not worker.transfers.num_bad_writes, f"{worker.worker_id}: a page was written that was not fenced"

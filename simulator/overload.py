@@ -1,5 +1,5 @@
-"""Offers several times the traffic that a deployment can serve, and reports how much is served well and how the rest is
-refused.
+"""Offers several times the traffic that a deployment can serve, and reports how many requests meet their targets and
+how the others are refused.
 
 `python -m simulator.overload`: Poisson arrivals in three lanes against the real admission, by default and with
 `overload.shed`. A request counts as good if it completes and its first token comes within its lane's target plus 3 s.
@@ -61,7 +61,7 @@ def run(offered_per_s: float, duration_s: float = 60.0, seed: int = 0, spec: Fle
     gate = fleet.router.gate
     return OverloadResult(
         offered_per_s,
-        # Only while traffic arrived: what queues still held afterwards is not capacity.
+        # Counts only requests that ended while traffic arrived: those still queued afterwards show no capacity.
         sum((outcome.end_s or 0.0) <= 1.0 + duration_s for outcome in good) / duration_s,
         percentile([outcome.ttft_s for outcome in interactive if outcome.ttft_s is not None], 0.99),
         gate.most_waiting if gate is not None else 0,

@@ -76,7 +76,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def imbalance(busy: Sequence[float]) -> float:
-    """Returns the busiest over the mean, 1 if nobody was busy."""
+    """Returns the busiest over the mean; 1 if none was busy."""
     mean = sum(busy) / len(busy)
     return max(busy) / mean if mean else 1.0
 
@@ -91,7 +91,7 @@ def offered_load(requests: Sequence[TraceRequest], spec: FleetSpec) -> float:
 def single_cache_hit_rate(requests: Sequence[TraceRequest], page_size: int, num_pages: int) -> float:
     """Returns the hit rate of one cache as large as all workers' caches, with the requests one after another.
 
-    It is an upper bound for every placement, up to luck: no page is held twice, and running requests take no room.
+    It is an upper bound for every placement, up to chance: no page is held twice, and running requests take no room.
     """
     cache = PrefixCache(num_pages, page_size)
     pool = cache.pool

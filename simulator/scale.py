@@ -1,7 +1,8 @@
 """Runs a large deployment through a stream of requests in bounded memory.
 
-`python -m simulator.scale --workers 1000 --requests 1000000` makes the traffic as it goes, keeps three numbers of each
-request that has ended, and prints hit rate, balance, latencies, placements a second of processor time, and memory.
+`python -m simulator.scale --workers 1000 --requests 1000000` generates the traffic during the run, keeps three numbers
+of each request that has ended, and prints hit rate, balance, latencies, placements a second of processor time, and
+memory.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from simulator.request import Outcome, TraceRequest
 from simulator.traces import SharedPrefixMix
 
 _PROGRESS_S = 30.0  # of real time, between two lines
-_SAMPLE = 2000  # requests whose prompts' lengths stand for those of all
+_SAMPLE = 2000  # requests from whose prompts the mean length of all is estimated
 _CHUNK_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleResult:
-    """The figures of a run. Seconds without further name are virtual; processor time and memory are this process's."""
+    """The figures of a run. Seconds are virtual unless named processor time; that and memory are this process's."""
 
     num_workers: int
     num_requests: int

@@ -54,7 +54,7 @@ def vary_rate(requests: Sequence[TraceRequest], period_s: float, depth: float) -
     varied = []
     for request in requests:
         low, high = 0.0, request.arrival_s + depth * 2 * wave
-        while high - low > 1e-3:  # the time by which as many arrivals are expected as at the even rate
+        while high - low > 1e-3:  # bisects for the time by which as many arrivals are expected as at an even rate
             middle = (low + high) / 2
             if middle - depth * wave * math.sin(middle / wave) < request.arrival_s:
                 low = middle
@@ -111,7 +111,7 @@ class SharedPrefixMix:
         return in_order(sorted(requests, key=lambda request: request.arrival_s)[: self.num_requests])
 
     def stream(self, seed: int) -> Iterator[TraceRequest]:
-        """Makes such requests in order of arrival, each when it is asked for. Keeps only conversations that go on.
+        """Generates such requests lazily, in order of arrival. Keeps only open conversations.
 
         The requests differ from those of `make`, as they take their random numbers in another order.
         """

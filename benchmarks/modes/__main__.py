@@ -23,7 +23,7 @@ from benchmarks.common.report import RESULTS, hardware, publish
 from benchmarks.common.shapes import random_llama
 from benchmarks.common.vllm_process import Vllm, parse_with_vllm
 from benchmarks.modes.deployments import COLOCATED, modes
-from benchmarks.modes.page import MODES, rows_of, write_docs, write_page
+from benchmarks.modes.report import MODES, rows_of, write_docs, write_page
 from benchmarks.modes.study import Calibration, WorkloadStudy
 from benchmarks.modes.traffic import workloads
 from benchmarks.serving.rounds import latency, measure_http

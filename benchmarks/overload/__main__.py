@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 
 from benchmarks.common.report import RESULTS, versions
-from benchmarks.overload.page import Study, judgement_table, write_docs
+from benchmarks.overload.report import Study, judgement_table, write_docs
 from benchmarks.overload.study import LOADS, POLICIES, TRAFFIC, RunResult, TracePart, cases, run_all
 from penstock.errors import InvalidInput
 

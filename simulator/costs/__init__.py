@@ -1,5 +1,4 @@
-"""Knows what work costs, in seconds: by accelerator and model shape from published figures, or fitted from measured
-steps.
+"""Costs of work in seconds: derived from published figures by accelerator and model shape, or fitted to measured steps.
 
 The simulator, `penstock fit` and capacity planning take from here:
 
@@ -10,5 +9,5 @@ The simulator, `penstock fit` and capacity planning take from here:
 * `cost_file`: `CostProfile`, with `read_costs(path)` and `write_costs(profile, path)`.
 * `fit`: `StepRecorder`, records of steps from load reports; `fit_steps(records)`, the costs that explain them best.
 
-Nothing here imports torch or ray, reads a clock (but for `measured_cpu`), or knows what a simulated worker is.
+Nothing here imports torch or ray, reads a clock (except `measured_cpu`), or knows what a simulated worker is.
 """

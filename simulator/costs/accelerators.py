@@ -26,7 +26,7 @@ def find_accelerator(name: str) -> Accelerator:
 def measured_cpu(seconds: float = 0.5) -> Accelerator:
     """Measures this machine's float32 matrix products and memory with numpy, half of `seconds` for each.
 
-    Its figures are what numpy reached, so that compute and memory count in full.
+    Its peaks are the rates that numpy reached, so the efficiencies of compute and memory are 1.
     """
     left, right = np.ones((512, 512), np.float32), np.ones((512, 512), np.float32)
     products_per_s = _best_rate(lambda: left @ right, seconds / 2)

@@ -16,7 +16,7 @@ from penstock.types import Role, StepTotals, WorkerLoad
 from simulator.costs.step_costs import DecodeCosts, PrefillCosts
 
 _LEAST_RECORDS = 4
-_ROUNDS = 3  # in each of which records far off the fit lose weight
+_ROUNDS = 3  # rounds of fitting, after each of which outliers lose weight
 _OUTLIER = 3.0  # times the median relative error
 
 

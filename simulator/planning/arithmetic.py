@@ -28,7 +28,7 @@ def quantize_kv(shape: ModelShape, kv_dtype: str) -> ModelShape:
 
 
 def choose_page_size(shape: ModelShape, tensor_parallel: int) -> int:
-    """Returns the shortest page that is large enough to move well: longer ones waste memory and hit less."""
+    """Returns the shortest page that is transferred at a link's full rate: longer ones waste memory and hit less."""
     for size in _PAGE_SIZES:
         if page_bytes(shape, tensor_parallel, size) >= _LEAST_PAGE_BYTES:
             return size
@@ -42,7 +42,7 @@ def page_bytes(shape: ModelShape, tensor_parallel: int, page_size: int) -> float
 
 
 def explain_kv(shape: ModelShape, context: float) -> list[str]:
-    """Describes how much KV a token takes, and what windows change."""
+    """Describes how much KV a token takes, and how windows change it."""
     value, layers = shape.kv_bytes_per_value, shape.num_layers
     if shape.latent_rank:
         plain = layers * shape.num_heads * (shape.nope_dim + shape.rope_dim + shape.v_dim) * value
@@ -61,7 +61,7 @@ def explain_kv(shape: ModelShape, context: float) -> list[str]:
     if shape.num_window_layers:
         read = shape.num_full_layers * context + shape.num_window_layers * min(context, shape.window)
         lines.append(
-            f"{shape.num_window_layers} of {layers} layers see {shape.window:,} tokens, so a step reads "
+            f"{shape.num_window_layers} of {layers} layers attend to {shape.window:,} tokens, so a step reads "
             f"{read / (layers * context):.0%} of a mean context of {context:,.0f} tokens; pages hold all of it."
         )
     return lines
@@ -108,11 +108,11 @@ def explain_prefill(shape: ModelShape, kind: WorkerKind, prompt_tokens: float, *
         f"{tokens / time_s:,.0f} tokens/s.",
         f"Chunks of {kind.chunk_tokens:,} tokens spend "
         f"{_fixed_share(kind):.1%} of a step on its fixed part; shorter ones would spend more, longer ones would delay "
-        f"what waits{' and expose more of the transfer' if moves else ' and every token between'}.",
+        f"waiting prompts and {'expose more of the transfer' if moves else 'every token in between'}.",
     ]
     transfer = (
-        f"These prompts make {needed / 1e9:.2f} GB of KV a second and worker, and transfer hides behind computing from "
-        f"that link rate on; the assumed {link.bytes_per_s / 1e9:.1f} GB/s {has}."
+        f"These prompts make {needed / 1e9:.2f} GB of KV a second and worker. A link of that rate hides the transfer "
+        f"behind computing; the assumed link of {link.bytes_per_s / 1e9:.1f} GB/s {has}."
     )
     return [*lines, transfer] if moves else lines
 
@@ -133,8 +133,8 @@ def explain_pools(deployment: Deployment, result: FlowResult, workload: Workload
     hits = f"{result.hit_rate:.1%} of the prompt tokens come from {cache:,.0f} tokens of cache"
     if prefill is None:
         return [
-            f"{decode.num_workers} workers compute prompts in chunks of {decode.kind.chunk_tokens:,} beside their "
-            f"steps; mean batch {result.times.mean_batch:.1f}, at most {result.times.peak_batch}; {hits}."
+            f"{decode.num_workers} workers compute prompts in chunks of {decode.kind.chunk_tokens:,} in their "
+            f"decode steps; mean batch {result.times.mean_batch:.1f}, at most {result.times.peak_batch}; {hits}."
         ]
     exposed = sorted(exposed_transfer_s(prefill.kind, request) for request in workload.requests)
     return [

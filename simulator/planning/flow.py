@@ -64,7 +64,7 @@ def queue_prompts(requests: Sequence[PlannedRequest], times_s: Sequence[float], 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """The number of requests that may have their first token after their limit, or their tokens too slowly."""
+    """The numbers of requests that may miss their limit of TTFT, or of the time per token."""
 
     ttft_s: Sequence[float]  # the limit of each request
     tpot_s: float
@@ -194,7 +194,7 @@ class _Run:
 
     def _has_room(self, worker: _Worker, number: int) -> bool:
         if not worker.running:
-            return True  # longer than the whole pool; planning has refused those before
+            return True  # longer than the whole pool; planning has dropped such requests before
         is_below = len(worker.running) < self.flow.max_batch
         return is_below and worker.reserved + self.requests[number].num_tokens <= self.flow.kv_tokens
 

@@ -1,8 +1,8 @@
 """Finds the cheapest deployments that meet the targets, by the flow model. Pure.
 
 As in DistServe (arXiv:2401.09670), each pool is sized by itself, prefill workers by TTFT and decode workers by the time
-per token; then the pools are combined and enlarged until enough requests meet both targets. Unlike there, arrivals are
-the workload's own, and caches count: more prefill workers hold more prefixes.
+per token; then the pools are combined and enlarged until enough requests meet both targets. Unlike in DistServe,
+arrivals are the workload's own, and caches count: more prefill workers hold more prefixes.
 """
 
 from __future__ import annotations
@@ -130,7 +130,9 @@ def _prefill_suffices(kind: WorkerKind, workload: Workload, goal: Goal) -> Calla
 
 
 def _decode_suffices(kind: WorkerKind, workload: Workload, goal: Goal) -> Callable[[int], bool]:
-    """Returns whether so many workers have room in time and are fast enough, if prompts took no time."""
+    """Returns a function that says whether a number of workers has room in time and is fast enough, if prompts take no
+    time.
+    """
     ready_s = [request.arrival_s for request in workload.requests]
     patience = patience_of(workload, goal.slo, goal.attainment)
 
@@ -242,13 +244,14 @@ def _why_none(kinds: Sequence[WorkerKind], workload: Workload, goal: Goal) -> st
     share = idle_misses(best, workload, goal.slo)
     if share > 1 - goal.attainment:
         return (
-            f"{share:.1%} of the prompts take longer than the TTFT target even on an idle worker of {best.name}, and "
-            f"{1 - goal.attainment:.1%} may; raise --ttft or --ttft-per-token, lower --attainment, or offer faster ones"
+            f"{share:.1%} of the prompts take longer than the TTFT target even on an idle worker of {best.name}, but "
+            f"at most {1 - goal.attainment:.1%} may; raise --ttft or --ttft-per-token, lower --attainment, or offer "
+            "faster ones"
         )
     tokens_s = best.costs.decode.decode_s(1, workload.longest_tokens)
     if tokens_s > goal.slo.itl_s:
         return (
-            f"a step with the longest context takes {tokens_s * 1e3:.1f} ms on {best.name}, and --itl is "
+            f"a step with the longest context takes {tokens_s * 1e3:.1f} ms on {best.name}, but --itl is "
             f"{goal.slo.itl_s * 1e3:g} ms; raise it or offer faster ones"
         )
     return f"no deployment of up to {goal.max_devices} devices meets the targets; raise --max-devices or the targets"

@@ -175,7 +175,8 @@ def longest_fitting(workload: Workload, max_tokens: int) -> tuple[Workload, int]
     if not dropped:
         return workload, 0
     if len(kept) < 2:
-        raise InvalidInput("context", f"of {max_tokens} tokens holds {len(kept)} requests; give a larger model")
+        problem = f"of {max_tokens} tokens holds {len(kept)} requests; give a model with a longer context"
+        raise InvalidInput("context", problem)
     requests = tuple(workload.requests[number] for number in kept)
     records = tuple(workload.records[number] for number in kept) if workload.records else ()
     return replace(workload, requests=requests, records=records), dropped

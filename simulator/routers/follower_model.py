@@ -64,7 +64,7 @@ class FollowerModel:
         on_link_lost: Callable[[FollowerModel], None],
         on_due: Callable[[FollowerModel], None],
     ) -> None:
-        """`on_due` is called when the worker's feed waits to be read, and may be due earlier than it was."""
+        """`on_due` is called when the worker's feed waits to be read, at a time that may be earlier than before."""
         self.worker_id = WorkerId(name)
         self.role = role
         self.limits = limits
@@ -114,7 +114,7 @@ class FollowerModel:
         return link
 
     def _watch(self) -> None:
-        """Streams events from where the index stands; after a gap, again from there."""
+        """Streams events from the next one that the index needs, and again after a gap."""
         assert self.worker is not None
         worker = self.worker
         call = self._network.call(self._node, worker.node, self._lose_watch)
@@ -149,7 +149,7 @@ class FollowerModel:
         if report.load is not None and report.batch is not None:
             self.load = report.load
             is_whole = self._known.index.apply(self.worker_id, report.batch)
-            assert is_whole, "events are lost only by faults, and reports of a faulty world do not wait"
+            assert is_whole, "only faults lose events, and after a fault reports do not wait"
 
     def _apply(self, batch: KvEventBatch, load: WorkerLoad) -> None:
         if not self._known.index.apply(self.worker_id, batch):

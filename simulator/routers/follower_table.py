@@ -30,7 +30,7 @@ class FollowerTable:
     # Which take requests.
 
     def on_change(self) -> None:
-        """Forgets which workers take requests, since one came, went or was lost."""
+        """Forgets which workers take requests, because one was added, removed or lost."""
         self._ready = None
 
     def ready(self) -> dict[Role, list[FollowerModel]]:
@@ -55,7 +55,7 @@ class FollowerTable:
     # Reports that wait to be read.
 
     def read_reports(self) -> None:
-        """Takes all reports that have arrived. Nothing here is up to date without it."""
+        """Takes all reports that have arrived. Call it before reading anything else here."""
         now_s, due = self._sim.now_s, self._due
         while due and due[0][0] <= now_s:
             at_s, _, follower = heapq.heappop(due)

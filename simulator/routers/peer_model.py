@@ -1,7 +1,7 @@
 """The reports that the routers of one deployment send each other, in virtual time. Follows `router.fleet.peer_routers`.
 
-Each router reports its requests in flight to every other one, which adds them to the load of the workers. A report is
-the whole state: a lost or late one does no harm.
+Each router reports its requests in flight to every other one, which adds them to the load of the workers. A report
+holds the whole state, so a lost or late one does no harm.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PeerModel:
         ledger.watch(self._note_change)
 
     def sent_to(self, worker_id: WorkerId) -> InflightWork:
-        """Returns the work that all routers have sent to a worker, as far as it is known here."""
+        """Returns the work that all routers have sent to a worker, as far as this router knows."""
         if not self._backoffs:  # no peers
             return self._ledger.sent_to(worker_id)
         own, others = self._ledger.sent_to(worker_id), self._known.sent_to(worker_id, self._node.sim.now_s)

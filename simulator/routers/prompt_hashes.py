@@ -12,7 +12,7 @@ _MAX_BLOCKS = 200_000  # remembered; then all are forgotten, and hashed again if
 
 
 class PromptHasher:
-    """Remembers the hashes of each block after the pages before it, since most blocks of a trace come again."""
+    """Remembers the hashes of each block after the pages before it, since most blocks of a trace recur."""
 
     def __init__(self, page_size: int, salt: bytes) -> None:
         self._page_size = page_size

@@ -87,7 +87,7 @@ class RouterModel:
         self.index = PrefixIndex(on_leaving=self._tidy_soon)
         self.ledger = InflightLedger()
         self.on_end: Callable[[Outcome], None] = lambda outcome: None
-        self.late: list[str] = []  # violations: what workers computed long after its request had ended
+        self.late: list[str] = []  # violations: workers that computed a request long after it had ended
         self._network = network
         self._limits = spec.limits
         self._workers = workers
@@ -156,7 +156,7 @@ class RouterModel:
         return len(self._open)
 
     def read_reports(self) -> None:
-        """Takes all reports that have arrived. Nothing here is up to date without it."""
+        """Takes all reports that have arrived. Call it before reading the state of workers."""
         self._table.read_reports()
 
     def _tidy_soon(self) -> None:
@@ -214,7 +214,7 @@ class RouterModel:
                 self._end(held, None)
 
     def open_requests(self) -> list[tuple[Outcome, Callable[[Outcome], None], float]]:
-        """Returns what clients lose with this router: each request with its callback and deadline."""
+        """Returns the requests that clients lose with this router, each with its callback and deadline."""
         return [(held.outcome, held.on_end, held.deadline_s) for held in self._open.values()]
 
     # Placement.
@@ -238,14 +238,14 @@ class RouterModel:
         held.core.on_placed(placed.commitment.credits)
         candidates = [
             PrefillOption(
-                one.worker_id,
-                self._table.ready_one(one.worker_id).epoch,
-                one.queue_s,
-                one.prefill_s,
-                one.pull.tokens if one.pull else one.cached_tokens,
-                one.pull,
+                candidate.worker_id,
+                self._table.ready_one(candidate.worker_id).epoch,
+                candidate.queue_s,
+                candidate.prefill_s,
+                candidate.pull.tokens if candidate.pull else candidate.cached_tokens,
+                candidate.pull,
             )
-            for one in placed.choice.candidates
+            for candidate in placed.choice.candidates
         ]
         self._send(held, self._table.ready_one(placed.choice.decode), candidates)
 
@@ -262,13 +262,13 @@ class RouterModel:
                 timer.cancel()
                 self._place(held)
 
-    def _send(self, held: _OpenRequest, one: FollowerModel, candidates: list[PrefillOption]) -> None:
-        assert one.link is not None
-        assert isinstance(one.worker, DecodeModel)
-        link, worker = one.link, one.worker
-        held.at, held.worker = one, worker
-        held.core.on_sent(one.epoch)
-        held.outcome.decoded_by.append(one.worker_id)
+    def _send(self, held: _OpenRequest, follower: FollowerModel, candidates: list[PrefillOption]) -> None:
+        assert follower.link is not None
+        assert isinstance(follower.worker, DecodeModel)
+        link, worker = follower.link, follower.worker
+        held.at, held.worker = follower, worker
+        held.core.on_sent(follower.epoch)
+        held.outcome.decoded_by.append(follower.worker_id)
         submission = held.submission = self._submission(held, link, worker, deque(candidates))
         link.send(self.node, lambda: worker.submit(submission))
 
@@ -340,19 +340,21 @@ class RouterModel:
         """Claims a sequence that has migrated from the worker where it ran."""
         held.core.on_left()
         epoch = to.ticket.receiver_epoch
-        one = next((each for each in self.followers if (each.worker_id, each.epoch) == (to.worker_id, epoch)), None)
-        if one is None or one.link is None or not isinstance(one.worker, DecodeModel):
+        follower = next(
+            (each for each in self.followers if (each.worker_id, each.epoch) == (to.worker_id, epoch)), None
+        )
+        if follower is None or follower.link is None or not isinstance(follower.worker, DecodeModel):
             self._redispatch(held, Unavailable(f"no link to {to.worker_id}, where the request migrated"), refused=False)
             return
-        held.at, held.worker, link, worker = one, one.worker, one.link, one.worker
+        held.at, held.worker, link, worker = follower, follower.worker, follower.link, follower.worker
         held.core.on_sent(epoch)
-        held.outcome.decoded_by.append(one.worker_id)
+        held.outcome.decoded_by.append(follower.worker_id)
         submission = held.submission = self._submission(held, link, worker, deque())
         link.send(self.node, lambda: worker.attach(to.ticket, submission))
 
-    def _on_link_lost(self, one: FollowerModel) -> None:
-        for held in [held for held in self._open.values() if held.at is one]:
-            self._redispatch(held, Unavailable(f"lost {one.worker_id}"), refused=False)
+    def _on_link_lost(self, follower: FollowerModel) -> None:
+        for held in [held for held in self._open.values() if held.at is follower]:
+            self._redispatch(held, Unavailable(f"lost {follower.worker_id}"), refused=False)
 
     def _redispatch(self, held: _OpenRequest, error: PenstockError, *, refused: bool) -> None:
         """Re-dispatches a request whose worker is lost or refuses it, or ends it if no other worker could serve it."""

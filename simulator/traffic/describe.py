@@ -16,7 +16,7 @@ SHARES_OF_CEILING = (0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class TrafficReport:
-    """The description of a trace. `reuse` is None where the trace says nothing about shared prefixes."""
+    """The description of a trace. `reuse` is None if the trace does not describe shared prefixes."""
 
     name: str
     num_requests: int

@@ -1,4 +1,4 @@
-"""Computes what prefix caches of every size would hit: the stack distances of prompts' blocks in one pass. Pure.
+"""Computes the hits of prefix caches of every size: the stack distances of prompts' blocks in one pass. Pure.
 
 The cache is the ideal of a deployment's caches: one pool that serves the requests one after another and evicts the
 least recently used leaf first, as `engine.cache.prefix_cache` does. A request touches all blocks of its prompt at once,

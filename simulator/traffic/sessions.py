@@ -1,4 +1,4 @@
-"""Finds which requests continue which: conversations and agents, their gaps, and how their prompts grow. Pure.
+"""Finds the request that each request continues: conversations and agents, their gaps, and how prompts grow. Pure.
 
 Where a trace names sessions, requests of one session and agent follow each other. Where it has only blocks, a request
 continues an earlier one if its prompt begins with all full blocks of that prompt and with at least one block that

@@ -69,7 +69,7 @@ class DecodeModel(TransferOwner):
         find_sender: Callable[[str], Sender | None],
         max_run: int = 1,
     ) -> None:
-        """`max_run` is how many steps are simulated at once where nothing happens between them.
+        """`max_run` is the most steps that are simulated at once if nothing happens between them.
 
         Above 1, routers receive a sequence's first token and its end; they receive the tokens between only before a
         fault.
@@ -333,7 +333,9 @@ class DecodeModel(TransferOwner):
         return ends_s
 
     def _awaits_first_token(self, plan: StepPlan) -> bool:
-        """Returns whether a row is a prompt whose tokens but the last were cached, so that its first token is due."""
+        """Returns whether a row is a prompt of which all but the last token was cached, so that its first token is
+        due.
+        """
         firsts = self._computed_here
         return bool(firsts) and any(item.sequence in firsts for item in plan.rows.items)
 

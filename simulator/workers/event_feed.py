@@ -1,10 +1,9 @@
 """A worker's reports of load and KV events to one router, at the pace of `worker.service`.
 
-Between two events of a worker nothing happens except that steps of a run end, so its state determines when its next
-reports are due and what they say. While no fault has happened, a feed therefore waits to be read: a router that is
-about to choose takes all reports that have arrived by then, at once. From those that a later one has overtaken it
-learns only how long their steps took. From the first fault on, every report is a message at its time. Routers know the
-same either way.
+Between two events of a worker, only steps of a run end, so its state determines when its next reports are due and what
+they contain. Until the first fault, a feed therefore waits to be read: a router that is about to choose takes all
+reports that have arrived, at once. From reports that a later one supersedes, it learns only how long their steps took.
+From the first fault on, every report is a message at its time. Both ways give routers the same knowledge.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Reporter(Protocol):
 
 
 class Report(NamedTuple):
-    """A report; one that a later one overtakes has only the totals of its steps."""
+    """A report. If a later one supersedes it, it has only the totals of its steps."""
 
     arrival_s: float
     totals: tuple[StepTotals, StepTotals]
@@ -56,7 +55,7 @@ Deliver = Callable[[KvEventBatch, WorkerLoad], None]
 
 @dataclass(slots=True)
 class EventFaults:
-    """Probabilities of faults in delivery, none of which a gRPC stream has."""
+    """Probabilities of faults in delivery. A real gRPC stream has none of them."""
 
     rng: random.Random
     lost: float = 0.0
@@ -83,7 +82,7 @@ class EventFeed:
     ) -> None:
         """Two reports are at least `interval_s` apart. With `waits`, all but the first wait to be read."""
         self.due_s = math.inf  # set by the router that reads: when the next report should be read
-        self.on_due: Callable[[EventFeed], None] = lambda feed: None  # called when that may be earlier than it was
+        self.on_due: Callable[[EventFeed], None] = lambda feed: None  # called when `due_s` may be earlier than before
         self._worker = worker
         self._node = worker.node
         self._loop = worker.loop
@@ -98,7 +97,7 @@ class EventFeed:
         self._changed_s = 0.0
         self._made_s = 0.0  # when the last report was made
         self._rest_until_s = 0.0
-        self._made: deque[Report] = deque()  # that nobody has read
+        self._made: deque[Report] = deque()  # reports not read yet
         self._arrival_s = 0.0
         self._timer: Timer | None = None
         self._send(self._node.sim.now_s)
@@ -174,7 +173,7 @@ class EventFeed:
         if at_s >= until_s:
             return
         worker, call, made, rng = self._worker, self._call, self._made, self._rng
-        surely_s = min(until_s, self._node.sim.now_s - call.network.longest_s)  # what is sent before has arrived
+        surely_s = min(until_s, self._node.sim.now_s - call.network.longest_s)  # earlier reports have surely arrived
         while at_s < until_s:
             totals = worker.totals_at(at_s)
             self._begin_pause(at_s)

@@ -1,8 +1,8 @@
 """Migrations of running sequences between decode workers in virtual time.
 
 Follows `decode_worker.migrate` around its real decisions: a sequence decodes while its complete pages are pushed, then
-pauses for the last ones. The target verifies all of them and runs it, and only then does the source give it up. Until
-its router comes with the ticket, the target keeps the sequence and its tokens.
+pauses for the last ones. The target verifies all pages and runs the sequence, and only then does the source release it.
+Until its router comes with the ticket, the target keeps the sequence and its tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from simulator.world.kv_links import KvLinks
 from simulator.world.network import Call, Network, Node
 from simulator.world.virtual_time import Timer
 
-_KEPT_S = 10.0  # that a sequence waits for its router
+_KEPT_S = 10.0  # time that a sequence waits for its router
 
 
 class MigrationOwner(Protocol):
@@ -303,7 +303,7 @@ class MigrationModel:
         return incoming is not None
 
     def on_transfer_failed(self, sequence: Sequence, error: PenstockError | None) -> bool:
-        """Gives up a sequence whose pages do not arrive. Returns whether it was on its way here."""
+        """Gives up a sequence whose pages do not arrive. Returns whether it was migrating here."""
         incoming = self._find(sequence)
         if incoming is None:
             return False
@@ -326,7 +326,7 @@ class MigrationModel:
         self._owner.transfers.lose(key)
 
     def attach(self, ticket: TransferKey, num_tokens: int) -> tuple[Submission, Iterable[Delta]] | None:
-        """Returns a kept sequence and its tokens since, for a router that has `num_tokens`; None without one."""
+        """Returns a kept sequence and its tokens since, for a router that has `num_tokens`; None if it is not kept."""
         incoming = self._incoming.get(ticket)
         if incoming is None or not incoming.runs:
             return None

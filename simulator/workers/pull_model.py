@@ -1,7 +1,7 @@
 """Pulls of cached pages into a prefill worker in virtual time.
 
-Follows `worker.pull` around its real decision: a prompt waits until its pages have arrived or its patience ends, and
-computes the rest.
+Follows `worker.pull` around its real decision: a prompt waits until its pages have arrived or its time for them is
+over, and computes the rest.
 """
 
 from __future__ import annotations

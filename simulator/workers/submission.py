@@ -79,7 +79,7 @@ class Submission:
         return self.sequence.num_output_tokens
 
     def copy(self, timeout_s: float) -> Submission:
-        """Returns what a decode worker sends to the one that takes its sequence over."""
+        """Returns the submission that a decode worker sends to the target of a migration."""
         sequence, tokens = self.sequence, self.tokens.copy()
         return Submission(
             self.stream,

@@ -29,7 +29,7 @@ class FaultRates:
     flips: float = 0.3  # the same with a successor of the other role
     ranks: float = 0.3  # a rank of a worker is lost: its steps hang, until the group is ended and starts again
     spares: float = 0.3  # a killed worker's place is taken by a spare, under another name
-    migrations: float = 2.0  # what runs on a decode worker migrates to the others; it does in every drain, too
+    migrations: float = 2.0  # the running sequences of a decode worker migrate to the others, as in every drain
     router_kills: float = 0.5  # its clients continue at another router, or at its successor
     longest_s: float = 6.0
 
@@ -50,7 +50,9 @@ def schedule_faults(fleet: SimulatedFleet, rng: random.Random, until_s: float, r
 
 
 class _FaultSchedule:
-    """Chooses faults of each kind, their victims and times. The order of its calls is part of what a seed means."""
+    """Chooses faults of each kind, their victims and times. A seed gives the same faults only with the same order of
+    calls.
+    """
 
     def __init__(self, fleet: SimulatedFleet, rng: random.Random, until_s: float, rates: FaultRates) -> None:
         self.descriptions: list[str] = []

@@ -10,7 +10,7 @@ from simulator.costs.step_costs import LinkCosts
 from simulator.world.network import Network, Node, State
 from simulator.world.virtual_time import Callback, Simulation
 
-_FAILURE_S = 1.0  # after which a push over a broken link fails
+_FAILURE_S = 1.0  # time after which a push over a broken link fails
 
 
 class KvLinks:

@@ -15,8 +15,8 @@ from functools import partial
 from penstock.types import Epoch
 from simulator.world.virtual_time import Callback, Simulation, Timer
 
-KEEPALIVE_S = 2.0  # after which a silent peer is given up; about `penstock.rpc.server`'s keepalive time and time-out
-_RESET_S = 0.001  # after which the kernel reports a killed peer
+KEEPALIVE_S = 2.0  # time after which a silent peer is given up; about `penstock.rpc.server`'s keepalive
+_RESET_S = 0.001  # time after which the kernel reports a killed peer
 
 
 class State(Enum):
@@ -77,7 +77,7 @@ class Call:
             self._dispatch(to, deliver)
 
     def arrival_s(self, sent_s: float, rng: random.Random) -> float:
-        """Returns when a message would arrive that is sent then, at random by the sender's own stream."""
+        """Returns the arrival time of a message that is sent at `sent_s`; the sender's random stream decides it."""
         return self.network.arrival_s(sent_s, rng)
 
     def send_at(self, sender: Node, arrival_s: float, deliver: Callback) -> None:
@@ -132,7 +132,7 @@ class Network:
         self._nodes: dict[str, Node] = {}
         self._calls: dict[Call, None] = {}
         self.before_fault: list[Callback] = []  # lets processes that run ahead of their messages send due ones
-        self._disturbed_s: dict[str, float] = {}  # by process: when a fault of it or of a link to it began or ended
+        self._disturbed_s: dict[str, float] = {}  # by process: when a fault of it or a link last began or ended
         self._cut_since_s: dict[frozenset[str], float] = {}
 
     @property

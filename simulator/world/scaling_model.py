@@ -22,7 +22,7 @@ _PATIENCE_S = 5.0
 
 
 class ScalingModel:
-    """Decides every `config.interval_s` until a moment, and carries the decisions out."""
+    """Decides every `config.interval_s` until `until_s`, and carries the decisions out."""
 
     def __init__(
         self, fleet: SimulatedFleet, config: AutoscalerConfig, bounds: Mapping[Role, PoolBounds], until_s: float

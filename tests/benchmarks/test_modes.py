@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.modes.deployments import AUTO, COLOCATED, SPLIT
-from benchmarks.modes.page import BEGIN, END, goodput_table, latency_table, rows_of, write_docs, write_page
+from benchmarks.modes.report import BEGIN, END, goodput_table, latency_table, rows_of, write_docs, write_page
 from benchmarks.modes.study import SLO_SCALES, Calibration, WorkloadStudy, pooled
 from benchmarks.modes.traffic import long_prompts, mixed_prompts, short_prompts
 from penstock.bench.results.result_file import BenchResult, make_point

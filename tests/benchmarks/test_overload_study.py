@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.overload.page import BEGIN, END, Study, figures_table, judgement_table, write_docs
+from benchmarks.overload.report import BEGIN, END, Study, figures_table, judgement_table, write_docs
 from benchmarks.overload.study import Run, RunResult, TracePart, cases, run
 from penstock.errors import InvalidInput
 from simulator.replay import GENERATED

@@ -1,3 +1,3 @@
-"""Reports of results for people: `text` for the terminal, `html` for one self-contained page of tables and charts.
+"""Reports of results for people: `text` for the terminal, `html` for one self-contained HTML file of tables and charts.
 Pure: data in, text out.
 """

@@ -8,24 +8,24 @@ from itertools import accumulate
 from penstock.bench.reports.text import Table, describe_own_error, group_table, latency_table, sweep_table
 from penstock.bench.results.figures import LATENCIES
 from penstock.bench.results.result_file import BenchResult, PointResult
-from penstock.charts.page import Page, PageSection, PageTable, render_page
+from penstock.charts.html import HtmlReport, ReportSection, ReportTable, render_html
 from penstock.charts.scale import Axis
 from penstock.charts.svg import Chart, Series, cumulative_points
 
 _MIN_MS = 1e-3  # logarithmic axes have no 0
 
 
-def result_page(result: BenchResult) -> str:
-    """Returns the page of a result."""
+def html_report(result: BenchResult) -> str:
+    """Returns the report of a result as HTML."""
     sections = []
     if len(result.points) > 1:
-        sections.append(PageSection("Sweep", tables=[PageTable(*sweep_table(result))], charts=sweep_charts(result)))
-    sections.append(PageSection("Latencies", charts=[latency_cdf(name, result.points) for name in LATENCIES]))
+        sections.append(ReportSection("Sweep", tables=[ReportTable(*sweep_table(result))], charts=sweep_charts(result)))
+    sections.append(ReportSection("Latencies", charts=[latency_cdf(name, result.points) for name in LATENCIES]))
     sections += [_point_section(point) for point in result.points]
     settings = [(name, str(value)) for name, value in (*result.settings.items(), *result.machine.items())]
-    sections.append(PageSection("Settings", tables=[PageTable(("setting", "value"), settings)]))
+    sections.append(ReportSection("Settings", tables=[ReportTable(("setting", "value"), settings)]))
     origin = f"{result.workload}, at {result.target}, {result.started_at}"
-    return render_page(Page(result.label or "penstock bench", sections, paragraphs=[origin, *result.notes]))
+    return render_html(HtmlReport(result.label or "penstock bench", sections, paragraphs=[origin, *result.notes]))
 
 
 def sweep_charts(result: BenchResult) -> list[Chart]:
@@ -86,7 +86,7 @@ def timeline(point: PointResult) -> list[Chart]:
     ]
 
 
-def _point_section(point: PointResult) -> PageSection:
+def _point_section(point: PointResult) -> ReportSection:
     figures = point.figures
     endings = ", ".join(f"{count} {ending}" for ending, count in figures.endings.items())
     hit_rate = "" if figures.hit_rate is None else f", {figures.hit_rate:.1%} of the prompt tokens cached"
@@ -108,10 +108,10 @@ def _point_section(point: PointResult) -> PageSection:
         tables.append(group_table("prompt tokens", figures.by_length))
     if len(figures.by_lane) > 1:
         tables.append(group_table("lane", figures.by_lane))
-    return PageSection(
+    return ReportSection(
         point.name,
         paragraphs,
         warnings=[line for line in own_error if line.startswith("WARNING")],
-        tables=[PageTable(*table) for table in tables],
+        tables=[ReportTable(*table) for table in tables],
         charts=timeline(point),
     )

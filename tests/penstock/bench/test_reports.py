@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hypothesis import given
 
-from penstock.bench.reports.html import result_page
+from penstock.bench.reports.html import html_report
 from penstock.bench.reports.text import comparison_table, describe_result
 from penstock.bench.results.compare import compare
 from penstock.bench.results.record import RunRecord
@@ -28,7 +28,7 @@ def test_any_result_has_a_report_and_a_page(one: RunRecord, other: RunRecord) ->
     result = replace(steady_result(1, 1, 0, count=2), label="<it>", points=points, slos=[SLO])
     text = describe_result(result)
     assert "== point 1 ==" in text
-    page = result_page(result)
+    page = html_report(result)
     assert "<title>&lt;it&gt;</title>" in page
     assert not re.search(r"(src|href)=|@import|url\(", page), "the page loads something"
     charts = [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]

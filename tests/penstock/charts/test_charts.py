@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.charts.bars import BarChart, render_bars
-from penstock.charts.page import Page, PageSection, PageTable, render_page
+from penstock.charts.html import HtmlReport, ReportSection, ReportTable, render_html
 from penstock.charts.scale import Axis, Scale, format_tick
 from penstock.charts.svg import Chart, Series, cumulative_points, render_svg
 
@@ -116,9 +116,9 @@ def test_bars_of_a_row_share_a_scale() -> None:
 
 
 def test_a_page_escapes_what_it_is_given() -> None:
-    table = PageTable(("x", "<y>"), [("1", "1"), ("<z>", "-2 %")])
-    section = PageSection("b", ["c & d"], ["<w>"], [table], code="[e]")
-    page = render_page(Page("<a>", (section,), paragraphs=["<p>1"]))
+    table = ReportTable(("x", "<y>"), [("1", "1"), ("<z>", "-2 %")])
+    section = ReportSection("b", ["c & d"], ["<w>"], [table], code="[e]")
+    page = render_html(HtmlReport("<a>", (section,), paragraphs=["<p>1"]))
     for text in ("<a>", "<y>", "<z>", "<w>", "<p>1<"):
         assert text not in page
     assert "c &amp; d" in page

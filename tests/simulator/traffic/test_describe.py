@@ -8,10 +8,10 @@ import random
 import pytest
 
 from penstock.bench.traces.record import Trace, TraceRecord, to_runs
-from penstock.charts.page import render_page
+from penstock.charts.html import render_html
 from simulator.traffic.arrivals import count_by_window, describe_arrivals, most_within
 from simulator.traffic.describe import as_json, describe_trace
-from simulator.traffic.pages import make_page
+from simulator.traffic.html_report import traffic_report
 from simulator.traffic.statistics import nearest_rank, summarize_values, weighted_percentile
 
 
@@ -103,7 +103,7 @@ def test_a_report_is_plain_data_and_a_page() -> None:
     report = describe_trace(trace)
     data = json.loads(json.dumps(as_json(report, 128)))
     assert data["reuse"]["curve"][-1]["hit_rate"] == data["reuse"]["ceiling"]
-    page = render_page(make_page(trace, report, [("rate", "1 request/s")], 128))
+    page = render_html(traffic_report(trace, report, [("rate", "1 request/s")], 128))
     assert "&lt;mix&gt;" in page
     assert "<mix>" not in page
     assert page.count("<svg") == 3

@@ -187,13 +187,13 @@ def _format(result: BenchResult, as_json: bool) -> str:
 
 def write_files(result: BenchResult, folder: Path) -> None:
     """Writes the three files of a result."""
-    from penstock.bench.reports.html import result_page
+    from penstock.bench.reports.html import html_report
     from penstock.bench.results.result_file import to_csv, to_json
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "result.json").write_text(json.dumps(to_json(result)) + "\n")
     (folder / "requests.csv").write_text(to_csv(result))
-    (folder / "report.html").write_text(result_page(result))
+    (folder / "report.html").write_text(html_report(result))
 
 
 async def _measure(arguments: Namespace) -> BenchResult:
@@ -389,13 +389,13 @@ def _as_json(data: dict[str, Any], ratios: Any) -> dict[str, Any]:
 
 def _report(arguments: Namespace) -> int:
     """Prints a result, and writes its page next to it."""
-    from penstock.bench.reports.html import result_page
+    from penstock.bench.reports.html import html_report
     from penstock.bench.results.result_file import read_result
 
     result = read_result(arguments.result)
     path = Path(arguments.result)
     page = (path if path.is_dir() else path.parent) / "report.html"
-    page.write_text(result_page(result))
+    page.write_text(html_report(result))
     print(_format(result, arguments.json))
     print(f"\nwritten: {page}", file=sys.stderr)
     return 0

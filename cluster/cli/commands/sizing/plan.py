@@ -12,7 +12,7 @@ from pathlib import Path
 from cluster.cli.options import local_folder
 from cluster.cli.progress import Progress
 from penstock.bench.traces.read import read_trace
-from penstock.charts.page import PageTable, render_page
+from penstock.charts.html import ReportTable, render_html
 from penstock.charts.table import columns_of, format_table, wrap
 from penstock.config import ServeConfig, SloConfig, parse
 from penstock.errors import InvalidInput
@@ -22,7 +22,7 @@ from simulator.costs.accelerators import find_accelerator
 from simulator.costs.cost_file import CostProfile, read_costs
 from simulator.planning.arithmetic import quantize_kv
 from simulator.planning.deployment import PricedAccelerator
-from simulator.planning.pages import make_page
+from simulator.planning.html_report import plan_report
 from simulator.planning.report import PlanReport, as_json, explain, make_report
 from simulator.planning.search import Goal
 from simulator.planning.serve_file import format_toml, serve_settings
@@ -134,8 +134,8 @@ def run(arguments: Namespace) -> int:
     if arguments.write:
         Path(arguments.write).write_text(toml)
     if arguments.html:
-        tables = [(title, PageTable(header, rows)) for title, header, rows in make_tables(report)]
-        Path(arguments.html).write_text(render_page(make_page(report, summarize(report), tables, toml)))
+        tables = [(title, ReportTable(header, rows)) for title, header, rows in make_tables(report)]
+        Path(arguments.html).write_text(render_html(plan_report(report, summarize(report), tables, toml)))
     print(json.dumps(as_json(report), indent=2) if arguments.json else describe(report, columns_of(sys.stdout)))
     return 0
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from cluster.cli.progress import Progress
 from penstock.bench.traces.read import read_trace
-from penstock.charts.page import render_page
+from penstock.charts.html import render_html
 from penstock.charts.svg import render_svg
 from penstock.charts.table import columns_of, format_table, name_rows
 from penstock.errors import InvalidInput
 from simulator.traffic.describe import SHARES_OF_CEILING, TrafficReport, as_json, describe_trace
-from simulator.traffic.pages import draw_reuse, make_page
+from simulator.traffic.html_report import draw_reuse, traffic_report
 from simulator.traffic.statistics import Distribution
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -43,7 +43,7 @@ def run(arguments: Namespace) -> int:
         report = describe_trace(trace)
     rows = describe_rows(report, arguments.kv_bytes)
     if arguments.html:
-        Path(arguments.html).write_text(render_page(make_page(trace, report, rows, arguments.kv_bytes)))
+        Path(arguments.html).write_text(render_html(traffic_report(trace, report, rows, arguments.kv_bytes)))
     if arguments.svg:
         chart = draw_reuse(report, arguments.kv_bytes)
         if chart is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.charts.page import Page, PageSection, PageTable
+from penstock.charts.html import HtmlReport, ReportSection, ReportTable
 from penstock.charts.scale import Axis
 from penstock.charts.svg import Chart, Series, cumulative_points
 from simulator.costs.roofline import ridge_batch
@@ -61,16 +61,16 @@ def chart_batches(report: PlanReport) -> Chart:
     )
 
 
-def make_page(report: PlanReport, summary: list[str], tables: list[tuple[str, PageTable]], toml: str) -> Page:
+def plan_report(report: PlanReport, summary: list[str], tables: list[tuple[str, ReportTable]], toml: str) -> HtmlReport:
     """Returns the HTML report."""
     reasons = explain(report)
-    return Page(
+    return HtmlReport(
         f"A plan for {report.workload.name} on {report.shape.name}",
         (
-            PageSection("Choice", paragraphs=summary),
-            *(PageSection(title, tables=(table,)) for title, table in tables),
-            PageSection("Charts", charts=(chart_rates(report), chart_first_tokens(report), chart_batches(report))),
-            *(PageSection(f"Why: {subject}", paragraphs=lines) for subject, lines in reasons.items()),
-            PageSection("serve.toml", code=toml),
+            ReportSection("Choice", paragraphs=summary),
+            *(ReportSection(title, tables=(table,)) for title, table in tables),
+            ReportSection("Charts", charts=(chart_rates(report), chart_first_tokens(report), chart_batches(report))),
+            *(ReportSection(f"Why: {subject}", paragraphs=lines) for subject, lines in reasons.items()),
+            ReportSection("serve.toml", code=toml),
         ),
     )

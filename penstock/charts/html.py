@@ -30,7 +30,7 @@ svg .paper { fill: none } svg .grid { stroke: var(--line) } svg .ink { stroke: v
 
 
 @dataclass(frozen=True, slots=True)
-class PageTable:
+class ReportTable:
     """A table. Columns of numbers are right-aligned except the first, which names the rows."""
 
     header: Sequence[str]
@@ -38,37 +38,37 @@ class PageTable:
 
 
 @dataclass(frozen=True, slots=True)
-class PageSection:
+class ReportSection:
     """A heading and its content, in the order of the fields."""
 
     title: str
     paragraphs: Sequence[str] = ()
     warnings: Sequence[str] = ()
-    tables: Sequence[PageTable] = ()
+    tables: Sequence[ReportTable] = ()
     charts: Sequence[Chart] = ()
     code: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class HtmlReport:
     """A report. Its paragraphs come before the sections."""
 
     title: str
-    sections: Sequence[PageSection] = ()
+    sections: Sequence[ReportSection] = ()
     paragraphs: Sequence[str] = ()
 
 
-def render_page(page: Page) -> str:
-    """Returns the page as HTML that needs no other file."""
-    title = escape(page.title)
+def render_html(report: HtmlReport) -> str:
+    """Returns the report as HTML that needs no other file."""
+    title = escape(report.title)
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
-    body = "\n".join([f"<h1>{title}</h1>", *map(_paragraph, page.paragraphs), *map(_section, page.sections)])
+    body = "\n".join([f"<h1>{title}</h1>", *map(_paragraph, report.paragraphs), *map(_section, report.sections)])
     return (
         f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head>\n<body>{body}\n</body></html>\n'
     )
 
 
-def _section(section: PageSection) -> str:
+def _section(section: ReportSection) -> str:
     parts = [f"<h2>{escape(section.title)}</h2>", *map(_paragraph, section.paragraphs)]
     parts += [f'<p class="warning">{escape(text)}</p>' for text in section.warnings]
     parts += [_table(table) for table in section.tables]
@@ -83,7 +83,7 @@ def _paragraph(text: str) -> str:
     return f"<p>{escape(text)}</p>"
 
 
-def _table(table: PageTable) -> str:
+def _table(table: ReportTable) -> str:
     are_numbers = [
         index > 0 and all(_NUMBER.match(row[index]) for row in table.rows) for index in range(len(table.header))
     ]

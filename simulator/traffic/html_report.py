@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.bench.traces.record import Trace
-from penstock.charts.page import Page, PageSection, PageTable
+from penstock.charts.html import HtmlReport, ReportSection, ReportTable
 from penstock.charts.scale import Axis
 from penstock.charts.svg import Chart, Series, cumulative_points
 from simulator.traffic.arrivals import count_by_window
@@ -58,14 +58,16 @@ def draw_arrivals(trace: Trace) -> Chart:
     )
 
 
-def make_page(trace: Trace, report: TrafficReport, rows: Sequence[Sequence[str]], token_bytes: int | None) -> Page:
+def traffic_report(
+    trace: Trace, report: TrafficReport, rows: Sequence[Sequence[str]], token_bytes: int | None
+) -> HtmlReport:
     """Returns the HTML report with the rows of the printed table and all charts."""
     charts = [draw_arrivals(trace), draw_lengths(trace)]
     reuse = draw_reuse(report, token_bytes)
-    return Page(
+    return HtmlReport(
         f"Traffic of {report.name}",
         (
-            PageSection("Figures", tables=(PageTable(("", ""), rows),)),
-            PageSection("Charts", charts=[*charts, *([reuse] if reuse else [])]),
+            ReportSection("Figures", tables=(ReportTable(("", ""), rows),)),
+            ReportSection("Charts", charts=[*charts, *([reuse] if reuse else [])]),
         ),
     )

@@ -14,7 +14,7 @@ from penstock.bench.reports.text import Table
 from penstock.bench.results.compare import FigureRatio
 from penstock.bench.results.quantiles import Quantiles
 from penstock.bench.results.result_file import PointResult
-from penstock.charts.page import Page, PageSection, PageTable, render_page
+from penstock.charts.html import HtmlReport, ReportSection, ReportTable, render_html
 from penstock.charts.scale import Axis
 from penstock.charts.svg import Chart, Series, render_svg
 
@@ -130,12 +130,12 @@ def rows_of(studies: Sequence[WorkloadStudy]) -> list[Row]:
 
 def write_page(studies: Sequence[WorkloadStudy], file: Path) -> None:
     """Writes the self-contained HTML page."""
-    sections = [PageSection("Goodput", tables=[PageTable(*goodput_table(studies))])]
+    sections = [ReportSection("Goodput", tables=[ReportTable(*goodput_table(studies))])]
     for study in studies:
-        table = PageTable(*latency_table(study))
-        sections.append(PageSection(study.name, tables=[table], charts=list(charts(study))))
+        table = ReportTable(*latency_table(study))
+        sections.append(ReportSection(study.name, tables=[table], charts=list(charts(study))))
     machine = ", ".join(f"{name}: {value}" for name, value in hardware().items())
-    file.write_text(render_page(Page("Disaggregated against colocated", sections, paragraphs=[machine])))
+    file.write_text(render_html(HtmlReport("Disaggregated against colocated", sections, paragraphs=[machine])))
 
 
 def write_docs(studies: Sequence[WorkloadStudy], docs: Path = DOCS) -> None:

@@ -1,7 +1,7 @@
-"""`python -m router --config FILE`: a router as a plain process.
+"""`python -m router --config FILE`: runs a router as a plain process.
 
-Prints one JSON line with its addresses once a request would succeed. SIGTERM ends it in good order: it takes no new
-requests, and streams in flight get `drain_s`. SIGINT, or a second SIGTERM, ends it at once.
+Prints one JSON line with its addresses once it can serve requests. SIGTERM ends it gracefully: it refuses new requests
+and gives streams in flight up to `drain_s` to end. SIGINT, or a second SIGTERM, ends it at once.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from router.server import RouterServer
 
 
 def main() -> int:
-    """Returns the process's exit status: 2 for a problem that the user can fix."""
+    """Runs the router. Returns the exit status, which is 2 for a problem that the user can fix."""
     parser = argparse.ArgumentParser(prog="python -m router", description=__doc__)
     parser.add_argument("--config", required=True, help="a RouterConfig, TOML or JSON")
     parser.add_argument("--secret-file", help="security.secret_file, unless the configuration names one")
     parser.add_argument("--peer-host", metavar="HOST", help="peer_host: this machine's address, for other routers")
     try:
         arguments = parser.parse_args()
-        own = {"peer_host": arguments.peer_host} if arguments.peer_host else {}
-        config = load_process(RouterConfig, arguments.config, arguments.secret_file, own)
+        overrides = {"peer_host": arguments.peer_host} if arguments.peer_host else {}
+        config = load_process(RouterConfig, arguments.config, arguments.secret_file, overrides)
         set_up_logging("router")
         uvloop.run(_serve(config))
     except PenstockError as error:
@@ -52,8 +52,8 @@ async def _serve(config: RouterConfig) -> None:
         if await _until_ready(server, shutdown.requested):
             ports, host = server.ports, config.host
             addresses = {"grpc": f"{host}:{ports.grpc}", "http": f"{host}:{ports.http}"}
-            own = {"metrics": f"{host}:{ports.metrics}"} if ports.metrics else {}
-            ready: dict[str, object] = {**addresses, **own, "control": f"{LOOPBACK}:{ports.control}"}
+            metrics = {"metrics": f"{host}:{ports.metrics}"} if ports.metrics else {}
+            ready: dict[str, object] = {**addresses, **metrics, "control": f"{LOOPBACK}:{ports.control}"}
             ready |= {"peer": server.fleet.peers.address, "pid": os.getpid()}
             print(json.dumps(ready), flush=True)
             await shutdown.requested.wait()
@@ -67,7 +67,7 @@ async def _leave(server: RouterServer, drain_s: float, immediate: asyncio.Event)
 
 
 async def _until_ready(server: RouterServer, stopped: asyncio.Event) -> bool:
-    """Returns False if the process is asked to stop first."""
+    """Returns True once the router can serve requests, False if the process is to stop first."""
     await _first_of(server.wait_ready(), stopped.wait())
     return not stopped.is_set()
 

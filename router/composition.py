@@ -1,6 +1,6 @@
-"""Makes the parts of a router: rooms from the configuration up, in the order of their dependencies.
+"""Makes the parts of a router from its configuration, in the order of their dependencies.
 
-`router.server` owns the lifetimes of what is made here: nothing is started, listens or runs on an event loop yet.
+`router.server` owns their lifetimes: nothing made here has started, listens or runs on an event loop yet.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from router.tracing.start import start_tracer
 if TYPE_CHECKING:
     from router.tracing.tracer import RequestTracer
 
-_NUM_PARSING = 1  # large bodies and messages read at a time, in Python for the most part; the others wait as bytes
+_NUM_PARSING = 1  # threads; parsing holds the interpreter's lock for the most part, so that more would not be faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +53,24 @@ class RouterParts:
     metrics: RouterMetrics
     tokenizer: Tokenizer
     fleet: WorkerFleet
-    tracer: RequestTracer | None  # None: no request is traced
+    tracer: RequestTracer | None  # None: tracing is off
     context: DispatchContext
     preparer: RequestPreparer
     dispatcher: Dispatcher
-    parsing: FairThreads  # reads large bodies and messages
-    metrics_token: Callable[[], str]  # of /metrics, "" without one
+    parsing: FairThreads  # parses large bodies and messages
+    metrics_token: Callable[[], str]  # returns the token for /metrics, "" without one
     certificate: ServerCertificate | None
     live: LiveView
-    offline: OfflineParts | None  # None: neither files nor batches are served
-    picker: PickerServer | None  # None: no gateway asks
+    offline: OfflineParts | None  # None: files and batches are not served
+    picker: PickerServer | None  # None: gateways are not served
 
 
 def make_parts(config: RouterConfig) -> RouterParts:
-    """Reads the model's folder. Raises CheckpointError, or ConfigError if the configuration names no workers, or no
-    address at which other routers call this one."""
+    """Makes the parts and reads the model's folder.
+
+    Raises CheckpointError, or ConfigError if the configuration does not say where the workers are or at which address
+    other routers call this one.
+    """
     _check_addresses(config)
     card = ModelCard.load(config)
     tokenizer = Tokenizer.load(config.model, config.limits.text_queue_characters)
@@ -125,7 +128,7 @@ def _check_addresses(config: RouterConfig) -> None:
     if [bool(config.admin), bool(config.workers), bool(config.engines)].count(True) != 1:
         raise ConfigError(
             f"admin = {config.admin!r}, workers = {config.workers!r}, engines = {list(config.engines)}: give exactly "
-            "one of them, the address of the Admin service, those of the workers, or other engines"
+            "one of them: the address of the Admin service, those of the workers, or other engines"
         )
     if config.admin and is_every_interface(config.peer_host):
         raise ConfigError(
@@ -135,12 +138,12 @@ def _check_addresses(config: RouterConfig) -> None:
 
 
 def _pool_use(fleet: WorkerFleet, gate: AdmissionGate, num_lines: int) -> PoolUse:
-    """Returns what all requests do; `num_lines` of those at this router belong to batches.
+    """Counts the requests of all callers; `num_lines` of those at this router belong to batches.
 
-    Other routers' requests are known as far as workers report their sequences.
+    Other routers' requests count only once workers report their sequences.
     """
     decoders = [worker for worker in fleet.followers if worker.description.role == Role.DECODE]
-    # A prefill worker's requests are at decode workers too, so that counting both would count a line as another's.
+    # A prefill worker's requests are at decode workers as well, and counting them twice would take lines for others.
     num_at_workers = sum(worker.load.num_running + worker.load.num_waiting for worker in decoders)
     admission = gate.admission
     return PoolUse(
@@ -152,7 +155,7 @@ def _pool_use(fleet: WorkerFleet, gate: AdmissionGate, num_lines: int) -> PoolUs
 
 
 def _watch(metrics: RouterMetrics, fleet: WorkerFleet, gate: AdmissionGate, trust: Trust) -> None:
-    """Has the metrics read what others own whenever Prometheus scrapes."""
+    """Registers what the metrics read from other parts at each scrape."""
 
     def cache_usage() -> float:
         loads = [worker.load for worker in fleet.followers if worker.link is not None]

@@ -1,6 +1,6 @@
-"""A whole router: both APIs, the fleet that it follows, and health. Held by a process (`router.__main__`) or an actor.
+"""A whole router: starts and stops its APIs, the fleet that it follows, and health, for a process or an actor.
 
-Owns the lifetimes of the parts that `router.composition` makes; requests pass through `router.api`, not through here.
+Owns the lifetimes of the parts that `router.composition` makes. Requests pass through `router.api`, not through here.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from router.metrics.scrape_targets import ScrapeTarget
 
 _HTTP_STOP_S = 1.0
 _LISTEN_BACKLOG = 2048
-_UVICORN_TICKS = 10  # in a second; it renews the Date header at every tenth
+_UVICORN_TICKS = 10  # a second; uvicorn renews the Date header at every tenth
 _LOOPBACK = "127.0.0.1"
-_MAX_MS = (1 << 31) - 2  # 2^31 - 1 turns gRPC's limits off
+_MAX_MS = (1 << 31) - 2  # 2^31 - 1 disables a limit of gRPC
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
     grpc: int
     http: int
-    control: int  # gRPC for the process that supervises this router; equals `grpc` unless TLS is on or ports are shared
-    metrics: int | None = None  # HTTP with this router's metrics and health, if it was asked for
-    picker: int | None = None  # gRPC for gateways that ask which engine a request goes to, if it was asked for
+    control: int  # gRPC for the process that supervises this router; may equal `grpc`
+    metrics: int | None = None  # HTTP with this router's metrics and health, if configured
+    picker: int | None = None  # gRPC for gateways that let this router choose their engines, if configured
 
 
 class _HttpServer(uvicorn.Server):
-    """Serves at one socket as soon as it is made. Leaves signals to the process that runs it."""
+    """Serves at one socket as soon as it is made. Leaves signals to the process."""
 
     def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
         super().__init__(config)
@@ -58,20 +58,22 @@ class _HttpServer(uvicorn.Server):
         self.task = asyncio.create_task(self.serve(sockets=[listener]), name="http")
 
     async def leave(self, drain_s: float, timeout_s: float) -> None:
-        """Takes no new connections; returns once the open ones have ended, after `timeout_s` at the latest."""
+        """Stops accepting connections; returns once the open ones have ended, or after `timeout_s`."""
         self.config.timeout_graceful_shutdown = math.ceil(drain_s)
         self.should_exit = True
         self._leaving.set()
         await asyncio.wait([self.task], timeout=timeout_s)
 
     async def end(self) -> None:
-        """Cuts off what is still open."""
+        """Closes connections that are still open."""
         self.task.cancel()
         await asyncio.wait([self.task])
 
     async def main_loop(self) -> None:
-        """Returns as soon as `leave` is called. Uvicorn's own loop looks for that ten times a second, whether or not
-        there is anything to do; only the Date header of answers has to be renewed, each second."""
+        """Returns as soon as `leave` is called, and renews the Date header of answers each second.
+
+        Uvicorn's own loop wakes ten times a second, even if there is nothing to do.
+        """
         tick = 0
         while not await self.on_tick(tick):
             with contextlib.suppress(TimeoutError):
@@ -84,10 +86,10 @@ class _HttpServer(uvicorn.Server):
 
 
 class RouterServer:
-    """A router to `start` once and `stop` once, on the same event loop."""
+    """A router. Call `start` and `stop` once each, on one event loop."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """Makes the parts, which reads the model's folder. Raises CheckpointError or ConfigError."""
+        """Makes the parts and reads the model's folder. Raises CheckpointError or ConfigError."""
         parts = make_parts(config)
         self._config = config
         self._trust = parts.trust
@@ -108,9 +110,9 @@ class RouterServer:
         self.ports = Ports(0, 0, 0)
 
     async def start(self) -> None:
-        """Listens on both ports and begins to follow the workers. Raises ConfigError if a port is taken.
+        """Listens on all ports and begins to follow the workers. Raises ConfigError if a port is taken.
 
-        Health turns SERVING with the first decode worker; this does not wait for it.
+        Does not wait for workers; health turns SERVING with the first decode worker.
         """
         limits = self._config.limits
         self._max_connections = connections_for(raise_file_limit(), limits)
@@ -122,7 +124,7 @@ class RouterServer:
         self._grpc = self._make_grpc()
         try:
             if config.metrics_port is not None:
-                # Shared too: where the controller moves, a successor serves here before its predecessor ends.
+                # Shared as well: if the controller moves, the new router listens before the old one ends.
                 metrics_socket = _listen(config.host, config.metrics_port, "metrics_port", shared=config.shares_ports)
                 sockets.append(metrics_socket)
             await self._start(*sockets)
@@ -173,8 +175,7 @@ class RouterServer:
         self._follow_workers()
 
     async def _start_grpc(self) -> tuple[int, int]:
-        """Serves the gRPC API. Returns its port, and that of the process that supervises this router: 0 if it needs no
-        port of its own."""
+        """Serves the gRPC API. Returns its port and the supervisor's control port, or 0 if that needs no own port."""
         guard = ConnectionGuard(self._config.limits, self._metrics)
         service = InferenceService(
             self.preparer,
@@ -192,7 +193,7 @@ class RouterServer:
         return grpc_port, control_port
 
     def _start_http(self, http_socket: socket.socket, metrics_socket: socket.socket | None) -> None:
-        """Serves the HTTP API and, at a socket of their own, metrics and health; runs the batches of the former."""
+        """Serves the HTTP API and runs its batches. Serves metrics and health at `metrics_socket`, if given."""
         app, batch_runner = make_app(
             self.preparer,
             self._dispatcher,
@@ -217,7 +218,7 @@ class RouterServer:
             self._https.append(self._serve_http(operations, metrics_socket, counts, asks_for_certificate=False))
 
     def _follow_workers(self) -> None:
-        """Begins to follow the membership of a controller, or else the configured workers, engines and peers."""
+        """Begins to follow the controller's membership, or else the configured workers, engines and peers."""
         if self._config.admin:
             self._tasks.start(follow_admin(self._config.admin, self.fleet), name="admin")
             reporting = report_demand(self._config.admin, self._trust.channel, self._demand)
@@ -240,15 +241,18 @@ class RouterServer:
             timeout_graceful_shutdown=1,
             timeout_keep_alive=math.ceil(limits.idle_timeout_s),
             http=http_protocol(counts),
-            h11_max_incomplete_event_size=2 * limits.header_bytes,  # beyond this, headers are not read
+            h11_max_incomplete_event_size=2 * limits.header_bytes,  # longer headers are refused
             **tls_settings(self._certificate, asks_for_certificate=asks_for_certificate),
         )
         return _HttpServer(settings, listener)
 
     @property
     def _needs_control_port(self) -> bool:
-        """Returns whether a supervisor must not use the public port: another router may answer there, or it demands
-        certificates. Supervisors of encrypted routers know the cluster secret instead."""
+        """Whether a supervisor needs a port of its own.
+
+        It does if other routers share the public port. If that port requires TLS, a supervisor calls without TLS and
+        authenticates with the cluster secret, so that it needs a port only if there is a secret.
+        """
         if self._config.tls:
             return bool(self._trust.secrets)
         return self._config.shares_ports
@@ -258,15 +262,15 @@ class RouterServer:
         return self.context.demand.report(peers.address, peers.epoch, admission.num_waiting, admission.waiting_tokens)
 
     def warm_up(self) -> None:
-        """Prepares for the first grammar, off the event loop. Not part of `start`, since it takes a process."""
+        """Starts the process that compiles grammars, off the event loop. Separate from `start`, which needs none."""
         self.preparer.warm_up()
 
     async def wait_ready(self, timeout_s: float | None = None) -> bool:
-        """Waits until a request would be served, or until time is up. Returns whether one would be."""
+        """Waits until requests can be served, at most `timeout_s`. Returns whether they can."""
         return await self.fleet.wait_for(self.fleet.group, timeout_s) is not None
 
     async def leave(self, drain_s: float) -> None:
-        """Takes no new requests; returns once those in flight have ended or time is up. `stop` must follow."""
+        """Refuses new requests; returns once those in flight have ended, or after `drain_s`. Call `stop` afterwards."""
         self.preparer.refuse_new()
         await self._set_serving(False)
         leaving = [self._grpc.stop(drain_s), *(each.leave(drain_s, drain_s) for each in self._https)]
@@ -275,7 +279,7 @@ class RouterServer:
         await asyncio.gather(*leaving)
 
     async def stop(self) -> None:
-        """Ends both APIs and leaves every worker; requests in flight are cut off."""
+        """Stops serving and closes the links to workers. Requests in flight are cut off."""
         await self._set_serving(False)
         stopping = [self._grpc.stop(), *(each.leave(_HTTP_STOP_S, 2 * _HTTP_STOP_S) for each in self._https)]
         if self._picker is not None:
@@ -317,10 +321,9 @@ def _milliseconds(seconds: float) -> int:
 
 
 def _listen(host: str, port: int, key: str, *, shared: bool = False) -> socket.socket:
-    """Raises ConfigError if another process listens there already; if it is `shared`, only if that one does not share
-    it."""
+    """Returns a listening socket. Raises ConfigError if another process has the port and not both share it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio turns Nagle's algorithm off: a delayed ACK would cost 40 ms a response.
+    # asyncio disables Nagle's algorithm only if the protocol is named. A delayed ACK would cost 40 ms a response.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))

@@ -1,7 +1,7 @@
 """Reads the controller's events and the autoscaler's reasons from the Admin service, at most once a second.
 
-A router proves itself an operator with the admin token of the deployment's secret. Where it has no secret, or the Admin
-service is away, the page goes without.
+The router calls as an operator, with the admin token derived from the deployment's secret. Without a secret or an Admin
+service, the page does not show them.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ ControllerState = tuple[Sequence[admin_pb2.ClusterEvent], admin_pb2.ExplainRespo
 
 
 class ControllerReader:
-    """Keeps the last answer, so that many open pages cost the controller no more than one."""
+    """Keeps the last answer, so that many open pages cost the controller no more calls than one."""
 
     def __init__(self, address: str, dial: Dial) -> None:
-        """`address` is the Admin service's, "" where there is none; `dial` opens channels with an operator's token."""
+        """`address` is the Admin service's, or "" if there is none; `dial` opens channels with an operator's token."""
         self._address = address
         self._dial = dial
         self._read_s = 0.0
         self._state: ControllerState = ((), admin_pb2.ExplainResponse())
 
     async def read(self) -> ControllerState:
-        """Returns what the controller said last. Waits at most two seconds."""
+        """Returns the controller's last answer. Waits a few seconds at most."""
         now_s = time.monotonic()
         if self._address and now_s - self._read_s >= _FRESH_S:
-            self._read_s = now_s  # set before the calls, so that other pages use the last answer meanwhile
+            self._read_s = now_s  # set before the calls, so that meanwhile other pages get the previous answer
             try:
                 self._state = await self._call()
             except grpc.RpcError:
-                return self._state  # shown until the controller is back; the log of the membership says why it is away
+                return self._state  # shown until the controller is back; who follows the membership logs why it is away
         return self._state
 
     async def _call(self) -> ControllerState:

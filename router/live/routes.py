@@ -1,4 +1,4 @@
-"""Serves the live page at /ui. Its files need no credentials; the state that it shows needs those of /metrics."""
+"""Serves the live page at /ui. Its files need no credentials; its data needs those of /metrics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ _HEADERS = {
 
 
 def add_live_page(app: FastAPI, view: LiveView, check: Callable[[str | None], None]) -> None:
-    """Adds the page and its data. `check` raises Unauthenticated or PermissionDenied for an authorization header."""
+    """Adds the page and its data. `check` takes the authorization header, and raises Unauthenticated or
+    PermissionDenied.
+    """
 
     @app.get(PATH, include_in_schema=False)
     async def page() -> Response:
@@ -37,7 +39,7 @@ def add_live_page(app: FastAPI, view: LiveView, check: Callable[[str | None], No
 
     @app.get(f"{PATH}/state", include_in_schema=False)
     async def state(http: Request) -> Response:
-        """Returns the workers, the queues, and the completions after the one of number `after` of a `router`."""
+        """Returns the workers, the queues, and the completions of `router` after number `after`."""
         check(http.headers.get("authorization"))
         query = http.query_params
         after = query.get("after", "")
@@ -49,7 +51,8 @@ def add_live_page(app: FastAPI, view: LiveView, check: Callable[[str | None], No
         check(http.headers.get("authorization"))
         found = view.waterfall(request_id)
         if found is None:
-            return JSONResponse({"error": f"{request_id[:_MAX_SHOWN]!r} is not among the last requests here"}, 404)
+            problem = f"{request_id[:_MAX_SHOWN]!r} is not among this router's last requests"
+            return JSONResponse({"error": problem}, 404)
         return JSONResponse(found)
 
     @app.get(f"{PATH}/controller", include_in_schema=False)

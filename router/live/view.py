@@ -1,4 +1,4 @@
-"""Describes the state of a deployment, as one router sees it, as plain data for the live page."""
+"""Describes a deployment, as far as one router knows it, as plain data for the live page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Json = dict[str, Any]
 
 
 class LiveView:
-    """Reads the router's state when the page asks for it. It owns nothing."""
+    """Reads the router's state when the page requests it. Owns nothing."""
 
     def __init__(
         self,
@@ -43,9 +43,10 @@ class LiveView:
         self._controller = controller
 
     def state(self, router: str, after: int) -> Json:
-        """Returns the fleet, the queues, and the completions that ended after the one of number `after` of `router`.
+        """Returns the fleet, the queues, and the ended completions after number `after` of `router`.
 
-        Several routers may answer behind one port: a page that last heard another one gets all that this one keeps.
+        Several routers may share a port: a page whose last answer came from another router gets all completions that
+        this one keeps.
         """
         fleet, gate = self._fleet, self._gate
         own = str(fleet.peers.epoch)
@@ -66,12 +67,12 @@ class LiveView:
         }
 
     def waterfall(self, request_id: str) -> Json | None:
-        """Returns where the time of a request went and why; None if it is not among the last completions here."""
+        """Returns the stages and the decision of a request; None if it is not among this router's last completions."""
         found = self._recent.find(request_id)
         return waterfall(found, self._policy) if found else None
 
     async def controller_state(self) -> Json:
-        """Returns the controller's newest events and the autoscaler's newest reasons; empty where none can be read."""
+        """Returns the controller's newest events and the autoscaler's newest reasons; empty if they cannot be read."""
         events, explained = await self._controller.read()
         return {
             "mode": explained.mode,
@@ -80,8 +81,9 @@ class LiveView:
         }
 
     def _workers(self, now_s: float) -> list[Json]:
-        """Describes the workers, and those that are no members any more unless another one has their name already. Such
-        a worker is leaving, or lost if its link is closed.
+        """Describes the members, and former members whose names no member has taken.
+
+        A former member is leaving if its link is open, and lost if its link is closed.
         """
         fleet = self._fleet
         members = [self._worker(worker, now_s) for worker in fleet.followers if worker.worker_id]
@@ -99,7 +101,7 @@ class LiveView:
         return {
             "id": worker.worker_id,
             "role": described.role,
-            "epoch": str(described.epoch),  # as text, since JavaScript numbers cannot hold it
+            "epoch": str(described.epoch),  # a string, because JavaScript's numbers are not precise enough
             "host": described.labels.host,
             "cohort": worker.cohort,
             "ready": worker.takes_work,

@@ -1,8 +1,8 @@
-"""Shows where a request's time went: its stages, its waterfall, and its spans in OpenTelemetry's terms.
+"""Shows where a request's time went, as stages, a waterfall and OpenTelemetry spans.
 
-Others take `stages.EndedCompletion` and `stages.WorkerLeg`, `waterfall.waterfall`, and, if tracing is on,
-`tracer.RequestTracer` with the `RequestTrace` that it begins for each sampled request. Everything is computed after a
-completion has ended, from the times that the router records anyway and from the worker's `Timing`; workers send no
-spans themselves. The room must not decide anything, keeps nothing of a prompt, an output or a tenant, and imports
-OpenTelemetry only if tracing is on.
+Others use `stages.EndedCompletion` and `stages.WorkerLeg`, `waterfall.waterfall` and, if tracing is on,
+`tracer.RequestTracer`, which fills a `RequestTrace` for each sampled request. Everything is computed after a completion
+has ended, from the times that the router records anyway and from the worker's `Timing`; workers send no spans. The room
+must not decide anything, keeps nothing of a prompt, an output or a tenant, and imports OpenTelemetry only if tracing is
+on.
 """

@@ -1,6 +1,6 @@
 """Makes the attributes of a request's spans: OpenTelemetry's for generative AI, and `penstock.*` for the rest. Pure.
 
-None holds a prompt, an output, a tenant, or an error's message, which may quote its caller.
+No attribute holds a prompt, an output, a tenant, or an error's message, which may quote the request.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _prepared_attributes(request: PreparedRequest) -> Attributes:
 
 
 def choice_attributes(choices: Sequence[PairChoice]) -> Attributes:
-    """Describes the first choice of workers and its predicted times."""
+    """Describes the first choice of workers, with its predicted times."""
     if not choices:
         return {}
     score = choices[0].score
@@ -73,7 +73,7 @@ def choice_attributes(choices: Sequence[PairChoice]) -> Attributes:
 
 
 def completion_attributes(ended: EndedCompletion) -> Attributes:
-    """Describes the times of a completion at the worker that ended it."""
+    """Describes a completion by the report of its last worker."""
     timing = ended.timing
     found: Attributes = {
         "penstock.completion.index": ended.index,

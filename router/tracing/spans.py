@@ -1,7 +1,7 @@
 """Builds the spans of one request from its `RequestTrace`. Imported only if tracing is on.
 
-The root is the router's span. Below it are the stages at the router and a span for each decode worker that a completion
-went to, linked to the previous one; the stages at workers are below the last of these.
+The root is the router's span. Its children are the stages at the router, and for each completion one span for each leg,
+linked to the previous one. The stages at workers are children of the last leg's span.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class SpanBuilder:
         clock: _Clock,
         before: otel.Span | None = None,
     ) -> otel.Span | None:
-        """Adds a span for each decode worker, linked to the span `before` it; returns the last."""
+        """Adds a span for each leg, linked to the previous one, and the first of them to `before`; returns the last."""
         last = None
         for leg, following in zip_longest(legs, legs[1:]):
             attributes: Attributes = {"penstock.worker.id": leg.worker, "penstock.cause": leg.cause.value}
@@ -125,7 +125,7 @@ class SpanBuilder:
 
 
 class _Clock:
-    """Turns monotonic moments into the machine's time."""
+    """Converts monotonic times to Unix time."""
 
     def __init__(self, accepted_s: float) -> None:
         self._accepted_s = accepted_s
@@ -139,7 +139,7 @@ class _Clock:
 
 
 class _ChosenTraceId(RandomIdGenerator):
-    """Begins traces with the id that was sampled."""
+    """Gives a trace the id with which it was sampled."""
 
     def __init__(self) -> None:
         self.trace_id = 0
@@ -153,7 +153,7 @@ class _SpanCollector(SpanProcessor):
         self._ended: list[ReadableSpan] = []
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        """Waits for the span's end."""
+        """Does nothing: spans are collected when they end."""
 
     def on_end(self, span: ReadableSpan) -> None:
         self._ended.append(span)

@@ -13,23 +13,26 @@ from router.routing.policy.interface import PairChoice
 
 
 class Stage(StrEnum):
-    """The stages of a completion in order: the words of metrics, traces, logs, waterfalls and decision records."""
+    """The stages of a completion in order, as metrics, traces, logs, waterfalls and decision records name them.
 
-    TOKENIZE = "tokenize"  # received to validated and tokenized
-    ADMISSION = "admission"  # to admitted
-    PLACEMENT = "placement"  # to placed: sent to a decode worker
-    QUEUE = "queue"  # to the first chunk at the worker that computes the prompt
-    PREFILL = "prefill"  # to the first token sampled
-    TRANSFER = "transfer"  # to the last page landed
-    DECODE_QUEUE = "decode queue"  # to the first step of the decode worker's batch
-    DECODE = "decode"  # the first token streamed to the last one: finished
+    `decode` begins with the first streamed token, the others about where the previous one ends.
+    """
+
+    TOKENIZE = "tokenize"  # from its arrival until it is validated and tokenized
+    ADMISSION = "admission"  # until it is admitted
+    PLACEMENT = "placement"  # until it is placed and sent to a decode worker
+    QUEUE = "queue"  # until its first chunk starts at the worker that computes the prompt
+    PREFILL = "prefill"  # until its first token is sampled
+    TRANSFER = "transfer"  # until its last page has arrived
+    DECODE_QUEUE = "decode queue"  # until it joins the decode worker's batch
+    DECODE = "decode"  # from its first streamed token to its last
 
 
 AT_ROUTER = (Stage.TOKENIZE, Stage.ADMISSION, Stage.PLACEMENT)
 
 
 class LegCause(StrEnum):
-    """Says why a completion went to a decode worker."""
+    """Why a completion went to a decode worker."""
 
     PLACED = "placed"
     REDISPATCHED = "re-dispatched"
@@ -38,37 +41,37 @@ class LegCause(StrEnum):
 
 @dataclass(slots=True)
 class WorkerLeg:
-    """A leg: the part of a completion that one decode worker computes. Moments are monotonic seconds."""
+    """A leg: the part of a completion that one decode worker computes. Times are monotonic seconds."""
 
     worker: str
     sent_s: float
     cause: LegCause = LegCause.PLACED
     lost_s: float = 0.0  # 0: the worker was not lost and did not refuse the completion
-    error: str = ""  # the reason
+    error: str = ""  # the reason of the loss or refusal
     weight_version: int = 0  # of the worker
 
 
 class EndedCompletion(NamedTuple):
-    """Holds what the router knows about a completion that has ended. Moments are monotonic seconds."""
+    """What the router knows about a completion that has ended. Times are monotonic seconds."""
 
-    number: int  # rises by one with every completion
+    number: int  # increases by one with every completion of this router
     request_id: str
-    index: int  # type: ignore[assignment]  # of the request's completions; hides the method of tuples
+    index: int  # type: ignore[assignment]  # within the request; hides a method of tuples
     lane: Lane
     finish_reason: FinishReason
     num_prompt_tokens: int
     num_tokens: int
     timing: common_pb2.Timing
     accepted_s: float
-    prepared_s: float  # validated and tokenized
+    prepared_s: float  # when it was validated and tokenized
     admitted_s: float
-    received_unix_s: float  # `accepted_s` by the machine's clock
+    received_unix_s: float  # `accepted_s` as Unix time
     legs: Sequence[WorkerLeg]
     choices: Sequence[PairChoice]
-    trace_id: str  # of the sampled trace; empty: none
+    trace_id: str  # empty if it is not traced
 
     def after_ms(self, moment_s: float) -> float:
-        """Returns a moment in milliseconds since the request was accepted."""
+        """Converts a time to milliseconds since the request was accepted."""
         return max(0.0, (moment_s - self.accepted_s) * 1e3)
 
     @property
@@ -77,7 +80,7 @@ class EndedCompletion(NamedTuple):
 
     @property
     def computing_ms(self) -> float:
-        """Returns when the completion was sent to the worker whose prefill counted, before any migration."""
+        """When the completion was sent to the worker whose prefill counts, before any migration."""
         for leg in reversed(self.legs):
             if leg.cause is not LegCause.MIGRATED:
                 return self.after_ms(leg.sent_s)
@@ -85,12 +88,12 @@ class EndedCompletion(NamedTuple):
 
     @property
     def preempted_ms(self) -> list[float]:
-        """Returns the moments of its preemptions."""
+        """The times of its preemptions, in milliseconds since the request was accepted."""
         return [self.computing_ms + at_ms for at_ms in self.timing.preempted_ms]
 
 
 class CompletionStage(NamedTuple):
-    """A stage, in milliseconds since the request was accepted."""
+    """The beginning and end of a stage, in milliseconds since the request was accepted."""
 
     name: Stage
     start_ms: float
@@ -99,36 +102,37 @@ class CompletionStage(NamedTuple):
 
 
 class Arithmetic(NamedTuple):
-    """The functions with which `lay_out` computes: on numbers, or on arrays with an element for each completion."""
+    """The functions that `lay_out` computes with, for numbers or for arrays with an element for each completion."""
 
     maximum: Callable[[Any, Any], Any]
     minimum: Callable[[Any, Any], Any]
-    choose: Callable[[Any, Any, Any], Any]  # the second where the first is true, else the third
+    choose: Callable[[Any, Any, Any], Any]  # returns the second if the first is true, else the third
 
 
 _SCALAR = Arithmetic(max, min, lambda condition, chosen, other: chosen if condition else other)
 
 
 class StageMoments(NamedTuple):
-    """Durations and moments that lay out a completion's stages, in milliseconds, as numbers or as arrays; moments are
-    since it was accepted.
+    """What `lay_out` computes a completion's stages from: durations, and times since the request was accepted.
+
+    All are in milliseconds, as numbers or arrays.
     """
 
     prepared: Any
     admitted: Any
-    sent: Any  # to its first worker
-    computing: Any  # sent to the worker whose prefill counted
+    sent: Any  # when it was sent to its first worker
+    computing: Any  # when it was sent to the worker whose prefill counts
     queue: Any
     prefill: Any
     transfer: Any
     decode_queue: Any
     first_token: Any
     decode: Any
-    redispatched: Any  # 0: the first worker computed it to the end
+    redispatched: Any  # number of re-dispatches
 
 
 def stage_moments(ended: EndedCompletion) -> tuple[float, ...]:
-    """Returns the fields of `StageMoments`, without the cost of naming them."""
+    """Returns the fields of `StageMoments` as a plain tuple, which is cheaper."""
     timing, accepted_s, legs = ended.timing, ended.accepted_s, ended.legs
     sent = admitted = (ended.admitted_s - accepted_s) * 1e3
     if legs:
@@ -154,33 +158,33 @@ def has_transfer(timing: common_pb2.Timing) -> bool:
 
 
 def lay_out(times: Iterable[Any], arithmetic: Arithmetic) -> tuple[tuple[Any, Any], ...]:
-    """Returns the beginning and the end of each `Stage`, in milliseconds since the request was accepted, from
-    `StageMoments` of numbers or of arrays. `transfer` and `decode queue` apply only where pages moved.
+    """Returns the beginning and the end of each `Stage`, in milliseconds since the request was accepted.
 
-    Workers report durations, which are laid out from the moment at which the last placement was sent. A prefill ends
-    with the first token at the latest; pages may land, and wait for the batch, while that is on its way or after it.
-    Calls between processes leave gaps. For a split prompt, whose parts take turns, `queue`, `prefill` and `transfer`
-    are sums.
+    `times` are those of `StageMoments`. `transfer` and `decode queue` apply only to completions whose pages moved.
+
+    Workers report durations, which are laid out from the time when the last placement was sent. A prefill ends with the
+    first token at the latest; pages may arrive, and wait for the batch, before or after that token is streamed. Calls
+    between processes leave gaps. For a split prompt, `queue`, `prefill` and `transfer` are sums over its parts.
     """
     maximum, minimum, choose = arithmetic
-    prepared, admitted, sent, at, queue, prefill, transfer, decode_queue, first_token, decode, redispatched = times
+    prepared, admitted, sent, begun, queue, prefill, transfer, decode_queue, first_token, decode, redispatched = times
     end = first_token + decode
     prepared = maximum(prepared, 0.0)
     admitted = maximum(prepared, admitted)
     sent = maximum(admitted, sent)
-    at = maximum(sent, at)
+    begun = maximum(sent, begun)
     waited = choose(redispatched, 0.0, sent)
-    # A worker that took over computes the prompt again after the first token.
-    last = maximum(at, choose(first_token > at, first_token, end))
-    queued = minimum(at + maximum(queue - waited, 0.0), last)
-    computed = minimum(queued + prefill, last)
+    # After a re-dispatch, the prompt may be computed again after the first token.
+    latest = maximum(begun, choose(first_token > begun, first_token, end))
+    queued = minimum(begun + maximum(queue - waited, 0.0), latest)
+    computed = minimum(queued + prefill, latest)
     landed = maximum(computed, minimum(computed + transfer, end))
     joined = maximum(landed, minimum(landed + decode_queue, end))
     return (
         (0.0, prepared),
         (prepared, admitted),
         (admitted, sent),
-        (at, queued),
+        (begun, queued),
         (queued, computed),
         (computed, landed),
         (landed, joined),
@@ -189,9 +193,9 @@ def lay_out(times: Iterable[Any], arithmetic: Arithmetic) -> tuple[tuple[Any, An
 
 
 def stage_intervals(ended: EndedCompletion) -> tuple[tuple[float, float] | None, ...]:
-    """Returns the beginning and the end of each `Stage`, in milliseconds since the request was accepted; None for one
-    that the completion did not have. A prompt that the decode worker computed has neither `transfer` nor
-    `decode queue`.
+    """Returns the beginning and the end of each `Stage`, in milliseconds since the request was accepted.
+
+    They are None for `transfer` and `decode queue` if no pages moved.
     """
     intervals = lay_out(stage_moments(ended), _SCALAR)
     if has_transfer(ended.timing):
@@ -200,7 +204,7 @@ def stage_intervals(ended: EndedCompletion) -> tuple[tuple[float, float] | None,
 
 
 def stages_of(ended: EndedCompletion) -> list[CompletionStage]:
-    """Returns the stages that the completion had, in their order, each with its worker."""
+    """Returns the stages of the completion in order, each with its worker."""
     timing = ended.timing
     computed_by = timing.prefill_worker or timing.decode_worker
     workers = ("", "", "", computed_by, computed_by, computed_by, timing.decode_worker, timing.decode_worker)
@@ -212,5 +216,5 @@ def stages_of(ended: EndedCompletion) -> list[CompletionStage]:
 
 
 def stages_ms(ended: EndedCompletion) -> dict[str, float]:
-    """Returns the milliseconds of each stage that the completion had, in their order."""
+    """Returns the duration of each stage of the completion, in order."""
     return {stage.name.value: stage.end_ms - stage.start_ms for stage in stages_of(ended)}

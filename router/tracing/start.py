@@ -1,4 +1,4 @@
-"""Starts tracing if it is configured. Only then is OpenTelemetry imported."""
+"""Starts tracing if it is configured, and imports OpenTelemetry only then."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from router.tracing.tracer import RequestTracer
 
-_TIMEOUT_S = 10.0  # of one export, including retries
+_TIMEOUT_S = 10.0  # for one export, including retries
 _HTTP_PATH = "/v1/traces"
 _HEADER = re.compile(r"([A-Za-z0-9_-]+)\s*:\s*([ -~]*)")
 
@@ -25,9 +25,9 @@ _HEADER = re.compile(r"([A-Za-z0-9_-]+)\s*:\s*([ -~]*)")
 def start_tracer(
     config: TracingConfig, model: str, instance: str, count: Callable[[str, int], None]
 ) -> RequestTracer | None:
-    """Starts the export thread; None if tracing is off. `close` must follow.
+    """Returns a tracer whose export thread has started, to be closed by the caller; None if tracing is off.
 
-    `instance` names this router and `count` takes results, as `RequestTracer` says. Raises ConfigError.
+    `instance` names this router, and `count` is described at `RequestTracer`. Raises ConfigError.
     """
     if not config.endpoint:
         return None
@@ -41,7 +41,7 @@ def start_tracer(
             f"tracing.endpoint = {config.endpoint!r}: {error.name} is not installed; "
             "pip install 'penstock[tracing]', or leave the endpoint out"
         ) from error
-    logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)  # RequestTracer counts and reports failures
+    logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)  # RequestTracer counts and logs failures
     return RequestTracer(exporter, SpanBuilder(config.service_name, instance, model), config.sample_ratio, count)
 
 
@@ -50,7 +50,7 @@ def _make_exporter(config: TracingConfig) -> SpanExporter:
     if config.protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
-        lower = tuple((name.lower(), value) for name, value in headers.items())  # as gRPC demands
+        lower = tuple((name.lower(), value) for name, value in headers.items())  # required by gRPC
         return OTLPSpanExporter(config.endpoint, headers=lower, timeout=_TIMEOUT_S)
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpSpanExporter
 
@@ -60,7 +60,7 @@ def _make_exporter(config: TracingConfig) -> SpanExporter:
 
 
 def read_headers(path: str) -> dict[str, str]:
-    """Returns the headers in a file. Raises ConfigError, whose message never repeats a value."""
+    """Returns the headers in a file. Raises ConfigError, whose message shows no value."""
     headers = {}
     for number, line in enumerate(read_private(path, "tracing.headers_file").splitlines(), 1):
         if not line.strip():
@@ -68,7 +68,7 @@ def read_headers(path: str) -> dict[str, str]:
         found = _HEADER.fullmatch(line.strip())
         if found is None:
             raise ConfigError(
-                f"tracing.headers_file = {path}: line {number} is not a header (it is not shown); write `name: value`"
+                f"tracing.headers_file = {path}: line {number} (not shown) is not a header; write `name: value`"
             )
         headers[found[1]] = found[2]
     return headers

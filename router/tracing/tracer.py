@@ -1,7 +1,7 @@
 """Samples requests and exports their spans on a separate thread. Imported only if tracing is on.
 
-The router's event loop never waits: it reads the caller's context, and puts the trace of a sampled request into a
-bounded queue when the request is over. A slow or failing collector costs nothing but dropped traces.
+The event loop never waits for an export: it reads the caller's context, and puts the trace of a sampled request into a
+bounded queue when the request is over. A slow or failing collector costs only dropped traces.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ log = logging.getLogger(__name__)
 
 MAX_QUEUED = 2048  # requests waiting to be exported; each takes a few kilobytes
 _MAX_BATCH = 64  # requests in one export, of about ten spans each
-_GATHER_S = 1.0  # longest wait of a batch that is not full
-_DRAIN_S = 0.5  # for what is queued when the router stops
-_ABORT_S = 0.3  # for an export that `shutdown` has interrupted
+_GATHER_S = 1.0  # the longest wait to fill a batch
+_DRAIN_S = 0.5  # to export what is queued when the router stops
+_ABORT_S = 0.3  # for an interrupted export to end
 _TRACE_PARENT = "traceparent"
 _FIELDS = (_TRACE_PARENT, "tracestate")
 
 
 class RequestTracer:
-    """Owns the queue, the thread and the exporter. `begin` and `close` are the event loop's."""
+    """Owns the queue, the thread and the exporter. `begin` and `close` are called on the event loop's thread."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class RequestTracer:
         sample_ratio: float,
         count: Callable[[str, int], None],
     ) -> None:
-        """`count` takes a result, one of `exported`, `failed` and `dropped`, and a number of requests."""
+        """`count` takes a result (`exported`, `failed` or `dropped`) and a number of requests."""
         self._exporter = exporter
         self._spans = spans
         self._count = count
@@ -57,9 +57,9 @@ class RequestTracer:
         self._thread.start()
 
     def begin(self, headers: Mapping[str, str | bytes]) -> SampledCall | None:
-        """Returns the trace of a call with these headers or metadata, or None if it is not sampled.
+        """Returns the trace of a call with these headers or metadata, or None if the call is not sampled.
 
-        A caller that sends its own context decides; other calls are sampled by the ratio.
+        A caller's own trace context decides whether it is; without one, the ratio does.
         """
         if headers.get(_TRACE_PARENT) is None:
             return self._begin_here()
@@ -76,12 +76,12 @@ class RequestTracer:
         return SampledCall(trace_id, Context(), self._submit) if is_sampled else None
 
     def close(self) -> None:
-        """Ends the thread, after it has exported what the collector takes at once; blocks for a second at most."""
+        """Ends the thread, which exports what it can in the meantime. Blocks for a second at most."""
         self._closing.set()
-        with contextlib.suppress(queue.Full):  # a busy thread checks the event next anyway
+        with contextlib.suppress(queue.Full):  # the thread is busy, and checks the event next anyway
             self._queue.put_nowait(None)
         self._thread.join(_DRAIN_S)
-        self._exporter.shutdown()  # interrupts an export that waits to try again
+        self._exporter.shutdown()  # interrupts an export that waits for a retry
         self._thread.join(_ABORT_S)
         self._drop_queued()
 
@@ -106,7 +106,7 @@ class RequestTracer:
                 self._export(batch)
 
     def _take_batch(self) -> list[RequestTrace]:
-        """Waits for a request, then for others until the batch is full or `_GATHER_S` have passed."""
+        """Waits for a request, then for more until the batch is full or `_GATHER_S` has passed."""
         batch: list[RequestTrace] = []
         until_s = None
         while len(batch) < _MAX_BATCH:
@@ -124,7 +124,7 @@ class RequestTracer:
         try:
             spans = [span for trace in batch for span in self._spans.build(trace)]
             worked = self._exporter.export(spans) is SpanExportResult.SUCCESS
-        except Exception:  # a fault here must not end the thread, or every later trace would be lost silently
+        except Exception:  # must not end the thread, or every later trace would be lost silently
             log.exception("%d traces were not exported", len(batch))
             worked = False
         self._count("exported" if worked else "failed", len(batch))
@@ -134,6 +134,6 @@ class RequestTracer:
 
 
 _TURNS = {
-    True: (logging.INFO, "the collector takes traces again"),
-    False: (logging.WARNING, "the collector takes no traces; they are lost until it does, see tracing.endpoint"),
+    True: (logging.INFO, "the collector accepts traces again"),
+    False: (logging.WARNING, "the collector refuses traces; they are lost until it accepts them, see tracing.endpoint"),
 }

@@ -1,4 +1,4 @@
-"""Describes a request as plain data for `penstock trace` and the live page: completions' stages and the decision."""
+"""Describes a request's stages and its decision as plain data, for `penstock trace` and the live page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Json = dict[str, Any]
 
 
 def row(ended: EndedCompletion) -> Json:
-    """Describes an ended completion as one row. Times are in milliseconds, `ended_s` in seconds since 1970."""
+    """Describes an ended completion as one row. Times are in milliseconds; `ended_s` is Unix time in seconds."""
     timing = ended.timing
     return {
         "number": ended.number,
@@ -36,7 +36,7 @@ def row(ended: EndedCompletion) -> Json:
 
 
 def waterfall(completions: Sequence[EndedCompletion], policy: str) -> Json:
-    """Describes the ended completions of one request, at least one; `policy` chose their workers."""
+    """Describes the ended completions of one request (at least one), whose workers `policy` has chosen."""
     first = completions[0]
     records = [completion_record(each.index, each.choices, each.timing, stages_ms(each)) for each in completions]
     return {

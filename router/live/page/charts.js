@@ -1,5 +1,5 @@
 "use strict";
-// Line charts in SVG: no library, so that the page needs nothing from outside.
+// Line charts in SVG, without a library, so that the page loads nothing from other sites.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -17,7 +17,8 @@ function roundUp(value) {
   return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value);
 }
 
-// Shows lines of [time, value] points, newest at the right. `target` is a horizontal line, shown where it is in reach.
+// Shows lines of [time, value] points, with the newest at the right. `target` is the value of a horizontal line, which is
+// shown if it is not far above the points.
 function drawChart(id, lines, { from, to, format, target }) {
   const svg = document.getElementById(id);
   const width = svg.clientWidth || 300, height = svg.clientHeight || 150;
@@ -35,9 +36,9 @@ function drawChart(id, lines, { from, to, format, target }) {
     svg.append(element("text", { x: left - 6, y: y(max * share) + 4, "text-anchor": "end" }, format(max * share)));
   }
   const step = to - from > 150 ? 60 : to - from > 90 ? 30 : 15;  // seconds between two labels
-  for (let before = step; before <= to - from; before += step) {
-    const text = step === 60 ? `-${before / 60} min` : `-${before} s`;
-    svg.append(element("text", { x: x(to - before), y: height - 4 }, text));
+  for (let age = step; age <= to - from; age += step) {
+    const text = step === 60 ? `-${age / 60} min` : `-${age} s`;
+    svg.append(element("text", { x: x(to - age), y: height - 4 }, text));
   }
   if (target && target <= max) {
     svg.append(element("line", { class: "target", x1: left, x2: width, y1: y(target), y2: y(target) }));

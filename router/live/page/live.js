@@ -1,5 +1,5 @@
 "use strict";
-// Asks the router for its state once a second, and shows it. Keeps five minutes of what it was given.
+// Requests the router's state once a second and shows it. Keeps the last five minutes.
 
 const KEPT_S = 300, RECENT_S = 60, MOVING_S = 10, BUCKET_S = 5, FEW = 8, MANY = 24, MAX_EDGES = 60;
 const $ = (id) => document.getElementById(id);
@@ -12,7 +12,7 @@ function headers() {
   return token ? { authorization: `Bearer ${token}` } : {};
 }
 
-async function ask(path) {
+async function read(path) {
   const answer = await fetch(path, { headers: headers(), signal: AbortSignal.timeout(5000) });
   if (answer.status === 401 || answer.status === 403) throw new Error("token");
   if (!answer.ok) throw new Error(`the router answers ${answer.status}`);
@@ -42,7 +42,7 @@ function meets(request, slo) {
 function remember(state) {
   const now = state.unix_time_s;
   kept.last = state.last_request;
-  kept.router = state.router;  // several may answer behind one port: the page shows the requests of all that it heard
+  kept.router = state.router;  // routers may share a port: the page then shows the requests of all that have answered
   const known = new Set(kept.requests.map((each) => each.key));
   const named = state.requests.map((each) => ({ ...each, key: `${state.router} ${each.number}` }));
   kept.requests.push(...named.filter((each) => !known.has(each.key) && now - each.ended_s <= KEPT_S));
@@ -60,7 +60,7 @@ function rates(field) {
   for (let i = 1; i < kept.counts.length; i += 1) {
     const [before, after] = [kept.counts[i - 1], kept.counts[i]];
     const seconds = after.at - before.at, tokens = after[field] - before[field];
-    if (seconds > 0 && tokens >= 0) points.push([after.at, tokens / seconds]);  // a worker that left takes its count along
+    if (seconds > 0 && tokens >= 0) points.push([after.at, tokens / seconds]);  // negative when a worker has left
   }
   return points;
 }
@@ -89,17 +89,17 @@ function figure(name, value, note, state) {
 
 function showFigures(state) {
   const recent = kept.requests.filter((each) => state.unix_time_s - each.ended_s <= RECENT_S);
-  const ttft = recent.map((each) => each.first_token_ms), each = recent.map(perToken).filter((value) => value !== null);
+  const ttft = recent.map((each) => each.first_token_ms), tpot = recent.map(perToken).filter((value) => value !== null);
   const met = recent.filter((request) => meets(request, state.slo)).length;
   const show = (value) => value === null ? "–" : milliseconds(value);
   const against = (value, limit) => value === null ? "" : value <= limit ? "good" : "bad";
   const ready = state.workers.filter((worker) => worker.ready).length;
   const newest = (field) => (rates(field).at(-1) || [0, 0])[1];
-  const cached = recent.reduce((sum, one) => sum + one.cached_tokens, 0);
-  const prompts = recent.reduce((sum, one) => sum + one.prompt_tokens, 0);
+  const cached = recent.reduce((sum, each) => sum + each.cached_tokens, 0);
+  const prompts = recent.reduce((sum, each) => sum + each.prompt_tokens, 0);
   $("figures").replaceChildren(
     figure("TTFT p50", show(quantile(ttft, 0.5)), `p90 ${show(quantile(ttft, 0.9))}`, against(quantile(ttft, 0.9), state.slo.ttft_s * 1000)),
-    figure("per token p50", show(quantile(each, 0.5)), `p90 ${show(quantile(each, 0.9))}`, against(quantile(each, 0.9), state.slo.itl_s * 1000)),
+    figure("per token p50", show(quantile(tpot, 0.5)), `p90 ${show(quantile(tpot, 0.9))}`, against(quantile(tpot, 0.9), state.slo.itl_s * 1000)),
     figure("within the SLO", recent.length ? `${Math.floor(100 * met / recent.length)} %` : "–", `${recent.length} ended in a minute`, recent.length ? (met / recent.length >= 0.99 ? "good" : "bad") : ""),
     figure("output tokens/s", plain(newest("decode")), `prompt tokens/s ${plain(newest("prefill"))}`),
     figure("cached", prompts ? `${Math.round(100 * cached / prompts)} %` : "–", "of the prompts' tokens"),
@@ -132,7 +132,7 @@ function bar(kind, share) {
 function describe(worker) {
   const used = worker.pages ? Math.round(100 * (1 - worker.free_pages / worker.pages)) : 0;
   const parts = [`${worker.id} on ${worker.host || "an unknown machine"}`,
-    worker.ready && worker.avoided ? "is avoided because requests have failed there" : worker.ready ? "takes requests" : worker.leaving ? "is leaving" : "takes no requests",
+    worker.ready && worker.avoided ? "is avoided because requests to it have failed" : worker.ready ? "takes requests" : worker.leaving ? "is leaving" : "takes no requests",
     `${worker.running} running`, `${worker.waiting} waiting`, `${used} % of ${worker.pages} pages in use`];
   if (worker.queued_prefill_tokens) parts.push(`${worker.queued_prefill_tokens} prompt tokens to compute`);
   if (worker.step_ms) parts.push(`${milliseconds(worker.step_ms)} a step`);
@@ -173,7 +173,7 @@ function showPool(role, workers) {
   }
   for (const gone of known.values()) gone.remove();
   const boxes = new Map([...pool.children].map((box) => [box.dataset.worker, box]));
-  workers.forEach((worker, at) => {  // moved only where the order changed, so that the focus stays
+  workers.forEach((worker, at) => {  // moves only boxes whose place has changed, so that the focus stays
     const box = boxes.get(worker.id);
     if (pool.children[at] !== box) pool.insertBefore(box, pool.children[at]);
   });
@@ -184,7 +184,7 @@ function showChosen() {
   $("worker-detail").textContent = worker ? describe(worker) : "";
 }
 
-// An edge for each of the pairs of workers that moved most pages lately, as wide as their number is high.
+// Shows an edge for each of the pairs of workers that moved the most pages lately, wider for more pages.
 function showEdges(state) {
   const moved = new Map();
   for (const request of kept.requests) {
@@ -275,13 +275,13 @@ function none(text) {
   return item;
 }
 
-function showController(said) {
-  const scaling = said.scaling.map((each) => line(each.unix_time_s, `${each.pool} ${each.verdict}: `
+function showController(controller) {
+  const scaling = controller.scaling.map((each) => line(each.unix_time_s, `${each.pool} ${each.verdict}: `
     + `${each.current === each.decided ? each.current : `${each.current} → ${each.decided}`} workers; ${each.reason}`));
-  $("scaling").replaceChildren(...(scaling.length ? scaling.reverse() : [none(said.mode === "off" ? "the autoscaler is off" : "nothing yet")]));
-  const events = said.events.slice(-60).reverse().map((each) =>
+  $("scaling").replaceChildren(...(scaling.length ? scaling.reverse() : [none(controller.mode === "off" ? "the autoscaler is off" : "nothing yet")]));
+  const events = controller.events.slice(-60).reverse().map((each) =>
     line(each.unix_time_s, `${each.subject} ${each.what}${each.reason ? `: ${each.reason}` : ""}`));
-  $("events").replaceChildren(...(events.length ? events : [none("nothing is known")]));
+  $("events").replaceChildren(...(events.length ? events : [none("no events")]));
 }
 
 function show(state) {
@@ -304,12 +304,12 @@ function connection(text, lost) {
 async function follow() {
   for (;;) {
     try {
-      const state = await ask(`state?router=${kept.router}&after=${kept.last}`);
+      const state = await read(`state?router=${kept.router}&after=${kept.last}`);
       remember(state);
       show(state);
       connection(`as of ${clock(state.unix_time_s)}`, false);
       $("login").hidden = true;
-      showController(await ask("controller"));
+      showController(await read("controller"));
     } catch (error) {
       if (error.message === "token") { $("login").hidden = false; connection("a token is needed", true); } else {
         connection(`the router does not answer (${error.message}); trying again`, true);
@@ -325,7 +325,7 @@ $("login").addEventListener("submit", (event) => {
   sessionStorage.setItem("metrics-token", token);
 });
 
-// The playground: a request like any other, and the stages that the router recorded of it.
+// The playground sends a normal request and shows the stages that the router recorded.
 
 let running = null;
 
@@ -363,7 +363,7 @@ async function play() {
       $("answer").textContent += chunk.choices[0] ? chunk.choices[0].text : "";
     }
   }
-  note(`${id}: first token after ${milliseconds(first || 0)}, whole after ${milliseconds(performance.now() - started)}, as this page saw it`);
+  note(`${id}: first token after ${milliseconds(first || 0)}, end after ${milliseconds(performance.now() - started)}, measured by this page`);
   await showWay(id);
 }
 
@@ -391,7 +391,7 @@ $("play").addEventListener("submit", async (event) => {
 $("stop").addEventListener("click", () => running && running.abort());
 window.addEventListener("resize", () => kept.state && show(kept.state));
 
-fetch("/v1/models").then((answer) => {  // a port for operators serves no model
+fetch("/v1/models").then((answer) => {  // the operators' port does not serve the model
   if (answer.status === 404) $("playground").hidden = true;
   if (answer.status === 401) $("key-label").hidden = false;
 }).catch(() => {});

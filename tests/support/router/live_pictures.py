@@ -46,6 +46,7 @@ replicas = 2
 replicas = 2
 [decode]
 placement = "remote"
+max_batch_sequences = 24
 """
 
 
@@ -135,7 +136,8 @@ def shoot_deployment(page: Page) -> None:
         )
         page.screenshot(IMAGES / "live-page-kill.png")
     penstock("status", "--wait", "120")
-    with load(num_callers=48, longest=1024), ThreadPoolExecutor(1) as pool:  # sequences take seconds to migrate
+    # Both workers are full, so that sequences have to end where they are.
+    with load(num_callers=48, longest=1024), ThreadPoolExecutor(1) as pool:
         time.sleep(20)
         drained = pool.submit(penstock, "drain", "decode-1")
         page.wait_for("document.querySelector('[data-worker=\"decode-1\"].leaving') !== null")

@@ -94,8 +94,11 @@ class StageTimes:
     placed_s: float = 0.0  # last placement
     started_s: float = 0.0  # first step that computed it here
     first_token_s: float = 0.0
+    reserved_s: float = 0.0  # pages for a remote prefill were reserved here
     landed_s: float = 0.0
-    decode_queue_s: float = 0.0  # a duration: from the last page's landing to the first step here
+    decode_queue_s: float = (
+        0.0  # a duration: waiting for pages here, and from the last page's landing to the first step
+    )
     queue_s: float = 0.0
     prefill_s: float = 0.0
     part: RemotePart | None = None  # only for a split prompt
@@ -106,7 +109,7 @@ class StageTimes:
         if not self.started_s:
             self.started_s = now_s
             if self.landed_s and self.part is None:  # for a split prompt, `queue_s` includes the wait
-                self.decode_queue_s = max(0.0, now_s - max(self.landed_s, self.first_token_s))
+                self.decode_queue_s = self.room_wait_s + max(0.0, now_s - max(self.landed_s, self.first_token_s))
 
     def on_preempted(self, now_s: float) -> None:
         if len(self.preempted_s) < _MAX_PREEMPTIONS:
@@ -124,9 +127,20 @@ class StageTimes:
 
     @property
     def exposed_s(self) -> float:
-        """Returns the time from the end of the prefill worker's computation to the landing of its last page."""
-        computed_s = self.part.computed_s if self.part else self.first_token_s
-        return max(0.0, self.landed_s - computed_s) if self.landed_s else 0.0
+        """Returns the part of the transfer that overlaps neither the prefill nor the wait for pages here: until its last
+        page lands.
+        """
+        return max(0.0, self.landed_s - max(self._computed_s, self.reserved_s)) if self.landed_s else 0.0
+
+    @property
+    def room_wait_s(self) -> float:
+        """Returns how long the computed prompt waited for pages and a place here before its transfer could go on."""
+        return max(0.0, self.reserved_s - self._computed_s)
+
+    @property
+    def _computed_s(self) -> float:
+        """When the prefill worker had computed its part."""
+        return self.part.computed_s if self.part else self.first_token_s
 
     def on_remote_token(self, queue_s: float, prefill_s: float, now_s: float) -> None:
         """Records a token that a prefill worker sampled. Only the first one counts, since an attempt after a failure
@@ -199,7 +213,7 @@ class DecodeRequest:
     def place(self, decision: PrefillDecision, now_s: float) -> None:
         """Records where the prompt is computed from now on."""
         self.placed, self.times.placed_s = decision.chosen, now_s
-        self.times.part, self.times.landed_s = None, 0.0
+        self.times.part, self.times.reserved_s, self.times.landed_s = None, 0.0, 0.0
         self.prices = [_price_to_wire(priced) for priced in (decision.chosen, *decision.others)]
 
     def follow_hints(self, keeper: HintKeeper | None) -> None:

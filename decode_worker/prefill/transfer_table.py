@@ -283,6 +283,7 @@ class TransferTable:
         reservation = scheduler.reserve(request.sequence, num_total, transfer.num_tokens, transfer.num_unneeded)
         if reservation is None:
             return False
+        request.times.reserved_s = time.monotonic()
         request.sequence.pages = [*reservation.held, *reservation.fresh]
         request.sequence.num_dropped = reservation.num_dropped
         num_fresh = -(-transfer.num_tokens // self._page_size) - len(reservation.held)

@@ -154,8 +154,25 @@ def test_queue_time_ends_with_the_first_step_of_a_landed_sequence() -> None:
         if times.landed_s and times.part is None:
             num_landed += 1
             assert times.started_s >= times.landed_s
-            assert times.decode_queue_s == times.started_s - max(times.landed_s, times.first_token_s)
+            after_landing_s = times.started_s - max(times.landed_s, times.first_token_s)
+            assert times.decode_queue_s == max(0.0, times.reserved_s - times.first_token_s) + after_landing_s
     assert num_landed
+
+
+def test_the_wait_for_a_place_is_queueing_and_no_part_of_the_transfer() -> None:
+    num_waited = 0
+    for seed in range(10):
+        world = World(seed)
+        for stream_id in range(8):  # the batch takes four
+            world.submit(stream_id, list(range(100 * stream_id, 100 * stream_id + 8)), SamplingParams(max_tokens=12))
+        world.settle()
+        for request in world.requests.values():
+            times = request.times
+            if times.landed_s and times.part is None and times.reserved_s > times.first_token_s:
+                num_waited += 1
+                assert times.exposed_s == max(0.0, times.landed_s - times.reserved_s)
+                assert times.decode_queue_s >= times.reserved_s - times.first_token_s
+    assert num_waited
 
 
 def test_a_transfer_key_survives_its_wire_format() -> None:

@@ -127,9 +127,7 @@ class StageTimes:
 
     @property
     def exposed_s(self) -> float:
-        """Returns the part of the transfer that overlaps neither the prefill nor the wait for pages here: until its last
-        page lands.
-        """
+        """Returns the part of the transfer that overlaps neither the prefill nor the wait for pages here."""
         return max(0.0, self.landed_s - max(self._computed_s, self.reserved_s)) if self.landed_s else 0.0
 
     @property

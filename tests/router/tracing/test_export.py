@@ -164,7 +164,7 @@ def test_without_a_collector_the_queue_is_bounded_and_closing_waits_for_nobody(
 @pytest.mark.parametrize(
     ("text", "mode", "problem"),
     [
-        ("no header here", 0o600, r"line 1 is not a header \(it is not shown\); write `name: value`"),
+        ("no header here", 0o600, r"line 1 \(not shown\) is not a header; write `name: value`"),
         ("a: b", 0o644, r"everybody may read it \(mode 644\); chmod 600 it"),
     ],
 )

@@ -36,9 +36,8 @@ from engine.sampling.grammar.masks import MaskThread, PendingMasks
 from engine.sampling.prompt_logprobs import score_prompts
 from engine.sampling.row_params import SamplingRows
 from engine.sampling.sampler import sample, sample_rows, warm_up_sampling
-from engine.step.batch import Batch, HostBatch, build_host_batch, to_device
+from engine.step.batch import Batch, Forward, HostBatch, build_host_batch, to_device
 from engine.step.compute import (
-    Forward,
     ForwardedStep,
     PreparedStep,
     SampledTokens,
@@ -222,7 +221,7 @@ class Engine:
         places = host.sampled_places.tolist()
         pending = self._masks.prepare([work[place].sequence for place in places])
         tokens: list[SampledToken | None] = [None] * len(work)
-        with pending.settled_on_failure() if pending else contextlib.nullcontext():
+        with pending or contextlib.nullcontext():
             logits_RV = self._forward(host, on_layer, pending)
             scores = {} if host.scored is None else score_prompts(logits_RV[len(places) :], host.scored)
         if places:
@@ -312,8 +311,9 @@ class Engine:
             with self._explaining_failures():
                 compute_discarded(step, self._replay, self._group, self.kv_pages.device)
 
-    def _replay(self, batch: Batch) -> torch.Tensor:
-        return self.runner.forward(batch) if self._graphs is None else self._graphs.forward(batch)
+    def _replay(self, batch: Batch, *, on_start: Callable[[], None] | None = None) -> torch.Tensor:
+        forward: Forward = self.runner.forward if self._graphs is None else self._graphs.forward
+        return forward(batch, on_start=on_start)
 
     def _explaining_failures(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.ranks is None else self.ranks.explaining_failures()

@@ -120,11 +120,13 @@ class DenseStack:
         sampled_rows_R: torch.Tensor,
         meta: AttentionMetadata,
         on_layer: Callable[[int], None] | None,
+        on_start: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """Returns the logits of the sampled rows, [R, V], or without a head their normalised hidden states, [R, D].
         Calls `on_layer(n)` after each of the first n layers. Raises IndexError for a token or position out of bounds.
 
-        Hardly anything but the call gives up the interpreter's lock, which the thread of grammar masks waits for."""
+        Calls `on_start()` last before the computation, which releases the interpreter's lock: a thread woken earlier
+        would take the lock in one of the allocations here and delay the step."""
         embedding_VD, head = self._ends.embedding_VD, self._ends.head
         rows_R, order_R = sampled_rows_R, None
         sampled = sampled_rows_R.numpy()
@@ -138,6 +140,8 @@ class DenseStack:
         num_layers, num_threads = len(self._layers), torch.get_num_threads()
         stops = range(1, num_layers + 1) if on_layer is not None else (num_layers,)
         first = 0
+        if on_start is not None:
+            on_start()
         for stop in stops:
             is_end = stop == num_layers
             if not self._kernels.decoder(self._layers, first, stop, ctypes.byref(step), is_end, num_threads):

@@ -9,6 +9,7 @@ Shapes: `R` rows of logits, `V` vocabulary, `G` masks, `W` words of 32 tokens.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -42,12 +43,12 @@ def sample_tokens(
     records_R: np.ndarray,
     positions_R: np.ndarray,
     words_GW: np.ndarray | None = None,
-    mask_of_row_R: np.ndarray | None = None,
+    mask_of_row: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (token ids, whether the distribution was finite), int64 and bool [R]; leaves the logits as they are.
 
     `records_R` has the sampling fields of `engine.step.plan.ROW_PARAMS`. Row r obeys the mask of `words_GW` that
-    `mask_of_row_R[r]` names, int64; -1 is none. The token of a row that is not finite is 0.
+    `mask_of_row[r]` names; -1 is none. The token of a row that is not finite is 0.
     """
     (num_rows, vocab_size), positions_R = logits_RV.shape, np.ascontiguousarray(positions_R, np.int64)
     token_ids_R = torch.empty(num_rows, dtype=torch.int64)
@@ -56,17 +57,17 @@ def sample_tokens(
     assert len(records_R) == len(positions_R) == num_rows, "each row has its parameters"
     fields = records_R.dtype.fields
     assert fields is not None, "parameters are records"
-    masks = mask_of_row = None
-    if words_GW is not None and mask_of_row_R is not None:
+    masks = named = None
+    if words_GW is not None and mask_of_row is not None:
         assert words_GW.dtype.itemsize * 8 == _BITS, "masks are words"
         assert words_GW.flags.c_contiguous, "masks are contiguous"
         assert words_GW.shape[1] * _BITS >= vocab_size, "there is a bit for each token"
-        assert mask_of_row_R.dtype == np.int64, "masks are named by int64"
-        assert len(mask_of_row_R) == num_rows, "each row names its mask"
-        assert mask_of_row_R.max(initial=-1) < len(words_GW), "masks exist"
-        masks, mask_of_row = words_GW.ctypes.data, mask_of_row_R.ctypes.data
+        assert len(mask_of_row) == num_rows, "each row names its mask"
+        assert max(mask_of_row, default=-1) < len(words_GW), "masks exist"
+        mask_of_row_R = np.array(mask_of_row, np.int64)
+        masks, named = words_GW.ctypes.data, mask_of_row_R.ctypes.data
     sampling = _Sampling(
-        logits_RV.data_ptr(), logits_RV.stride(0), records_R.ctypes.data, positions_R.ctypes.data, masks, mask_of_row,
+        logits_RV.data_ptr(), logits_RV.stride(0), records_R.ctypes.data, positions_R.ctypes.data, masks, named,
         token_ids_R.data_ptr(), valid_R.data_ptr(), num_rows, vocab_size, 0 if words_GW is None else words_GW.shape[1],
         logits_RV.dtype == torch.bfloat16, records_R.strides[0] if num_rows else 0,
         *(fields[name][1] for name in _FIELDS),

@@ -26,12 +26,11 @@ import torch
 
 from engine.kernels.metadata import AttentionMetadata
 from engine.parallel.leader import RankLeader
-from engine.step.batch import Batch
+from engine.step.batch import Batch, Forward
 
 log = logging.getLogger(__name__)
 
 SPARE_PAGES = 1  # behind the pages of the pool, for padding to write to
-Forward = Callable[[Batch], torch.Tensor]
 
 
 def buckets_up_to(largest: int) -> list[int]:
@@ -129,12 +128,12 @@ class GraphRunner:
         self._graphs.clear()
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch, *, on_start: Callable[[], None] | None = None) -> torch.Tensor:
         """Returns logits [R, V]; those of a replay are overwritten by the next one."""
         size, adapted = self._bucket_of(batch), batch.adapter_T is not None
         if size is None:
             self.num_eager += 1
-            return self._forward(batch)
+            return self._forward(batch, on_start=on_start)
         count, table_BW = batch.meta.num_sequences, batch.meta.page_table_BP
         self._token_ids_B[:count].copy_(batch.token_ids_T)
         self._positions_B[:count].copy_(batch.positions_T)
@@ -143,6 +142,8 @@ class GraphRunner:
             self._adapter_B[:count].copy_(batch.adapter_T)
         if count < size:
             self._pad(count, size)
+        if on_start is not None:
+            on_start()
         self._graphs[size, adapted]()
         self.num_replays += 1
         return self._logits_BV[:count]

@@ -108,15 +108,19 @@ class Decoder:
         on_layer: Callable[[int], None] | None = None,
         stack: DenseStack | None = None,
         adapters: RowAdapters | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """Returns logits [R, V] of the tokens at `sampled_rows_R`, and writes the batch's K and V into `layer_pools`.
 
-        Calls `on_layer(n)` when the K and V of the first n layers are written (on a GPU: when the writes are launched).
+        Calls `on_start()` before it computes, and `on_layer(n)` when the K and V of the first n layers are written (on
+        a GPU: when the writes are launched).
         `stack` is the result of `fuse`; a step with `adapters` runs layer by layer, which gives the same bits for rows
         without one."""
         if stack is not None and adapters is None:
-            output_RX = stack.forward(token_ids_T, positions_T, sampled_rows_R, meta, on_layer)
+            output_RX = stack.forward(token_ids_T, positions_T, sampled_rows_R, meta, on_layer, on_start)
             return output_RX if stack.has_head else self._head(output_RX)
+        if on_start is not None:
+            on_start()
         cos_sin_T2H = local_T2H = self._rope_C2H[positions_T]
         if self._local_rope_C2H is not None:
             local_T2H = self._local_rope_C2H[positions_T]

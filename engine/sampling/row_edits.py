@@ -20,8 +20,6 @@ from engine.sampling.text_edits import TextEdits
 from engine.step.sequence import Sequence
 from penstock.errors import PenstockError
 
-_NO_ROWS = np.zeros(0, np.int64)
-
 
 @dataclass(frozen=True, slots=True)
 class Cells:
@@ -57,7 +55,7 @@ class RowEdits:
 
     @property
     def changes_nothing(self) -> bool:
-        """Returns whether these rows are edited only by grammars, if at all."""
+        """Whether no logit changes in this step."""
         cells = (self.bias, self.seen, self.banned, self.allowed)
         return self.penalties_3E is None and all(one is None for one in cells)
 
@@ -77,10 +75,6 @@ class RowEdits:
         """
         if not sequences:
             return None
-        if all(
-            one.sampling.grammar is not None and not one.sampling.edits_beside_grammar for one in sequences.values()
-        ):
-            return cls(np.array(list(sequences), np.int64), None, None, None, None, None, None, _NO_ROWS)
         awaited = {} if awaited_rows is None else {row: place for place, row in enumerate(awaited_rows.tolist())}
         parts = _Parts(np.ones((1, len(sequences))), np.zeros((2, len(sequences))))
         for place, (row, sequence) in enumerate(sequences.items()):

@@ -115,22 +115,25 @@ def sample_step(
     `masks` hold every row with a grammar. `awaited` are the step's awaited tokens (see `edit_logits`). On a GPU the
     host waits for nothing.
     """
-    edits, rows = sampling.edits, sampling.rows
-    if edits is None:
+    edits, rows, ruled = sampling.edits, sampling.rows, sampling.ruled
+    if edits is not None and edits.changes_nothing:
+        edits = None
+    if edits is None and (masks is None or not ruled):
         token_ids_R, valid_R = sample_rows(logits_RV, rows)
-    elif edits.changes_nothing and (kernels := _cpu_kernels(logits_RV)) is not None:
-        words_GW = None if masks is None else masks.words_GW
-        mask_of_row_R = None if masks is None else _masks_of_rows(sampling, masks)
-        token_ids_R, valid_R = sample_tokens(kernels, logits_RV, rows.records, rows.positions, words_GW, mask_of_row_R)
+    elif edits is None and masks is not None and (kernels := _cpu_kernels(logits_RV)) is not None:
+        mask_of_row = masks.of_rows(len(rows), ruled)
+        token_ids_R, valid_R = sample_tokens(
+            kernels, logits_RV, rows.records, rows.positions, masks.words_GW, mask_of_row
+        )
     else:
-        edited = edits.index_E
+        edited = np.array(list(ruled), np.int64) if edits is None else edits.index_E
         index_E = upload(edited, logits_RV.device)
         chosen_EV = logits_RV if len(edited) == len(rows) else logits_RV[index_E]
         edited_EV = chosen_EV.to(torch.float32, copy=True)
-        if not edits.changes_nothing:
+        if edits is not None:
             edit_logits(edited_EV, edits, awaited)
         if masks is not None:
-            apply_masks(edited_EV, [sampling.ruled.get(row) for row in edited.tolist()], masks)
+            apply_masks(edited_EV, [ruled.get(row) for row in edited.tolist()], masks)
         token_ids_R, valid_R = _sample_both(logits_RV, edited_EV, edited, index_E, rows)
     logprobs = None
     if sampling.num_top_R is not None:
@@ -201,6 +204,8 @@ def failed_rows(
     A row fails if its distribution is not finite (`invalid`), if its bans leave no token, or if its grammar allows none
     of the tokens that the other parameters leave.
     """
+    if sampling.edits is None and masks is not None and not masks.failed and not invalid:
+        return {}
     failed = {} if sampling.edits is None else dict(sampling.edits.failed)
     if sampling.ruled:
         for row, error in _grammar_errors(sampling.ruled, token_ids, invalid, masks).items():
@@ -238,14 +243,6 @@ def _grammar_errors(
                 InvalidInput("sampling", "leaves no token that its grammar allows; relax the bans beside the grammar"),
             )
     return failed
-
-
-def _masks_of_rows(sampling: StepSampling, masks: TokenMasks) -> np.ndarray:
-    """Returns the mask of each row, -1 for none."""
-    mask_of_row_R = np.full(len(sampling.rows), -1, np.int64)
-    for row, sequence in sampling.ruled.items():
-        mask_of_row_R[row] = masks.places.get(sequence, -1)
-    return mask_of_row_R
 
 
 def _cpu_kernels(logits_RV: torch.Tensor) -> NativeKernels | None:

@@ -29,7 +29,7 @@ class StepSampling:
     """The sampling of the rows of one step. Immutable; not frozen, which would take a microsecond of every step."""
 
     rows: SamplingRows
-    edits: RowEdits | None  # None: no row is edited
+    edits: RowEdits | None  # None: no row is edited by more than a grammar; otherwise those with one are included
     num_top_R: np.ndarray | None  # int64, alternatives whose log-probability is wanted, -1: no log-probabilities at all
     ruled: Mapping[int, Sequence]  # sequences with a grammar, by row
 
@@ -53,16 +53,31 @@ class StepSampling:
         """
         if not special:
             return cls(rows, None, None, _NOBODY)
-        edited = {row: one for row, one in special.items() if _is_edited(one, int(rows.positions[row]))}
-        edits = RowEdits.of(edited, rows.positions, vocab_size, eos_token_ids, awaited_rows)
-        wanted = {row: one.sampling.logprobs for row, one in special.items() if one.sampling.logprobs is not None}
-        num_top_R = None
+        ruled: dict[int, Sequence] = {}
+        edited: dict[int, Sequence] = {}
+        wanted: dict[int, int] = {}
+        for row, one in special.items():
+            sampling = one.sampling
+            if sampling.grammar is not None:
+                ruled[row] = one
+            if _is_edited(one, int(rows.positions[row])):
+                edited[row] = one
+            if sampling.logprobs is not None:
+                wanted[row] = sampling.logprobs
+        edits = num_top_R = None
+        if edited:
+            both = {row: one for row, one in special.items() if row in edited or row in ruled}
+            edits = RowEdits.of(both, rows.positions, vocab_size, eos_token_ids, awaited_rows)
         if wanted:
             num_top_R = np.full(len(rows), -1)
             num_top_R[list(wanted)] = list(wanted.values())
-        return cls(rows, edits, num_top_R, {row: one for row, one in edited.items() if one.sampling.grammar})
+        return cls(rows, edits, num_top_R, ruled)
 
 
 def _is_edited(sequence: Sequence, position: int) -> bool:
+    """Returns whether more than a grammar edits the row's logits."""
     sampling = sequence.sampling
-    return sampling.edits_every_token or position - sequence.num_prompt_tokens < sampling.min_tokens
+    if sampling.edits_beside_grammar:
+        return True
+    # With a grammar, its mask bans what would end the output too early.
+    return sampling.grammar is None and position - sequence.num_prompt_tokens < sampling.min_tokens

@@ -13,8 +13,9 @@ give.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -62,6 +63,14 @@ class Batch:
     sampled_places: tuple[int, ...]  # place in the caller's list of each row of logits
     meta: AttentionMetadata
     adapter_T: torch.Tensor | None = None  # int64, as in `HostBatch`
+
+
+class Forward(Protocol):
+    """Computes a batch, up to the logits of its sampled rows."""
+
+    def __call__(self, batch: Batch, *, on_start: Callable[[], None] | None = None) -> torch.Tensor:
+        """Calls `on_start` once the batch is laid out, right before it is computed."""
+        ...
 
 
 def build_batch(work: Sequence[ScheduledSequence], page_size: int, device: torch.device) -> Batch:

@@ -11,7 +11,7 @@ change until the step is over. A step that is given to the device before such a 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
@@ -25,15 +25,13 @@ from engine.sampling.prompt_logprobs import score_prompts
 from engine.sampling.row_params import SamplingRows
 from engine.sampling.sampler import Sampled, failed_rows, sample_step
 from engine.sampling.step_sampling import StepSampling
-from engine.step.batch import Batch, HostBatch, build_host_batch, to_device
+from engine.step.batch import Forward, HostBatch, build_host_batch, to_device
 from engine.step.plan import StepPlan
 from engine.step.prompt_scores import PromptScores
 from engine.step.sequence import SampledToken, ScheduledSequence, Sequence
 from engine.step.speculation.acceptance import num_accepted
 from penstock.errors import PenstockError
 from penstock.types import TokenLogprob
-
-Forward = Callable[[Batch], torch.Tensor]  # a batch to the logits of its sampled rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +163,7 @@ class SampledTokens:
             chunks[place - num_rows] = int(token_ids[row])
         by_row = {} if self._host.logprobs is None else self._host.logprobs.by_row(token_ids)
         failed: Mapping[int, PenstockError] = {}
-        if step.sampling.edits is not None or not valid.all():
+        if step.sampling.edits is not None or step.sampling.ruled or not valid.all():
             failed = self._failed(token_ids, valid)
         further = {
             place: [SampledToken(int(token_ids[one]), by_row.get(one)) for one in self._held(place, row, failed)]
@@ -221,7 +219,7 @@ def compute(
     pending = masks.prepare(list(ruled.values())) if masks is not None and ruled else None
     if masks is None or pending is None:
         return _sample(step, forward_step(step, forward, group, device, previous), None)
-    with pending.settled_on_failure():
+    with pending:
         forwarded = forward_step(step, masks.beside(pending, forward), group, device, previous)
     return _sample(step, forwarded, pending.wait())
 

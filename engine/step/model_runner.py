@@ -47,10 +47,16 @@ class ModelRunner:
         return getattr(self._attention, "fallback", self._attention).name == "triton"
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        batch: Batch,
+        on_layer: Callable[[int], None] | None = None,
+        *,
+        on_start: Callable[[], None] | None = None,
+    ) -> torch.Tensor:
         """Returns logits [R, V] of the sampled rows; the batch's K/V are in the pages afterwards. Blocks on a CPU.
 
-        `on_layer`: see `Engine.step`.
+        `on_layer`: see `Engine.step`; `on_start`: see `engine.step.batch.Forward`.
         """
         adapters = None
         if batch.adapter_T is not None:
@@ -68,4 +74,5 @@ class ModelRunner:
             on_layer,
             self.stack,
             adapters,
+            on_start,
         )

@@ -9,16 +9,15 @@ Shapes: `G` rows with a grammar, `W` words of 32 tokens, `V` vocabulary.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,14 +26,12 @@ from llguidance import LLExecutor
 from engine.cpu.library import NativeKernels, load_native
 from engine.kernels.upload import upload
 from engine.sampling.grammar.matcher import GrammarMatcher
+from engine.step.batch import Forward
 from engine.step.sequence import Sequence
 from penstock.errors import InternalError, PenstockError
 from penstock.text.grammars import FIELD
 
 log = logging.getLogger(__name__)
-
-BatchT = TypeVar("BatchT")
-LogitsT = TypeVar("LogitsT")
 
 _BITS = 32
 _NUM_THREADS = max(1, min(8, (os.cpu_count() or 1) - 1))  # leaves a core for the step
@@ -58,6 +55,13 @@ class TokenMasks:
 
     def rows_of(self, sequences: Iterable[Sequence]) -> list[int]:
         return [self.places[sequence] for sequence in sequences]
+
+    def of_rows(self, num_rows: int, ruled: Mapping[int, Sequence]) -> list[int]:
+        """Returns the row of `words_GW` for each row of logits, -1 for none; `ruled` holds sequences by row."""
+        found = [-1] * num_rows
+        for row, sequence in ruled.items():
+            found[row] = self.places.get(sequence, -1)
+        return found
 
 
 def apply_masks(logits_RV: torch.Tensor, sequences: Seq[Sequence | None], masks: TokenMasks) -> None:
@@ -164,18 +168,12 @@ class MaskThread:
     def _is_stalled(self) -> bool:
         return self._last is not None and self._last.is_overdue
 
-    def beside(self, pending: PendingMasks, forward: Callable[[BatchT], LogitsT]) -> Callable[[BatchT], LogitsT]:
-        """Returns `forward` that starts on the masks first; call it within `pending.settled_on_failure`.
+    def beside(self, pending: PendingMasks, forward: Forward) -> Forward:
+        """Returns `forward` that starts on the masks when the batch is laid out; call it within `with pending`.
 
-        An earlier start, while this thread is still laying out the batch, would make both wait for the interpreter's
-        lock.
+        An earlier start would make both threads wait for the interpreter's lock.
         """
-
-        def start_and_forward(batch: BatchT) -> LogitsT:
-            self.start(pending)
-            return forward(batch)
-
-        return start_and_forward
+        return partial(forward, on_start=partial(self.start, pending))
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -229,6 +227,8 @@ class PendingMasks:
         """Blocks until the masks are computed, and raises whatever computing them raised. If that takes too long, each
         row fails.
         """
+        if self._masks is not None:
+            return self._masks
         if not self._settles():
             return self._without_masks()
         if self._error is not None:
@@ -236,15 +236,15 @@ class PendingMasks:
         assert self._masks is not None
         return self._masks
 
-    @contextlib.contextmanager
-    def settled_on_failure(self) -> Iterator[None]:
-        """If the block fails, blocks until no thread reads the texts: whoever handles the failure may change them."""
-        try:
-            yield
-        except BaseException:
-            if self.is_started:
-                self._settles()
-            raise
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """If the block has failed, blocks until no thread reads the texts: whoever handles the failure may change
+        them.
+        """
+        if kind is not None and self.is_started:
+            self._settles()
 
     def _settles(self) -> bool:
         """Blocks until it has run, for at most the time that a step waits. Returns whether it has run."""

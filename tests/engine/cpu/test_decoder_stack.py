@@ -149,18 +149,48 @@ def test_the_stack_equals_the_layers_one_operation_at_a_time(engine: Engine, is_
     runner, batch, before = engine.runner, mixed_batch(engine, is_sampled), engine.kv_pages.clone()
     assert runner.stack is not None
     seen: list[int] = []
+    starts: list[bool] = []  # whether nothing was written yet
     results = []
     for stack, on_layer in ((runner.stack, None), (runner.stack, seen.append), (None, None)):
         runner.stack = stack
         engine.kv_pages.copy_(before)
-        results.append((runner.forward(batch, on_layer), engine.kv_pages.clone()))
+        logits = runner.forward(batch, on_layer, on_start=lambda: starts.append(torch.equal(engine.kv_pages, before)))
+        results.append((logits, engine.kv_pages.clone()))
     (logits, pages), *others = results
     assert logits.shape == ((4 if is_sampled else 0), VOCAB_SIZE)
     assert seen == [1, 2]
+    assert starts == [True] * 3
     assert not torch.equal(pages, before)
     for other_logits, other_pages in others:
         assert torch.equal(logits, other_logits)
         assert torch.equal(pages, other_pages)
+
+
+@needs_native
+def test_nothing_is_allocated_between_the_start_and_the_computation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An allocation releases the interpreter's lock, which the thread that `on_start` wakes would take."""
+    folder = make_checkpoint("llama", tmp_path, dtype=torch.float32, head_dim=32)
+    engine = Engine.load(EngineConfig(model=str(folder), num_pages=64, page_size=8))
+    events: list[str] = []
+    batch, empty, stack = mixed_batch(engine), torch.empty, engine.runner.stack
+    assert stack is not None
+    compute = stack._kernels.decoder
+
+    def allocate(*arguments: Any, **options: Any) -> torch.Tensor:
+        events.append("allocate")
+        return empty(*arguments, **options)
+
+    def computing(*arguments: Any) -> Any:
+        events.append("compute")
+        return compute(*arguments)
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    monkeypatch.setattr(stack._kernels, "decoder", computing)
+    engine.runner.forward(batch, on_start=lambda: events.append("start"))
+    assert events[-2:] == ["start", "compute"]
+    assert events.count("start") == 1
 
 
 @needs_native

@@ -79,10 +79,10 @@ def test_masked_tokens_count_as_minus_infinity(vocab_size: int) -> None:
     is_allowed_GV = random.random((3, -(-vocab_size // 32) * 32)) < np.array([[0.05], [0.5], [0.98]])
     is_allowed_GV[:, vocab_size // 2] = True
     words_GW = np.packbits(is_allowed_GV, axis=1, bitorder="little").view(np.int32)
-    mask_of_row_R = random.integers(-1, 3, len(rows))
-    found = sample_tokens(kernels(), logits_RV, rows.records, rows.positions, words_GW, mask_of_row_R)
+    mask_of_row = random.integers(-1, 3, len(rows)).tolist()
+    found = sample_tokens(kernels(), logits_RV, rows.records, rows.positions, words_GW, mask_of_row)
     masked_RV = logits_RV.clone()
-    for row, mask in enumerate(mask_of_row_R.tolist()):
+    for row, mask in enumerate(mask_of_row):
         if mask >= 0:
             masked_RV[row][~torch.from_numpy(is_allowed_GV[mask, :vocab_size])] = float("-inf")
     expected = sample_tokens(kernels(), masked_RV, rows.records, rows.positions)

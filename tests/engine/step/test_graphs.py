@@ -15,9 +15,10 @@ from engine.engine import Engine
 from engine.graphs.cuda_graphs import GraphRunner, buckets_up_to
 from engine.memory.device_memory import DeviceMemory
 from engine.memory.plan import plan_memory
+from engine.step.batch import build_batch
 from engine.step.plan import EndConditions
 from engine.step.row_table import RowTable
-from engine.step.sequence import Sequence
+from engine.step.sequence import ScheduledSequence, Sequence
 from penstock.config import DecodeConfig, EngineConfig
 from penstock.types import PageId, RequestId, SamplingParams
 from tests.support.engine.checkpoints import VOCAB_SIZE, make_checkpoint
@@ -118,6 +119,27 @@ def test_replayed_steps_sample_the_same_tokens(engine: Engine) -> None:
         assert graphs.num_replays > 0
         assert graphs.num_eager > 0  # chunks of prompts
     assert {1, 2, 3, 4, 5, 6} <= set(counts)
+
+
+def test_each_step_says_once_that_it_starts(engine: Engine) -> None:
+    graphs, starts = make_graphs(engine, [1, 2]), 0
+
+    def on_start() -> None:
+        nonlocal starts
+        starts += 1
+
+    engine.capture_graphs()
+    for count, wanted in ((2, (1, 0)), (3, (1, 1))):  # replayed, and not
+        pages = [engine.pool.allocate(1) for _ in range(count)]
+        work = [
+            ScheduledSequence(Sequence(RequestId("r"), [5], 1, SamplingParams(max_tokens=2), b"", page), 1)
+            for page in pages
+        ]
+        graphs.forward(build_batch(work, engine.layout.page_size, torch.device("cpu")), on_start=on_start)
+        for page in pages:
+            engine.pool.release(page)
+        assert starts == sum(wanted)
+        assert (graphs.num_replays, graphs.num_eager) == wanted
 
 
 def test_a_batch_above_the_largest_bucket_is_not_replayed(engine: Engine) -> None:

@@ -137,7 +137,7 @@ def test_masks_are_the_same_from_the_thread_and_the_caller(thread: MaskThread) -
     assert len(before.failed) == len(after.failed) == 1
 
 
-def test_masks_start_with_the_forward_and_end_with_a_failed_step(
+def test_masks_start_when_the_forward_says_so_and_end_with_a_failed_step(
     thread: MaskThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sequence = generation(regex("a+"))
@@ -153,6 +153,12 @@ def test_masks_start_with_the_forward_and_end_with_a_failed_step(
 
     monkeypatch.setattr(thread, "prepare", keep)
 
+    def forward(batch: object, on_start: Callable[[], None]) -> object:
+        assert not begun[-1].is_started
+        on_start()
+        assert begun[-1].is_started
+        return batch
+
     def fail_after(step: object, forward: Callable[[str], str], *others: object) -> None:
         raise InternalError(f"no scores of {forward('a batch')}")
 
@@ -162,7 +168,7 @@ def test_masks_start_with_the_forward_and_end_with_a_failed_step(
     for fail in (fail_after, fail_before):
         monkeypatch.setattr(compute, "forward_step", fail)
         with pytest.raises(InternalError, match=r"no (scores of a )?batch"):
-            compute.compute(step, cast(Any, str), cast(Any, None), torch.device("cpu"), masks=thread)
+            compute.compute(step, cast(Any, forward), cast(Any, None), torch.device("cpu"), masks=thread)
     after, before = begun
     assert not after._done.locked()
     assert len(after.wait().places) == 1

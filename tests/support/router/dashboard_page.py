@@ -48,6 +48,7 @@ border-bottom: 1px solid #2c3235; font-variant-numeric: tabular-nums } svg { wid
 """
 _COLORS = {"green": "#73bf69", "orange": "#ff9830", "red": "#f2495c", "blue": "#5794f2"}
 _LINES = ("#73bf69", "#f2cc0c", "#5794f2", "#ff9830", "#f2495c", "#b877d9", "#8ab8ff", "#fade2a", "#56a64b", "#e0b400")
+_MOST_ROWS = 12  # of a table, which scrolls in Grafana
 
 
 def render(name: str, prometheus: Prometheus, seconds: float) -> str:
@@ -107,9 +108,10 @@ def _table(panel: dict[str, Any], prometheus: Prometheus, seconds: float) -> str
     head = "".join(f"<th>{escape(each)}</th>" for each in names)
     body = "".join(
         f"<tr>{''.join(f'<td>{cell}</td>' for cell in [*map(escape, labels), *cells])}</tr>"
-        for labels, cells in sorted(rows.items())
+        for labels, cells in sorted(rows.items())[:_MOST_ROWS]
     )
-    return f"<table><tr>{head}</tr>{body}</table>"
+    more = f"<p>and {len(rows) - _MOST_ROWS} more rows</p>" if len(rows) > _MOST_ROWS else ""
+    return f"<table><tr>{head}</tr>{body}</table>{more}"
 
 
 def _lines(panel: dict[str, Any], prometheus: Prometheus, seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Translates the messages, tools and options of a request to the conversation that a chat template renders. Pure."""
+"""Converts the messages, tools and options of a request to the conversation that a chat template renders. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ChatRequest = inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest
 
 
 def read_conversation(wire: ChatRequest) -> Conversation:
-    """Returns the conversation of a request with messages, whose sizes are checked. Raises InvalidInput."""
+    """Returns the conversation of a request with messages. `check_prompt` must have passed. Raises InvalidInput."""
     chat = wire.chat
     continues = chat.continue_final_message
     if continues and chat.add_generation_prompt:
-        raise InvalidInput("continue_final_message", "is true beside add_generation_prompt; set one of them to false")
+        raise InvalidInput("continue_final_message", "and add_generation_prompt are true; set one of them to false")
     return Conversation(
         messages=[_message(message) for message in wire.messages],
         tools=[_tool(tool) for tool in chat.tools],
@@ -30,9 +30,9 @@ def read_conversation(wire: ChatRequest) -> Conversation:
 
 
 def _message(wire: inference_pb2.ChatMessage) -> dict[str, Any]:
-    """Returns a message in the form that templates share.
+    """Returns a message in the format that templates expect.
 
-    An assistant's content beside tool calls is null rather than empty, which templates distinguish.
+    The empty content of a message with tool calls becomes None, which templates distinguish from an empty string.
     """
     message: dict[str, Any] = {"role": wire.role, "content": wire.content}
     if wire.name:
@@ -60,7 +60,7 @@ def _tool(wire: inference_pb2.Tool) -> dict[str, Any]:
 
 
 def _checked_arguments(text: str) -> str:
-    """Returns the template's arguments. Raises InvalidInput unless they are an object without reserved names."""
+    """Returns the template arguments. Raises InvalidInput unless they are a JSON object without reserved names."""
     if not text:
         return ""
     try:
@@ -68,10 +68,8 @@ def _checked_arguments(text: str) -> str:
     except (ValueError, RecursionError) as error:
         raise InvalidInput("chat_template_kwargs", f"is not valid JSON: {error}; give an object") from error
     if not isinstance(arguments, dict):
-        raise InvalidInput("chat_template_kwargs", "is not a JSON object; give one")
+        raise InvalidInput("chat_template_kwargs", "is not a JSON object; give an object")
     for name in arguments:
         if name in RESERVED_ARGUMENTS or not name.isidentifier():
-            raise InvalidInput(
-                "chat_template_kwargs", f"has {name[:100]!r}, which the template's caller cannot set; leave it out"
-            )
+            raise InvalidInput("chat_template_kwargs", f"has {name[:100]!r}, which requests cannot set; leave it out")
     return text

@@ -1,10 +1,10 @@
-"""The parts of an HTTP dialect: a body that becomes requests, and a response that is made of parsed outputs. Pure.
+"""Defines the parts of an HTTP dialect: a body that becomes requests and a response made from parsed outputs. Pure.
 
-A call of OpenAI's API, the Responses API or Anthropic's Messages is one `Dialect`: how its body is read, and what
-answers it. `router.api.http.generation` does everything between the two, alike for all dialects: it prepares the body's
-requests, runs them, parses each choice's text into `ParserEvent`s and hands every output to the response as a
-`ChoiceDelta`. `router.api.http.app.SHAPES` has the shapes of their errors. A dialect performs no I/O and knows neither
-workers nor connections.
+Each generating call of OpenAI's API, the Responses API and Anthropic's Messages is one `Dialect`, which says how to
+read its body and how to answer it. `router.api.http.generation` does everything in between, in the same way for all
+dialects: it prepares the body's requests, runs them, parses each choice's text into `ParserEvent`s and passes every
+output to the response as a `ChoiceDelta`. `router.api.http.app.SHAPES` has the formats of their errors. A dialect
+performs no I/O and knows neither workers nor connections.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """The way in which the text of a call's outputs is parsed. The default parses nothing: all of it is text."""
+    """Says how to parse the text of a call's outputs. By default nothing is parsed: everything is text."""
 
-    is_chat: bool = False  # parses reasoning, and tool calls where there are tools
+    is_chat: bool = False  # parses reasoning and, if there are tools, tool calls
     tools: Sequence[ToolFunction] = ()
     tool_choice: str = "auto"  # or "none", "required", or the name of the tool to call
     parallel_tool_calls: bool = True  # False: only the first call of a choice counts
@@ -41,7 +41,7 @@ PLAIN_TEXT = OutputFormat()
 
 
 class DialectBody(Protocol):
-    """A validated body."""
+    """A validated body of a generating call."""
 
     @property
     def streams(self) -> bool:
@@ -50,36 +50,36 @@ class DialectBody(Protocol):
 
     @property
     def session(self) -> str:
-        """Names the session where no header does."""
+        """Returns the session's name, which a header overrides; "" for none."""
         ...
 
     @property
     def caller_id(self) -> str:
-        """The caller's own name of the request, or ""."""
+        """Returns the caller's own id of the request, or ""."""
         ...
 
     @property
     def lane(self) -> Lane | None:
-        """The lane that the body asks for, if any. Raises InvalidInput."""
+        """Returns the lane that the body asks for, or None. Raises InvalidInput."""
         ...
 
     @property
     def default_max_tokens(self) -> int | None:
-        """The output tokens of a request that names no number; None allows all that the context holds."""
+        """Returns the output tokens of a request that sets no limit; None allows all that fit in the context."""
         ...
 
     @property
     def output_format(self) -> OutputFormat:
-        """Returns how outputs are parsed. Raises InvalidInput."""
+        """Returns how to parse the outputs. Raises InvalidInput."""
         ...
 
     @property
     def grammar_field(self) -> str:
-        """The field that says what the output must match, as errors name it."""
+        """Returns the name, for errors, of the field that says what the output must match."""
         ...
 
     def requests(self, request_id: str) -> list[inference_pb2.GenerateRequest]:
-        """Returns a request for each prompt. Raises InvalidInput."""
+        """Returns one request for each prompt. Raises InvalidInput."""
         ...
 
 
@@ -88,34 +88,34 @@ class ServerEvent:
     """A server-sent event."""
 
     data: Json | str
-    name: str = ""  # its `event:` line, if any
+    name: str = ""  # content of its `event:` line; "" for none
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """The part of a choice that one output adds."""
+    """What one output adds to a choice."""
 
-    choice: int  # counts over the completions of all prompts
-    events: Sequence[ParserEvent]  # the output's text, parsed; what it leaves open comes with a later delta
+    choice: int  # index of the choice, counted over the completions of all prompts
+    events: Sequence[ParserEvent]  # the output's parsed text; text that is still ambiguous comes with a later delta
     output: Output  # tokens, log-probabilities, the finish reason
-    called_tools: bool = False  # a tool call has begun, in this delta or before
-    reasoning_tokens: int = 0  # those of the output's tokens that are reasoning, whether or not the client gets it
+    called_tools: bool = False  # whether a tool call has begun, in this delta or before
+    reasoning_tokens: int = 0  # number of the output's tokens that are reasoning, even if the client does not get it
 
     @property
     def text(self) -> str:
-        """The output's text, with the marks of reasoning and tool calls."""
+        """Returns the output's text, including the markers of reasoning and tool calls."""
         return self.output.text
 
 
 @dataclass(slots=True)
 class CallTotals:
-    """The usage of a call so far; `cached_tokens` and `decisions` are complete at its end."""
+    """The usage of a call so far. `cached_tokens` and `decisions` are complete when the call ends."""
 
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
-    decisions: list[Json] = field(default_factory=list)  # why its workers were chosen, if it asks
+    decisions: list[Json] = field(default_factory=list)  # why its workers were chosen, if the call asks for that
 
     def add(self, delta: ChoiceDelta) -> None:
         output = delta.output
@@ -128,50 +128,51 @@ class CallTotals:
 
 
 class CallResponse(abc.ABC):
-    """A call's response: `add` and `whole` make it in one piece; `opening`, `events` and then `closing` or `failure`
-    stream it."""
+    """Builds a call's response: `add` and `whole` build it in one piece; `opening`, `events` and then `closing` or
+    `failure` stream it.
+    """
 
-    id: str  # of the response; the call's requests are named for it
+    id: str  # id of the response; the call's requests derive their ids from it
 
     def begin(self, requests: Sequence[PreparedRequest]) -> None:
-        """Takes the requests as they are sent, with their tokens, before any output."""
+        """Receives the tokenized requests before any output."""
         return
 
     @abc.abstractmethod
     def add(self, delta: ChoiceDelta) -> None:
-        """Collects a delta for `whole`."""
+        """Adds a delta to the response that `whole` returns."""
 
     @abc.abstractmethod
     def whole(self, totals: CallTotals) -> Json:
-        """Returns the response of all collected deltas."""
+        """Returns the whole response, made of all added deltas."""
 
     def opening(self, totals: CallTotals) -> list[ServerEvent]:
-        """Returns the events that come before the first delta's."""
+        """Returns the events to send before those of the first delta."""
         return []
 
     @abc.abstractmethod
     def events(self, delta: ChoiceDelta, totals: CallTotals) -> list[ServerEvent]:
-        """Returns the events of a delta, which `totals` include."""
+        """Returns the events of a delta. `totals` already include it."""
 
     @abc.abstractmethod
     def closing(self, totals: CallTotals) -> list[ServerEvent]:
-        """Returns the events after the last delta's."""
+        """Returns the events to send after those of the last delta."""
 
     @abc.abstractmethod
     def failure(self, error: PenstockError) -> list[ServerEvent]:
-        """Returns the events that end a stream that fails."""
+        """Returns the events that end a failed stream."""
 
 
-ErrorShape = Callable[[PenstockError], tuple[int, Json]]  # the HTTP status and the body of an error
+ErrorShape = Callable[[PenstockError], tuple[int, Json]]  # returns the HTTP status and the body of an error
 
 BodyT = TypeVar("BodyT", bound=DialectBody)
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect(Generic[BodyT]):
-    """The way in which a call of an HTTP API is read and answered."""
+    """Says how to read and answer one generating call of an HTTP API."""
 
-    read: Callable[[bytes, LimitsConfig, str], BodyT]  # of the bytes, the limits, and the tenant's name
+    read: Callable[[bytes, LimitsConfig, str], BodyT]  # takes the body's bytes, the limits and the tenant's name
     respond: Callable[[BodyT], CallResponse]
-    heartbeat: ServerEvent | None = None  # which a stream sends while nothing else comes; None: empty lines
-    reads_more: bool = False  # than the body's bytes, so that it is always read off the event loop
+    heartbeat: ServerEvent | None = None  # sent while a stream has no other event; None sends empty lines
+    reads_more: bool = False  # whether `read` reads more than the body, so that it always runs off the event loop

@@ -1,7 +1,7 @@
-"""Maps API keys and client certificates to tenants, and tenants to what they may ask for. No I/O.
+"""Maps API keys and client certificates to tenants, and tenants to their limits and lanes. No I/O.
 
-Keys are looked up by their SHA-256 digest, so that the time a look-up takes reveals nothing about any key. No message
-repeats a key.
+Keys are looked up by their SHA-256 digest, so that the duration of a look-up reveals nothing about any key. No error
+message repeats a key.
 """
 
 from __future__ import annotations
@@ -20,23 +20,26 @@ from penstock.types import Lane
 from penstock.v1 import common_pb2
 from penstock.wire import lane_from_wire
 
-CANARY = "canary"  # the use of the cluster secret that derives the key of the controller's own requests
+CANARY = "canary"  # purpose for which the controller's own API key is derived from the cluster secret
 _SCHEME = "bearer "
 _MAX_KEY_CHARACTERS = 512
 _LANES = list(Lane)
-_MAX_SALTS = 4096  # kept
+_MAX_SALTS = 4096  # cached
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A tenant as requests are handled for it. The default is every caller of a router without tenants."""
+    """A tenant and its configuration. The default stands for every caller of a router without tenants."""
 
     name: str = ""
     config: TenantConfig = field(default_factory=TenantConfig)
 
-    def lane(self, asked: common_pb2.Lane) -> Lane:
-        """Returns the lane of a request that asks for this one. Raises PermissionDenied above the tenant's best."""
-        lane = lane_from_wire(asked, self.config.lane)
+    def lane(self, requested: common_pb2.Lane) -> Lane:
+        """Returns the lane of a request that asks for `requested`, or the tenant's default lane if it asks for none.
+
+        Raises PermissionDenied for a lane above the tenant's `max_lane`.
+        """
+        lane = lane_from_wire(requested, self.config.lane)
         if _LANES.index(lane) < _LANES.index(self.config.max_lane):
             raise PermissionDenied(
                 f"lane: {lane.value} is not open to this API key; ask for {self.config.max_lane.value} or a later one"
@@ -45,14 +48,14 @@ class Tenant:
 
     @property
     def cache_scope(self) -> str:
-        """The scope within which requests share cached pages. A group and a tenant of the same name are two scopes."""
+        """Returns the scope within which requests share cached pages. A group and a tenant of the same name differ."""
         if self.config.share_group:
             return f"group:{self.config.share_group}"
         return f"tenant:{self.name}" if self.name else ""
 
 
 class TenantDirectory:
-    """Tenants by name, key and certificate name, as one file or one configuration has them."""
+    """Finds the tenants of one file or configuration by name, key or certificate name."""
 
     def __init__(self, configs: Mapping[str, TenantConfig]) -> None:
         """Raises ConfigError if two tenants claim the same key or the same certificate name."""
@@ -65,15 +68,15 @@ class TenantDirectory:
 
 
 class Tenants:
-    """Every tenant of a router. Without any, all callers are the same nameless tenant.
+    """Identifies the tenants of a router. If none are configured, all callers are the same nameless tenant.
 
-    Tenants and cluster secrets are looked up for each call, so that a change holds from the next call on.
+    Tenants and cluster secrets are looked up for each call, so a change applies from the next call on.
     """
 
     def __init__(
         self, directory: Callable[[], TenantDirectory], secrets: Callable[[], ClusterSecrets | None] = lambda: None
     ) -> None:
-        """`directory` and `secrets` return what was read last."""
+        """`directory` and `secrets` return the tenants and secrets that were read last."""
         self.open = Tenant()
         self._directory = directory
         self._secrets = secrets
@@ -82,11 +85,11 @@ class Tenants:
 
     @property
     def are_configured(self) -> bool:
-        """Returns whether callers are distinguished."""
+        """Returns whether any tenants are configured."""
         return bool(self._directory().by_name)
 
     def limits_of(self, default: TenantLimits) -> Callable[[str], TenantLimits]:
-        """Returns a look-up of what the tenant of a name may use; `default` for names that are not configured."""
+        """Returns a function from a tenant's name to its limits: `default` for names that are not configured."""
 
         def limits(name: str) -> TenantLimits:
             tenant = self._directory().by_name.get(name)
@@ -95,7 +98,7 @@ class Tenants:
         return limits
 
     def identify(self, authorization: str | None, subjects: Sequence[str] = ()) -> Tenant:
-        """Returns the tenant of a call by its authorization header and the names in its verified certificate.
+        """Returns the tenant of a call from its authorization header and the names in its verified certificate.
 
         A key takes precedence over the certificate. Raises Unauthenticated or PermissionDenied.
         """
@@ -108,11 +111,13 @@ class Tenants:
             if tenant is None and digest in self._controller_digests():
                 return self.open
             if tenant is None:
-                raise Unauthenticated("authorization: the API key is not known here; check it, or ask for another one")
+                raise Unauthenticated("authorization: the API key is not known here; check it or ask for another one")
         elif subjects:
             tenant = next((directory.by_subject[name] for name in subjects if name in directory.by_subject), None)
             if tenant is None:
-                raise PermissionDenied("the client certificate's names belong to no tenant; have one of them added")
+                raise PermissionDenied(
+                    "the names in the client certificate belong to no tenant; ask the operator to add one of them"
+                )
         else:
             raise Unauthenticated("authorization: is missing; send your API key as 'Bearer KEY'")
         if not tenant.config.enabled:
@@ -120,7 +125,7 @@ class Tenants:
         return tenant
 
     def named(self, name: str) -> Tenant:
-        """Returns the tenant of that name, for work that it has left here. Raises PermissionDenied if it is gone."""
+        """Returns the tenant of that name, for its offline work. Raises PermissionDenied if it is gone or disabled."""
         directory = self._directory()
         tenant = directory.by_name.get(name) if directory.by_name else self.open
         if tenant is None or tenant.name != name or not tenant.config.enabled:
@@ -128,17 +133,17 @@ class Tenants:
         return tenant
 
     def check_scraper(self, authorization: str | None, token: str) -> None:
-        """Checks a reader of metrics, which cover all tenants. Raises Unauthenticated or PermissionDenied."""
+        """Checks that a caller may read metrics, which show all tenants. Raises Unauthenticated or PermissionDenied."""
         if token:
             if authorization is None or not hmac.compare_digest(digest_of(_key(authorization)), digest_of(token)):
-                raise Unauthenticated("authorization: metrics are read with their own token, as 'Bearer TOKEN'")
+                raise Unauthenticated("authorization: is not the metrics token; send that token as 'Bearer TOKEN'")
         elif self.are_configured:
-            raise PermissionDenied("metrics cover all tenants; set metrics_token_file, and read them with that token")
+            raise PermissionDenied("metrics cover all tenants; set metrics_token_file and send its token")
 
     def identify_controller(self, authorization: str | None) -> Tenant:
         """Returns the tenant of a call on the controller's own port. Raises Unauthenticated for other callers."""
         if authorization is None or digest_of(_key(authorization)) not in self._controller_digests():
-            raise Unauthenticated("authorization: this port is the controller's; call the public one")
+            raise Unauthenticated("authorization: this port is only for the controller; call the public port")
         return self.open
 
     def _controller_digests(self) -> frozenset[str]:
@@ -149,8 +154,7 @@ class Tenants:
         return self._controllers[1]
 
     def salt(self, model_revision: str, cache_scope: str, adapter: str = "") -> bytes:
-        """Returns the root of the page hashes of the requests of a scope; `adapter` is the revision of their
-        adapter."""
+        """Returns the root of the page hashes for requests of a scope. `adapter` is the revision of their adapter."""
         secrets = self._secrets()
         secret = secrets.current if secrets is not None else None
         key = (secret, model_revision, cache_scope, adapter)
@@ -163,7 +167,7 @@ class Tenants:
 
 
 def salted_scope(cache_scope: str, cache_salt: str) -> str:
-    """Returns the scope of requests that give a salt of their own within a tenant's scope: no other scope equals it."""
+    """Returns the scope of requests with their own salt within a tenant's scope. It differs from every other scope."""
     if not cache_salt:
         return cache_scope
     digest = hashlib.blake2b(cache_salt.encode(), digest_size=16).hexdigest()

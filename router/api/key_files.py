@@ -1,4 +1,4 @@
-"""Reads files that operators replace while a router runs: tenants and the token of its metrics."""
+"""Reads files that operators may replace while a router runs: the tenants and the metrics token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.api.identity import TenantDirectory
 
 
 def watch_tenants(config: RouterConfig, watcher: FileWatcher) -> Callable[[], TenantDirectory]:
-    """Returns a look-up of the tenants that hold now. Raises ConfigError."""
+    """Returns a function that returns the current tenants. Raises ConfigError."""
     if not config.tenants_file:
         directory = TenantDirectory(config.tenants)
         return lambda: directory
@@ -30,7 +30,7 @@ def watch_tenants(config: RouterConfig, watcher: FileWatcher) -> Callable[[], Te
 
 
 def watch_metrics_token(config: RouterConfig, watcher: FileWatcher) -> Callable[[], str]:
-    """Returns a look-up of the bearer token of /metrics, "" without one. Raises ConfigError."""
+    """Returns a function that returns the current bearer token of /metrics, "" if there is none. Raises ConfigError."""
     path = config.metrics_token_file
     if not path:
         return lambda: ""
@@ -38,7 +38,7 @@ def watch_metrics_token(config: RouterConfig, watcher: FileWatcher) -> Callable[
     def read() -> str:
         token = read_private(path, "metrics_token_file")
         if not token:
-            raise ConfigError(f"metrics_token_file = {path}: is empty; write a token into it")
+            raise ConfigError(f"metrics_token_file = {path}: the file is empty; write a token into it")
         return token
 
     files = watcher.watch("metrics_token_file", (path,), read)

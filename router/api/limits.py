@@ -1,5 +1,5 @@
-"""Limits the size of public requests: too large a request is refused, by the field's name, before any work is done for
-it. Pure.
+"""Limits the size of public requests: a request that is too large is refused before any work is done for it, with an
+error that names the field. Pure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PromptRequest = inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest
 
 
 class UnreadRequest(InvalidInput):
-    """A request that was not read to its end. HTTP has a status of its own for each case."""
+    """A request that was not read completely. `http_status` says why."""
 
     def __init__(self, field: str, problem: str, http_status: int = 413) -> None:
         super().__init__(field, problem)
@@ -32,22 +32,21 @@ class UnreadRequest(InvalidInput):
 
 
 class HeldBytes:
-    """The bytes of bodies that are held until they are parsed, and the bound of their sum."""
+    """Counts and bounds the bytes of all bodies that are held until they are parsed."""
 
     def __init__(self, limits: LimitsConfig, on_limit: Callable[[str], None]) -> None:
-        """`on_limit` is called with the key of the limit that refuses something."""
+        """`on_limit` is called with the limit's key when it refuses bytes."""
         self._limit = limits.bodies_bytes
         self._on_limit = on_limit
         self._num_held = 0
 
     def take(self, num_bytes: int) -> None:
-        """Raises Unavailable if there are too many already."""
+        """Counts bytes as held. Raises Unavailable if the sum would exceed the limit."""
         if self._num_held + num_bytes > self._limit:
             self._on_limit("bodies_bytes")
+            held = f"this router already holds {self._num_held} bytes of bodies"
             raise Unavailable(
-                f"this router holds {self._num_held} bytes of bodies, and limits.bodies_bytes = {self._limit}; try "
-                "again",
-                _RETRY_AFTER_S,
+                f"{held} (limits.bodies_bytes = {self._limit}); try again in {_RETRY_AFTER_S:g} s", _RETRY_AFTER_S
             )
         self._num_held += num_bytes
 
@@ -56,7 +55,10 @@ class HeldBytes:
 
 
 def check_request(wire: inference_pb2.GenerateRequest, limits: LimitsConfig) -> None:
-    """Raises InvalidInput. `router.api.sampling_fields` checks what depends on the model or its context."""
+    """Checks the sizes of a request's fields. Raises InvalidInput.
+
+    `router.api.sampling_fields` checks what depends on the model or its context length.
+    """
     sampling = wire.sampling
     _check_name("request_id", wire.request_id, MAX_REQUEST_ID)
     check_prompt(wire, limits)
@@ -76,7 +78,7 @@ def check_request(wire: inference_pb2.GenerateRequest, limits: LimitsConfig) -> 
 
 
 def check_prompt(wire: PromptRequest, limits: LimitsConfig) -> None:
-    """Checks text, or messages and tools, before they are tokenized. Raises InvalidInput."""
+    """Checks a prompt's text, or its messages and tools, before it is tokenized. Raises InvalidInput."""
     _check_name("model", wire.model, MAX_MODEL_NAME)
     check_count("text", len(wire.text), limits.prompt_characters, "characters")
     check_count("messages", len(wire.messages), limits.messages, "messages")
@@ -98,12 +100,12 @@ def check_prompt(wire: PromptRequest, limits: LimitsConfig) -> None:
 
 
 def num_prompt_characters(wire: PromptRequest) -> int:
-    """Returns the characters of all texts that the prompt is made of."""
+    """Returns the number of characters in all texts of the prompt except names."""
     return sum(map(len, prompt_texts(wire)))
 
 
 def prompt_texts(wire: PromptRequest) -> Iterator[str]:
-    """Yields the texts that the prompt is made of, but for names."""
+    """Yields all texts of the prompt except names."""
     yield wire.text
     for message in wire.messages:
         yield message.content
@@ -118,7 +120,7 @@ def prompt_texts(wire: PromptRequest) -> Iterator[str]:
 
 def _check_calls(path: str, message: inference_pb2.ChatMessage) -> None:
     if message.role != "assistant":
-        raise InvalidInput(f"{path}.tool_calls", f"are in a message of role {message.role!r}; only an assistant calls")
+        raise InvalidInput(f"{path}.tool_calls", f"are in a message of role {message.role!r}; give role 'assistant'")
     for rank, call in enumerate(message.tool_calls):
         if not call.name:
             raise InvalidInput(f"{path}.tool_calls[{rank}].function.name", "is empty; give the tool's name")
@@ -136,48 +138,48 @@ def _check_tools(chat: inference_pb2.ChatOptions, limits: LimitsConfig) -> None:
         if not _TOOL_NAME.fullmatch(tool.name):
             raise InvalidInput(field, f"is {tool.name[:100]!r}; give 1 to 128 letters, digits, _ and -")
         if tool.name in names:
-            raise InvalidInput(field, f"repeats {tool.name!r}; give each tool a name of its own")
+            raise InvalidInput(field, f"repeats {tool.name!r}; give each tool a different name")
         names.add(tool.name)
         num_characters += len(tool.description) + len(tool.parameters)
     check_count("tools", num_characters, limits.tool_characters, "characters of descriptions and schemas")
 
 
 def check_tokens(num_tokens: int, limits: LimitsConfig) -> None:
-    """Checks a prompt that has been tokenized. Raises InvalidInput."""
+    """Checks the length of a tokenized prompt. Raises InvalidInput."""
     check_count("prompt", num_tokens, limits.prompt_tokens, "tokens")
 
 
 def check_completions(requests: Iterable[inference_pb2.GenerateRequest], limits: LimitsConfig) -> None:
-    """Checks one HTTP call over all of its prompts. Raises InvalidInput."""
-    wanted = list(requests)
-    if len(wanted) == 1:
-        return  # `check_request` checks it
-    total = sum(max(1, request.sampling.n) for request in wanted)
+    """Checks the number of completions of one HTTP call, over all of its prompts. Raises InvalidInput."""
+    prompts = list(requests)
+    if len(prompts) == 1:
+        return  # `check_request` checks a single prompt
+    total = sum(max(1, request.sampling.n) for request in prompts)
     check_count("n", total, limits.completions, "completions over all prompts")
 
 
 def check_headers(headers: Iterable[tuple[bytes, bytes]], limits: LimitsConfig) -> None:
-    """Checks the headers of an HTTP request. Raises UnreadRequest."""
+    """Checks the size of an HTTP request's headers. Raises UnreadRequest."""
     total = sum(len(name) + len(value) for name, value in headers)
     if total > limits.header_bytes:
         raise UnreadRequest("headers", f"have {total} bytes; send {limits.header_bytes} or fewer", 431)
 
 
 def check_body(num_bytes: int, limits: LimitsConfig) -> None:
-    """Checks the size of an HTTP body, declared or read so far. Raises UnreadRequest."""
+    """Checks the size of an HTTP body, as declared or as read so far. Raises UnreadRequest."""
     if num_bytes > limits.request_bytes:
         raise UnreadRequest("body", f"has {num_bytes} bytes or more; send {limits.request_bytes} or fewer")
 
 
 def check_count(field: str, count: int, limit: int, what: str) -> None:
-    """Raises InvalidInput."""
+    """Raises InvalidInput if `count`, a number of `what`, exceeds `limit`."""
     if count > limit:
         raise InvalidInput(field, f"has {count} {what}; give {limit} or fewer")
 
 
 def _check_name(field: str, value: str, limit: int) -> None:
-    """Checks a name that goes into logs and responses: it must be short and on one line."""
+    """Checks a name that appears in logs and responses: it must be short and printable. Raises InvalidInput."""
     if len(value) > limit:
         raise InvalidInput(field, f"has {len(value)} characters; give {limit} or fewer")
     if not value.isprintable():
-        raise InvalidInput(field, "has characters that cannot be printed; leave them out")
+        raise InvalidInput(field, "has unprintable characters; leave them out")

@@ -1,7 +1,7 @@
-"""Turns the outputs of a call into `ChoiceDelta`s: the one place where the text of outputs is parsed. Pure.
+"""Turns the outputs of a call into `ChoiceDelta`s. It is the only place where outputs' text is parsed. Pure.
 
-Parsing happens here, behind detokenizing, and not at workers: a stream whose worker is lost continues with the same
-text, so that its parser sees no seam and no worker holds state for it.
+Parsing happens here, after detokenizing, and not at workers. If a worker is lost, the stream continues with the same
+text, so the parser notices nothing and workers hold no state for it.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from router.parsers.events import (
 )
 from router.parsers.output_parser import OutputParser
 
-_END_TOKENS = 64  # of a prompt, which show whether it leaves the model reasoning
+_END_TOKENS = 64  # last tokens of a prompt, which show whether the output begins with reasoning
 
 
 class OutputParsing:
-    """The way in which one call's outputs are parsed, and what its sampling must obey so that they can be."""
+    """Says how to parse one call's outputs and sets the sampling parameters that parsing needs."""
 
     def __init__(
         self, form: OutputFormat, choice: ParserChoice, spelling: Spelling, specials: Mapping[str, int]
     ) -> None:
-        """`choice` are the model's formats; `specials` the ids of special tokens by name.
+        """`choice` holds the model's formats, `specials` the ids of special tokens by name.
 
-        Raises InvalidInput for tools that the model cannot call.
+        Raises InvalidInput if the call has tools and the model has no format for calling them.
         """
         self._form = form
         self._choice = choice
@@ -43,10 +43,14 @@ class OutputParsing:
         self._specials = specials
         self._tools = form.tools if form.tool_choice != "none" else ()
         if self._tools and form.is_chat and choice.tool_format is None:
-            raise InvalidInput("tools", "are not possible: no parser fits the model's chat template; see tool_parser")
+            raise InvalidInput(
+                "tools",
+                "are not possible, since no parser fits the model's chat template; leave them out, or set "
+                "tool_parser at the router",
+            )
 
     def complete_sampling(self, sampling: common_pb2.SamplingParams, token_ids: Sequence[int]) -> None:
-        """Sets what parsing needs, for a prompt of these tokens. Raises InvalidInput."""
+        """Sets the sampling parameters that parsing needs after a prompt of these tokens. Raises InvalidInput."""
         form, choice = self._form, self._choice
         if not form.is_chat:
             return
@@ -65,14 +69,17 @@ class OutputParsing:
             sampling.grammar.kind, sampling.grammar.source = common_pb2.GRAMMAR_KIND_LARK, source
 
     def parser(self, token_ids: Sequence[int]) -> OutputParser | None:
-        """Returns a parser for a completion of this prompt; None if all of its text is text."""
+        """Returns a parser for a completion of this prompt; None if there is nothing to parse."""
         form, choice = self._form, self._choice
         if not form.is_chat or not (self._tools or choice.reasoning_format):
             return None
         return choice.make(self._tools, starts_in_reasoning=self._opens_reasoning(token_ids))
 
     def pieces(self, output: Output) -> list[tuple[str, int]]:
-        """Returns the output's text in pieces with their numbers of tokens; by tokens if those of reasoning count."""
+        """Returns the output's text in pieces, each with its number of tokens.
+
+        If the model can reason, each token is a piece, so that reasoning tokens can be counted.
+        """
         token_ids, text = output.token_ids, output.text
         if len(token_ids) <= 1 or self._choice.reasoning_format is None:
             return [(text, len(token_ids))]
@@ -99,17 +106,17 @@ class OutputParsing:
 
 
 class ParsedOutputs:
-    """The parsers of one call, one for each choice."""
+    """Parses the outputs of one call, with a parser for each choice."""
 
     def __init__(self, parsing: OutputParsing, prompts: Sequence[Sequence[int]], completions: int) -> None:
-        """`prompts` are the tokens of the call's prompts, each of which has so many completions."""
+        """`prompts` are the token ids of the call's prompts; each prompt has `completions` choices."""
         self._parsing = parsing
         self._parsers = [parsing.parser(token_ids) for token_ids in prompts for _ in range(completions)]
-        self._called: set[int] = set()
+        self._called: set[int] = set()  # choices that have begun a tool call
         self._reasoning: set[int] = set()  # choices whose last text was reasoning
 
     def delta(self, choice: int, output: Output) -> ChoiceDelta:
-        """Returns what the output adds to the choice. A choice's outputs come in order."""
+        """Returns what the output adds to the choice. Pass a choice's outputs in order."""
         parser, reasoning_tokens = self._parsers[choice], 0
         if parser is None:
             events: list[ParserEvent] = [TextDelta(output.text)] if output.text else []

@@ -1,4 +1,4 @@
-"""Notices a client that does not read its stream. Both APIs enter it around each write, which costs two assignments."""
+"""Detects clients that do not read their stream. Both APIs enter the watch around each write, at almost no cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class ReaderWatch:
-    """Calls `cut` once: when a write takes `write_stall_s`, or `read_grace_s` after the request's deadline.
+    """Calls `cut` once, when a write has taken `write_stall_s` or `read_grace_s` after the request's deadline.
 
     Use `with watch:` around each write, and close it when the stream ends.
     """
@@ -29,14 +29,14 @@ class ReaderWatch:
         metrics: RouterMetrics,
         cut: Callable[[], object],
     ) -> None:
-        """`deadline_s` is monotonic."""
+        """`deadline_s` is on the monotonic clock. `cut` ends the stream."""
         self._request_id = request_id
         self._limits = limits
         self._metrics = metrics
         self._cut = cut
         self._loop = asyncio.get_running_loop()
         self._end_s = self._loop.time() + deadline_s - time.monotonic() + limits.read_grace_s
-        self._since_s: float | None = None  # when the write in progress began
+        self._since_s: float | None = None  # when the current write began; None between writes
         self._check()
 
     def __enter__(self) -> None:
@@ -58,7 +58,10 @@ class ReaderWatch:
             return
         limit = "write_stall_s" if now_s >= stalled_s else "read_grace_s"
         log.warning(
-            "%s is cut off: its client does not read (limits.%s = %g)", self._request_id, limit, getattr(limits, limit)
+            "ended the stream of %s: its client does not read (limits.%s = %g)",
+            self._request_id,
+            limit,
+            getattr(limits, limit),
         )
         self._metrics.limited(limit)
         self._cut()

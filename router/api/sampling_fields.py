@@ -1,8 +1,8 @@
-"""Resolves a request's optional sampling fields to `SamplingParams`, or says which field is wrong and how to fix it.
+"""Resolves a request's optional sampling fields to `SamplingParams`, or says which field is invalid and how to fix it.
 
 A new plain field needs one line in each of four places: the proto message `SamplingParams`, the dataclass (and the
 client's TypedDict) of that name in `penstock.types`, `_RANGES` below if its values are bounded, and the part of the
-engine that obeys it. HTTP bodies (`router.api.openai.requests`) and the wire form follow from the proto message.
+engine that implements it. HTTP bodies (`router.api.openai.requests`) and the wire format follow from the proto message.
 Performs no I/O.
 """
 
@@ -38,7 +38,7 @@ class _Range:
     includes_low: bool = True
 
     def check(self, field: str, value: float) -> None:
-        """Raises InvalidInput."""
+        """Raises InvalidInput if the value is out of range."""
         if self.includes_low and not self.low <= value <= self.high:
             raise InvalidInput(f"sampling.{field}", f"is {value:g}; give a value from {self.low:g} to {self.high:g}")
         if not self.includes_low and not self.low < value <= self.high:
@@ -47,7 +47,7 @@ class _Range:
             )
 
 
-# Bounds of plain numbers; their defaults are those of `SamplingParams`. A field without an entry takes any value.
+# Ranges of plain numbers, whose defaults are those of `SamplingParams`. A field without a range takes any value.
 _RANGES: Mapping[str, _Range] = {
     "temperature": _Range(0.0, 100.0),
     "top_p": _Range(0.0, 1.0, includes_low=False),
@@ -63,17 +63,17 @@ _RANGES: Mapping[str, _Range] = {
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """The values on which the fields with rules of their own depend."""
+    """The values that the rules in `_OWN_RULES` depend on."""
 
     num_prompt_tokens: int
     context_length: int
     vocab_size: int
     seed: int
-    prompt_logprobs: float  # log-probabilities of prompt tokens and alternatives, over all completions
+    prompt_logprobs: float  # most log-probabilities of prompt tokens and alternatives, over all completions
 
     @property
     def room(self) -> int:
-        """Output tokens that the context holds after the prompt."""
+        """Returns how many output tokens the context holds after the prompt."""
         return self.context_length - self.num_prompt_tokens
 
 
@@ -87,9 +87,10 @@ def resolve(
     defaults: Mapping[str, float] = _NO_DEFAULTS,
     max_prompt_logprobs: float = math.inf,
 ) -> SamplingParams:
-    """Returns the request's own value of each field, else the model's (`defaults`), else that of `SamplingParams`.
+    """Returns the sampling parameters. A field that the request lacks takes the model's value (`defaults`), or else the
+    default of `SamplingParams`.
 
-    `seed` applies where the request has none; `max_prompt_logprobs` bounds how many numbers they are. Raises
+    `seed` applies if the request has none; `max_prompt_logprobs` bounds the number of prompt log-probabilities. Raises
     InvalidInput that names the field, its value and the fix.
     """
     limits = _Limits(num_prompt_tokens, context_length, vocab_size, seed, max_prompt_logprobs)
@@ -111,7 +112,7 @@ def resolve(
 def _resolve_plain(
     wire: common_pb2.SamplingParams, name: str, default: float | None, model_defaults: Mapping[str, float]
 ) -> float | None:
-    if wire.HasField(name):  # type: ignore[arg-type]  # the names are those of the message
+    if wire.HasField(name):  # type: ignore[arg-type]  # fields have the same names in the message
         value = getattr(wire, name)
     elif name in model_defaults:
         value = model_defaults[name]
@@ -192,7 +193,7 @@ def _bad_words(wire: common_pb2.SamplingParams, limits: _Limits) -> tuple[str, .
 
 
 def _bad_sequences(wire: common_pb2.SamplingParams, limits: _Limits) -> tuple[tuple[int, ...], ...]:
-    """Returns nothing: `router.api.prepare` tokenizes the words of a request that is otherwise valid."""
+    """Returns no sequences: `router.api.prepare` tokenizes `bad_words` once the request is known to be valid."""
     if wire.bad_sequences:
         raise InvalidInput("sampling.bad_sequences", "is set by routers alone; give the texts as bad_words")
     return ()
@@ -207,8 +208,8 @@ def _prompt_logprobs(wire: common_pb2.SamplingParams, limits: _Limits) -> int | 
         raise InvalidInput(
             "sampling.prompt_logprobs",
             f"is {wire.prompt_logprobs}, which makes {count} log-probabilities for {limits.num_prompt_tokens} prompt "
-            f"tokens and n = {max(1, wire.n)}; {limits.prompt_logprobs} are allowed, so ask for fewer alternatives, or "
-            "send a shorter prompt",
+            f"tokens and n = {max(1, wire.n)}; at most {limits.prompt_logprobs} are allowed, so ask for fewer "
+            "alternatives or send a shorter prompt",
         )
     return wire.prompt_logprobs
 
@@ -239,18 +240,19 @@ _DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in fields(Sa
 def check_emitted(
     request: inference_pb2.GenerateRequest, sampling: SamplingParams, vocab_size: int
 ) -> dict[int, Emitted]:
-    """Returns what an earlier call has streamed of each completion, by index, for a request that continues that call.
+    """Returns the tokens of each completion, by index, that an earlier call streamed before this request continues it.
 
-    Raises InvalidInput that names the entry at fault.
+    Raises InvalidInput that names the invalid entry.
     """
     if request.emitted and not request.sampling.HasField("seed") and not sampling.greedy:
         raise InvalidInput(
-            "sampling.seed", "is not given; a request that continues another needs the seed that sampled its tokens"
+            "sampling.seed",
+            "is missing; to continue a request, give the seed that its tokens were sampled with",
         )
     found: dict[int, Emitted] = {}
     for number, entry in enumerate(request.emitted):
         if entry.index in found:
-            raise InvalidInput(f"emitted[{number}].index", f"repeats {entry.index}; give each completion once")
+            raise InvalidInput(f"emitted[{number}].index", f"repeats {entry.index}; list each completion once")
         found[entry.index] = _check_entry(entry, f"emitted[{number}]", sampling, vocab_size)
     if len(found) == sampling.n and all(entry.finished for entry in found.values()):
         raise InvalidInput("emitted", "says that every completion has finished; nothing is left to generate")
@@ -265,7 +267,7 @@ def _check_entry(entry: inference_pb2.Emitted, name: str, sampling: SamplingPara
     if len(token_ids) > allowed:
         raise InvalidInput(
             f"{name}.token_ids",
-            f"hold {len(token_ids)} tokens and max_tokens is {sampling.max_tokens}; no further token is allowed",
+            f"hold {len(token_ids)} tokens, but max_tokens is {sampling.max_tokens}; raise it to generate more tokens",
         )
     highest = max(token_ids, default=0)
     if highest >= vocab_size:

@@ -1,4 +1,4 @@
-"""The public gRPC API: reads messages within bounds, and writes outputs as responses.
+"""Serves the public gRPC API: reads messages within bounds and writes outputs as responses.
 
-`router.server` takes `InferenceService`. It knows neither HTTP nor its formats.
+`router.server` uses `InferenceService`. This room knows neither HTTP nor its formats.
 """

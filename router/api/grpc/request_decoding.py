@@ -1,8 +1,8 @@
-"""Decodes a client's message, or names the field at fault: gRPC itself would answer INTERNAL and name nothing.
+"""Decodes a client's message or names the invalid field. gRPC itself would answer INTERNAL without naming a field.
 
-A message of many fields is refused before protobuf makes an object of each, and no more fields are examined for an
-explanation than a message may have. The library decodes on the event loop; it leaves large messages to the handler,
-which has threads.
+A message with too many fields is refused before protobuf creates an object for each of them. The search for an invalid
+field is bounded too. Small messages are decoded on the event loop by the deserializer; the handler decodes large ones
+on a thread.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from router.api.limits import check_count
 MessageT = TypeVar("MessageT", bound=Message)
 DecodedT = TypeVar("DecodedT", bound=Message, covariant=True)
 
-_TEXT = "text"  # the field of a prompt
+_TEXT = "text"  # name of the field that holds a prompt's text
 
 # Wire types: https://protobuf.dev/programming-guides/encoding/
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _GROUP_START, _GROUP_END, _FIXED32 = range(6)
 _MAX_VARINT_BYTES = 10
-_UNCOUNTED_BYTES = 64 * 1024  # decoded in a few milliseconds, however many fields it has
-_INLINE_BYTES = 8 * 1024  # decoded in a fraction of a millisecond
-_MAX_EXPLAINED_FIELDS = 4096  # read in a few milliseconds
-_CONTINUED = bytes(range(128, 256))  # the bytes of varints but the last of each
+_UNCOUNTED_BYTES = 64 * 1024  # messages up to this size decode in a few milliseconds, whatever their fields
+_INLINE_BYTES = 8 * 1024  # messages up to this size decode in a fraction of a millisecond
+_MAX_EXPLAINED_FIELDS = 4096  # fields that are searched in a few milliseconds
+_CONTINUED = bytes(range(128, 256))  # all bytes of a varint but the last are in this range
 
 
 class _TooManyFields(Exception):
@@ -44,16 +44,16 @@ class _Delimited(NamedTuple):
 
 
 class _FieldReader:
-    """Reads the fields of one message of the wire format, and counts them against a budget."""
+    """Reads the fields of one message in wire format and counts them against a budget."""
 
     def __init__(self, data: bytes, max_fields: int) -> None:
         self._data = data
         self._fields_left = max_fields
 
     def delimited(self, start: int, end: int) -> Iterator[_Delimited]:
-        """Yields the length-delimited fields, except those within groups: no message of ours has one.
+        """Yields the length-delimited fields, except those in groups, which our messages do not use.
 
-        Raises DecodeError for bytes that are not a message, _TooManyFields when the budget is spent.
+        Raises DecodeError if the bytes are not a message, and _TooManyFields when the budget is used up.
         """
         at, depth = start, 0
         while at < end:
@@ -79,7 +79,7 @@ class _FieldReader:
                 raise DecodeError(f"there is no wire type {kind}")
 
     def _varint(self, at: int, end: int) -> tuple[int, int]:
-        """Returns the number and where it ends."""
+        """Returns the number and the position after it."""
         if at < end and self._data[at] < 0x80:
             return self._data[at], at + 1
         value = 0
@@ -95,14 +95,14 @@ class _Decode(Protocol[DecodedT]):
 
 
 class Undecoded(NamedTuple):
-    """A large message, to be decoded off the event loop."""
+    """A large message that the handler must decode off the event loop."""
 
     data: bytes
-    decode: Callable[[bytes, int], Any]  # returns the message or what is wrong with it, given `tolerant`'s bound
+    decode: Callable[[bytes, int], Any]  # the deserializer that `tolerant` returned
 
 
 def deserializer(kind: type[MessageT], limits: LimitsConfig) -> Callable[[bytes], MessageT | InvalidInput | Undecoded]:
-    """Returns what decodes a message as `tolerant` does, but for large ones."""
+    """Returns a deserializer that decodes small messages as `tolerant` does and returns large ones as `Undecoded`."""
     decode = tolerant(kind, limits)
 
     def read(data: bytes) -> MessageT | InvalidInput | Undecoded:
@@ -112,15 +112,15 @@ def deserializer(kind: type[MessageT], limits: LimitsConfig) -> Callable[[bytes]
 
 
 def tolerant(kind: type[MessageT], limits: LimitsConfig) -> _Decode[MessageT]:
-    """Returns a deserializer that returns the problem instead of raising it; the handler raises it as a status.
+    """Returns a deserializer that returns an InvalidInput instead of raising it, so that the handler can raise it.
 
-    Its second argument is how many bytes the prompt's text may have at most; longer ones are not even decoded.
+    Its second argument is the maximum size of the prompt's text in bytes; a message with a longer one is not decoded.
     """
     descriptor: Descriptor = kind.DESCRIPTOR  # type: ignore[assignment]
-    # A message of text has three fields, one with a tool call seven, and one that answers it four; a bias or a tool has
-    # up to four.
+    # A chat message of text has three fields, one with a tool call seven, and the answer to a tool call four; a logit
+    # bias or a tool has up to four.
     max_fields = 5 * limits.messages + 4 * (limits.logit_bias + limits.tools) + 1024
-    # Of the prompt, emitted by an earlier call, and of the sampling parameters.
+    # The token ids of the prompt, of tokens emitted by an earlier call, and of the sampling parameters.
     max_numbers = 2 * limits.prompt_tokens + limits.stop_token_ids + limits.allowed_token_ids
 
     def read(data: bytes, max_text_bytes: int = limits.request_bytes) -> MessageT | InvalidInput:
@@ -135,16 +135,15 @@ def tolerant(kind: type[MessageT], limits: LimitsConfig) -> _Decode[MessageT]:
                 "request", f"has more than {max_fields} fields; send fewer messages, and pack repeated numbers"
             )
         except InvalidInput as error:
-            return error.with_traceback(None)  # whose frames hold the message
+            return error.with_traceback(None)  # the traceback's frames would keep the message alive
 
     return read
 
 
 class _CountCheck:
-    """Counts the fields of one message, numbers in packed fields, and bytes of the text.
+    """Counts the fields of one message, the numbers in its packed fields, and the bytes of its text.
 
-    A class and no nested function: one that calls itself holds itself, and the message with it, until a garbage
-    collection.
+    A recursive nested function would keep itself and the message alive until a garbage collection, hence the class.
     """
 
     def __init__(self, data: bytes, max_fields: int, max_numbers: int, max_text_bytes: int) -> None:
@@ -170,9 +169,9 @@ class _CountCheck:
 
 
 def explain(data: bytes, descriptor: Descriptor) -> InvalidInput:
-    """Names the first string field that is not UTF-8, else reports that the message cannot be read.
+    """Returns an error that names the first string field that is not UTF-8, or else says that the message is invalid.
 
-    Beyond `_MAX_EXPLAINED_FIELDS` it does not look for such a field.
+    It searches only the first `_MAX_EXPLAINED_FIELDS` fields.
     """
     try:
         found = _find_broken_string(_FieldReader(data, _MAX_EXPLAINED_FIELDS), data, descriptor)

@@ -32,18 +32,19 @@ from router.text.fair_threads import FairThreads
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 
-GRANTED_TOKENS = "penstock-max-tokens"  # trailer: the max_tokens that overload has allowed
-_MOST_BYTES = 4  # of a character in UTF-8
+GRANTED_TOKENS = "penstock-max-tokens"  # trailer: the lower max_tokens granted during overload
+_MAX_UTF8_BYTES = 4  # bytes of one character
 
 MessageT = TypeVar("MessageT", bound=Message)
-Messages = AsyncIterable[MessageT | InvalidInput | Undecoded]  # of a call: one
+Messages = AsyncIterable[MessageT | InvalidInput | Undecoded]  # yields the single message of a call
 
 
 class InferenceService:
-    """Serves the public API. It is not the generated servicer: bad UTF-8 must get an error that names the field.
+    """Serves the public API. It does not use the generated servicer, since invalid UTF-8 must get an error that names
+    the field.
 
-    Every handler reads its one message itself, once the caller is known and for `body_timeout_s`: the library would
-    wait for it without a bound.
+    Every handler reads its single message itself, after identifying the caller and for at most `body_timeout_s`; gRPC
+    would wait for it without a bound.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class InferenceService:
         *,
         wants_tls: bool = False,
     ) -> None:
-        """`threads` decode large messages; `guard` counts calls. With `wants_tls`, only the process that
-        supervises this router may call without TLS."""
+        """`threads` decode large messages; `guard` counts calls. With `wants_tls`, only the process that supervises
+        this router may call without TLS.
+        """
         self._threads = threads
         self._guard = guard
         self._wants_tls = wants_tls
@@ -98,9 +100,9 @@ class InferenceService:
                 async with asyncio.timeout(None) as patience:
                     await self._stream(request, context, lambda: patience.reschedule(0.0))
             except TimeoutError:
-                # All that it held is released by now; the status waits behind what was written, like its connection.
-                problem = f"request {request.request_id}: its client did not read; see write_stall_s and read_grace_s"
-                raise DeadlineExceeded(problem) from None
+                # Everything that the request held is released by now; only the status waits for the client to read.
+                problem = f"request {request.request_id}: the client did not read its stream in time"
+                raise DeadlineExceeded(f"{problem} (limits.write_stall_s, limits.read_grace_s)") from None
 
     async def _stream(
         self, request: PreparedRequest, context: grpc.aio.ServicerContext, cut: Callable[[], None]
@@ -139,7 +141,7 @@ class InferenceService:
         )
 
     async def _read(self, messages: Messages[MessageT], tenant: Tenant) -> MessageT:
-        """Returns the call's message. Raises InvalidInput, Overloaded, or DeadlineExceeded if it does not arrive."""
+        """Returns the call's message. Raises InvalidInput, Overloaded, or DeadlineExceeded if it arrives too late."""
         timeout_s = self._preparer.limits.body_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -150,19 +152,20 @@ class InferenceService:
             raise InvalidInput("request", "is missing; send one message") from None
         except TimeoutError:
             self._metrics.limited("body_timeout_s")
-            problem = f"request: did not arrive within {timeout_s:g} s; send it faster, or less of it"
+            problem = f"request: did not arrive within {timeout_s:g} s; send it faster or send less"
             raise DeadlineExceeded(problem) from None
         if isinstance(message, InvalidInput):
-            raise InvalidInput(message.field, message.problem)  # not `message`: this frame would hold what holds it
+            # A new exception: raising `message` itself would make a reference cycle of it and this frame.
+            raise InvalidInput(message.field, message.problem)
         assert not isinstance(message, Undecoded)
         return message
 
     async def _decode(self, message: Undecoded, tenant: Tenant) -> MessageT | InvalidInput:
-        max_text_bytes = _MOST_BYTES * self._preparer.limits_within(1).prompt_characters
+        max_text_bytes = _MAX_UTF8_BYTES * self._preparer.limits_within(1).prompt_characters
         return await self._threads.run(tenant.name, len(message.data), message.decode, message.data, max_text_bytes)
 
     def _set_trailers(self, output: Output | Route, context: grpc.aio.ServicerContext) -> None:
-        """Replaces the trailers: those of the last output count."""
+        """Replaces the trailers, so that those of the last output are sent."""
         trailers = [] if output.granted_tokens is None else [(GRANTED_TOKENS, str(output.granted_tokens))]
         if output.decision is not None:
             trailers.append((DECISION, to_json(output.decision)))
@@ -170,15 +173,15 @@ class InferenceService:
             context.set_trailing_metadata(tuple(trailers))
 
     def _identify(self, context: grpc.aio.ServicerContext) -> Tenant:
-        """Raises Unauthenticated or PermissionDenied."""
+        """Returns the caller's tenant. Raises Unauthenticated or PermissionDenied."""
         self._guard.on_call(context.peer())
         tenants = self._preparer.tenants
         if not (self._wants_tls or tenants.are_configured):
             return tenants.open
-        shown = read_credentials(context)
-        if self._wants_tls and not shown.encrypted:
-            return tenants.identify_controller(shown.authorization)
-        return tenants.identify(shown.authorization, shown.subjects)
+        credentials = read_credentials(context)
+        if self._wants_tls and not credentials.encrypted:
+            return tenants.identify_controller(credentials.authorization)
+        return tenants.identify(credentials.authorization, credentials.subjects)
 
     async def tokenize(
         self, messages: Messages[inference_pb2.TokenizeRequest], context: grpc.aio.ServicerContext

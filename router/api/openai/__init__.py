@@ -1,5 +1,6 @@
-"""The OpenAI-compatible dialect: bodies to requests, outputs to responses, and how each field is treated.
+"""Implements OpenAI's dialect: turns bodies into requests and outputs into responses, and defines how each field is
+treated.
 
-`router.api.http` takes the bodies from `requests`, the responses from `responses` and error bodies from there too.
-Performs no I/O; this room must not know connections, tenants or workers.
+`router.api.http` uses the bodies of `requests` and the responses and error bodies of `responses`. This room performs no
+I/O and must not know connections, tenants or workers.
 """

@@ -1,6 +1,6 @@
-"""The fields of OpenAI-compatible bodies that make the prompt of a chat: messages, tools, and what the template takes.
+"""Defines the fields of OpenAI-compatible bodies that make up a chat's prompt: messages, tools and template options.
 
-They are translated to the messages and the `ChatOptions` of the gRPC request. No I/O.
+Translates them to the messages and the `ChatOptions` of the gRPC request. No I/O.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from router.api.openai.fields import HARMLESS_IN_MESSAGES, HARMLESS_IN_TOOLS, RE
 from router.api.openai.json_bodies import shown
 from router.parsers.tools import ToolFunction
 
-# A list is validated up to its first error: pydantic takes 50 us and 1 KB for each, and one is reported.
+# Stops the validation of a list at its first error: only one is reported, and each costs pydantic 50 us and 1 KB.
 FIRST_ERROR = Field(fail_fast=True)
-TEXT, PARTS = "<text>", "<parts>"  # tags of forms, which errors leave out
+TEXT, PARTS = "<text>", "<parts>"  # tags of the forms of a content, which errors do not mention
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-_WITH_CONTENT = ("system", "developer", "user")  # roles whose messages say nothing without it
-_ROLES = {"developer": "system"}  # OpenAI's newer name
+_WITH_CONTENT = ("system", "developer", "user")  # roles whose messages must have content
+_ROLES = {"developer": "system"}  # OpenAI's newer name for the role
 
 
 class CalledFunction(BaseModel):
@@ -41,7 +41,7 @@ class CallOfTool(BaseModel):
     function: CalledFunction
 
     def to_wire(self, path: str) -> inference_pb2.ToolCall:
-        """Raises InvalidInput for anything but the call of a function."""
+        """Returns the tool call. Raises InvalidInput if it does not call a function."""
         if self.type != "function":
             raise InvalidInput(f"{path}.type", f"is {self.type[:100]!r}; give function")
         check_fields(self.model_extra, f"{path}.", HARMLESS_IN_TOOLS, {})
@@ -78,7 +78,10 @@ class ChatMessage(BaseModel):
     reasoning_content: str | None = None
 
     def text(self, number: int) -> str:
-        """Returns the text, with a line feed between parts. Raises InvalidInput for others, naming message `number`."""
+        """Returns the text, with a line feed between parts. Raises InvalidInput for parts that are not text.
+
+        `number` is the message's index, for errors.
+        """
         if isinstance(self.content, str):
             return self.content
         texts = []
@@ -86,24 +89,22 @@ class ChatMessage(BaseModel):
             if part.type != "text":
                 raise InvalidInput(f"messages[{number}].content", f"has a part of type {part.type!r}; give text only")
             if part.text is None:
-                raise InvalidInput(f"messages[{number}].content[{rank}].text", "is missing; give it")
+                raise InvalidInput(f"messages[{number}].content[{rank}].text", "is missing; add it")
             texts.append(part.text)
         return "\n".join(texts)
 
     def to_wire(self, number: int) -> inference_pb2.ChatMessage:
-        """Raises InvalidInput, naming message `number`."""
+        """Returns the message of the gRPC request. `number` is its index, for errors. Raises InvalidInput."""
         path = f"messages[{number}]"
         if self.content is None and not self.tool_calls and self.role in _WITH_CONTENT:
-            raise InvalidInput(f"{path}.content", "is missing; give text, or a list of parts")
+            raise InvalidInput(f"{path}.content", "is missing; give text or a list of parts")
         wire = inference_pb2.ChatMessage(role=_ROLES.get(self.role, self.role), content=self.text(number))
         if self.reasoning and self.reasoning_content and self.reasoning != self.reasoning_content:
-            raise InvalidInput(f"{path}.reasoning", "differs from reasoning_content; give only one of the two")
+            raise InvalidInput(f"{path}.reasoning", "differs from reasoning_content; give only one of them")
         wire.reasoning = self.reasoning or self.reasoning_content or ""
         wire.name, wire.tool_call_id = self.name or "", self.tool_call_id or ""
         if wire.tool_call_id and self.role != "tool":
-            raise InvalidInput(
-                f"{path}.tool_call_id", f"is in a message of role {self.role[:100]!r}; only a tool answers"
-            )
+            raise InvalidInput(f"{path}.tool_call_id", f"is in a message of role {self.role[:100]!r}; give role 'tool'")
         if wire.reasoning and self.role != "assistant":
             raise InvalidInput(f"{path}.reasoning", f"is in a message of role {self.role[:100]!r}; leave it out")
         for rank, call in enumerate(self.tool_calls or ()):
@@ -111,12 +112,12 @@ class ChatMessage(BaseModel):
         return wire
 
     def check_other_fields(self, number: int) -> None:
-        """Raises InvalidInput for a field, of the message or of a part, that is neither obeyed nor harmless."""
+        """Raises InvalidInput for a field of the message or of a part that is neither supported nor harmless."""
         path = f"messages[{number}]."
         check_fields(self.model_extra, path, HARMLESS_IN_MESSAGES, REFUSED_IN_MESSAGES)
         if isinstance(self.content, list):
             for rank, part in enumerate(self.content):
-                if part.type == "text":  # `text` names the others
+                if part.type == "text":  # `text` refuses other parts
                     check_fields(part.model_extra, f"{path}content[{rank}].", HARMLESS_IN_MESSAGES, {})
 
 
@@ -136,19 +137,19 @@ class OfferedTool(BaseModel):
     function: OfferedFunction | None = None
 
     def read(self, number: int) -> OfferedFunction:
-        """Returns the function. Raises InvalidInput for another kind of tool, naming tool `number`."""
+        """Returns the function. Raises InvalidInput for other kinds of tools. `number` is its index, for errors."""
         path = f"tools[{number}]"
         if self.type != "function":
             raise InvalidInput(f"{path}.type", f"is {self.type[:100]!r}; only functions are supported")
         if self.function is None:
-            raise InvalidInput(f"{path}.function", "is missing; give it")
+            raise InvalidInput(f"{path}.function", "is missing; add it")
         check_fields(self.model_extra, f"{path}.", HARMLESS_IN_TOOLS, {})
         check_fields(self.function.model_extra, f"{path}.function.", HARMLESS_IN_TOOLS, {})
         return self.function
 
 
 class ChatPrompt(BaseModel):
-    """The fields that bodies with messages share."""
+    """Declares the fields that all bodies with messages share."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -160,18 +161,18 @@ class ChatPrompt(BaseModel):
     reasoning_effort: str | None = None
 
     def check_messages(self) -> None:
-        """Raises InvalidInput for a field of a message that is neither obeyed nor harmless."""
+        """Raises InvalidInput for a field of a message that is neither supported nor harmless."""
         for number, message in enumerate(self.messages):
             if message.model_extra or isinstance(message.content, list):
                 message.check_other_fields(number)
 
     def functions(self) -> list[ToolFunction]:
-        """Returns the tools as parsers see them. Raises InvalidInput."""
+        """Returns the tools in the form that parsers take. Raises InvalidInput."""
         found = (tool.read(number) for number, tool in enumerate(self.tools or ()))
         return [ToolFunction(tool.name, tool.parameters or {}, bool(tool.strict)) for tool in found]
 
     def fill(self, request: ChatRequest) -> None:
-        """Sets the messages and the template's options of a request. Raises InvalidInput."""
+        """Sets the messages and template options of a request. Raises InvalidInput."""
         if not self.messages:
             raise InvalidInput("messages", "is empty; give at least one message")
         request.messages.extend(message.to_wire(number) for number, message in enumerate(self.messages))
@@ -191,7 +192,9 @@ class ChatPrompt(BaseModel):
             request.chat.template_arguments = _json_text("chat_template_kwargs", arguments)
 
     def _template_arguments(self) -> dict[str, Any]:
-        """Returns the template's own variables. Templates that know none of an effort's variables ignore it."""
+        """Returns the template's arguments. A reasoning effort sets several variables, since templates differ in which
+        of them they know.
+        """
         arguments: dict[str, Any] = {}
         effort = self.reasoning_effort
         if effort is not None:
@@ -202,14 +205,14 @@ class ChatPrompt(BaseModel):
 
 
 def read_tool_choice(choice: object, tools: Sequence[ToolFunction]) -> str:
-    """Returns auto, none, required or the name of the tool to call. Raises InvalidInput."""
+    """Returns "auto", "none", "required" or the name of the tool to call. Raises InvalidInput."""
     if choice is None:
         return "auto"
     if isinstance(choice, str):
         if choice not in ("auto", "none", "required"):
             raise InvalidInput("tool_choice", f"is {shown(choice)}; give auto, none, required or a function")
         if choice == "required" and not tools:
-            raise InvalidInput("tool_choice", "is 'required' without tools; give tools")
+            raise InvalidInput("tool_choice", "is 'required', but there are no tools; add tools")
         return choice
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
@@ -218,9 +221,9 @@ def read_tool_choice(choice: object, tools: Sequence[ToolFunction]) -> str:
             "tool_choice", f'is {shown(choice)}; give auto, none, required, or {{"type": "function", "function": ...}}'
         )
     if name in ("auto", "none", "required"):
-        raise InvalidInput("tool_choice", f"names {name!r}, which is a choice too; give the tool another name")
+        raise InvalidInput("tool_choice", f"names the tool {name!r}, a reserved name; rename the tool")
     if all(tool.name != name for tool in tools):
-        raise InvalidInput("tool_choice", f"names {name[:100]!r}, which is not among the tools; give it there")
+        raise InvalidInput("tool_choice", f"names {name[:100]!r}, which is not among the tools; add it to tools")
     return name
 
 

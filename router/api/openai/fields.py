@@ -1,8 +1,8 @@
-"""The fields of OpenAI-compatible bodies that nothing here obeys: which are harmless, and which are refused. Pure.
+"""Lists the unsupported fields of OpenAI-compatible bodies: harmless ones, which are ignored, and refused ones. Pure.
 
-A field is obeyed (the bodies in `router.api.openai.requests` declare it), refused by name, or harmless, so that none
-that would change the answer is ignored. docs/openai.md lists the same names; a test holds both against the lists of
-OpenAI, vLLM and SGLang.
+Each field is supported (the bodies in `router.api.openai.requests` declare it), refused by name, or harmless, so that
+no field that would change the answer is ignored. docs/openai.md lists the same names; a test compares both with the
+fields of OpenAI, vLLM and SGLang.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.errors import InvalidInput
 
-# Hints and notes of the client. Without them the answer is the same.
+# Hints and annotations of the client, which do not change the answer.
 HARMLESS = frozenset(
     {
         "custom_labels",
@@ -23,11 +23,11 @@ HARMLESS = frozenset(
         "safety_identifier",
     }
 )
-# `parsed` and `parsed_arguments` are what OpenAI's client made of an answer, and sends back with it.
+# OpenAI's client adds `parsed` and `parsed_arguments` to an answer and sends them back with it.
 HARMLESS_IN_MESSAGES = frozenset({"annotations", "cache_control", "parsed", "prompt_cache_breakpoint", "refusal"})
-HARMLESS_IN_TOOLS = frozenset({"cache_control", "index", "parsed_arguments"})  # of offered tools and of calls
+HARMLESS_IN_TOOLS = frozenset({"cache_control", "index", "parsed_arguments"})  # in offered tools and in tool calls
 
-# Fields that would change the answer, each with the values that ask for nothing. Null always does.
+# Fields that would change the answer, each with the values that change nothing and are allowed. So is null.
 REFUSED: Mapping[str, tuple[object, ...]] = {
     # OpenAI
     "audio": (),
@@ -117,9 +117,9 @@ def check_fields(
     harmless: Set[str] = HARMLESS,
     refused: Mapping[str, tuple[object, ...]] = REFUSED,
 ) -> None:
-    """Checks the fields that a body, or the object in it that `prefix` names, has beyond those that are obeyed.
+    """Checks the unsupported fields (`extra`) of a body, or of the object in it that `prefix` names.
 
-    Raises InvalidInput for the first one that is refused, or that no API is known to have.
+    Raises InvalidInput for the first field that is refused or unknown.
     """
     for name, value in (extra or {}).items():
         if value is None or name in harmless:
@@ -132,7 +132,7 @@ def check_fields(
 
 
 def _is_same(value: object, neutral: object) -> bool:
-    """Compares as JSON does: true is not 1."""
+    """Compares as JSON does: true differs from 1."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 

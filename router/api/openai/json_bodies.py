@@ -1,7 +1,7 @@
-"""Reads the JSON of an HTTP body, at a cost that its bytes bound: a body of too many values is refused unparsed. Pure.
+"""Parses the JSON of an HTTP body at a bounded cost: a body with too many values is refused before parsing. Pure.
 
-A parser takes 10 to 300 times the memory of `[[],[],...]`, and the interpreter's lock for as long as that takes: at the
-largest size, seconds in which no other request is served, whatever thread the parser runs in.
+Parsing a body such as `[[],[],...]` takes 10 to 300 times its memory and holds the interpreter's lock meanwhile. At the
+largest size, that would block all other requests for seconds, on whatever thread the parser runs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pydantic_core import from_json
 from penstock.config.limits import LimitsConfig
 from penstock.errors import InvalidInput
 
-SMALL_BODY_BYTES = 16 * 1024  # parsed and validated in a millisecond or two, whatever it holds
-_UNCOUNTED_BYTES = 64 * 1024  # too few to hold more values than a large body may have
+SMALL_BODY_BYTES = 16 * 1024  # bodies up to this size are parsed and validated in 1 to 2 ms, whatever their content
+_UNCOUNTED_BYTES = 64 * 1024  # bodies up to this size cannot hold more values than a large body may have
 _VALUES_PER_MESSAGE = 32  # a chat message with one part takes eight strings, two objects and a list
 
 _REPR = reprlib.Repr()
@@ -24,7 +24,7 @@ _REPR.maxlevel = 3
 
 
 def read_json(raw: bytes, limits: LimitsConfig) -> Any:
-    """Returns the value of a body. Raises InvalidInput."""
+    """Returns the JSON value of a body. Raises InvalidInput."""
     try:
         raw.decode()
     except UnicodeDecodeError as error:
@@ -34,16 +34,16 @@ def read_json(raw: bytes, limits: LimitsConfig) -> Any:
     try:
         return from_json(raw)
     except ValueError as error:
-        raise InvalidInput("body", f"is not valid JSON: Invalid JSON: {error}") from error
+        raise InvalidInput("body", f"is not valid JSON: {error}") from error
 
 
 def _check_structure(raw: bytes, limits: LimitsConfig) -> None:
-    """Counts strings, lists and objects, and what commas separate, in a few passes that make no object per value.
+    """Raises InvalidInput if a body has too many strings, containers or values.
 
-    Raises InvalidInput.
+    Counts quotes, brackets and commas in a few passes that create no object per value.
     """
     limit = _VALUES_PER_MESSAGE * limits.messages + _UNCOUNTED_BYTES // 2
-    plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # now every quote begins or ends a string
+    plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote that is left begins or ends a string
     num_strings = plain.count(b'"') // 2
     if num_strings > limit:
         raise InvalidInput("body", f"has {num_strings} strings; send {limit} or fewer")
@@ -57,5 +57,5 @@ def _check_structure(raw: bytes, limits: LimitsConfig) -> None:
 
 
 def shown(value: object) -> str:
-    """Returns how a value of a body appears in an error: its beginning, without spelling out the rest."""
+    """Returns a shortened representation of a body's value, for errors."""
     return _REPR.repr(value)[:100]

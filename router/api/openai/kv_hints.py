@@ -1,8 +1,8 @@
-"""Reads KV hints from HTTP bodies, in every form that clients send, and writes what became of them. Pure.
+"""Reads KV hints from HTTP bodies, in every form that clients send, and reports the outcome of each hint. Pure.
 
 The forms are our own `kv_hints`, OpenAI's `prompt_cache_retention`, Anthropic's `cache_control` with a `ttl`, and
-Dynamo's `nvext` with `agent_hints` and `cache_control`. docs/kv-hints.md has the table. Names of sessions that come in
-headers are read by `penstock.rpc.hints`.
+Dynamo's `nvext` with `agent_hints` and `cache_control`. docs/kv-hints.md has the table. `penstock.rpc.hints` reads
+session names from headers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TTL = re.compile(r"(\d{1,5})([smh])")
 
 
 class KvHintsFields(BaseModel):
-    """The object `kv_hints` of a body."""
+    """Declares the object `kv_hints` of a body."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -42,7 +42,7 @@ class KvHintsFields(BaseModel):
 
 
 class AgentHints(BaseModel):
-    """Dynamo's `nvext.agent_hints`. What it says of queues and output lengths is read and not used."""
+    """Declares Dynamo's `nvext.agent_hints`. Its hints about queueing and output length are accepted but unused."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -54,7 +54,7 @@ class AgentHints(BaseModel):
 
 
 class CacheControl(BaseModel):
-    """A mark that says how long a prompt's pages are wanted."""
+    """Declares a marker that says for how long to keep a prompt's pages."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -63,7 +63,7 @@ class CacheControl(BaseModel):
 
 
 class DynamoExtension(BaseModel):
-    """The object `nvext` of a body, as far as it is obeyed."""
+    """Declares the supported fields of the object `nvext` of a body."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -74,9 +74,10 @@ class DynamoExtension(BaseModel):
 def combined_hints(
     own: KvHintsFields | None, nvext: DynamoExtension | None, retention: str | None, session: str
 ) -> KvHints:
-    """Returns what all forms of a body ask for together: of two times or priorities, the larger. Raises InvalidInput.
+    """Returns the combined hints of all forms in a body; of two times or priorities, the larger wins.
 
-    `retention` is OpenAI's `prompt_cache_retention`. `session` names the session unless `kv_hints` does.
+    `retention` is OpenAI's `prompt_cache_retention`. `session` names the session unless `kv_hints` does. Raises
+    InvalidInput.
     """
     own = own or KvHintsFields()
     pin_s, priority, prefetch_s = own.pin_s, own.priority, own.prefetch_s
@@ -110,20 +111,20 @@ def ttl_s(ttl: object, field: str) -> float:
 
 
 def longest_ttl_s(body: Mapping[str, Any]) -> float:
-    """Returns the longest `ttl` of the `cache_control` marks in a body of Anthropic's Messages; 0 without any.
+    """Returns the longest `ttl` of the `cache_control` markers in a body of Anthropic's Messages; 0 if there is none.
 
-    Fields of a wrong type are left to whoever obeys them. Raises InvalidInput for a `ttl` that is none.
+    Raises InvalidInput for an invalid `ttl`. Skips fields of a wrong type, which the reader of the body reports.
     """
     longest_s = 0.0
-    for each in _marked(body):
+    for each in _markable(body):
         control = each.get("cache_control")
         if isinstance(control, Mapping) and control.get("ttl") is not None:
             longest_s = max(longest_s, ttl_s(control["ttl"], "cache_control.ttl"))
     return longest_s
 
 
-def _marked(body: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-    """Yields the objects of a body that may have a mark."""
+def _markable(body: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    """Yields the objects of a body that may have a marker."""
     yield body
     lists = [body.get("system"), body.get("tools")]
     messages = body.get("messages")
@@ -135,7 +136,7 @@ def _marked(body: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
 
 
 def answers_json(output: Output) -> list[Json]:
-    """Returns what became of each hint of an ended completion; nothing if its session was all that it named."""
+    """Returns the outcome of each hint of an ended completion; nothing if it only named a session, with success."""
     if output.timing is None:
         return []
     answers = []

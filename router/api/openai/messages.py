@@ -1,4 +1,4 @@
-"""The assistant's messages of a chat, made of parser events: whole, or as the deltas of a stream. Pure."""
+"""Builds an assistant's message from parser events, whole or as the deltas of a stream. Pure."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from router.parsers.events import (
 
 
 class AssistantMessage:
-    """Collects the events of one choice."""
+    """Collects the events of one choice and builds its message."""
 
     def __init__(self) -> None:
         self._text: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: dict[int, tuple[str, str, list[str]]] = {}  # id, name, arguments by index
+        self._calls: dict[int, tuple[str, str, list[str]]] = {}  # index -> id, name, pieces of the arguments
 
     def add(self, events: Sequence[ParserEvent]) -> None:
         for event in events:
@@ -49,7 +49,7 @@ class AssistantMessage:
 
 
 def message_deltas(events: Sequence[ParserEvent]) -> list[Json]:
-    """Returns the deltas of a streamed message that these events make, in order."""
+    """Returns the deltas of a streamed message for these events, in order."""
     deltas: list[Json] = []
     for event in events:
         if isinstance(event, TextDelta):
@@ -66,5 +66,5 @@ def message_deltas(events: Sequence[ParserEvent]) -> list[Json]:
 
 
 def new_call_id() -> str:
-    """Returns an id for a tool call, which the tool's answer repeats."""
+    """Returns an id for a tool call, which the tool's result repeats."""
     return f"call_{uuid.uuid4().hex[:24]}"

@@ -1,4 +1,4 @@
-"""Pages through lists as OpenAI's API does. Does no I/O of its own."""
+"""Pages through lists as OpenAI's API does. Performs no I/O of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.errors import InvalidInput
 Json = dict[str, Any]
 EntryT = TypeVar("EntryT")
 
-PAGE_ITEMS = 100  # at most, whatever limit a call may name: `has_more` says that there are others
+PAGE_ITEMS = 100  # most items of a page, even if a call gives a higher limit; `has_more` then says that there are more
 
 
 def page(
@@ -20,28 +20,27 @@ def page(
     max_limit: int = PAGE_ITEMS,
     id_of: Callable[[EntryT], str] = str,
 ) -> Json:
-    """Returns the page that the query asks for: the newest items first unless it says otherwise.
+    """Returns the page that the query asks for, by default with the newest items first.
 
-    `entries` stand for all items, the oldest first. Only items of the page are loaded; those for which `load` returns
-    None are gone, and left out. Raises InvalidInput.
+    `entries` stand for all items, oldest first. `load` is called only for items of the page; those for which it returns
+    None no longer exist and are left out. Raises InvalidInput.
     """
-    newest_first, limit = _order_of(query), min(_limit_of(query, max_limit), PAGE_ITEMS)
+    newest_first, limit = _is_newest_first(query), min(_limit_of(query, max_limit), PAGE_ITEMS)
     if newest_first:
         entries = entries[::-1]
     after = query.get("after")
-    place = 0 if after is None else _place_of(after, map(id_of, entries)) + 1
-    shown = list[Json]()
-    while place < len(entries) and len(shown) < limit:
-        item = load(entries[place])
+    index = 0 if after is None else _index_of(after, map(id_of, entries)) + 1
+    items = list[Json]()
+    while index < len(entries) and len(items) < limit:
+        item = load(entries[index])
         if item is not None:
-            shown.append(item)
-        place += 1
-    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
-    return {"object": "list", "data": shown, **ends, "has_more": place < len(entries)}
+            items.append(item)
+        index += 1
+    ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": items, **ends, "has_more": index < len(entries)}
 
 
-def _order_of(query: Mapping[str, str]) -> bool:
-    """Returns whether the newest items come first."""
+def _is_newest_first(query: Mapping[str, str]) -> bool:
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidInput("order", f"is {order[:100]!r}; give asc or desc")
@@ -55,8 +54,8 @@ def _limit_of(query: Mapping[str, str], max_limit: int) -> int:
     return int(given)
 
 
-def _place_of(after: str, ids: Iterable[str]) -> int:
-    for place, item_id in enumerate(ids):
+def _index_of(after: str, ids: Iterable[str]) -> int:
+    for index, item_id in enumerate(ids):
         if item_id == after:
-            return place
-    raise InvalidInput("after", f"is {after[:100]!r}, which is none of the items; give the id of one")
+            return index
+    raise InvalidInput("after", f"is {after[:100]!r}, which is not in the list; give the id of an item in it")

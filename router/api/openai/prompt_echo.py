@@ -1,7 +1,7 @@
-"""Writes what an answer of an OpenAI-compatible call says of its prompt: text (`echo`) and log-probabilities. No I/O.
+"""Adds a prompt's text (`echo`) and log-probabilities to the answer of an OpenAI-compatible call. No I/O.
 
-`PromptEcho` puts a prompt before the first output of each of its choices. OpenAI's form of log-probabilities has a null
-for the first token, which follows nothing; it travels as a NaN, which is not a number in JSON either.
+`PromptEcho` puts a prompt before the first output of each of its choices. In OpenAI's format, the log-probability of
+the first token is null, since no token precedes it; internally it is a NaN.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from router.prepared_request import PreparedRequest
 
 
 class PromptEcho:
-    """Owns the prompts of one call until their first outputs."""
+    """Adds the prompts of one call to its deltas."""
 
     def __init__(self, texts: Sequence[str | None], spelling: Spelling, *, prompt_alone: bool) -> None:
-        """`texts` has None for a prompt of token ids. With `prompt_alone`, what is generated is left out."""
+        """`texts` has one entry for each prompt: None for a prompt of token ids. With `prompt_alone`, generated tokens
+        are left out.
+        """
         self._texts = texts
         self._spelling = spelling
         self._prompt_alone = prompt_alone
@@ -30,11 +32,11 @@ class PromptEcho:
         self._begun: set[int] = set()
 
     def begin(self, requests: Sequence[PreparedRequest]) -> None:
-        """Takes the requests, one for each prompt."""
+        """Receives the requests, one for each prompt, before any delta."""
         self._requests = requests
 
     def extended(self, delta: ChoiceDelta, *, with_logprobs: bool) -> ChoiceDelta:
-        """Returns the delta with its choice's prompt before it, if it is the choice's first one."""
+        """Returns the delta, with its prompt put before it if it is the choice's first delta."""
         output = self._without_generated(delta.output) if self._prompt_alone else delta.output
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
@@ -53,7 +55,7 @@ class PromptEcho:
         return replace(output, text="", token_ids=(), logprobs=(), finish_reason=reason)
 
     def counted(self, totals: CallTotals) -> CallTotals:
-        """Returns the totals without tokens that are left out."""
+        """Returns the totals without the generated tokens that are left out."""
         return replace(totals, completion_tokens=0) if self._prompt_alone else totals
 
 
@@ -62,25 +64,28 @@ def completion_logprobs(
     num_characters: int,
     name: Callable[[common_pb2.TokenLogprob | common_pb2.TopLogprob], str],
 ) -> Json:
-    """Returns the log-probabilities of tokens whose text begins after `num_characters`, under their names."""
+    """Returns the log-probabilities of tokens in OpenAI's format.
+
+    `num_characters` is the offset at which the text of the first token begins; `name` returns the name of a token.
+    """
     offsets = []
     for token in logprobs:
         offsets.append(num_characters)
         num_characters += len(token.token)
-    has_none = [math.isnan(token.logprob) for token in logprobs]
     return {
         "tokens": [*map(name, logprobs)],
-        "token_logprobs": [None if none else token.logprob for token, none in zip(logprobs, has_none, strict=True)],
+        "token_logprobs": [None if math.isnan(token.logprob) else token.logprob for token in logprobs],
         "top_logprobs": [
-            None if none else {name(other): other.logprob for other in token.top}
-            for token, none in zip(logprobs, has_none, strict=True)
+            None if math.isnan(token.logprob) else {name(other): other.logprob for other in token.top}
+            for token in logprobs
         ],
         "text_offset": offsets,
     }
 
 
 def prompt_logprobs_json(logprobs: Sequence[common_pb2.TokenLogprob]) -> list[Json | None]:
-    """Returns vLLM's form: null for the first token, then for each one its own and the likeliest tokens by id.
+    """Returns the log-probabilities of a prompt in vLLM's format: null for the first token, then for each token its own
+    and those of the likeliest tokens, by id.
 
     A token that is not among the likeliest ones has no rank.
     """

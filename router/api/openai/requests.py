@@ -1,6 +1,6 @@
-"""The bodies and headers of the OpenAI-compatible calls, and their translation to the gRPC request. No I/O.
+"""Defines the bodies and headers of the OpenAI-compatible calls and translates them to the gRPC request. No I/O.
 
-Both APIs meet in `GenerateRequest`; from there on a request is handled alike.
+Both APIs produce a `GenerateRequest`; from there on, all requests are handled in the same way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from router.api.sampling_fields import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_STOP_STR
 
 LANE = "x-penstock-lane"
 TIMEOUT = "x-request-timeout"  # seconds, for the whole call
-COMPLETION_MAX_TOKENS = 16  # the OpenAI API's default for /v1/completions; a chat goes to the end of its context
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions; a chat may fill its context
 _MAX_PROMPTS = 256
 
 _TEXTS, _IDS, _ID_LISTS = "<texts>", "<ids>", "<id lists>"
@@ -41,11 +41,11 @@ _FORMS = {
     _ID_LISTS: "lists of token ids",
 }
 
-# OpenAI's names; "auto" leaves the choice to the tenant's own lane.
+# OpenAI's service tiers. "auto" means the tenant's default lane.
 _TIERS: Mapping[str, Lane | None] = {
     "auto": None,
     "priority": Lane.INTERACTIVE,
-    "fast": Lane.INTERACTIVE,  # another name of it
+    "fast": Lane.INTERACTIVE,  # another name for priority
     "default": Lane.STANDARD,
     "flex": Lane.BULK,
 }
@@ -60,15 +60,17 @@ _JSON_TYPES: Mapping[int, Any] = {
 
 
 def _not_empty(token_ids: list[int]) -> list[int]:
-    """Raises InvalidInput: the message cannot tell an empty list from a missing one, which allows every token."""
+    """Returns the list unchanged. Raises InvalidInput if it is empty: the message cannot distinguish an empty list from
+    a missing one, which allows every token.
+    """
     if not token_ids:
         raise InvalidInput("allowed_token_ids", "is empty; give at least one token, or leave it out")
     return token_ids
 
 
-# What other servers accept for a field beyond what its message does.
+# Conversions of values that other servers accept and the message does not.
 _NORMALIZED: Mapping[str, Callable[[Any], Any]] = {
-    "top_k": lambda value: 0 if value == -1 else value,  # -1 keeps all
+    "top_k": lambda value: 0 if value == -1 else value,  # -1 and 0 keep all tokens
     "seed": lambda value: value % (1 << 64),
     "stop": lambda value: [value] if isinstance(value, str) else value,
     "bad_words": lambda value: [value] if isinstance(value, str) else value,
@@ -77,7 +79,7 @@ _NORMALIZED: Mapping[str, Callable[[Any], Any]] = {
 
 
 def _json_type(field: Any) -> Any:
-    """Returns the type that a field of the message `SamplingParams` has in a body: an absent field is None."""
+    """Returns the type in a body of a field of the message `SamplingParams`. An absent field is None."""
     if field.message_type is not None:
         key, value = (_JSON_TYPES[field.message_type.fields_by_name[name].cpp_type] for name in ("key", "value"))
         return Annotated[dict[key, value], FIRST_ERROR] | None  # type: ignore[valid-type]
@@ -88,7 +90,8 @@ def _json_type(field: Any) -> Any:
     return str | elements | None if element is str else elements | None
 
 
-# `logprobs` is a number for one call and a flag for the other. The others have forms of their own in a body.
+# Fields of `SamplingParams` that bodies declare differently or not at all: `logprobs` is a number for completions and a
+# flag for chats.
 _OWN_FORMS = frozenset(
     {
         "logprobs",
@@ -112,7 +115,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     include_usage: bool = False
-    continuous_usage_stats: bool = False  # vLLM's: every chunk has the usage so far
+    continuous_usage_stats: bool = False  # vLLM's field: adds the usage so far to every chunk
 
 
 class _CommonFields(StructuredFields):
@@ -149,7 +152,9 @@ class _CommonFields(StructuredFields):
 
     @property
     def lane(self) -> Lane | None:
-        """Raises InvalidInput for an unknown tier, or if tier and priority differ."""
+        """Returns the lane that the body asks for, or None. Raises InvalidInput for an unknown tier, or if tier and
+        priority differ.
+        """
         return read_tier(self.service_tier, self.priority)
 
     @property
@@ -166,27 +171,27 @@ class _CommonFields(StructuredFields):
 
     @property
     def session(self) -> str:
-        """Returns what names the session where no header does, from the most to the least specific."""
+        """Returns the first given field that names a session, from the most specific to the least."""
         return self.session_id or self.prompt_cache_key or self.user or ""
 
     def check_other_fields(self) -> None:
-        """Raises InvalidInput for a field that is neither obeyed nor harmless."""
+        """Raises InvalidInput for a field that is neither supported nor harmless."""
         check_fields(self.model_extra)
         if self.stream_options is not None:
             check_fields(self.stream_options.model_extra, "stream_options.", _HARMLESS_STREAM_OPTIONS, {})
 
     def request(self, request_id: str, sampling: common_pb2.SamplingParams) -> inference_pb2.GenerateRequest:
-        """Returns a request without a prompt. Raises InvalidInput for values that the message cannot hold."""
+        """Returns a request that lacks only its prompt. Raises InvalidInput for values that the message cannot hold."""
         request = inference_pb2.GenerateRequest(model=self.model or "", request_id=request_id, sampling=sampling)
         for name in ("cache_salt", "truncate_prompt_tokens", "add_special_tokens"):
             _set(request, name, getattr(self, name))
-        asked = combined_hints(self.kv_hints, self.nvext, self.prompt_cache_retention, self.session_id or "")
-        if (hints := kv_hints_to_wire(asked)) is not None:
-            request.kv_hints.CopyFrom(hints)
+        hints = combined_hints(self.kv_hints, self.nvext, self.prompt_cache_retention, self.session_id or "")
+        if (wire_hints := kv_hints_to_wire(hints)) is not None:
+            request.kv_hints.CopyFrom(wire_hints)
         return request
 
     def sampling(self) -> common_pb2.SamplingParams:
-        """Raises InvalidInput for values that the message cannot hold."""
+        """Returns the sampling parameters. Raises InvalidInput for values that the message cannot hold."""
         wire = common_pb2.SamplingParams()
         _set(wire, "include_stop", self.include_stop_str_in_output)
         if self.skip_special_tokens is not None:
@@ -213,7 +218,9 @@ else:
 
 
 def _prompt_form(prompt: object) -> str | None:
-    """Determines the form of a prompt from its first element, so that only one type is tried."""
+    """Returns the form of a prompt, judged by its first element, so that pydantic tries only one type; None if there is
+    no such form.
+    """
     if not isinstance(prompt, list):
         return TEXT if isinstance(prompt, str) else None
     first = prompt[0] if prompt else 0
@@ -226,7 +233,7 @@ _Ids = Annotated[list[int], FIRST_ERROR]
 
 
 class CompletionBody(_SamplingBody):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: Annotated[
         Annotated[str, Tag(TEXT)]
@@ -240,7 +247,9 @@ class CompletionBody(_SamplingBody):
 
     @property
     def prompt_texts(self) -> list[str | None]:
-        """The text of each prompt; None where its tokens say what it is: they were given, or some are cut off."""
+        """Returns the text of each prompt; None if it must be decoded from its tokens, because the prompt was given as
+        tokens or is truncated.
+        """
         is_whole = self.truncate_prompt_tokens is None
         return [prompt if isinstance(prompt, str) and is_whole else None for prompt in _prompts(self.prompt)]
 
@@ -253,7 +262,7 @@ class CompletionBody(_SamplingBody):
         return COMPLETION_MAX_TOKENS
 
     def requests(self, request_id: str) -> list[inference_pb2.GenerateRequest]:
-        """Returns a request for each prompt."""
+        """Returns one request for each prompt."""
         sampling = self.sampling()
         _set(sampling, "logprobs", self.logprobs)
         if self.echo:
@@ -271,7 +280,9 @@ class CompletionBody(_SamplingBody):
         return requests
 
     def _set_echo(self, sampling: common_pb2.SamplingParams) -> None:
-        """Asks for what the answer says of the prompt. Without output, one token is generated and left out."""
+        """Requests the prompt's log-probabilities if the call wants any. If it wants no output, one token is generated
+        nevertheless, and `PromptEcho` leaves it out.
+        """
         if self.max_tokens == 0:
             sampling.max_tokens = 1
         if self.logprobs is not None:
@@ -279,7 +290,7 @@ class CompletionBody(_SamplingBody):
 
 
 class ChatBody(_SamplingBody, ChatPrompt):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -316,7 +327,7 @@ class ChatBody(_SamplingBody, ChatPrompt):
         sampling = self.sampling()
         if self.max_completion_tokens is not None:
             if self.max_tokens not in (None, self.max_completion_tokens):
-                raise InvalidInput("max_tokens", "differs from max_completion_tokens; give only one of the two")
+                raise InvalidInput("max_tokens", "differs from max_completion_tokens; give only one of them")
             _set(sampling, "max_tokens", self.max_completion_tokens, "max_completion_tokens")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
             raise InvalidInput("top_logprobs", f"is {self.top_logprobs}; give a value from 0 to {MAX_LOGPROBS}")
@@ -334,19 +345,22 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def parse_body(kind: type[BodyT], raw: bytes, limits: LimitsConfig) -> BodyT:
-    """Raises InvalidInput that names the field. What it costs is bounded by the limits, not by what the body holds."""
+    """Returns the validated body. Raises InvalidInput that names the field.
+
+    The limits bound the cost, whatever the body contains.
+    """
     return validate_body(kind, read_json(raw, limits), limits)
 
 
 def validate_body(kind: type[BodyT], fields: Any, limits: LimitsConfig) -> BodyT:
-    """Returns the body of parsed JSON, as `parse_body` does; other dialects translate theirs to `ChatBody`'s fields."""
+    """Returns the validated body for parsed JSON. Other dialects pass the fields of a translated `ChatBody`."""
     body = validate_fields(kind, fields, limits)
     body.check_other_fields()
     return body
 
 
 def validate_fields(kind: type[ModelT], fields: Any, limits: LimitsConfig) -> ModelT:
-    """Returns a body whose declared fields are valid. Raises InvalidInput that names the field."""
+    """Returns a body after validating only its declared fields. Raises InvalidInput that names the field."""
     if isinstance(fields, dict):
         _check_lengths(fields, limits)
     try:
@@ -356,7 +370,7 @@ def validate_fields(kind: type[ModelT], fields: Any, limits: LimitsConfig) -> Mo
 
 
 def _check_lengths(fields: Mapping[str, Any], limits: LimitsConfig) -> None:
-    """Checks lengths before the elements are validated. Raises InvalidInput."""
+    """Checks the lengths of lists and texts before their elements are validated. Raises InvalidInput."""
     prompt = fields.get("prompt")
     form = _prompt_form(prompt)
     if form == TEXT:
@@ -381,9 +395,9 @@ def _check_lengths(fields: Mapping[str, Any], limits: LimitsConfig) -> None:
 
 
 def read_tier(service_tier: str | None, priority: int | None = None) -> Lane | None:
-    """Returns the lane of OpenAI's tier or of vLLM's priority, where lower values go first; None if neither names one.
+    """Returns the lane for OpenAI's tier or vLLM's priority, of which lower values go first; None if neither sets one.
 
-    Raises InvalidInput for an unknown tier, or if both differ.
+    Raises InvalidInput for an unknown tier, or if the two differ.
     """
     lane = None
     if service_tier is not None:
@@ -394,21 +408,21 @@ def read_tier(service_tier: str | None, priority: int | None = None) -> Lane | N
         return lane
     by_priority = Lane.INTERACTIVE if priority < 0 else Lane.BULK
     if lane not in (None, by_priority):
-        raise InvalidInput("priority", f"is {priority}, but service_tier is {service_tier!r}; give only one of the two")
+        raise InvalidInput("priority", f"is {priority}, but service_tier is {service_tier!r}; give only one of them")
     return by_priority
 
 
-def read_lane(headers: Mapping[str, str], named: Lane | None) -> common_pb2.Lane:
-    """Returns the header's lane, else the one that the body names. Raises InvalidInput if both differ."""
+def read_lane(headers: Mapping[str, str], body_lane: Lane | None) -> common_pb2.Lane:
+    """Returns the lane of the header or else of the body. Raises InvalidInput if the two differ."""
     name = headers.get(LANE)
-    lane = named if name is None else lane_from_name(name, LANE)
-    if named is not None and lane is not named:
-        raise InvalidInput(LANE, f"is {name!r}, but the body asks for {named.value}; give only one of the two")
+    lane = body_lane if name is None else lane_from_name(name, LANE)
+    if body_lane is not None and lane is not body_lane:
+        raise InvalidInput(LANE, f"is {name!r}, but the body asks for {body_lane.value}; give only one of them")
     return common_pb2.LANE_UNSPECIFIED if lane is None else lane_to_wire(lane)
 
 
 def read_timeout_s(headers: Mapping[str, str]) -> float | None:
-    """Returns the call's own time-out, if it has one. Raises InvalidInput."""
+    """Returns the call's timeout from its header, or None. Raises InvalidInput."""
     given = headers.get(TIMEOUT)
     if given is None:
         return None
@@ -432,7 +446,10 @@ def _prompts(prompt: str | Sequence[Any]) -> list[str] | list[list[int]]:
 def _set(
     message: common_pb2.SamplingParams | inference_pb2.GenerateRequest, name: str, value: Any, given: str = ""
 ) -> None:
-    """Sets a field unless the value is None. Raises InvalidInput under the name that the client used (`given`)."""
+    """Sets a field of a message unless the value is None.
+
+    Raises InvalidInput for a value that the field cannot hold; `given` is the client's name of the field if it differs.
+    """
     if value is None:
         return
     try:
@@ -447,7 +464,7 @@ def _set(
 
 
 def _fix(name: str, value: Any, error: Exception) -> str:
-    """Returns what to give instead of a value that a field of a message cannot hold."""
+    """Returns advice on a value that a message's field cannot hold, for an error."""
     numbers = [number for number in (value if isinstance(value, list | dict) else [value]) if isinstance(number, int)]
     if any(number < 0 for number in numbers):
         return f"give {int(name in ('max_tokens', 'n'))} or more"

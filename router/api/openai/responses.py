@@ -1,4 +1,4 @@
-"""Responses of the OpenAI-compatible calls as plain data, whole or chunk by chunk. No I/O."""
+"""Builds the responses of the OpenAI-compatible calls as plain data, whole or chunk by chunk. No I/O."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from router.text.tokenizer import Tokenizer
 
 
 class _Choice:
-    """The collected outputs of one choice."""
+    """Holds the collected outputs of one choice."""
 
     def __init__(self) -> None:
         self.text: list[str] = []
         self.message = AssistantMessage()
         self.logprobs: list[common_pb2.TokenLogprob] = []
         self.token_ids: list[int] = []
-        self.weight_versions: list[int] = []  # of each token
+        self.weight_versions: list[int] = []  # one for each token
         self.finish_reason: str | None = None
-        self.extension: Json = {}  # what the OpenAI API has no field for
-        self.num_characters = 0  # of its tokens' texts so far
+        self.extension: Json = {}  # data that OpenAI's API has no field for
+        self.num_characters = 0  # length of its tokens' texts so far
         self.has_begun = False
         self.prompt_logprobs: Sequence[common_pb2.TokenLogprob] = ()
 
 
 class OpenAiResponse(CallResponse):
-    """A call's response. `choice` counts over the prompts' completions."""
+    """The response of an OpenAI-compatible call. `choice` is an index over the completions of all prompts."""
 
     _whole_object: ClassVar[str]
     _chunk_object: ClassVar[str]
@@ -94,7 +94,7 @@ class OpenAiResponse(CallResponse):
     def events(self, delta: ChoiceDelta, totals: CallTotals) -> list[ServerEvent]:
         choice = self._choice(delta.choice)
         choice.prompt_logprobs = choice.prompt_logprobs or delta.output.prompt_logprobs
-        # How much of the prompt was cached is known at the end only.
+        # The number of cached prompt tokens is known only at the end.
         usage = {"usage": self._usage(totals)} if self._usage_in_chunks else {}
         return [ServerEvent(chunk | usage) for chunk in self._chunks(choice, delta)]
 
@@ -107,7 +107,7 @@ class OpenAiResponse(CallResponse):
         return [*events, ServerEvent("[DONE]")]
 
     def failure(self, error: PenstockError) -> list[ServerEvent]:
-        """There is no `[DONE]` after a failure."""
+        """Returns the error's event. No `[DONE]` follows a failure."""
         return [ServerEvent(error_json(error), "error")]
 
     def _usage(self, totals: CallTotals) -> Json:
@@ -119,37 +119,40 @@ class OpenAiResponse(CallResponse):
 
     @abc.abstractmethod
     def _collect(self, choice: _Choice, delta: ChoiceDelta) -> None:
-        """Collects a delta's content."""
+        """Adds a delta's content to the choice."""
 
     @abc.abstractmethod
     def _content(self, choice: _Choice) -> Json:
-        """Returns a whole choice's content in its place."""
+        """Returns the fields with a whole choice's content."""
 
     @abc.abstractmethod
     def _chunks(self, choice: _Choice, delta: ChoiceDelta) -> Iterator[Json]:
-        """Yields what a streaming client gets of a delta."""
+        """Yields the chunks of a delta."""
 
     @abc.abstractmethod
     def _logprobs(self, choice: _Choice, logprobs: Sequence[common_pb2.TokenLogprob]) -> Json | None:
-        """Returns None unless the call asks for log-probabilities."""
+        """Returns the log-probabilities of tokens; None unless the call asks for them."""
 
     def _ids_json(self, token_ids: Sequence[int], weight_versions: Sequence[int]) -> Json:
-        """Returns the tokens of a choice, or new ones of it, each with the version of its weights, if the call asks for
-        them."""
+        """Returns the fields with token ids and the weight version of each token; empty unless the call asks for
+        them.
+        """
         return {"token_ids": [*token_ids], "weight_versions": [*weight_versions]} if self._wants_token_ids else {}
 
     def _prompt_logprobs(self, choice: _Choice) -> Json:
-        """Returns those of the choice's prompt in vLLM's form, if the call asks for them."""
+        """Returns the field with the log-probabilities of the choice's prompt in vLLM's format; empty unless the call
+        asks for them.
+        """
         if not self._wants_prompt_logprobs:
             return {}
         return {"prompt_logprobs": prompt_logprobs_json(choice.prompt_logprobs)}
 
     def _choice_prompt(self, choice: int) -> Json:
-        """Returns the prompt's tokens where each choice has a prompt of its own."""
+        """Returns the field with the prompt's tokens for a choice, in formats that have it there."""
         return {}
 
     def _call_prompt(self) -> Json:
-        """Returns the prompt's tokens where all choices have the same one."""
+        """Returns the field with the prompt's tokens for the whole call, in formats that have it there."""
         return {}
 
     def _token_name(self, token: common_pb2.TokenLogprob | common_pb2.TopLogprob) -> str:
@@ -159,7 +162,9 @@ class OpenAiResponse(CallResponse):
         return self._choices.setdefault(choice, _Choice())
 
     def _chunk(self, delta: ChoiceDelta, content: Json, logprobs: Json | None = None, *, is_last: bool = False) -> Json:
-        """Returns a chunk; the last one of a delta has its tokens, and the finish reason if that ends the choice."""
+        """Returns a chunk. The last chunk of a delta has the delta's tokens and, if it ends the choice, the finish
+        reason.
+        """
         ends = is_last and delta.output.finish_reason is not None
         reason = _finish_reason(delta) if ends else None
         entry = {"index": delta.choice, **content, "logprobs": logprobs, "finish_reason": reason}
@@ -170,13 +175,13 @@ class OpenAiResponse(CallResponse):
         return {**self._head, "object": self._chunk_object, "choices": [entry]}
 
     def _is_worth_sending(self, output: Output) -> bool:
-        """Returns whether a delta without content is sent nevertheless."""
+        """Returns whether a delta must be sent although it has no content."""
         wants_tokens = self._wants_token_ids or (self._wants_logprobs and output.logprobs)
         return bool(output.finish_reason or (wants_tokens and output.token_ids))
 
 
 class CompletionResponse(OpenAiResponse):
-    """/v1/completions."""
+    """The response of /v1/completions."""
 
     _whole_object = _chunk_object = "text_completion"
 
@@ -238,7 +243,7 @@ class CompletionResponse(OpenAiResponse):
 
 
 class ChatResponse(OpenAiResponse):
-    """/v1/chat/completions."""
+    """The response of /v1/chat/completions."""
 
     _whole_object = "chat.completion"
     _chunk_object = "chat.completion.chunk"
@@ -247,7 +252,7 @@ class ChatResponse(OpenAiResponse):
         super().__init__("chatcmpl", model, tokenizer, body)
 
     def whole(self, totals: CallTotals) -> Json:
-        return super().whole(totals) | self._prompt_logprobs(self._choice(0))  # one prompt, hence one list
+        return super().whole(totals) | self._prompt_logprobs(self._choice(0))  # all choices have the same prompt
 
     def _usage(self, totals: CallTotals) -> Json:
         details = {"reasoning_tokens": totals.reasoning_tokens}
@@ -289,7 +294,7 @@ class ChatResponse(OpenAiResponse):
 
 
 def _finish_reason(delta: ChoiceDelta) -> str | None:
-    """Returns why a choice has ended; one that the model ended after a call of a tool waits for that tool."""
+    """Returns the finish reason of a choice: "tool_calls" if the model stopped after calling a tool."""
     reason = delta.output.finish_reason
     if reason is FinishReason.STOP and delta.called_tools:
         return "tool_calls"
@@ -297,8 +302,8 @@ def _finish_reason(delta: ChoiceDelta) -> str | None:
 
 
 def _extension(output: Output) -> Json:
-    """Returns the choice's extra field: the `max_tokens` that overload has granted, where that is less than asked, the
-    version of updated weights that its last token comes from, and what became of KV hints.
+    """Returns a choice's field `penstock`, if it has one: the `max_tokens` that overload lowered, the version of
+    updated weights that the last token comes from, and the outcome of KV hints.
     """
     extension: Json = {} if output.granted_tokens is None else {"granted_max_tokens": output.granted_tokens}
     if output.weight_version:
@@ -319,9 +324,9 @@ def usage_json(totals: CallTotals) -> Json:
 
 
 def error_json(error: PenstockError, prompt_fields: Collection[str] = ("text", "token_ids")) -> Json:
-    """Returns OpenAI's error object; fields go by the names that its API gives them.
+    """Returns OpenAI's error object, in which fields have the names of OpenAI's API.
 
-    `prompt_fields` are what `prompt` is called elsewhere.
+    `prompt_fields` are the fields of the gRPC API that are called `prompt` there.
     """
     message, param = error.message, None
     if isinstance(error, InvalidInput):

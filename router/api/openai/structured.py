@@ -1,7 +1,7 @@
-"""The fields of a body that ask for structured output, in the forms of OpenAI, vLLM and SGLang, as one `Grammar`. Pure.
+"""Reads the fields of a body that ask for structured output, in the forms of OpenAI, vLLM and SGLang, as one `Grammar`.
+Pure.
 
-Nothing here compiles a grammar: `router.text.grammar_check` does, and `StructuredFields.grammar_field` is the
-name of the field that its errors go by.
+`router.text.grammar_check` compiles the grammar; its errors name the field in `StructuredFields.grammar_field`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from penstock.text.grammars import MAX_SOURCE_BYTES
 from penstock.types import Grammar, GrammarKind
 from router.api.openai.json_bodies import shown
 
-_MAX_EBNF_BYTES = 16 << 10  # a converter in Python reads it
+_MAX_EBNF_BYTES = 16 << 10  # limits the time of the converter, which is written in Python
 _ANY_OBJECT = '{"type":"object"}'
 _NO_SPACE = {"whitespace_flexible": False}
-_OPTIONS_KEY = "x-guidance"  # in a schema: llguidance's own options
+_OPTIONS_KEY = "x-guidance"  # key in a schema that holds options of llguidance
 
-# Keys of `structured_outputs` beside the grammars; the others are refused.
+# Keys of `structured_outputs` that are allowed in addition to the grammars.
 _SPACE_KEYS = ("disable_any_whitespace", "whitespace_pattern")
 _NEUTRAL_KEYS: Mapping[str, tuple[object, ...]] = {
     "disable_fallback": (True, False),
@@ -32,7 +32,7 @@ _NEUTRAL_KEYS: Mapping[str, tuple[object, ...]] = {
 
 
 class StructuredFields(BaseModel):
-    """The fields as a body has them. At most one of them may ask for a grammar."""
+    """Declares the fields that ask for structured output. At most one of them may give a grammar."""
 
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -48,7 +48,7 @@ class StructuredFields(BaseModel):
     _field: str = PrivateAttr("")
 
     def grammar(self) -> Grammar | None:
-        """Returns what the output must match. Raises InvalidInput that names the field."""
+        """Returns the grammar that the output must match, or None. Raises InvalidInput that names the field."""
         found: dict[str, Grammar] = {}
         if self.response_format is not None:
             found |= _response_format(self.response_format)
@@ -61,7 +61,7 @@ class StructuredFields(BaseModel):
                 found[name] = read(name, value)
         if len(found) > 1:
             first, second, *_ = found
-            raise InvalidInput(second, f"is given beside {first}; give one grammar")
+            raise InvalidInput(second, f"is given in addition to {first}; give only one grammar")
         if space and "guided_json" not in found:
             raise InvalidInput("guided_whitespace_pattern", "is given without guided_json; leave it out")
         if not found:
@@ -71,7 +71,7 @@ class StructuredFields(BaseModel):
 
     @property
     def grammar_field(self) -> str:
-        """The client's name of the field that gave the grammar; without one, only tools make a grammar."""
+        """Returns the name of the field that gave the grammar; "tools" if no field did, since tools make one too."""
         return self._field or "tools"
 
 
@@ -89,7 +89,7 @@ def _readers(space: Mapping[str, Any]) -> Mapping[str, Callable[[str, Any], Gram
 
 
 def _response_format(value: Mapping[str, Any]) -> dict[str, Grammar]:
-    """Returns the grammar of OpenAI's `response_format` by the name of its field."""
+    """Returns the grammar of OpenAI's `response_format`, by the name of its field; empty if it asks for plain text."""
     kind = value.get("type")
     if kind == "structural_tag":
         return {"response_format": _structural_tag("response_format", value)}
@@ -110,12 +110,12 @@ def _response_format(value: Mapping[str, Any]) -> dict[str, Grammar]:
     if not isinstance(inner.get("strict"), bool | None):
         raise InvalidInput("response_format.json_schema.strict", f"is {shown(inner['strict'])}; give true or false")
     if inner.get("schema") is None:
-        raise InvalidInput(field, "is missing; give it")
+        raise InvalidInput(field, "is missing; add it")
     return {field: _schema(field, inner["schema"])}
 
 
 def _structured_outputs(value: Mapping[str, Any]) -> dict[str, Grammar]:
-    """Returns the grammar of vLLM's `structured_outputs` by the name of its field."""
+    """Returns the grammars of vLLM's `structured_outputs`, by the names of their fields."""
     readers: Mapping[str, Callable[[str, Any], Grammar]] = {
         "json": lambda name, given: _schema(name, given, space),
         "json_object": lambda name, given: _schema(name, _ANY_OBJECT, space),
@@ -138,17 +138,17 @@ def _structured_outputs(value: Mapping[str, Any]) -> dict[str, Grammar]:
     space: dict[str, Any] = {**_NO_SPACE} if compact else {}
     if pattern is not None:
         space["whitespace_pattern"] = pattern
-    asked = {name: given for name in readers if (given := value.get(name)) not in (None, False) or given == {}}
+    given_grammars = {name: given for name in readers if (given := value.get(name)) not in (None, False) or given == {}}
     if isinstance(value.get("json_object"), bool | None) is False:
         raise InvalidInput(f"{prefix}.json_object", f"is {shown(value['json_object'])}; give true or false")
-    found = {f"{prefix}.{name}": readers[name](f"{prefix}.{name}", given) for name, given in asked.items()}
+    found = {f"{prefix}.{name}": readers[name](f"{prefix}.{name}", given) for name, given in given_grammars.items()}
     if not found:
-        raise InvalidInput(prefix, f"names no grammar; give one of {', '.join(readers)}")
+        raise InvalidInput(prefix, f"has no grammar; give one of {', '.join(readers)}")
     return found
 
 
 def _schema(field: str, value: Any, options: Mapping[str, Any] | None = None) -> Grammar:
-    """Reads a schema that is JSON or the text of some."""
+    """Reads a JSON schema, given as a JSON value or as a string that contains it."""
     if isinstance(value, str):
         _check_size(field, value)
         try:
@@ -170,25 +170,25 @@ def _regex(field: str, value: Any) -> Grammar:
 
 def _choice(field: str, value: Any) -> Grammar:
     if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
-        raise InvalidInput(field, f"is {shown(value)}; give a list of texts")
+        raise InvalidInput(field, f"is {shown(value)}; give a list of strings")
     return _grammar(field, GrammarKind.CHOICE, json.dumps(value))
 
 
 def _ebnf(field: str, value: Any) -> Grammar:
-    """Reads a grammar in Lark's, or else in GBNF's form of EBNF."""
+    """Reads a grammar in Lark's or GBNF's variant of EBNF."""
     grammar = _grammar(field, GrammarKind.LARK, value)
     if "::=" not in grammar.source:
         return grammar
     if len(grammar.source.encode()) > _MAX_EBNF_BYTES:
-        raise InvalidInput(field, f"has more than {_MAX_EBNF_BYTES} bytes; shorten it, or write it in Lark's form")
+        raise InvalidInput(field, f"has more than {_MAX_EBNF_BYTES} bytes; shorten it or write it in Lark's syntax")
     try:
         return _grammar(field, GrammarKind.LARK, any_to_lark(grammar.source))
-    except (Exception, RecursionError) as error:  # the library raises several kinds, none of them documented
+    except (Exception, RecursionError) as error:  # the library does not document the exceptions that it raises
         raise InvalidInput(field, f"is not valid EBNF: {str(error)[:200]}") from None
 
 
 def _structural_tag(field: str, value: Any) -> Grammar:
-    """Reads a structural tag that is JSON or the text of some. What it holds is checked where it is compiled."""
+    """Reads a structural tag, given as a JSON object or as a string. Its content is checked when it is compiled."""
     if isinstance(value, dict):
         value = json.dumps(value, separators=(",", ":"))
     return _grammar(field, GrammarKind.STRUCTURAL_TAG, value)
@@ -196,7 +196,7 @@ def _structural_tag(field: str, value: Any) -> Grammar:
 
 def _grammar(field: str, kind: GrammarKind, source: Any) -> Grammar:
     if not isinstance(source, str) or not source:
-        raise InvalidInput(field, f"is {shown(source)}; give a text")
+        raise InvalidInput(field, f"is {shown(source)}; give a string")
     _check_size(field, source)
     return Grammar(kind, source)
 

@@ -1,4 +1,4 @@
-"""The bodies and answers of /tokenize and /detokenize, in vLLM's shapes. No I/O."""
+"""Reads the bodies and builds the answers of /tokenize and /detokenize, in vLLM's format. No I/O."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _TokenizeFields(BaseModel):
 
 
 class TokenizeTextBody(_TokenizeFields):
-    """POST /tokenize with a text."""
+    """The body of POST /tokenize with a text."""
 
     prompt: str
 
@@ -41,10 +41,10 @@ class TokenizeTextBody(_TokenizeFields):
 
 
 class TokenizeChatBody(_TokenizeFields, ChatPrompt):
-    """POST /tokenize with messages, which the chat template renders."""
+    """The body of POST /tokenize with messages, which the chat template renders."""
 
     def request(self) -> inference_pb2.TokenizeRequest:
-        """Raises InvalidInput."""
+        """Returns the gRPC request. Raises InvalidInput."""
         check_fields(self.model_extra, refused=_REFUSED)
         self.check_messages()
         wire = inference_pb2.TokenizeRequest(model=self.model or "")
@@ -55,7 +55,7 @@ class TokenizeChatBody(_TokenizeFields, ChatPrompt):
 
 
 class DetokenizeBody(BaseModel):
-    """POST /detokenize."""
+    """The body of POST /detokenize."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -67,7 +67,7 @@ TokenizeBody = TokenizeTextBody | TokenizeChatBody
 
 
 def parse_tokenize_body(raw: bytes, limits: LimitsConfig) -> TokenizeBody:
-    """Raises InvalidInput that names the field."""
+    """Returns the validated body. Raises InvalidInput that names the field."""
     fields = read_json(raw, limits)
     if isinstance(fields, dict) and ("prompt" in fields) == ("messages" in fields):
         raise InvalidInput("prompt", "give exactly one of prompt and messages")
@@ -77,14 +77,14 @@ def parse_tokenize_body(raw: bytes, limits: LimitsConfig) -> TokenizeBody:
 
 
 def parse_detokenize_body(raw: bytes, limits: LimitsConfig) -> DetokenizeBody:
-    """Raises InvalidInput that names the field."""
+    """Returns the validated body. Raises InvalidInput that names the field."""
     body = validate_fields(DetokenizeBody, read_json(raw, limits), limits)
     check_fields(body.model_extra, refused={})
     return body
 
 
 def tokenized_json(token_ids: Sequence[int], texts: Sequence[str] | None, context_length: int | None) -> Json:
-    """Returns the answer of /tokenize; `texts` are those of the tokens, if they are asked for."""
+    """Returns the answer of /tokenize. `texts` are the tokens' texts; None if the call does not ask for them."""
     return {
         "count": len(token_ids),
         "max_model_len": context_length,

@@ -1,4 +1,4 @@
-"""Puts what pydantic finds wrong with a body in the words of this API: the field, its value, and what to give. Pure."""
+"""Translates pydantic's errors to errors of this API, which name the field, its value and what to give. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from penstock.errors import InvalidInput
 from router.api.openai.json_bodies import shown
 
-# What a body should have given, by pydantic's type of the error.
+# What the field expects, by pydantic's type of error.
 _WANTED: Mapping[str, str] = {
     "bool_parsing": "true or false",
     "bool_type": "true or false",
@@ -29,10 +29,9 @@ _WANTED: Mapping[str, str] = {
 
 
 def explain(error: ValidationError, forms: Mapping[str, str]) -> InvalidInput:
-    """Returns the first problem; for a union of types it names the field itself, not one of the types.
+    """Returns an error for the first problem. For a union of types it names the field, without one of the types.
 
-    `forms` are the tags of a union's forms, which no field's name shows; for a value of none of them, each says what to
-    give.
+    `forms` maps the tags of a union's forms to what each expects; the tags are left out of the field's name.
     """
     problems = error.errors(include_url=False, include_context=False)
     first = problems[0]
@@ -41,22 +40,22 @@ def explain(error: ValidationError, forms: Mapping[str, str]) -> InvalidInput:
     if len(problems) == 1:
         field += "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts[1:])
     if first["type"] == "missing":
-        return InvalidInput(field, "is missing; give it")
+        return InvalidInput(field, "is missing; add it")
     wanted = _wanted(problems, forms)
     return InvalidInput(field, f"is {shown(first['input'])}" + (f"; give {wanted}" if wanted else f": {first['msg']}"))
 
 
 def _wanted(problems: Sequence[Any], forms: Mapping[str, str]) -> str:
-    """Returns what to give instead; nothing if pydantic's own words must do."""
+    """Returns what to give instead; "" if only pydantic's own message explains the problem."""
     [first, *others] = problems
     if not others and first["type"] == "string_type" and first["loc"][-1] in forms:
         return forms[first["loc"][-1]]
     wanted = list(dict.fromkeys(_WANTED.get(problem["type"], "") for problem in problems))
-    if others and _takes_texts(problems):
-        wanted = ["text", "a list of texts"]
+    if others and _takes_strings(problems):
+        wanted = ["a string", "a list of strings"]
     return " or ".join(wanted) if all(wanted) else ""
 
 
-def _takes_texts(problems: Collection[Any]) -> bool:
-    """Returns whether the field is a text or a list of texts."""
+def _takes_strings(problems: Collection[Any]) -> bool:
+    """Returns whether the field takes a string or a list of strings."""
     return {problem["type"] for problem in problems} <= {"string_type", "list_type"}

@@ -1,5 +1,7 @@
-"""The endpoint picker: names the engine that a gateway sends a request to, over Envoy's external processing protocol.
+"""Implements the endpoint picker, which names the engine that a gateway should send a request to, over Envoy's external
+processing protocol.
 
-`router.server` takes `PickerServer`. Requests are read, admitted and placed as the router's own are, but their answers
-pass from the engine through the gateway. It must not know how a gateway is configured, nor carry any request itself.
+`router.composition` uses `PickerServer`. Requests are read, admitted and placed like the router's own, but their
+answers go from the engine through the gateway. This room must not know how a gateway is configured, nor carry any
+request itself.
 """

@@ -1,4 +1,4 @@
-"""Reads from a proxied call what placing it requires. Pure."""
+"""Reads from a proxied call what is needed to place it. Pure."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _CACHE_SALT = "cache_salt"
 
 @dataclass(frozen=True, slots=True)
 class ProxiedCall:
-    """An HTTP request as the gateway has received it. The names of headers are in lower case."""
+    """An HTTP request as the gateway received it. The names of headers are in lower case."""
 
     headers: Mapping[str, str]
     body: bytes
-    subset: frozenset[str] | None  # endpoints that may get it; None: any
+    subset: frozenset[str] | None  # endpoints that may receive it; None: any
 
     @property
     def method(self) -> str:
@@ -32,10 +32,10 @@ class ProxiedCall:
 
     @property
     def path(self) -> str:
-        """The path without its query; "" if it is not a valid path."""
+        """Returns the path without its query; "" if it is not a valid path."""
         try:
             return urlsplit(self.headers.get(":path", "")).path
-        except ValueError:  # such as an unclosed bracket in the place of the host
+        except ValueError:  # for example, an unclosed bracket in the host
             return ""
 
 
@@ -49,7 +49,7 @@ def _read_chat(raw: bytes, limits: LimitsConfig) -> DialectBody:
     return body
 
 
-# A field that the router does not know is the engine's to obey or refuse, so the readers of whole bodies are not used.
+# OpenAI's bodies are read without checking for unknown fields: the engine decides about fields that this router lacks.
 READERS: Mapping[str, Callable[[bytes, LimitsConfig], DialectBody]] = {
     "/v1/completions": _read_completion,
     "/v1/chat/completions": _read_chat,
@@ -58,8 +58,8 @@ READERS: Mapping[str, Callable[[bytes, LimitsConfig], DialectBody]] = {
 
 
 def salted_body(raw: bytes, cache_salt: str, limits: LimitsConfig) -> bytes:
-    """Returns the body with a salt for the engine's prefix cache in place of its own. Raises InvalidInput."""
+    """Returns the body with its `cache_salt` set to this salt for the engine's prefix cache. Raises InvalidInput."""
     fields: Any = read_json(raw, limits)
     if not isinstance(fields, dict):
-        raise InvalidInput("body", "is not an object; send the fields of the call")
+        raise InvalidInput("body", "is not a JSON object; send the fields of the call")
     return json.dumps({**fields, _CACHE_SALT: cache_salt}, ensure_ascii=False, separators=(",", ":")).encode()

@@ -1,8 +1,8 @@
-"""Takes one HTTP request through the picker: the gateway's messages come in, the responses to them go out.
+"""Takes one HTTP request through the picker and returns the responses to the gateway's messages.
 
-With bodies in full-duplex streaming, as the Endpoint Picker Protocol wants it, the responses to headers and body come
-together once the body is whole; a gateway that buffers the body gets a response to each. A gateway that sends no whole
-body gets an engine that is chosen by load.
+In full-duplex streaming, which the Endpoint Picker Protocol requires, the headers and the body are answered together
+once the body is complete; a gateway that buffers the body gets one response to each. For a gateway that does not send
+the complete body, the engine is chosen by load.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ _WITHOUT_WHOLE_BODY = (pb.NONE, pb.STREAMED)
 
 
 class PickExchange:
-    """Close it when the gateway's stream ends."""
+    """Answers the messages of one stream, which carries one HTTP request. Close it when the stream ends."""
 
     def __init__(
         self, picker: EndpointPicker, limits: LimitsConfig, held_bytes: HeldBytes, shapes: Mapping[str, ErrorShape]
     ) -> None:
-        """`held_bytes` counts the bodies of all exchanges. `shapes` are those of errors, by the beginning of the paths
-        that do not have OpenAI's."""
+        """`held_bytes` counts the bodies of all exchanges. `shapes` are error formats other than OpenAI's, by the
+        prefix of their paths.
+        """
         self._picker = picker
         self._limits = limits
         self._held_bytes = held_bytes
@@ -49,11 +50,11 @@ class PickExchange:
         self._request_mode: pb.BodySendMode = pb.FULL_DUPLEX_STREAMED
         self._answer_mode: pb.BodySendMode = pb.FULL_DUPLEX_STREAMED
         self._pick: Pick | None = None
-        self.is_refused = False  # once true, the gateway answers the client itself and sends nothing more
+        self.is_refused = False  # once True, the gateway answers the client itself and sends nothing more
 
     @property
     def deadline_s(self) -> float | None:
-        """When its request must have ended (monotonic); None while nothing is held for it."""
+        """Returns the monotonic time at which its request must end; None while nothing is held for it."""
         held = self._pick.held if self._pick is not None else None
         return held.deadline_s if held is not None else None
 
@@ -62,7 +63,7 @@ class PickExchange:
         return self._pick is not None
 
     async def responses(self, message: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
-        """Returns the responses to a message, in their order; none while the body is not whole."""
+        """Returns the responses to a message, in order. The list is empty while the body is incomplete."""
         try:
             return [*await self._responses(message)]
         except PenstockError as error:
@@ -100,7 +101,7 @@ class PickExchange:
 
     async def _on_headers(self, message: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
         if self._headers or self._pick is not None:
-            raise InvalidInput("request_headers", "come a second time in one stream; open a stream for each request")
+            raise InvalidInput("request_headers", "are sent twice in one stream; open a stream for each request")
         self._headers, self._subset = read_headers(message.request_headers), read_subset(message)
         if message.HasField("protocol_config"):
             self._request_mode = message.protocol_config.request_body_mode
@@ -120,13 +121,13 @@ class PickExchange:
         check_body(self._num_bytes, self._limits)
         self._held_bytes.take(len(body.body))
         if body.body:
-            self._parts.append(body.body)  # held from here on
+            self._parts.append(body.body)  # `_drop_body` gives back what is in this list
         if not body.end_of_stream and self._request_mode == pb.FULL_DUPLEX_STREAMED:
             return []
         return await self._pick_now(ends=body.end_of_stream)
 
     async def _pick_now(self, *, ends: bool) -> list[pb.ProcessingResponse]:
-        """Picks by the whole body, which is the end of the request if it `ends`."""
+        """Picks an engine by the complete body. `ends` says whether the body ends the request, without trailers."""
         if self._pick is not None:
             return []
         body = b"".join(self._parts)

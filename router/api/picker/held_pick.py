@@ -1,4 +1,4 @@
-"""Holds a picked request's slot and its credits at workers until the gateway has its answer."""
+"""Holds a picked request's admission slot and its ledger credits at workers until the gateway has its answer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from router.admission.interface import NOTHING_USED, RequestUsage
 from router.dispatch.context import DispatchContext
 from router.dispatch.placement import Placement
 
-_TAIL_BYTES = 4096  # the last part of an answer, which holds its usage
-_EVENT = b"data: "  # of a stream, about one for each token
+_TAIL_BYTES = 4096  # bytes kept of an answer's end, which holds its usage
+_EVENT = b"data: "  # begins an event of a stream, of which there is about one for each token
 _COMPLETION_TOKENS = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,9})|"output_tokens"\s*:\s*(\d{1,9})')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,9})|"cache_read_input_tokens"\s*:\s*(\d{1,9})')
 
 
 class HeldPick:
-    """A request at the engine that was picked for it. The answer is read only as far as counting needs it."""
+    """A request at the engine that was picked for it. Reads only as much of the answer as counting needs."""
 
     def __init__(self, slot: AdmissionSlot, placement: Placement, endpoint: str, context: DispatchContext) -> None:
         self._slot = slot
@@ -34,17 +34,17 @@ class HeldPick:
         self._left = False
 
     def on_answer(self, status: int, served: str) -> None:
-        """Takes the status of an answer by the endpoint `served`; "" is the one that was picked."""
+        """Receives the status of the answer. `served` is the endpoint that answered; "" means the picked one."""
         self._status = status
         if served and served != self._endpoint:
-            self._settle()  # another engine has the work, and its reports will show that
+            self._settle()  # another engine has the request, as its own load reports will show
             self._context.fleet.health.on_failure(self._placement.decode.epoch, time.monotonic())
             self._context.metrics.picked("fallback")
         elif status >= Unavailable.http_status:
             self._context.fleet.health.on_failure(self._placement.decode.epoch, time.monotonic())
 
     def on_part(self, part: bytes) -> None:
-        """Takes a part of the answer's body."""
+        """Receives a part of the answer's body."""
         if self._left or not part:
             return
         if not self._started and self._succeeds:
@@ -58,7 +58,7 @@ class HeldPick:
         self._tail = (self._tail + part)[-_TAIL_BYTES:]
 
     def end(self) -> None:
-        """Counts a whole answer and releases everything."""
+        """Counts a complete answer and releases everything."""
         if self._left:
             return
         if not (self._started and self._succeeds):
@@ -76,14 +76,14 @@ class HeldPick:
         self._leave(self._context.counts.request(self._request, usage, None))
 
     def release(self) -> None:
-        """Releases everything for an answer that was cut off or that this router does not get to see."""
+        """Releases everything for an answer that broke off or that the gateway does not show to this router."""
         if not self._left:
             self._context.metrics.failed(Cancelled.reason)
             self._leave(RequestUsage(self._num_events, whole=False))
 
     @property
     def deadline_s(self) -> float:
-        """The time by which it is released in any case (monotonic)."""
+        """Returns the monotonic time by which the request is released in any case."""
         return self._request.deadline_s
 
     @property
@@ -100,6 +100,6 @@ class HeldPick:
 
 
 def _last(pattern: re.Pattern[bytes], tail: bytes) -> int | None:
-    """Returns the number of the last match: usage comes at the end of an answer."""
+    """Returns the number in the last match, since usage is at the end of an answer; None if there is no match."""
     found = [next(group for group in match if group) for match in pattern.findall(tail)]
     return int(found[-1]) if found else None

@@ -1,7 +1,7 @@
 """Reads and writes the messages of Envoy's external processing. Pure.
 
-An endpoint is named twice, as the Endpoint Picker Protocol of the Gateway API Inference Extension demands (proposal
-004): in a header of the request, and in metadata that gateways read which trust no headers.
+An endpoint is named twice, as the Endpoint Picker Protocol of the Gateway API Inference Extension (proposal 004)
+requires: in a header of the request, and in metadata for gateways that do not trust headers.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from penstock.v1 import ext_proc_pb2 as pb
 from router.api.dialect import ErrorShape
 
 DESTINATION = "x-gateway-destination-endpoint"
-SERVED = "x-gateway-destination-endpoint-served"  # by the gateway: the endpoint that answered
+SERVED = "x-gateway-destination-endpoint-served"  # set by the gateway: the endpoint that answered
 _SUBSET = "x-gateway-destination-endpoint-subset"
 _SUBSET_SCOPE = "envoy.lb.subset_hint"
 _SCOPE = "envoy.lb"
-PREFILLER = "x-prefiller-host-port"  # the engine that computes the prompt, as the sidecar of llm-d reads it
-_MOST_BYTES = 60_000  # of a body in one message; the gateway's flow control begins at 64 KiB
+PREFILLER = "x-prefiller-host-port"  # the engine that computes the prompt; llm-d's sidecar reads this header
+_MAX_PART_BYTES = 60_000  # bytes of a body in one message; the gateway's flow control begins at 64 KiB
 _MAX_SUBSET = 10_000
 
 
 def read_headers(headers: pb.HttpHeaders) -> dict[str, str]:
-    """Returns the headers by their names, which a proxy sends in lower case. The last value of a name counts."""
+    """Returns the headers by name, in lower case as proxies send them. The last value of a name counts."""
     return {
         each.key: each.raw_value.decode("latin-1") if each.raw_value else each.value for each in headers.headers.headers
     }
 
 
 def read_subset(request: pb.ProcessingRequest) -> frozenset[str] | None:
-    """Returns the endpoints that the gateway allows; None allows all of them."""
+    """Returns the endpoints that the gateway allows; None if it allows all."""
     metadata = request.metadata_context.filter_metadata
     if _SUBSET_SCOPE not in metadata or _SUBSET not in metadata[_SUBSET_SCOPE].fields:
         return None
     value = metadata[_SUBSET_SCOPE].fields[_SUBSET]
-    if value.WhichOneof("kind") == "string_value":  # a list in a header, as some gateways pass it on
-        named = value.string_value.split(",")
+    if value.WhichOneof("kind") == "string_value":  # some gateways pass on a header's comma-separated list
+        names = value.string_value.split(",")
     else:
-        named = [each.string_value for each in value.list_value.values[:_MAX_SUBSET]]
-    return frozenset(name.strip() for name in named if name.strip())
+        names = [each.string_value for each in value.list_value.values[:_MAX_SUBSET]]
+    return frozenset(name.strip() for name in names if name.strip())
 
 
 def read_served(request: pb.ProcessingRequest) -> str:
-    """Returns the endpoint that answered, or "" from a gateway that does not say."""
+    """Returns the endpoint that answered, or "" if the gateway does not say."""
     metadata = request.metadata_context.filter_metadata
     return metadata[_SCOPE].fields[SERVED].string_value if _SCOPE in metadata else ""
 
@@ -62,18 +62,20 @@ def sets_headers(values: Mapping[str, str]) -> pb.HeaderMutation:
 
 
 def names_endpoint(response: pb.ProcessingResponse, common: pb.CommonResponse, headers: Mapping[str, str]) -> None:
-    """Has the gateway send the request to the endpoints in `headers`, in a response to its headers or its body."""
+    """Makes `response`, to a request's headers or body, send the request to the endpoints in `headers`.
+
+    `common` is the part of `response` that sets headers.
+    """
     common.header_mutation.CopyFrom(sets_headers(headers))
-    # Without this, the gateway would keep the route that it chose before.
-    common.clear_route_cache = True
+    common.clear_route_cache = True  # else the gateway keeps the route that it chose before
     destination = Struct()
     destination.update({DESTINATION: headers[DESTINATION]})
     response.dynamic_metadata.fields[_SCOPE].struct_value.CopyFrom(destination)
 
 
 def streamed_body(body: bytes, *, of_request: bool, ends: bool) -> Iterator[pb.ProcessingResponse]:
-    """Yields the messages that pass a body on in full-duplex streaming; the last one says whether it `ends`."""
-    parts = [body[start : start + _MOST_BYTES] for start in range(0, len(body), _MOST_BYTES)] or [b""]
+    """Yields the messages that pass a body on in full-duplex streaming. The last one ends the stream if `ends`."""
+    parts = [body[start : start + _MAX_PART_BYTES] for start in range(0, len(body), _MAX_PART_BYTES)] or [b""]
     for number, part in enumerate(parts, 1):
         response = pb.ProcessingResponse()
         answer = response.request_body if of_request else response.response_body
@@ -83,7 +85,7 @@ def streamed_body(body: bytes, *, of_request: bool, ends: bool) -> Iterator[pb.P
 
 
 def unchanged(kind: str) -> pb.ProcessingResponse:
-    """Returns the response that changes nothing in a message of this kind."""
+    """Returns the response that leaves a message of this kind unchanged."""
     response = pb.ProcessingResponse()
     answer: Message = getattr(response, kind)
     answer.SetInParent()
@@ -91,7 +93,7 @@ def unchanged(kind: str) -> pb.ProcessingResponse:
 
 
 def refusal(error: PenstockError, shape: ErrorShape) -> pb.ProcessingResponse:
-    """Returns the response by which the gateway answers the client itself with an error."""
+    """Returns the response that makes the gateway answer the client with an error."""
     status, body = shape(error)
     headers = {"content-type": "application/json"}
     if isinstance(error, Unauthenticated):

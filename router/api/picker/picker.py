@@ -1,7 +1,7 @@
-"""Picks an engine for a proxied call: the caller is identified, the prompt tokenized, admitted and placed.
+"""Picks an engine for a proxied call: identifies the caller, and tokenizes, admits and places the prompt.
 
-A call that has no prompt, or one that this router cannot read, goes to the engine with the fewest requests, which has
-the last word on it; where tenants are configured it is refused, since it could be charged to nobody.
+A call without a prompt, or with one that this router cannot read, goes to the engine with the fewest requests, which
+decides about it. If tenants are configured, such a call is refused, since it could not be charged to its tenant.
 """
 
 from __future__ import annotations
@@ -42,47 +42,50 @@ _RETRY_AFTER_S = 1.0
 class Pick:
     """Says where a call goes."""
 
-    headers: Mapping[str, str]  # to set
-    body: bytes | None = None  # in place of the call's own
-    held: HeldPick | None = None  # None: nothing is held for it
+    headers: Mapping[str, str]  # headers that the gateway sets on the call
+    body: bytes | None = None  # replaces the call's body; None keeps it
+    held: HeldPick | None = None  # None if nothing is held for the call
 
 
 class EndpointPicker(Protocol):
-    """Shared by all calls of all gateways."""
+    """Picks endpoints. All calls of all gateways share one instance."""
 
     def check(self, call: ProxiedCall) -> None:
-        """Raises an error if a call with these headers is refused whatever its body, which is then not awaited."""
+        """Checks a call's headers before its body arrives. Raises an error if it is refused whatever its body."""
         ...
 
     async def pick(self, call: ProxiedCall) -> Pick:
-        """Returns where the call goes; release what the pick holds. Raises Unavailable where no endpoint may take it,
-        or why the call is refused."""
+        """Returns where the call goes; the caller releases what the pick holds.
+
+        Raises Unavailable if no endpoint may take the call, or the error that refuses it.
+        """
         ...
 
 
 class RouterPicker:
-    """Picks this router, and others of the gateway's subset after it: each of them serves every request."""
+    """Picks this router and, as fallbacks, other routers of the gateway's subset. Any router can serve any request."""
 
     def __init__(self, endpoint: str, num_fallbacks: int, is_ready: Callable[[], bool]) -> None:
-        """`endpoint` is this router's, which is picked while it `is_ready`."""
+        """`endpoint` is this router's, which is picked only while `is_ready` returns True."""
         self._endpoint = endpoint
         self._num_fallbacks = num_fallbacks
         self._is_ready = is_ready
 
     def check(self, call: ProxiedCall) -> None:
-        """Passes every call: the router that is picked does the refusing."""
+        """Accepts every call: the picked router itself refuses calls."""
 
     async def pick(self, call: ProxiedCall) -> Pick:
         others = sorted((call.subset or frozenset()) - {self._endpoint})
         is_allowed = call.subset is None or self._endpoint in call.subset
         endpoints = [*([self._endpoint] if is_allowed and self._is_ready() else []), *others]
         if not endpoints:
-            raise Unavailable("no router that the gateway allows takes requests now; try again", _RETRY_AFTER_S)
+            problem = "no router that the gateway allows is ready"
+            raise Unavailable(f"{problem}; try again in {_RETRY_AFTER_S:g} s", _RETRY_AFTER_S)
         return Pick({DESTINATION: ",".join(endpoints[: 1 + self._num_fallbacks])})
 
 
 class EnginePicker:
-    """Picks other engines by what they have cached, as the router does for its own requests."""
+    """Picks engines by cost, cached pages included, as the router does for its own requests."""
 
     def __init__(
         self,
@@ -91,7 +94,7 @@ class EnginePicker:
         threads: FairThreads,
         addresses: EngineAddresses,
     ) -> None:
-        """`threads` read large bodies."""
+        """`threads` parse large bodies."""
         self._preparer = preparer
         self._context = context
         self._fleet = context.fleet
@@ -99,7 +102,7 @@ class EnginePicker:
         self._addresses = addresses
 
     def check(self, call: ProxiedCall) -> None:
-        """Raises Unauthenticated or Unavailable. A caller without a key holds no memory for a body."""
+        """Raises Unauthenticated, PermissionDenied or Unavailable, so that such a caller's body is never held."""
         try:
             self._identify(call)
         except PenstockError:
@@ -107,10 +110,10 @@ class EnginePicker:
             raise
 
     async def pick(self, call: ProxiedCall) -> Pick:
-        """Waits for the call's turn, as long as its own deadline allows. Release what the pick holds.
+        """Waits for the call's turn, for as long as its own deadline allows. The caller releases what the pick holds.
 
-        Raises Unauthenticated, PermissionDenied, Quarantined, Overloaded, DeadlineExceeded, or Unavailable where no
-        engine may take it. With tenants, raises InvalidInput for a call that cannot be read.
+        Raises Unauthenticated, PermissionDenied, Quarantined, Overloaded, DeadlineExceeded, or Unavailable if no engine
+        may take the call. If tenants are configured, raises InvalidInput for a call that cannot be read.
         """
         try:
             tenant = self._identify(call)
@@ -131,7 +134,7 @@ class EnginePicker:
         return self._preparer.tenants.identify(authorization)
 
     async def _read(self, call: ProxiedCall, tenant: Tenant) -> PreparedRequest | None:
-        """Returns the call's request; None for a call that an engine is to judge."""
+        """Returns the call's request; None if it cannot be read and an engine must decide about it."""
         is_charged = self._preparer.tenants.are_configured
         reader = READERS.get(call.path) if call.method == "POST" else None
         if reader is None:
@@ -155,7 +158,7 @@ class EnginePicker:
 
         def read(limits: LimitsConfig) -> tuple[DialectBody, inference_pb2.GenerateRequest]:
             body = reader(limits)
-            # The first of several prompts stands for all: the engine gets the whole call.
+            # Of several prompts only the first is placed: the engine gets the whole call.
             return body, body.requests(f"pick-{secrets.token_hex(12)}")[0]
 
         async with preparer.until(deadline_s):
@@ -164,14 +167,14 @@ class EnginePicker:
             else:
                 body, wire = await self._threads.run(tenant.name, len(call.body), read, preparer.limits_within(1))
         wire.lane = read_lane(call.headers, body.lane)
-        wire.ClearField("kv_hints")  # the engine takes none
+        wire.ClearField("kv_hints")  # engines support no hints
         hints = read_hints(call.headers, body.session)
         sampled = preparer.begin_trace(call.headers)
         return await preparer.prepare(
             wire, tenant, timeout_s, body.default_max_tokens, hints, accepted_s, sampled=sampled
         )
 
-    # Where it goes.
+    # Placement.
 
     def _by_load(self, call: ProxiedCall) -> Pick:
         group = self._fleet.group()
@@ -200,7 +203,7 @@ class EnginePicker:
         request = slot.request
         group = self._fleet.group_for(request.model_revision, request.cohort)
         workers = self._allowed(call, group.decode if group is not None else ())
-        assert group is not None  # or no worker of it would be allowed
+        assert group is not None  # else `_allowed` has raised Unavailable
         pages = PromptPages(request.token_ids, request.salt)
         placed = self._context.placer.place(request, pages, 0, group, workers)
         others = [worker for worker in by_load(workers, self._num_sent) if worker is not placed.decode]
@@ -215,11 +218,11 @@ class EnginePicker:
         found = allowed(workers, self._addresses.of, call.subset)
         if not found:
             where = "" if call.subset is None else f" among the {len(call.subset)} endpoints that the gateway allows"
-            raise Unavailable(f"no engine takes requests now{where}; try again", _RETRY_AFTER_S)
+            raise Unavailable(f"no engine takes requests now{where}; try again in {_RETRY_AFTER_S:g} s", _RETRY_AFTER_S)
         return found
 
     def _headers(self, workers: Sequence[FleetWorker]) -> dict[str, str]:
-        """Returns the headers that name the first of the workers, and the next ones for the gateway's retries."""
+        """Returns the headers that name the first worker and, as fallbacks for the gateway's retries, the next ones."""
         count = 1 + self._context.config.endpoint_picker.fallbacks
         return {DESTINATION: ",".join(self._addresses.of(worker.worker_id) for worker in workers[:count])}
 

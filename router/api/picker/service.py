@@ -1,4 +1,4 @@
-"""Serves the gRPC calls of gateways, one stream for each HTTP request, at a port that only gateways use."""
+"""Serves the gRPC calls of gateways, one stream for each HTTP request, on a port that only gateways use."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from router.api.picker.picker import EndpointPicker
 from router.metrics.metrics import RouterMetrics
 
 EXTERNAL_PROCESSOR = "envoy.service.ext_proc.v3.ExternalProcessor"
-_READINESS, _LIVENESS = "readiness", "liveness"  # names that the protocol gives to health
-_MESSAGE_BYTES = 1 << 20  # beyond a body that the gateway has buffered: headers and metadata
+_READINESS, _LIVENESS = "readiness", "liveness"  # service names that the protocol uses for health checks
+_MESSAGE_BYTES = 1 << 20  # bytes that headers and metadata may add to a buffered body in one message
 
 
 class PickerService:
@@ -33,7 +33,7 @@ class PickerService:
     def __init__(
         self, picker: EndpointPicker, config: RouterConfig, metrics: RouterMetrics, shapes: Mapping[str, ErrorShape]
     ) -> None:
-        """`shapes` are those of errors, by the beginning of the paths that do not have OpenAI's."""
+        """`shapes` are error formats other than OpenAI's, by the prefix of their paths."""
         self._picker = picker
         self._max_timeout_s = config.max_timeout_s
         self._limits = config.limits
@@ -51,36 +51,36 @@ class PickerService:
         )
 
     async def process(self, messages: AsyncIterator[pb.ProcessingRequest], context: grpc.aio.ServicerContext) -> None:
-        """Serves one HTTP request. Nothing is held for it once its stream has ended."""
+        """Serves one HTTP request. Releases everything held for it when its stream ends."""
         async with typed_errors(context):
             exchange = PickExchange(self._picker, self._limits, self._held_bytes, self._shapes)
             with contextlib.closing(exchange):
                 try:
-                    async with asyncio.timeout(self._limits.body_timeout_s) as patience:
-                        await self._serve(exchange, messages, context, patience)
+                    async with asyncio.timeout(self._limits.body_timeout_s) as timeout:
+                        await self._serve(exchange, messages, context, timeout)
                 except TimeoutError:
-                    raise DeadlineExceeded("the gateway's request or its answer did not end in time") from None
+                    raise DeadlineExceeded("the gateway did not send the whole request or answer in time") from None
 
     async def _serve(
         self,
         exchange: PickExchange,
         messages: AsyncIterator[pb.ProcessingRequest],
         context: grpc.aio.ServicerContext,
-        patience: asyncio.Timeout,
+        timeout: asyncio.Timeout,
     ) -> None:
         loop = asyncio.get_running_loop()
-        begun_s, body_until = time.monotonic(), patience.when()
+        begun_s, body_until = time.monotonic(), timeout.when()
         async for message in messages:
-            patience.reschedule(None)  # picking has the request's own deadline
+            timeout.reschedule(None)  # the request's own deadline bounds picking
             for response in await exchange.responses(message):
                 await context.write(response)
             if exchange.is_refused:
                 return
             if not exchange.is_picked:
-                patience.reschedule(body_until)
+                timeout.reschedule(body_until)
                 continue
             until_s = exchange.deadline_s or begun_s + self._max_timeout_s
-            patience.reschedule(loop.time() + max(0.0, until_s - time.monotonic() + self._limits.read_grace_s))
+            timeout.reschedule(loop.time() + max(0.0, until_s - time.monotonic() + self._limits.read_grace_s))
 
 
 class PickerServer:
@@ -112,7 +112,7 @@ class PickerServer:
         self.port = 0
 
     async def start(self) -> None:
-        """Raises ConfigError if the port is taken."""
+        """Starts listening. Raises ConfigError if the port is taken."""
         port = self._config.endpoint_picker.port
         assert port is not None
         self.port = await self._grpc.start(self._config.host, port, "endpoint_picker.port")
@@ -122,7 +122,7 @@ class PickerServer:
         await self._grpc.set_serving(serving)
 
     async def stop(self, grace_s: float = 0.5) -> None:
-        """Takes no new calls; those in flight get `grace_s` to end."""
+        """Stops accepting calls; those in flight get `grace_s` to end."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])

@@ -1,5 +1,5 @@
-"""The dialects that are translated into chats, `anthropic` and `responses`, and what they share.
+"""Holds the dialects that are translated to OpenAI's chats, `anthropic` and `responses`, and the code that they share.
 
-Both take `JsonObject`, `ChatTurns`, `ChatTranslation`, `seal` and `in_dialect` from the modules here, which must not
-know either of them. `router.api.http` takes the bodies and responses of the two rooms. Performs no I/O.
+Both use `JsonObject`, `ChatTurns`, `ChatTranslation`, `seal` and `in_dialect` from the modules here, which must not
+know either dialect. `router.api.http` uses the bodies and responses of the two rooms. Performs no I/O.
 """

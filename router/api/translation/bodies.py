@@ -1,4 +1,4 @@
-"""A body of another dialect that has been translated into the body of a chat. Pure."""
+"""Holds a body of another dialect after its translation to the body of a chat. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from router.api.openai.requests import ChatBody
 
 
 class ChatTranslation:
-    """The chat that a body asks for, as `router.api.dialect.CallBody` shows it to the HTTP side."""
+    """Implements `router.api.dialect.DialectBody` by the translated chat."""
 
     def __init__(self, chat: ChatBody) -> None:
         self.chat = chat

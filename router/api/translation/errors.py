@@ -1,4 +1,4 @@
-"""Gives the fields of a chat that errors name the names that they have in another dialect. Pure."""
+"""Renames the chat's fields in errors to the fields of another dialect. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _PATH = re.compile(r"(\w+)(.*)", re.DOTALL)
 
 
 def in_dialect(error: PenstockError, names: Mapping[str, str]) -> PenstockError:
-    """Returns the error with its field renamed by `names`, or as it is.
+    """Returns the error with its field renamed by `names`, or unchanged.
 
-    A place among the chat's messages says nothing to a client that has sent none of them: it is left out.
+    An index among the chat's messages is left out: the client has not sent these messages.
     """
     if not isinstance(error, InvalidInput):
         return error
@@ -27,5 +27,5 @@ def in_dialect(error: PenstockError, names: Mapping[str, str]) -> PenstockError:
     if name != head and head == "messages" and rest:
         problem, rest = f"{rest.partition('.')[2]}: {problem}", ""
     renamed = InvalidInput(f"{name}{rest}", problem)
-    renamed.http_status, renamed.reason = error.http_status, error.reason  # type: ignore[misc]  # of this one alone
+    renamed.http_status, renamed.reason = error.http_status, error.reason  # type: ignore[misc]  # of this error only
     return renamed

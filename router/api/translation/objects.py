@@ -1,6 +1,7 @@
 """Reads a JSON object field by field, with errors that name the field by its path. Pure.
 
-What has been read is obeyed. `finish` checks the rest, so that no field is ignored that would change the answer.
+A dialect reads every field that it supports. `finish` checks the rest, so that no field that would change the answer is
+ignored.
 """
 
 from __future__ import annotations
@@ -17,21 +18,20 @@ _NOTHING: Mapping[str, tuple[object, ...]] = {}
 
 
 class JsonObject:
-    """An object of a body, and its place there: `messages[2].content[0]`. Null counts as absent."""
+    """An object in a body, with its path there, such as `messages[2].content[0]`. Null counts as absent.
+
+    Each method takes a field out of the object, so that a field can be read once.
+    """
 
     def __init__(self, value: object, path: str = "") -> None:
-        """Raises InvalidInput for anything but an object."""
+        """Raises InvalidInput if the value is not an object."""
         if not isinstance(value, dict):
             raise InvalidInput(path or "body", f"is {shown(value)}; give an object")
         self.path = path
         self._rest: dict[str, Any] = {name: each for name, each in value.items() if each is not None}
 
-    def __contains__(self, name: str) -> bool:
-        """Returns whether the field is given and has not been read yet."""
-        return name in self._rest
-
     def error(self, name: str, problem: str) -> InvalidInput:
-        """Returns an error of the field."""
+        """Returns an error that names the field by its path."""
         return InvalidInput(self._name(name), problem)
 
     def text(self, name: str) -> str | None:
@@ -40,11 +40,11 @@ class JsonObject:
     def needed_text(self, name: str) -> str:
         value = self.text(name)
         if value is None:
-            raise self.error(name, "is missing; give it")
+            raise self.error(name, "is missing; add it")
         return value
 
     def choice(self, name: str, *choices: str) -> str | None:
-        """Returns one of the choices, or None."""
+        """Returns a text that is one of the choices, or None if the field is absent."""
         value = self.text(name)
         if value is not None and value not in choices:
             raise self.error(name, f"is {shown(value)}; give one of {', '.join(choices)}")
@@ -59,17 +59,11 @@ class JsonObject:
             raise self.error(name, f"is {shown(value)}; give an integer")
         return value
 
-    def number(self, name: str) -> float | None:
-        value = self._rest.pop(name, None)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise self.error(name, f"is {shown(value)}; give a number")
-        return value
-
     def values(self, name: str) -> list[Any] | None:
         return self._read(name, list, "a list")
 
     def mapping(self, name: str) -> dict[str, Any] | None:
-        """Returns an object whose fields are the caller's own, such as a JSON schema."""
+        """Returns an object whose fields the caller chooses, such as a JSON schema."""
         return self._read(name, dict, "an object")
 
     def child(self, name: str) -> JsonObject | None:
@@ -86,11 +80,13 @@ class JsonObject:
         return self._rest.pop(name, None)
 
     def take(self, *names: str) -> dict[str, Any]:
-        """Returns those of the fields that are given, for another reader to check."""
+        """Returns the given ones among these fields, unchecked: another reader checks them."""
         return {name: self._rest.pop(name) for name in names if name in self._rest}
 
     def finish(self, harmless: Set[str] = _NONE, refused: Mapping[str, tuple[object, ...]] = _NOTHING) -> None:
-        """Checks the fields that were not read. Raises InvalidInput for one that is neither harmless nor neutral."""
+        """Checks the fields that were not read. Raises InvalidInput for one that is neither harmless nor has a value
+        that `refused` allows.
+        """
         if self._rest:
             check_fields(self._rest, f"{self.path}." if self.path else "", harmless, refused)
 

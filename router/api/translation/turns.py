@@ -1,7 +1,7 @@
 """Builds the messages of a chat from the smaller pieces that other dialects send: blocks and items. Pure.
 
-What an assistant wrote in one turn (reasoning, text and tool calls, each a piece of its own) becomes one message, as
-the model's chat template renders it. That depends on the turn alone, so that earlier turns keep their tokens.
+All pieces that an assistant wrote in one turn (reasoning, text and tool calls) become one message, as chat templates
+expect. A message depends only on its own turn, so earlier turns keep their tokens.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ Json = dict[str, Any]
 
 
 class ChatTurns:
-    """Collects messages in the form of OpenAI's chat completions. Texts of one message are joined by line feeds."""
+    """Collects messages in the format of OpenAI's chats. Texts of one message are joined by line feeds."""
 
     def __init__(self) -> None:
         self.messages: list[Json] = []
-        self._assistant: Json | None = None  # the last message, while it is an assistant's
+        self._assistant: Json | None = None  # the last message if it is the assistant's
 
     def extend(self, messages: list[Json]) -> None:
-        """Appends messages that were built before."""
+        """Appends messages that were built earlier."""
         self.messages.extend(messages)
         self._assistant = None
 
     def plain(self, role: str, text: str) -> None:
-        """Appends a message of a role without parts: system, developer or user."""
+        """Appends a message of the role system, developer or user."""
         self._append({"role": role, "content": text})
 
     def tool_result(self, call_id: str, text: str) -> None:
@@ -41,7 +41,7 @@ class ChatTurns:
         message["reasoning_content"] = text if before is None else f"{before}\n{text}"
 
     def tool_call(self, call_id: str, name: str, arguments: str) -> None:
-        """Appends a call with its arguments as JSON."""
+        """Appends a tool call. `arguments` is JSON."""
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._of_assistant().setdefault("tool_calls", []).append(call)
 
@@ -61,5 +61,5 @@ class ChatTurns:
 
 
 def compact_json(value: object) -> str:
-    """Returns the JSON of a value, in the order of its keys."""
+    """Returns the JSON of a value without spaces, keeping the order of its keys."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -215,7 +215,7 @@ async def test_health_is_503_without_a_decode_worker():
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 BAD = {
-    "no prompt": ("completions", {}, "prompt", "prompt: is missing; give it"),
+    "no prompt": ("completions", {}, "prompt", "prompt: is missing; add it"),
     "empty prompt": ("completions", {"prompt": ""}, "prompt", "is empty"),
     "empty list": ("completions", {"prompt": []}, "prompt", "is empty"),
     "mixed prompt": (
@@ -248,7 +248,12 @@ BAD = {
         "messages[0].content[0]",
         "messages[0].content[0]: is 0; give an object",
     ),
-    "stop": ("chat/completions", {**CHAT, "stop": [0, 0]}, "stop", "stop: is [0, 0]; give text or a list of texts"),
+    "stop": (
+        "chat/completions",
+        {**CHAT, "stop": [0, 0]},
+        "stop",
+        "stop: is [0, 0]; give a string or a list of strings",
+    ),
     "bias": (
         "chat/completions",
         {**CHAT, "logit_bias": {"a": 0}},

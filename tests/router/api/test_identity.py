@@ -80,9 +80,9 @@ def test_the_controllers_port_is_open_to_the_controller_alone():
     found = tenants(acme=ACME)
     assert found.identify_controller(f"Bearer {SECRET.token(CANARY)}") == Tenant()
     for other in (None, f"Bearer {KEY}", f"Bearer {SECRET.token('tickets')}", f"Bearer {SECRET.reveal()}"):
-        with pytest.raises(Unauthenticated, match="this port is the controller's"):
+        with pytest.raises(Unauthenticated, match="this port is only for the controller"):
             found.identify_controller(other)
-    with pytest.raises(Unauthenticated, match="this port is the controller's"):
+    with pytest.raises(Unauthenticated, match="this port is only for the controller"):
         Tenants({}).identify_controller(f"Bearer {KEY}")  # without a secret nobody is the controller
 
 
@@ -104,7 +104,7 @@ def test_metrics_are_read_with_their_own_token():
     found, token = tenants(acme=ACME), make_api_key()
     found.check_scraper(f"Bearer {token}", token)
     for other in (None, f"Bearer {KEY}"):
-        with pytest.raises(Unauthenticated, match="metrics are read with their own token"):
+        with pytest.raises(Unauthenticated, match="is not the metrics token"):
             found.check_scraper(other, token)
 
 

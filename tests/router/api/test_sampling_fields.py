@@ -97,8 +97,8 @@ def test_every_form_of_a_request_has_the_same_fields() -> None:
         ({"prompt_logprobs": 21}, "sampling.prompt_logprobs: is 21; give a value from 0 to 20"),
         (
             {"prompt_logprobs": 4, "n": 3},
-            "sampling.prompt_logprobs: is 4, which makes 150 log-probabilities for 10 prompt tokens and n = 3; 100 are "
-            "allowed, so ask for fewer alternatives, or send a shorter prompt",
+            "sampling.prompt_logprobs: is 4, which makes 150 log-probabilities for 10 prompt tokens and n = 3; at most "
+            "100 are allowed, so ask for fewer alternatives or send a shorter prompt",
         ),
     ],
 )

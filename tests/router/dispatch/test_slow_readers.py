@@ -147,7 +147,7 @@ async def ends_early(api, client):
                 await collect(client)
             error = from_rpc_error(caught.value)
             assert isinstance(error, DeadlineExceeded)
-            assert "its client did not read" in error.message
+            assert "the client did not read" in error.message
             return
         loop, parts = asyncio.get_running_loop(), []
         with contextlib.suppress(ConnectionResetError):

@@ -1,5 +1,5 @@
-"""The Anthropic dialect: `POST /v1/messages` and its `count_tokens`, translated into chats and back.
+"""Implements Anthropic's dialect: translates `POST /v1/messages` and its `count_tokens` to chats and back.
 
-`router.api.http` takes the bodies from `requests`, the response from `responses` and the shape of errors from `errors`.
-Performs no I/O; this room must not know connections, tenants or workers.
+`router.api.http` uses the bodies of `requests`, the response of `responses` and the error format of `errors`. This room
+performs no I/O and must not know connections, tenants or workers.
 """

@@ -1,7 +1,7 @@
-"""Turns Anthropic's system prompt and messages of content blocks into the messages of a chat. Pure.
+"""Translates Anthropic's system prompt and content blocks to the messages of a chat. Pure.
 
-The messages depend on the blocks' contents alone: marks for caching and lines that an agent client writes for
-each of its requests leave no token, so that a conversation's next prompt extends the one before.
+The messages depend only on the blocks' content. Cache markers, and header lines that agent clients change with every
+request, leave no tokens, so each prompt of a conversation extends the one before.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from router.api.translation.objects import JsonObject
 from router.api.translation.sealed import unseal
 from router.api.translation.turns import ChatTurns, compact_json
 
-# Agent clients put such lines at the head of a system block; their values change with every request.
+# Header lines that agent clients put at the beginning of a system block; their values change with every request.
 _HEADER_LINES = re.compile(r"\A(?:x-anthropic-[a-z0-9-]+:[^\n]*(?:\n|\Z))+", re.IGNORECASE)
 _ERROR = "Error: "
 
 
 def read_system(system: Any, turns: ChatTurns) -> None:
-    """Appends the system prompt, text or blocks of text, as one message. Raises InvalidInput."""
+    """Appends the system prompt, given as text or as blocks of text, as one message. Raises InvalidInput."""
     if system is None:
         return
     texts = [_HEADER_LINES.sub("", text) for text in _texts(system, "system")]
@@ -44,7 +44,7 @@ def read_messages(messages: Sequence[Any], turns: ChatTurns) -> None:
         role = message.choice("role", "user", "assistant", "system")
         content = message.any("content")
         if role is None or content is None:
-            raise message.error("content" if role else "role", "is missing; give it")
+            raise message.error("content" if role else "role", "is missing; add it")
         message.finish()
         path = f"messages[{number}].content"
         if role != "user":
@@ -59,7 +59,7 @@ def read_messages(messages: Sequence[Any], turns: ChatTurns) -> None:
 
 
 class _UserTexts:
-    """Collects the texts of consecutive user messages, which are one turn."""
+    """Collects the texts of consecutive user messages, which become one message."""
 
     def __init__(self, turns: ChatTurns) -> None:
         self.turns = turns
@@ -114,7 +114,7 @@ def _read_assistant(content: Any, path: str, turns: ChatTurns) -> None:
 
 
 def _texts(content: Any, path: str) -> Iterator[str]:
-    """Yields the texts of a string, or of blocks that must be text."""
+    """Yields the string itself, or the texts of blocks. Raises InvalidInput if a block is not text."""
     if isinstance(content, str):
         yield content
         return

@@ -1,4 +1,4 @@
-"""The shape of errors on Anthropic's paths: their types, statuses and names of fields. Pure."""
+"""Translates errors to Anthropic's format: its types, statuses and names of fields. Pure."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from router.api.translation.errors import in_dialect
 
 Json = dict[str, Any]
 
-OVERLOADED_STATUS = 529  # Anthropic's own: the service has no room now; a client waits and tries again
-_TYPES: tuple[tuple[type[PenstockError], str], ...] = (  # the first that fits
+OVERLOADED_STATUS = 529  # Anthropic's status for a service that is full; clients wait and retry
+_TYPES: tuple[tuple[type[PenstockError], str], ...] = (  # the first match applies
     (InvalidInput, "invalid_request_error"),
     (Quarantined, "invalid_request_error"),
     (Unauthenticated, "authentication_error"),
@@ -31,7 +31,7 @@ _TYPES: tuple[tuple[type[PenstockError], str], ...] = (  # the first that fits
     (Unavailable, "overloaded_error"),
     (DeadlineExceeded, "timeout_error"),
 )
-# What the chat calls a field, and Anthropic's body.
+# The chat's name of a field -> its name in Anthropic's body.
 _NAMES = {
     "max_completion_tokens": "max_tokens",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",

@@ -1,4 +1,4 @@
-"""The bodies of `/v1/messages` and `/v1/messages/count_tokens`, translated into the body of a chat. No I/O."""
+"""Translates the bodies of `/v1/messages` and `/v1/messages/count_tokens` to the body of a chat. No I/O."""
 
 from __future__ import annotations
 
@@ -27,24 +27,26 @@ from router.api.translation.turns import ChatTurns
 
 Json = dict[str, Any]
 
-# Anthropic's names; standard capacity is OpenAI's default tier.
+# Anthropic's service tiers -> OpenAI's.
 _TIERS = {"auto": "auto", "standard_only": "default"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_OPTIONS = ("model", "temperature", "top_p", "top_k", "stream")  # which a chat has under the same names
+_OPTIONS = ("model", "temperature", "top_p", "top_k", "stream")  # fields with the same names in a chat
 
 
 class MessagesBody(ChatTranslation):
-    """POST /v1/messages."""
+    """The body of POST /v1/messages."""
 
     def __init__(self, chat: ChatBody, max_tokens: int, omits_thinking: bool) -> None:
-        """`omits_thinking` sends the thinking in its signature alone."""
+        """`omits_thinking` leaves the thinking out of the answer, except for its signature."""
         super().__init__(chat)
         self.max_tokens = max_tokens
         self.omits_thinking = omits_thinking
 
     @property
     def default_max_tokens(self) -> int | None:
-        """Like Anthropic's, a limit beyond the context is not an error: the output ends where the context is full."""
+        """Returns the call's `max_tokens`. As at Anthropic, a limit beyond the context is no error: the output ends
+        when the context is full.
+        """
         return self.max_tokens
 
 
@@ -55,7 +57,7 @@ def read_message_call(raw: bytes, limits: LimitsConfig) -> MessagesBody:
     max_tokens = body.integer("max_tokens")
     if max_tokens is None or max_tokens < 1:
         raise body.error(
-            "max_tokens", "is missing; give it" if max_tokens is None else f"is {max_tokens}; give 1 or more"
+            "max_tokens", "is missing; add it" if max_tokens is None else f"is {max_tokens}; give 1 or more"
         )
     fields, omits_thinking = _chat_fields(body, limits)
     if pin_s := longest_ttl_s(read):
@@ -64,7 +66,7 @@ def read_message_call(raw: bytes, limits: LimitsConfig) -> MessagesBody:
 
 
 def read_count_call(raw: bytes, limits: LimitsConfig) -> inference_pb2.TokenizeRequest:
-    """Reads a body of `/v1/messages/count_tokens`, which has no limit of output tokens. Raises InvalidInput."""
+    """Reads a body of `/v1/messages/count_tokens`, which has no `max_tokens`. Raises InvalidInput."""
     fields, _ = _chat_fields(JsonObject(read_json(raw, limits)), limits)
     chat = validate_body(ChatBody, fields, limits)
     wire = inference_pb2.TokenizeRequest(model=chat.model or "")
@@ -73,7 +75,7 @@ def read_count_call(raw: bytes, limits: LimitsConfig) -> inference_pb2.TokenizeR
 
 
 def _chat_fields(body: JsonObject, limits: LimitsConfig) -> tuple[Json, bool]:
-    """Returns the fields of the chat that the body asks for, and whether thinking is left out of the answer.
+    """Returns the fields of the translated chat, and whether thinking is left out of the answer.
 
     Raises InvalidInput that names the body's own field.
     """
@@ -98,7 +100,7 @@ def _chat_fields(body: JsonObject, limits: LimitsConfig) -> tuple[Json, bool]:
     fields["messages"] = turns.messages
     if turns.ends_with_assistant:
         if "tool_calls" in turns.messages[-1]:
-            raise body.error("messages", "end with a tool_use of the assistant; send its tool_result as well")
+            raise body.error("messages", "end with a tool_use of the assistant; add its tool_result")
         fields.update(continue_final_message=True, add_generation_prompt=False)
     body.finish(HARMLESS, REFUSED)
     return fields, omits_thinking
@@ -108,7 +110,7 @@ def _read_metadata(body: JsonObject, fields: Json) -> None:
     metadata = body.child("metadata")
     if metadata is not None:
         if user := metadata.text("user_id"):
-            fields["user"] = user  # names the session: agent clients write their session's id into it
+            fields["user"] = user  # names the session, since agent clients put their session's id here
         metadata.finish(HARMLESS_IN_METADATA)
 
 
@@ -121,7 +123,7 @@ def _read_tools(body: JsonObject, fields: Json) -> None:
         return
     kind = choice.choice("type", *_CHOICES, "tool")
     if kind is None:
-        raise choice.error("type", "is missing; give it")
+        raise choice.error("type", "is missing; add it")
     if kind == "tool":
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.needed_text("name")}}
     else:
@@ -134,13 +136,13 @@ def _read_tools(body: JsonObject, fields: Json) -> None:
 def _tool(tool: JsonObject) -> Json:
     kind = tool.text("type")
     if kind not in (None, "custom"):
-        raise tool.error("type", f"= {shown(kind)} is a tool of Anthropic's own; send tools with an input_schema")
+        raise tool.error("type", f"= {shown(kind)} is a tool that only Anthropic runs; send tools with an input_schema")
     function: Json = {"name": tool.needed_text("name")}
     if (description := tool.text("description")) is not None:
         function["description"] = description
     schema = tool.mapping("input_schema")
     if schema is None:
-        raise tool.error("input_schema", "is missing; give it")
+        raise tool.error("input_schema", "is missing; add it")
     function["parameters"] = schema
     if (strict := tool.flag("strict")) is not None:
         function["strict"] = strict
@@ -149,7 +151,7 @@ def _tool(tool: JsonObject) -> Json:
 
 
 def _read_thinking(body: JsonObject, fields: Json) -> bool:
-    """Returns whether thinking is left out of the answer."""
+    """Sets the chat's fields for reasoning and output format. Returns whether thinking is left out of the answer."""
     effort = None
     if (config := body.child("output_config")) is not None:
         effort = config.choice("effort", "low", "medium", "high", "xhigh", "max")
@@ -160,7 +162,7 @@ def _read_thinking(body: JsonObject, fields: Json) -> bool:
     if (thinking := body.child("thinking")) is not None:
         kind = thinking.choice("type", "enabled", "adaptive", "disabled")
         if kind is None:
-            raise thinking.error("type", "is missing; give it")
+            raise thinking.error("type", "is missing; add it")
         display = thinking.choice("display", "summarized", "omitted")
         thinking.finish(HARMLESS_IN_THINKING)
     if kind == "disabled":
@@ -176,6 +178,6 @@ def _format(form: JsonObject) -> Json:
     form.choice("type", "json_schema")
     schema = form.mapping("schema")
     if schema is None:
-        raise form.error("schema", "is missing; give it")
+        raise form.error("schema", "is missing; add it")
     form.finish()
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": schema, "strict": True}}

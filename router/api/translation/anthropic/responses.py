@@ -1,4 +1,4 @@
-"""Anthropic's message, whole or as its stream of events, made of the parsed outputs of one completion. No I/O."""
+"""Builds Anthropic's message, whole or as an event stream, from the parsed outputs of one completion. No I/O."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from router.api.translation.sealed import seal
 from router.parsers.events import ParserEvent, ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStart
 
 PING = ServerEvent({"type": "ping"}, "ping")
-_SIGNATURE = "penstock"  # of thinking that is sent in full; nothing checks it
-# The field of a block that its deltas extend, and the type of these deltas.
+_SIGNATURE = "penstock"  # signature of thinking that is sent in full; it is never checked
+# A block's type -> the field of its deltas, and their type.
 _DELTAS = {
     "text": ("text", "text_delta"),
     "thinking": ("thinking", "thinking_delta"),
@@ -29,7 +29,7 @@ _DELTAS = {
 
 
 class _OpenBlock:
-    """A content block while it grows."""
+    """Collects the pieces of a content block that has not ended."""
 
     def __init__(self, index: int, start: Json) -> None:
         self.index = index
@@ -54,7 +54,7 @@ class _OpenBlock:
 
 
 class MessagesResponse(CallResponse):
-    """A message. A run of text, a run of thinking and a tool call are a content block each."""
+    """Builds a message. Each run of text, each run of thinking and each tool call becomes a content block."""
 
     def __init__(self, body: MessagesBody, model: str) -> None:
         self.id = f"msg_{uuid.uuid4().hex[:24]}"
@@ -116,11 +116,11 @@ class MessagesResponse(CallResponse):
             yield from self._open_block(call)
         elif isinstance(event, ToolArgumentsDelta):
             yield from self._grow(event.text)
-        else:  # a tool call's end
+        else:  # the end of a tool call
             yield from self._close_block()
 
     def _extend(self, start: Json, text: str) -> Iterator[ServerEvent]:
-        """Appends to the open block if it is of the same kind, else opens another."""
+        """Appends to the open block if it is of the same kind, or else opens a new one."""
         if self._open is None or self._open.kind != start["type"]:
             yield from self._close_block()
             yield from self._open_block(start)
@@ -165,7 +165,7 @@ class MessagesResponse(CallResponse):
         return {**head, "content": content, "usage": usage}
 
     def _usage(self, totals: CallTotals) -> Json:
-        """Returns Anthropic's counts: `input_tokens` are those that were not read from the prefix cache."""
+        """Returns Anthropic's counts, in which `input_tokens` leave out tokens read from the prefix cache."""
         return {
             "input_tokens": totals.prompt_tokens - totals.cached_tokens,
             "cache_creation_input_tokens": 0,
@@ -176,13 +176,13 @@ class MessagesResponse(CallResponse):
         }
 
     def _extras(self, totals: CallTotals) -> Json:
-        """Returns what Anthropic's API has no field for."""
+        """Returns the field `penstock` with data that Anthropic's API has no field for."""
         extras = self._extension | ({"decisions": totals.decisions} if totals.decisions else {})
         return {"penstock": extras} if extras else {}
 
 
 def _partial_object(text: str) -> Json:
-    """Returns the arguments of a call, as far as they go if the output ended within them."""
+    """Returns the arguments of a tool call; if the output ended within them, as much of them as can be parsed."""
     try:
         value: Any = from_json(text, allow_partial="trailing-strings") if text else {}
     except ValueError:

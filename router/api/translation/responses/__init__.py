@@ -1,5 +1,5 @@
-"""The Responses dialect: `/v1/responses` translated into chats and back, and the store of earlier responses.
+"""Implements the Responses dialect: translates `/v1/responses` to chats and back, and stores earlier responses.
 
-`router.api.http` takes the bodies from `requests`, the response from `responses`, the shape of errors from `errors` and
-`ResponseStore` from `store`. Performs no I/O; this room must not know connections or workers.
+`router.api.http` uses the bodies of `requests`, the response of `responses`, the error format of `errors` and
+`ResponseStore` from `store`. This room performs no I/O and must not know connections or workers.
 """

@@ -1,4 +1,4 @@
-"""The shape of errors on the paths of the Responses API: OpenAI's, with this API's names of fields. Pure."""
+"""Translates errors to the Responses API's format: OpenAI's error object with this API's field names. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from router.api.dialect import Json
 from router.api.openai.responses import error_json
 from router.api.translation.errors import in_dialect
 
-# What the chat calls a field, and the Responses API.
+# The chat's name of a field -> its name in the Responses API.
 _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",

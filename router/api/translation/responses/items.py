@@ -1,4 +1,4 @@
-"""Turns the input items of the Responses API into the messages of a chat. Pure."""
+"""Translates the input items of the Responses API to the messages of a chat. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "fun
 
 
 def read_items(items: Sequence[Any], turns: ChatTurns) -> None:
-    """Appends a call's input. Raises InvalidInput that names the item."""
+    """Appends a call's input items to the turns. Raises InvalidInput that names the item."""
     for number, value in enumerate(items):
         item = JsonObject(value, f"input[{number}]")
         kind = item.text("type") or "message"
@@ -34,7 +34,7 @@ def read_items(items: Sequence[Any], turns: ChatTurns) -> None:
         elif kind == "function_call_output":
             call_id, output = item.needed_text("call_id"), item.any("output")
             if output is None:
-                raise item.error("output", "is missing; give it")
+                raise item.error("output", "is missing; add it")
             turns.tool_result(call_id, "\n".join(_texts(output, f"{item.path}.output")))
             item.finish(HARMLESS_IN_ITEMS | {"name"}, REFUSED_IN_CALLS)
         else:
@@ -42,7 +42,7 @@ def read_items(items: Sequence[Any], turns: ChatTurns) -> None:
 
 
 def listed_items(given: str | Sequence[Json]) -> list[tuple[str, str]]:
-    """Returns a call's input as the API lists it: the id and the JSON of each item."""
+    """Returns a call's input items as the API lists them: the id and the JSON of each."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     listed = map(_listed, given)
@@ -63,7 +63,7 @@ def _read_message(item: JsonObject, turns: ChatTurns) -> None:
     role = item.choice("role", "user", "assistant", "system", "developer")
     content = item.any("content")
     if role is None or content is None:
-        raise item.error("content" if role else "role", "is missing; give it")
+        raise item.error("content" if role else "role", "is missing; add it")
     text = "\n".join(_texts(content, f"{item.path}.content"))
     item.finish(HARMLESS_IN_ITEMS)
     if role == "assistant":
@@ -73,21 +73,21 @@ def _read_message(item: JsonObject, turns: ChatTurns) -> None:
 
 
 def _read_reasoning(item: JsonObject, turns: ChatTurns) -> None:
-    """Takes the reasoning from the content, else from its opaque form. Summaries are for readers, not for the model."""
+    """Reads the reasoning from the content or else from the opaque form. Summaries are ignored: they are for people."""
     item.any("summary")
     content, sealed = item.values("content"), item.text("encrypted_content")
     text = "\n".join(_texts(content, f"{item.path}.content", "reasoning_text")) if content else None
     if text is None and sealed:
         text = unseal(sealed)
         if text is None:
-            raise item.error("encrypted_content", "does not come from this service; leave the item out")
+            raise item.error("encrypted_content", "was not made by this service; leave the item out")
     item.finish(HARMLESS_IN_ITEMS)
     if text:
         turns.reasoning(text)
 
 
 def _texts(content: Any, path: str, *more_kinds: str) -> Iterator[str]:
-    """Yields the texts of a string, or of parts that must be text."""
+    """Yields the string itself, or the texts of parts. Raises InvalidInput if a part is not text."""
     if isinstance(content, str):
         yield content
         return

@@ -1,4 +1,4 @@
-"""The output items of a response while they grow: messages, reasoning and function calls, with the events of each."""
+"""Builds the output items of a response (messages, reasoning, function calls) and the events of each."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from router.api.dialect import Json
 from router.api.translation.sealed import seal
 from router.api.translation.turns import ChatTurns
 
-Events = list[tuple[str, Json]]  # each an event's type and its fields
+Events = list[tuple[str, Json]]  # type and fields of each event
 
 
 class OutputItem(abc.ABC):
-    """An item. Its events are those between `output_item.added` and `output_item.done`."""
+    """An output item that grows. Its events go from `output_item.added` to `output_item.done`."""
 
     _prefix: ClassVar[str]
 
@@ -30,20 +30,22 @@ class OutputItem(abc.ABC):
 
     @abc.abstractmethod
     def whole(self, is_complete: bool) -> Json:
-        """Returns the item with all that it has."""
+        """Returns the item with everything that it contains so far."""
 
     @abc.abstractmethod
-    def opening(self) -> Events: ...
+    def opening(self) -> Events:
+        """Returns the events that begin the item."""
 
     @abc.abstractmethod
-    def closing(self, is_complete: bool) -> Events: ...
+    def closing(self, is_complete: bool) -> Events:
+        """Returns the events that end the item."""
 
     @abc.abstractmethod
     def add_to(self, turns: ChatTurns, is_complete: bool) -> None:
         """Appends the item to the conversation that a later call continues with."""
 
     def grow(self, text: str) -> tuple[str, Json]:
-        """Appends text and returns the event of it."""
+        """Appends text and returns the event for it."""
         self._pieces.append(text)
         return self._delta(text)
 
@@ -55,10 +57,10 @@ class OutputItem(abc.ABC):
 
 
 class _PartItem(OutputItem):
-    """An item whose text is its only content part."""
+    """An item whose only content part is its text."""
 
-    _events: ClassVar[str]  # the beginning of its events' types
-    _more: ClassVar[Json] = {}  # of these events
+    _events: ClassVar[str]  # prefix of its events' types
+    _more: ClassVar[Json] = {}  # further fields of these events
 
     @abc.abstractmethod
     def _part(self, text: str) -> Json: ...
@@ -116,7 +118,7 @@ class ReasoningItem(_PartItem):
     _events = "response.reasoning_text"
 
     def __init__(self, is_sealed: bool) -> None:
-        """`is_sealed` repeats the reasoning as opaque content, for clients that keep nothing else."""
+        """`is_sealed` repeats the reasoning as an opaque string, for clients that keep only that."""
         super().__init__()
         self._is_sealed = is_sealed
 
@@ -147,7 +149,7 @@ class FunctionCallItem(OutputItem):
 
     @property
     def has_whole_arguments(self) -> bool:
-        """Returns whether the arguments are an object, as they are unless the output ended within them."""
+        """Returns whether the arguments are a JSON object, which is false if the output ended within them."""
         try:
             return isinstance(from_json(self.text), dict)
         except ValueError:
@@ -164,7 +166,7 @@ class FunctionCallItem(OutputItem):
         return [("response.function_call_arguments.done", arguments), self._done(is_complete)]
 
     def add_to(self, turns: ChatTurns, is_complete: bool) -> None:
-        """Leaves out a call that was cut off: no tool can answer it."""
+        """Appends the call if it is complete; no tool can answer an incomplete one."""
         if is_complete:
             turns.tool_call(self._call_id, self._name, self.text)
 

@@ -1,4 +1,4 @@
-"""The body of `POST /v1/responses`, translated into the body of a chat. No I/O."""
+"""Translates the body of `POST /v1/responses` to the body of a chat. No I/O."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from router.api.translation.turns import ChatTurns
 
 Json = dict[str, Any]
 
-# What a chat has under the same names, and checks: OpenAI's fields, and the extensions that tools send.
+# Fields that a chat has under the same names and checks: OpenAI's fields and common extensions.
 _OPTIONS = (
     *("model", "stream", "temperature", "top_p", "parallel_tool_calls", "prompt_cache_key", "service_tier", "user"),
     *("prompt_cache_retention", "kv_hints", "nvext"),
@@ -37,7 +37,7 @@ _OPTIONS = (
 )
 _ECHOED = ("temperature", "top_p", "prompt_cache_key", "service_tier", "user")
 _ENCRYPTED_REASONING = "reasoning.encrypted_content"
-# Parts of an answer that only built-in tools and images have.
+# Values of `include` that only answers with built-in tools or images would have.
 _ABSENT_PARTS = (
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -46,16 +46,16 @@ _ABSENT_PARTS = (
     "web_search_call.action.sources",
     "web_search_call.results",
 )
-_MAX_PAIRS, _MAX_KEY, _MAX_VALUE = 16, 64, 512  # of metadata, as at OpenAI
+_MAX_PAIRS, _MAX_KEY, _MAX_VALUE = 16, 64, 512  # OpenAI's limits of metadata
 
 
 class ResponsesBody(ChatTranslation):
-    """POST /v1/responses."""
+    """The body of POST /v1/responses."""
 
     def __init__(
         self, chat: ChatBody, tenant: str, echo: Json, given: CallInput, stores: bool, seals_reasoning: bool
     ) -> None:
-        """`echo` holds the fields of the call that its response repeats."""
+        """`echo` holds the call's fields that its response repeats; `given` is the call's own input."""
         super().__init__(chat)
         self.tenant = tenant
         self.echo = echo
@@ -70,14 +70,16 @@ class ResponsesBody(ChatTranslation):
 
 
 def read_response_call(raw: bytes, limits: LimitsConfig, tenant: str, store: ResponseStore) -> ResponsesBody:
-    """Reads a body. Raises InvalidInput that names the field, or ResponseNotFound."""
+    """Reads a body, and the conversation that it continues from the store. Raises InvalidInput that names the field, or
+    ResponseNotFound.
+    """
     body = JsonObject(read_json(raw, limits))
     fields, echo = _options(body)
     echo |= _read_tools(body, fields) | _read_text(body, fields) | _read_reasoning(body, fields)
     echo["metadata"] = _metadata(body)
     seals_reasoning = _includes_sealed_reasoning(body)
     if body.flag("background"):
-        raise body.error("background", "= true is not supported; leave it out, and stream to see the answer begin")
+        raise body.error("background", "= true is not supported; leave it out, and use stream for early output")
     given = body.any("input")
     if isinstance(given, list):
         check_count("input", len(given), limits.messages, "items")
@@ -100,13 +102,13 @@ def read_response_call(raw: bytes, limits: LimitsConfig, tenant: str, store: Res
     call_input = CallInput(listed_items(given), turns.messages[num_before:])
     echo["store"] = asks_to_store is not False and store.fits(call_input)
     if asks_to_store and not echo["store"]:
-        raise body.error("store", "= true, but the input is larger than what router.store keeps; set it to false")
+        raise body.error("store", "= true, but the input is too large for router.store; set it to false")
     chat = validate_body(ChatBody, fields, limits)
     return ResponsesBody(chat, tenant, echo, call_input, echo["store"], seals_reasoning)
 
 
 def _options(body: JsonObject) -> tuple[Json, Json]:
-    """Returns the fields that a chat takes as they are, and what the response repeats of them."""
+    """Returns the fields that a chat takes unchanged, and those that the response repeats."""
     fields = body.take(*_OPTIONS)
     echo = {name: fields.get(name) for name in _ECHOED} | {"background": False, "truncation": "disabled"}
     echo["parallel_tool_calls"] = fields.get("parallel_tool_calls", True)
@@ -167,12 +169,12 @@ def _read_text(body: JsonObject, fields: Json) -> Json:
     if (form := text.child("format")) is not None:
         kind = form.choice("type", "text", "json_object", "json_schema")
         if kind is None:
-            raise form.error("type", "is missing; give it")
+            raise form.error("type", "is missing; add it")
         echo = {"format": {"type": kind}}
         if kind == "json_schema":
             schema: Json = {"name": form.needed_text("name"), "schema": form.mapping("schema")}
             if schema["schema"] is None:
-                raise form.error("schema", "is missing; give it")
+                raise form.error("schema", "is missing; add it")
             given = {"description": form.text("description"), "strict": form.flag("strict")}
             schema |= {name: value for name, value in given.items() if value is not None}
             fields["response_format"] = {"type": kind, "json_schema": schema}
@@ -198,8 +200,8 @@ def _metadata(body: JsonObject) -> Json:
     check_count("metadata", len(metadata), _MAX_PAIRS, "pairs")
     for name, value in metadata.items():
         if len(name) > _MAX_KEY or not isinstance(value, str) or len(value) > _MAX_VALUE:
-            problem = f"is not text of {_MAX_VALUE} characters or fewer, or its name has more than {_MAX_KEY}"
-            raise body.error(f"metadata.{name[:_MAX_KEY]}", f"{problem}; shorten it")
+            limits = f"keys may have {_MAX_KEY} characters, values must be strings of up to {_MAX_VALUE}"
+            raise body.error(f"metadata.{name[:_MAX_KEY]}", f"is {shown(value)}; {limits}")
     return metadata
 
 

@@ -1,6 +1,6 @@
-"""A response of the Responses API, whole or as its stream of events, made of one completion's parsed outputs.
+"""Builds a response of the Responses API, whole or as an event stream, from the parsed outputs of one completion.
 
-No I/O, except that a response that ends is put into the store of its process.
+Performs no I/O; a response that ends is put into this process's store.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from router.parsers.events import ParserEvent, ReasoningDelta, TextDelta, ToolAr
 
 
 class ResponsesResponse(CallResponse):
-    """A response. A run of text, a run of reasoning and a tool call are an output item each."""
+    """Builds a response. Each run of text, each run of reasoning and each tool call becomes an output item."""
 
     def __init__(self, body: ResponsesBody, model: str, store: ResponseStore) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
@@ -42,7 +42,7 @@ class ResponsesResponse(CallResponse):
         self._turns = ChatTurns()
         self._sequence_number = 0
         self._reasoning_tokens = 0
-        self._is_cut = False  # the output ends for its length
+        self._is_cut = False  # whether the output ended at its length limit
         self._extension: Json = {}
 
     def add(self, delta: ChoiceDelta) -> None:
@@ -67,21 +67,23 @@ class ResponsesResponse(CallResponse):
         return [*events, self._event(f"response.{response['status']}", response=response)]
 
     def failure(self, error: PenstockError) -> list[ServerEvent]:
-        """Ends the response as failed, or as cancelled, for which the API has no event but the incomplete one's."""
+        """Ends the response as failed or cancelled. A cancelled one ends with the event of an incomplete response,
+        since the API has no event for cancellation.
+        """
         if self._open is not None:
             self._finish_item(self._open, is_complete=False)
         if isinstance(error, Cancelled):
             self._response["status"] = "cancelled"
             self._keep()
             return [self._event("response.incomplete", response=self._response)]
-        shown = responses_error(error)[1]["error"]
+        problem = responses_error(error)[1]["error"]
         code = "rate_limit_exceeded" if isinstance(error, Overloaded) else "server_error"
         if error.http_status < 500 and code == "server_error":
             code = "invalid_prompt"
-        self._response |= {"status": "failed", "error": {"code": code, "message": shown["message"]}}
+        self._response |= {"status": "failed", "error": {"code": code, "message": problem["message"]}}
         self._keep()
         failed = self._event("response.failed", response=self._response)
-        return [failed, self._event("error", code=code, message=shown["message"], param=shown["param"])]
+        return [failed, self._event("error", code=code, message=problem["message"], param=problem["param"])]
 
     def _advance(self, delta: ChoiceDelta) -> Iterator[ServerEvent]:
         for event in delta.events:
@@ -111,21 +113,21 @@ class ResponsesResponse(CallResponse):
             yield from self._begin(FunctionCallItem(event.name))
         elif isinstance(event, ToolArgumentsDelta):
             yield from self._grow(event.text)
-        else:  # a tool call's end
+        else:  # the end of a tool call
             yield from self._close_item(is_complete=True)
 
     def _begin(self, item: OutputItem) -> Iterator[ServerEvent]:
         yield from self._close_item(is_complete=True)
         self._open = item
-        yield from self._of_item(item, item.opening())
+        yield from self._item_events(item.opening())
 
     def _grow(self, text: str) -> Iterator[ServerEvent]:
         assert self._open is not None  # arguments follow their call's start
         if text:
-            yield from self._of_item(self._open, [self._open.grow(text)])
+            yield from self._item_events([self._open.grow(text)])
 
     def _close_item(self, is_complete: bool | None = None) -> Iterator[ServerEvent]:
-        """Ends the open item. At the output's end, the item is complete unless the output was cut."""
+        """Ends the open item, if any. By default (at the output's end) it is complete unless the output was cut."""
         if (item := self._open) is None:
             return
         index = len(self._response["output"])
@@ -141,13 +143,14 @@ class ResponsesResponse(CallResponse):
         item.add_to(self._turns, is_complete)
         return done
 
-    def _of_item(self, item: OutputItem, parts: list[tuple[str, Json]]) -> Iterator[ServerEvent]:
+    def _item_events(self, parts: list[tuple[str, Json]]) -> Iterator[ServerEvent]:
+        """Yields events of the open item."""
         index = len(self._response["output"])
         for kind, fields in parts:
             yield self._event(kind, output_index=index, **fields)
 
     def _end(self, totals: CallTotals) -> Json:
-        """Completes the response, stores it, and returns it."""
+        """Completes, stores and returns the response."""
         response = self._response
         response["usage"] = {
             "input_tokens": totals.prompt_tokens,
@@ -168,7 +171,7 @@ class ResponsesResponse(CallResponse):
         return response
 
     def _keep(self) -> None:
-        """Stores the response if its call asks for that. One that turns out too large says that it is not stored."""
+        """Stores the response if its call asks for that. Sets `store` to false in a response that is too large."""
         body = self._body
         if body.stores and not self._store.put(
             body.tenant, self._response, body.given, self._turns.messages, body.previous_id

@@ -1,8 +1,8 @@
-"""Keeps earlier responses for `previous_response_id` and for reading them again, in bounded memory. No I/O.
+"""Stores earlier responses in bounded memory, for `previous_response_id` and for reading them again. No I/O.
 
-A store belongs to one router process and is lost with it. It holds so many bytes of each tenant, so many of all, and
-none for longer than its age; what is over leaves by least recent use, of the tenant with the most bytes. Safe for
-threads, since large bodies are parsed off the event loop.
+A store belongs to one router process and is lost with it. It limits the bytes of each tenant, the bytes of all tenants
+and the age of a response. Over the limit of a tenant, its least recently used response is dropped; over the limit of
+all, that of the tenant with the most bytes. Thread-safe, since large bodies are parsed off the event loop.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from router.api.translation.turns import compact_json
 
 Json = dict[str, Any]
 
-_ENTRY_BYTES = 1024  # of a response's objects beside their JSON, about
-_ITEM_BYTES = 256  # of an item's
+_ENTRY_BYTES = 1024  # estimated memory of a response beyond its JSON
+_ITEM_BYTES = 256  # estimated memory of an input item beyond its JSON
 
 
 class ResponseNotFound(InvalidInput):
-    """The store holds no such response of this tenant."""
+    """Raised if the store does not hold the tenant's response."""
 
     http_status = 404
     reason = "RESPONSE_NOT_FOUND"
@@ -33,27 +33,27 @@ class ResponseNotFound(InvalidInput):
     def __init__(self, field: str, response_id: str) -> None:
         super().__init__(
             field,
-            f"{shown(response_id)} is not in the store of this router: it was not stored, was deleted or has left for "
-            "its age or size, or another router answered it; send the conversation as input instead",
+            f"{shown(response_id)} is not in the store of this router: it was never stored, was deleted, expired or "
+            "was dropped for lack of room, or another router answered it; send the conversation as input instead",
         )
 
 
 @dataclass(frozen=True, slots=True)
 class CallInput:
-    """A call's own input, without instructions and without what came before it. Its JSON is made where it is parsed."""
+    """A call's own input, without instructions and without the conversation that it continues."""
 
-    items: Sequence[tuple[str, str]]  # the id and the JSON of each
-    messages: Sequence[Json]  # of a chat
+    items: Sequence[tuple[str, str]]  # the id and the JSON of each item
+    messages: Sequence[Json]  # the input as messages of a chat
 
     @property
     def num_bytes(self) -> int:
-        """The memory that it takes, about: each text is in the items and in a message."""
+        """Returns the estimated memory of the input. Each text counts twice, in an item and in a message."""
         return sum(_ITEM_BYTES + 2 * len(text.encode()) for _, text in self.items)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response, and what its successors need of it."""
+    """A response, with the data that a call needs to continue from it."""
 
     response: str  # JSON
     given: CallInput
@@ -63,20 +63,20 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The responses of one router."""
+    """Holds the responses of one router."""
 
     def __init__(self, config: StoreConfig, now_s: Callable[[], float]) -> None:
-        """`now_s` is monotonic."""
+        """`now_s` returns the monotonic time."""
         self._config = config
         self._now_s = now_s
         self._lock = threading.Lock()
         self._by_tenant: dict[str, OrderedDict[str, StoredResponse]] = {}  # least recently used first
         self._bytes_of: dict[str, int] = {}
-        self._stored: OrderedDict[tuple[str, str], float] = OrderedDict()  # (tenant, id) -> when, oldest first
+        self._stored: OrderedDict[tuple[str, str], float] = OrderedDict()  # (tenant, id) -> time stored, oldest first
         self.num_bytes = 0
 
     def fits(self, given: CallInput) -> bool:
-        """Returns whether a response to such an input can be stored at all."""
+        """Returns whether a response to this input can be stored at all."""
         return _ENTRY_BYTES + given.num_bytes <= min(self._config.tenant_bytes, self._config.total_bytes)
 
     def put(
@@ -87,7 +87,7 @@ class ResponseStore:
         messages: Sequence[Json],
         previous_id: str | None,
     ) -> bool:
-        """Stores a response. Returns whether it fits; if so, others may have left for it."""
+        """Stores a response, dropping others if needed. Returns False if the response alone is too large."""
         text = compact_json(response)
         num_bytes = _ENTRY_BYTES + given.num_bytes + 2 * len(text.encode())
         if num_bytes > min(self._config.tenant_bytes, self._config.total_bytes):
@@ -104,20 +104,23 @@ class ResponseStore:
         return True
 
     def get(self, tenant: str, response_id: str, field: str = "response_id") -> StoredResponse:
-        """Returns a response of this tenant. Raises ResponseNotFound, which names `field`."""
+        """Returns a response of this tenant. Raises ResponseNotFound with the name `field`."""
         with self._lock:
             return self._find(tenant, response_id, field)
 
     def delete(self, tenant: str, response_id: str) -> None:
-        """Removes a response; conversations that continued from it end with it. Raises ResponseNotFound."""
+        """Removes a response. Conversations that continue from it can no longer be continued. Raises
+        ResponseNotFound.
+        """
         with self._lock:
             self._find(tenant, response_id, "response_id")
             self._remove(tenant, response_id)
 
     def conversation(self, tenant: str, response_id: str, max_messages: int, max_bytes: int) -> list[Json]:
-        """Returns the messages of a response and of all before it, the first ones first.
+        """Returns the messages of a response and of all responses before it, oldest first.
 
-        Raises ResponseNotFound if one of them has gone, InvalidInput if they are more than a call's body may hold.
+        Raises ResponseNotFound if one of them is no longer stored, and InvalidInput if they exceed the size of a call's
+        body.
         """
         field = "previous_response_id"
         with self._lock:
@@ -130,7 +133,7 @@ class ResponseStore:
                 num_bytes += chain[-1].num_bytes // 2
                 following = chain[-1].previous_id
                 if count > max_messages or num_bytes > max_bytes:
-                    problem = f"continues more than {max_messages} messages or {max_bytes} bytes"
+                    problem = f"continues a conversation of more than {max_messages} messages or {max_bytes} bytes"
                     raise InvalidInput(field, f"{problem}; begin a new conversation")
         return [message for entry in reversed(chain) for message in (*entry.given.messages, *entry.messages)]
 

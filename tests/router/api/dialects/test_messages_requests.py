@@ -191,7 +191,7 @@ def test_the_limit_is_the_bodys_own_and_may_exceed_the_context():
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"max_tokens": None}, "max_tokens: is missing; give it"),
+        ({"max_tokens": None}, "max_tokens: is missing; add it"),
         ({"max_tokens": 0}, "max_tokens: is 0; give 1 or more"),
         ({"max_tokens": True}, "max_tokens: is True; give an integer"),
         ({"messages": []}, "messages: is empty or missing"),

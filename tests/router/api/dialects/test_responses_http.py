@@ -169,7 +169,7 @@ async def test_an_unknown_response_cannot_be_cancelled(client):
     [
         ("order=up", "order: is 'up'; give asc or desc"),
         ("limit=0", "limit: is '0'; give a number from 1 to 100"),
-        ("after=msg_1", "after: is 'msg_1', which is none of the items"),
+        ("after=msg_1", "after: is 'msg_1', which is not in the list"),
     ],
 )
 async def test_bad_queries_are_refused(client, http, query, message):

@@ -140,7 +140,7 @@ def test_harmless_wishes_are_accepted(store):
 def test_what_is_too_large_to_be_stored_is_refused_only_where_storing_is_asked_for():
     store = ResponseStore(StoreConfig(tenant_bytes=1500), lambda: 0.0)
     assert not read(store, input="a" * 1000).stores
-    with pytest.raises(InvalidInput, match="store: = true, but the input is larger"):
+    with pytest.raises(InvalidInput, match="store: = true, but the input is too large"):
         read(store, input="a" * 1000, store=True)
 
 
@@ -157,7 +157,7 @@ def test_what_is_too_large_to_be_stored_is_refused_only_where_storing_is_asked_f
         ({"input": [{"type": "item_reference", "id": "a"}]}, r"input\[0\].type: = 'item_reference' is not supported"),
         ({"input": [{"type": "computer_call", "id": "a"}]}, r"input\[0\].type: = 'computer_call' is not supported"),
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}]},
-         r"input\[0\].encrypted_content: does not come from this service"),
+         r"input\[0\].encrypted_content: was not made by this service"),
         ({"input": [{"type": "function_call_output", "call_id": "a"}]}, r"input\[0\].output: is missing"),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\].type: = 'web_search' is not supported"),
         ({"tools": [{"type": "custom", "name": "a"}]}, r"tools\[0\].type: = 'custom' is not supported"),
@@ -171,7 +171,7 @@ def test_what_is_too_large_to_be_stored_is_refused_only_where_storing_is_asked_f
         ({"text": {"verbosity": "low"}}, 'text.verbosity: = "low" is not supported'),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema: is missing"),
         ({"max_output_tokens": 0}, "max_output_tokens: is 0; give 1 or more"),
-        ({"metadata": {"a": 3}}, "metadata.a: is not text"),
+        ({"metadata": {"a": 3}}, "metadata.a: is 3; keys may have"),
         ({"metadata": {str(number): "a" for number in range(17)}}, "metadata: has 17 pairs; give 16 or fewer"),
         ({"mirostat": 1}, "mirostat: is not a field of this API"),
     ],

@@ -318,11 +318,11 @@ BAD = {
     "functions": ({"functions": [{"name": "a"}]}, "functions", "is not supported"),
     "function_call": ({"function_call": {"name": "a"}}, "function_call", "is not supported"),
     "role function": ({"messages": [{"role": "function", "content": "a"}]}, "messages[0].role", "give one of"),
-    "calling user": ({"messages": [{**ANSWERED, "role": "user"}]}, "messages[0].tool_calls", "only an assistant calls"),
+    "calling user": ({"messages": [{**ANSWERED, "role": "user"}]}, "messages[0].tool_calls", "give role 'assistant'"),
     "answering user": (
         {"messages": [{"role": "user", "content": "a", "tool_call_id": "c"}]},
         "messages[0].tool_call_id",
-        "only a tool answers",
+        "give role 'tool'",
     ),
     "two reasonings": (
         {"messages": [{"role": "assistant", "content": "", "reasoning": "a", "reasoning_content": "b"}]},
@@ -355,7 +355,7 @@ BAD = {
     "template": ({"chat_template": "{{ messages }}"}, "chat_template", "is not supported"),
     "truncate": ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "give at least 1"),
     "salt": ({"cache_salt": "a" * 300}, "cache_salt", "give 256 or fewer"),
-    "two lanes": ({"service_tier": "flex", "priority": -1}, "priority", "give only one of the two"),
+    "two lanes": ({"service_tier": "flex", "priority": -1}, "priority", "give only one of them"),
 }
 
 

@@ -235,7 +235,7 @@ async def test_a_stream_is_of_one_request_and_leaves_nothing() -> None:
             await call.write(headers_message("/v1/models", ends=True))
             response = await call.read()
         assert response.immediate_response.status.code == 400
-        assert b"come a second time" in response.immediate_response.body
+        assert b"are sent twice" in response.immediate_response.body
         await until(lambda: num_inside(router) == 0)
 
 
@@ -310,5 +310,5 @@ def test_the_configuration_says_who_is_picked() -> None:
         {"workers": ("127.0.0.1:1",), "endpoint_picker": {"port": 1}},
         {"engines": {"one": engine}, "endpoint_picker": {"port": 1, "router_endpoint": "127.0.0.1:8000"}},
     ):
-        with pytest.raises(ValidationError, match="routers are picked then"):
+        with pytest.raises(ValidationError, match="the picker picks routers if there are no engines"):
             RouterConfig.model_validate({"model": "m", **settings})

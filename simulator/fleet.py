@@ -52,13 +52,13 @@ class FleetSpec:
     policy: str = "kv-aware"
     max_replicas: int = 8
     pull: bool = False  # prefill workers pull prefixes from any worker
-    host_pages: int = 0  # of each worker, below its device's cache; 0: no such tier
-    host_bytes_per_s: float = 8e9  # of copies back to the device
+    host_pages: int = 0  # pages in host memory of each worker; 0: no such tier
+    host_bytes_per_s: float = 8e9  # rate of copies back to the device
     num_routers: int = 1
     admission: AdmissionConfig | None = None  # None: every request goes to the workers at once
     front: FrontCosts = field(default_factory=FrontCosts)
     report_interval_s: float = 0.02  # between two load and event batches of a worker
-    timeout_s: float = 600.0  # of a request
+    timeout_s: float = 600.0  # deadline of a request
 
     def with_costs(self, profile: CostProfile) -> FleetSpec:
         """Returns the deployment with workers of the profile's costs."""
@@ -111,11 +111,11 @@ class SimulatedFleet:
         self._reports_wait = spec.admission is None and spec.num_routers == 1
         self.network.before_fault.append(self._send_reports)
         self.workers: dict[str, Worker] = {}
-        self.outcomes: list[Outcome] = []  # of requests that were submitted one by one
+        self.outcomes: list[Outcome] = []  # outcomes of requests that were submitted one by one
         self.num_submitted = 0
         self.num_ended = 0
         self._num_migrated = 0  # sequences that dead workers have migrated
-        self._streams: list[Iterator[TraceRequest]] = []  # that have not ended
+        self._streams: list[Iterator[TraceRequest]] = []  # streams that have not ended
         self._feeds: dict[Worker, list[EventFeed]] = {}
         self._epoch = 0
         self.roles = dict(spec.names)  # roles of running workers

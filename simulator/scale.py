@@ -21,7 +21,7 @@ from simulator.report import imbalance, percentile
 from simulator.request import Outcome, TraceRequest
 from simulator.traces import SharedPrefixMix
 
-_PROGRESS_S = 30.0  # of real time, between two lines
+_PROGRESS_S = 30.0  # real time between two lines
 _SAMPLE = 2000  # requests from whose prompts the mean length of all is estimated
 _CHUNK_TOKENS = 2048
 

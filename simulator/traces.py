@@ -81,9 +81,9 @@ class SharedPrefixMix:
     requests_per_s: float = 4.0
     num_systems: int = 24
     system_tokens: int = 2048
-    turn_tokens: int = 512  # of question and answer, mean
-    turns: int = 6  # of a conversation, mean
-    think_s: float = 20.0  # between two turns, mean
+    turn_tokens: int = 512  # mean tokens of a question and its answer
+    turns: int = 6  # mean turns of a conversation
+    think_s: float = 20.0  # mean time between two turns
     single_share: float = 0.15  # share of requests without a shared prefix
     output_tokens: int = 200  # mean
     block_tokens: int = 64

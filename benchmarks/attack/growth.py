@@ -15,7 +15,7 @@ class Allowance:
     """The amount by which a quantity may grow between two quiet moments without counting as growth."""
 
     absolute: float
-    share: float = 0.0  # of its first value
+    share: float = 0.0  # share of its first value
 
 
 # By the last word of a reading's name. Allocators keep memory that they may use again, and connections to clients and

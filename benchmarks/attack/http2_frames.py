@@ -1,4 +1,4 @@
-"""Frames of HTTP/2, written by hand: client libraries refuse to send what an attack sends. Pure.
+"""Frames of HTTP/2, written by hand, because client libraries refuse to send an attack's frames. Pure.
 
 https://www.rfc-editor.org/rfc/rfc9113, header blocks as literals without indexing (RFC 7541, section 6.2.2).
 """

@@ -44,7 +44,7 @@ _FREEZE_S = 1.5
 _POOL_BYTES = 32 << 20  # every page is touched in the first round, so that pools do not look like growth
 _QUIET_WITHIN_S = 90.0
 _KILLED = ("decode-1", "prefill-0")  # the others are never killed, so that growth shows
-_MOST_FAILED = 0.02  # of the steady requests; those in flight at a killed worker continue at another
+_MOST_FAILED = 0.02  # share of the steady requests; those in flight at a killed worker continue at another
 
 
 @dataclass

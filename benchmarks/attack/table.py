@@ -16,6 +16,6 @@ ORDINARY_USE: Mapping[AttackFunction, AttackFunction] = quotas.ORDINARY_USE | re
 
 
 def describe(attack: AttackFunction) -> str:
-    """Returns what an attack does, in one sentence."""
+    """Returns the first sentence of an attack's docstring."""
     assert attack.__doc__ is not None
     return attack.__doc__.strip().split("\n")[0]

@@ -32,10 +32,10 @@ from penstock.v1 import admin_pb2, admin_pb2_grpc
 START_TIMEOUT_S = 180.0
 BODY_TIMEOUT_S = 4.0
 HEADER_TIMEOUT_S = 4.0
-READ_GRACE_S = 4.0  # after the deadline, for clients that still read
+READ_GRACE_S = 4.0  # time after the deadline for clients that still read
 WRITE_STALL_S = 4.0
-MAX_CONNECTIONS = 1024  # of one peer to the HTTP port
-DEFAULT_TIMEOUT_S = 6.0  # of calls that name no deadline
+MAX_CONNECTIONS = 1024  # connections of one peer to the HTTP port
+DEFAULT_TIMEOUT_S = 6.0  # deadline of calls that name none
 MAX_REQUESTS = 24  # concurrent requests of the attacker
 _SETTLE_S = 15.0
 _STATUS_TIMEOUT_S = 60.0

@@ -23,7 +23,7 @@ class Window:
     worst_gap_s: float
     num_tokens: int
     num_probes: int
-    failures: tuple[str, ...] = ()  # of its streams and probes
+    failures: tuple[str, ...] = ()  # failures of its streams and probes
     idle_pause_s: float = 0.0  # `pause_s` of a separate server that does nothing else
 
 
@@ -47,7 +47,7 @@ class Bounds:
 
     pause_s: float = 0.25  # the router's; a healthy one takes 10 to 50 ms
     itl_ratio: float = 2.0
-    ordinary_itl_ratio: float = 1.25  # of the ITL during ordinary use
+    ordinary_itl_ratio: float = 1.25  # multiple of the ITL during ordinary use
     peak_bytes: int = 384 * MIB  # above what the router held before
     kept_bytes: int = 96 * MIB
 

@@ -38,7 +38,7 @@ class Witness:
     def __init__(self, address: str) -> None:
         self._address = address
         self._sums = WindowSums([StreamGaps() for _ in range(_NUM_STREAMS)])
-        self._probes = [_Probe(), _Probe()]  # of the router and of the idle server
+        self._probes = [_Probe(), _Probe()]  # probes of the router and of the idle server
         self._first = asyncio.Event()
 
     async def run(self) -> None:

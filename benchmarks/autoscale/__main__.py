@@ -64,7 +64,7 @@ _LOADS = {  # the shares of a worker's capacity that policies with foresight try
     f"{FORESIGHT}, {prefill:g} and {decode:g}": {Role.PREFILL: prefill, Role.DECODE: decode}
     for prefill, decode in ((0.9, 0.75), (1.2, 0.75), (1.6, 0.7), (2.0, 0.7))
 }
-_FORESIGHT_CHANGES = 10  # at most
+_FORESIGHT_CHANGES = 10  # most changes that it makes
 _COMPUTE = PrefillCosts(step_s=0.03, token_s=560e-6, context_s=16e-9)
 # Estimated for a 70B model on a pair of 80 GB GPUs: so slow that recorded traffic needs several workers.
 SPEC = FleetSpec(

@@ -19,7 +19,7 @@ from simulator.costs.step_costs import DecodeCosts
 from simulator.request import Outcome
 from simulator.world.virtual_time import Simulation, Timer
 
-_ALMOST = 1e-6  # of a step
+_ALMOST = 1e-6  # share of a step that counts as none
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +70,7 @@ class CoarseDecode:
         self._steps = 0.0
         self._context = 0.0  # tokens of all running jobs
         self._reserved = 0.0  # pages of jobs that have them and do not run yet
-        self._stall_s = 0.0  # of KV that is recomputed
+        self._stall_s = 0.0  # time left for recomputing KV
         self._totals = (0.0, 0.0, 0.0, 0.0)  # steps, tokens, contexts, seconds
         self._since_s = 0.0
         self._timer: Timer | None = None

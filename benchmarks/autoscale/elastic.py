@@ -70,7 +70,7 @@ class PolicyScaler:
 
     def __init__(self, autoscaler: AutoscalerPolicy) -> None:
         self.interval_s = autoscaler.config.interval_s
-        self.records: list[ScalingRecord] = []  # of decisions that changed a pool
+        self.records: list[ScalingRecord] = []  # records of decisions that changed a pool
         self._autoscaler = autoscaler
 
     def decide(self, signals: Signals, now_s: float) -> Sequence[Change]:
@@ -112,7 +112,7 @@ class ElasticFleet:
         self.fleet = make(spec, seed)
         self.worker_s = 0.0  # seconds of all workers, from the decision to start each to its end
         self.num_changes = 0
-        self.warm_worker_s, self.warm_changes = 0.0, 0  # those before `warm_s`
+        self.warm_worker_s, self.warm_changes = 0.0, 0  # counted until `warm_s`
         self._scaler = scaler
         self._slo = slo
         self._start_s = start_s

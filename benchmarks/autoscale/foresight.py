@@ -19,7 +19,7 @@ from simulator.request import TraceRequest
 
 _BIN_S = 1.0
 _WINDOW_S = 20.0
-_CACHED_BLOCKS = 4000  # of all prefill workers together
+_CACHED_BLOCKS = 4000  # blocks that all prefill workers together hold
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class FaultTimes:
     """Seconds since the fault."""
 
     detected_s: float
-    serving_s: float  # until the worker, or its successor, serves again
+    serving_s: float  # time until the worker, or its successor, serves again
 
 
 def measure(follower: StatusFollower, name: str, strike: Callable[[psutil.Process], None]) -> FaultTimes:

@@ -31,7 +31,7 @@ SERVING_TARGET_S, WARM_TARGET = 5.0, 1 / 20
 class StartTimes:
     """The seconds of each repeat."""
 
-    ready: list[float] = field(default_factory=list)  # of the deployment: Ray, controller, workers, first request
+    ready: list[float] = field(default_factory=list)  # start of the deployment: Ray, controller, workers, first request
     scaled: list[float] = field(default_factory=list)
     killed: list[float] = field(default_factory=list)
     frozen: list[float] = field(default_factory=list)

@@ -19,7 +19,7 @@ from penstock.charts.svg import Chart, Series, render_svg
 
 Result = Mapping[str, Any]
 _OURS = "Penstock"
-_MAX_ROWS = 40  # of a chart of a benchmark without specs; with more, it is split
+_MAX_ROWS = 40  # rows of a chart of a benchmark without specs; a longer chart is split
 
 
 @dataclass(frozen=True, slots=True)

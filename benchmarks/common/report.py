@@ -86,7 +86,7 @@ def publish(
 def write_result(result: Mapping[str, Any], folder: Path = RESULTS, indent: int = 2) -> None:
     """Writes `NAME.json`, a line for each curve, and next to it `NAME-INDEX.svg` for each chart."""
     folder.mkdir(parents=True, exist_ok=True)
-    result = json.loads(json.dumps(result))  # as readers of the file find it
+    result = json.loads(json.dumps(result))  # the form that readers of the file get
     text = json.dumps({key: value for key, value in result.items() if key != "curves"}, indent=indent)
     if curves := result.get("curves"):
         space = " " * indent

@@ -51,7 +51,7 @@ class AdaptedBatch:
             self.sequences.append(sequence)
 
     def step(self) -> float:
-        """Computes what the sequences lack and samples; returns the seconds."""
+        """Computes all tokens without KV and samples; returns the seconds."""
         work = [ScheduledSequence(sequence, sequence.num_uncomputed_tokens) for sequence in self.sequences]
         with Stopwatch() as watch:
             output = self._engine.step(work)

@@ -22,7 +22,7 @@ from penstock.kv.kv_hints import KvHints
 from penstock.types import PageHash
 
 TRACES = {"agents": "agents_sessions_40.jsonl.gz", "chat": "mooncake_conversation_first3000.jsonl.gz"}
-SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6)  # of the pages that an unlimited cache would hold
+SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6)  # shares of the pages that an unlimited cache would hold
 
 
 @dataclass(frozen=True, slots=True)

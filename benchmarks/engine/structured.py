@@ -71,7 +71,7 @@ class Streams:
             self.sequences.append(sequence)
 
     def step(self, sequences: Seq[Sequence] | None = None) -> float:
-        """Computes what the sequences lack and samples; returns the seconds."""
+        """Computes all tokens without KV and samples; returns the seconds."""
         chosen, size = sequences or self.sequences, self._engine.layout.page_size
         for sequence in chosen:
             num_pages = -(-len(sequence.token_ids) // size) - len(sequence.pages)

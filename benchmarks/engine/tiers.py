@@ -21,7 +21,7 @@ from engine.generate import generate
 from penstock.config import EngineConfig
 from penstock.types import PageHash, PageId, SamplingParams
 
-NUM_PAGES = 256  # of one copy: more than any cache of the CPU holds
+NUM_PAGES = 256  # pages of one copy, more than any cache of the CPU holds
 PROMPT_TOKENS = 1024
 _FIRST_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 

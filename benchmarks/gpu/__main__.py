@@ -1,4 +1,4 @@
-"""Compares kernels, whole steps and transfers on a CUDA device with what the device can do (`make gpu-check`).
+"""Compares kernels, whole steps and transfers on a CUDA device with the device's limits (`make gpu-check`).
 
 Sections run in order of importance, starting with the figures that the engine must meet. Each has a time limit, after
 which it ends with its current row. Every row is printed and written as soon as it is measured. A section that fails is

@@ -16,15 +16,15 @@ from benchmarks.gpu.kernels import TOY_HEADS, decode_s
 from benchmarks.gpu.steps import AHEAD, PROMPT, Ceilings, LoadedModel, decode_rows, loaded, prompt_row
 from engine.kernels.backends import AttentionBackend
 
-DECODE_ATTENTION = 0.90  # of the copy bandwidth, at 4 GB of KV or more
-CODES_SLOPE = 0.55  # at most, of the cost of a token of context in bf16 pages
-ONE_SEQUENCE = 0.85  # of the copy bandwidth
-WHOLE_STEP = 0.75  # of the roofline, at batches of 64 and 256
-PREFILL = 0.70  # of a large matrix product, at a prompt of 8192
+DECODE_ATTENTION = 0.90  # share of the copy bandwidth, at 4 GB of KV or more
+CODES_SLOPE = 0.55  # largest share of the cost of a token of context in bf16 pages
+ONE_SEQUENCE = 0.85  # share of the copy bandwidth
+WHOLE_STEP = 0.75  # share of the roofline, at batches of 64 and 256
+PREFILL = 0.70  # share of the rate of a large matrix product, at a prompt of 8192
 
 
 def measure_ceilings(bench: BenchDevice) -> tuple[Ceilings, list[Row]]:
-    """Measures what the device can do: a large copy and a large matrix product."""
+    """Measures the device's limits: a large copy and a large matrix product."""
     num_bytes, size = bench.pick((4 << 30, 8192), (1 << 16, 64))
     source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)

@@ -1,4 +1,4 @@
-"""Compares each Triton kernel with what the device can do, or with torch's own way to the same result.
+"""Compares each Triton kernel with the device's limits, or with torch's own way to the same result.
 
 Paged attention is compared with the copy bandwidth (decode), with the rate of a large matrix product (prefill), with
 SDPA over contiguous tensors, and with the installed attention libraries; kernels that only move memory with the copy

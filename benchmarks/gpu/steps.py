@@ -37,8 +37,8 @@ _PAGE_SIZE = 16
 class Ceilings:
     """The device's limits, as measured in this run."""
 
-    bytes_per_s: float  # of a copy, read and written
-    products_per_s: float  # of a large bf16 matrix product, additions counted
+    bytes_per_s: float  # bytes that a copy reads and writes
+    products_per_s: float  # operations of a large bf16 matrix product, additions included
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Prompts:
 
     length: int
     count: int
-    chunk_tokens: int  # of prompts in each step
+    chunk_tokens: int  # tokens of prompts in each step
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from penstock.bench.workloads.plan import Source
 from penstock.bench.workloads.schedule import Arrivals
 
 BUILD = ROOT / "build" / "modes"
-LOADS = (0.3, 0.5, 0.7, 0.85, 1.0)  # of the capacity of two colocated workers
+LOADS = (0.3, 0.5, 0.7, 0.85, 1.0)  # shares of the capacity of two colocated workers
 _IDLE_REQUESTS, _CAPACITY_REQUESTS, _CAPACITY_CLIENTS = 8, 32, 16
 
 

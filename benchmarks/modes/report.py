@@ -22,7 +22,7 @@ DOCS = ROOT / "docs"
 BEGIN, END = "<!-- tables of benchmarks.modes -->", "<!-- end of the tables -->"
 MODES = (COLOCATED, SPLIT, AUTO, VLLM)
 _COMPARED = ("TTFT p50", "TTFT p99", "ITL p50", "ITL p99")
-_MIDDLE_SLO = 1  # of SLO_SCALES, for charts
+_MIDDLE_SLO = 1  # index in SLO_SCALES, for charts
 
 
 def measured_modes(studies: Sequence[WorkloadStudy]) -> list[str]:

@@ -1,7 +1,7 @@
 """Replays traces at more load than the workers can take, under each policy, and writes results, tables and charts.
 
-Traces come from the folder in PENSTOCK_TRACES; without it only the generated traffic runs, and the page is left as it
-is. `--page-only` replays nothing and writes the page from the results of the last run.
+Traces come from the folder in PENSTOCK_TRACES; without it only the generated traffic runs, and the page is not changed.
+`--page-only` replays nothing and writes the page from the results of the last run.
 """
 
 from __future__ import annotations

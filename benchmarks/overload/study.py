@@ -17,7 +17,7 @@ from simulator.traces import in_order, scale_arrivals
 
 PRODUCT = "kv-aware"
 POLICIES = (PRODUCT, "consistent-hash", "least-loaded", "round-robin")
-LOADS = (1.2, 1.6, 2.0)  # of the capacity; see `run`
+LOADS = (1.2, 1.6, 2.0)  # multiples of the capacity; see `run`
 SPEC = FleetSpec(
     page_size=64,
     prefill_pages=7500,  # 480,000 tokens

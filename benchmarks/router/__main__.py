@@ -1,4 +1,4 @@
-"""Measures what the router costs: requests/s, added latency, token fan-out and memory, compared with a plain grpc.aio
+"""Measures the router's costs: requests/s, added latency, token fan-out and memory, compared with a plain grpc.aio
 relay.
 
 The router, or the relay, is one process on core 0. The null worker and the clients are two more processes and share
@@ -38,7 +38,7 @@ _STREAMS = 256
 _SIZES = (512, 4096, 16384)
 _DYNAMO = {512: 1300.0, 4096: 300.0, 16384: 100.0}  # its frontend's requests/s on one such core; quoted, not run here
 _QUOTED_HTTP = ("sglang-router, quoted", 0.3)  # used if it is not installed
-_CHARACTERS_PER_TOKEN = 2.17  # of `make_text` with the bundled tokenizer
+_CHARACTERS_PER_TOKEN = 2.17  # measured for `make_text` with the bundled tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,9 @@ def _lookaside_row(router: Target, load: RouterLoad, through: MeasuredLoad) -> R
 
 
 def http_rows(router: str, direct: str, sglang: str | None) -> list[Row]:
-    """Compares what the router's HTTP API adds with sglang-router, if it runs; one client alternates between them."""
+    """Compares the latency that the router's HTTP API adds with sglang-router's, if it runs; one client alternates
+    between them.
+    """
     rows = []
     for tokens in _SIZES:
         addresses = [direct, router, *([sglang] if sglang else [])]

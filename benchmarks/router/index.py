@@ -234,7 +234,7 @@ def pauses(rng: random.Random) -> Iterable[Row]:
     log = KvEventLog(window=1)
     for _ in range(NUM_PAGES // PROMPT_PAGES):
         log.stored(chain(rng, PROMPT_PAGES), ROOT)
-    parts = list(split_snapshot(log.read(0), max_pages=8192))  # as `worker.service` splits them
+    parts = list(split_snapshot(log.read(0), max_pages=8192))  # split as by `worker.service`
     payloads = [encode_events(part.events) for part in parts]
     index = PrefixIndex()
 

@@ -22,8 +22,8 @@ from simulator.report import Slo, single_cache_hit_rate
 from simulator.request import Outcome, TraceRequest
 
 _POLICIES = ("kv-aware", "consistent-hash", "least-loaded", "round-robin", "random")
-_INTERVALS = 60  # of a run, in charts over time
-_CACHE_TOKENS = 480_000  # of each worker: 30,000 pages of 16 tokens
+_INTERVALS = 60  # parts of a run in charts over time
+_CACHE_TOKENS = 480_000  # cache of each worker: 30,000 pages of 16 tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,8 +47,8 @@ class SchemaOutput:
     is_whole: bool
     num_redispatches: int
 
-    def problem(self, asked: SuiteSchema) -> str | None:
-        return problem_of(asked.draft, asked.schema, self.text)
+    def problem(self, given: SuiteSchema) -> str | None:
+        return problem_of(given.draft, given.schema, self.text)
 
 
 Answers = dict[int, SchemaOutput | InvalidInput]  # by place in the list of schemas
@@ -88,7 +88,12 @@ def closing_bias() -> dict[int, float]:
 
 
 async def answer_all(
-    fleet: Fleet, asked: Sequence[SuiteSchema], places: Sequence[int], way: str, max_tokens: int, victim: Process | None
+    fleet: Fleet,
+    schemas: Sequence[SuiteSchema],
+    places: Sequence[int],
+    way: str,
+    max_tokens: int,
+    victim: Process | None,
 ) -> Answers:
     """Answers the schemas at these places; kills the victim, if any, once a quarter of them are answered."""
     answers: Answers = {}
@@ -104,7 +109,7 @@ async def answer_all(
                     seed=place,
                     logit_bias=bias,
                     frequency_penalty=FREQUENCY_PENALTY,
-                    grammar=Grammar(GrammarKind.JSON_SCHEMA, json.dumps(asked[place].schema)),
+                    grammar=Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schemas[place].schema)),
                 )
             except InvalidInput as error:
                 if error.field != FIELD:
@@ -124,11 +129,11 @@ async def answer_all(
     return answers
 
 
-def count(asked: Sequence[SuiteSchema], answers: Answers, way: str) -> Counter[tuple[str, str]]:
+def count(schemas: Sequence[SuiteSchema], answers: Answers, way: str) -> Counter[tuple[str, str]]:
     """Returns how many outputs of each suite are valid, cut or invalid; prints why an output is invalid."""
     counts: Counter[tuple[str, str]] = Counter()
     for place, found in sorted(answers.items()):
-        each = asked[place]
+        each = schemas[place]
         if isinstance(found, InvalidInput):
             counts[each.suite, "refused"] += 1
         elif not found.is_whole:
@@ -141,19 +146,19 @@ def count(asked: Sequence[SuiteSchema], answers: Answers, way: str) -> Counter[t
     return counts
 
 
-def measure(asked: Sequence[SuiteSchema], max_tokens: int) -> list[Row]:
+def measure(schemas: Sequence[SuiteSchema], max_tokens: int) -> list[Row]:
     """Returns the counts of the suites, greedy, seeded, and across the loss of a worker."""
     rows = []
     with Deployment() as deployment:
         fleet = Fleet(deployment)
         answers: dict[str, Answers] = {}
-        places: Sequence[int] = range(len(asked))
+        places: Sequence[int] = range(len(schemas))
         for way in TEMPERATURES:
-            answers[way] = asyncio.run(answer_all(fleet, asked, places, way, max_tokens, None))
+            answers[way] = asyncio.run(answer_all(fleet, schemas, places, way, max_tokens, None))
             places = [place for place, found in answers[way].items() if isinstance(found, SchemaOutput)]
-            rows += count_rows(asked, answers[way], way)
-        killed = asyncio.run(answer_all(fleet, asked, sorted(places), "seeded", max_tokens, fleet.decode[0]))
-    rows += count_rows(asked, killed, "seeded, a worker killed")
+            rows += count_rows(schemas, answers[way], way)
+        killed = asyncio.run(answer_all(fleet, schemas, sorted(places), "seeded", max_tokens, fleet.decode[0]))
+    rows += count_rows(schemas, killed, "seeded, a worker killed")
     equal = sum(_tokens(killed[place]) == _tokens(answers["seeded"][place]) for place in places)
     rows.append(Row("same tokens as without the kill", equal, "outputs", "all", len(places)))
     moved = sum(isinstance(found, SchemaOutput) and found.num_redispatches > 0 for found in killed.values())
@@ -165,8 +170,8 @@ def _tokens(found: SchemaOutput | InvalidInput) -> tuple[int, ...] | None:
     return found.token_ids if isinstance(found, SchemaOutput) else None
 
 
-def count_rows(asked: Sequence[SuiteSchema], answers: Answers, way: str) -> list[Row]:
-    counts, rows = count(asked, answers, way), []
+def count_rows(schemas: Sequence[SuiteSchema], answers: Answers, way: str) -> list[Row]:
+    counts, rows = count(schemas, answers, way), []
     for suite in (TEST_SUITE, SCHEMA_STORE):
         num_supported = sum(counts[suite, kind] for kind in KINDS)
         rows += [
@@ -186,8 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.suites.mkdir(parents=True, exist_ok=True)
     download(args.suites)
-    asked = read_suites(args.suites)[:: args.every]
-    rows = measure(asked, args.max_tokens)
+    schemas = read_suites(args.suites)[:: args.every]
+    rows = measure(schemas, args.max_tokens)
     (publish if args.every == 1 else show)(
         "schemas", f"2 prefill and 2 decode workers, fp32, max_tokens {args.max_tokens}", rows
     )

@@ -60,7 +60,7 @@ def vllm_server(vllm: Vllm) -> Iterator[Server]:
 
 @contextmanager
 def vllm_pair(vllm: Vllm) -> Iterator[Server]:
-    """Starts the two servers one after another, so that the second finds what the first has compiled."""
+    """Starts the two servers one after another, so that the second finds the code that the first has compiled."""
     first, second = ([core] for core in own_cores(2))
     with (
         VllmServer(vllm, random_llama(), first, MAX_SEQUENCES, MAX_CONTEXT, is_paired=True) as prefill,

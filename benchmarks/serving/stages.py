@@ -117,7 +117,7 @@ def rows_of(case: StageCase, found: dict[Place, list[FirstTokens]]) -> list[Row]
     """Returns each stage with that of a local prefill as baseline, and what remote prefills add to it."""
     at = f"{case.name}, {case.prompt_tokens} tokens"
     middle = {
-        place: {name: median(one.stages[name] for one in outcomes) for name in outcomes[0].stages}
+        place: {name: median(each.stages[name] for each in outcomes) for name in outcomes[0].stages}
         for place, outcomes in found.items()
     }
     rows = [

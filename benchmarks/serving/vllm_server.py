@@ -93,9 +93,9 @@ class VllmPrefill:
         """Returns the body with vLLM's description of where the prompt's pages are."""
         wanted = {"do_remote_decode": True, "do_remote_prefill": False}
         unknown = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
-        asked = {name: body[name] for name in ("model", "prompt")}
-        asked |= {"max_tokens": 1, "kv_transfer_params": wanted | unknown}
-        async with self._session.post(self._url, json=asked, raise_for_status=True) as response:
+        prefill_body = {name: body[name] for name in ("model", "prompt")}
+        prefill_body |= {"max_tokens": 1, "kv_transfer_params": wanted | unknown}
+        async with self._session.post(self._url, json=prefill_body, raise_for_status=True) as response:
             return body | {"kv_transfer_params": (await response.json())["kv_transfer_params"]}
 
     async def close(self) -> None:

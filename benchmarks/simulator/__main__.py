@@ -28,7 +28,7 @@ _PAGES, _PAGE_SIZE = 7500, 64
 class SpeedCase:
     name: str
     trace: str
-    num_pairs: int  # of prefill and decode workers
+    num_pairs: int  # pairs of a prefill and a decode worker
     load: float
     limit: int
 
@@ -44,9 +44,9 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    requests_per_s: float  # of processor time
+    requests_per_s: float  # per second of processor time
     events_per_request: float
-    digest: str  # of every request's times and workers
+    digest: str  # hash of every request's times and workers
 
 
 def measure(spec: FleetSpec, requests: Sequence[TraceRequest], sends_reports: bool) -> Speed:
@@ -58,8 +58,15 @@ def measure(spec: FleetSpec, requests: Sequence[TraceRequest], sends_reports: bo
         fleet.submit(request)
     seconds = elapsed_s(fleet.run, time.process_time)
     digest = hashlib.sha256()
-    for one in fleet.outcomes:
-        served = (one.first_token_s, one.end_s, one.num_tokens, one.cached_tokens, one.computed_by, one.decoded_by)
+    for outcome in fleet.outcomes:
+        served = (
+            outcome.first_token_s,
+            outcome.end_s,
+            outcome.num_tokens,
+            outcome.cached_tokens,
+            outcome.computed_by,
+            outcome.decoded_by,
+        )
         digest.update(repr(served).encode())
     return Speed(len(requests) / seconds, fleet.sim.num_events / len(requests), digest.hexdigest()[:16])
 

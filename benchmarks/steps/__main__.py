@@ -41,8 +41,8 @@ from penstock.types import RequestId, SamplingParams
 CONTEXT = 512
 OUTPUT_TOKENS = 512
 BATCHES = (1, 16, 64, 256)
-CHUNK_TOKENS = 256  # of prompts in a step of a colocated worker
-COLOCATED_OUTPUT = 128  # so few that every step has prompts
+CHUNK_TOKENS = 256  # tokens of prompts in a step of a colocated worker
+COLOCATED_OUTPUT = 128  # few enough that every step has prompts
 
 
 @dataclass

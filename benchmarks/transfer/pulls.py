@@ -31,13 +31,13 @@ from worker.pull.policy import PullCosts, PullPlan
 
 LINKS = {"shared memory": None, "1 GB/s": 1e9, "100 MB/s": 1e8, "30 MB/s": 3e7}  # bytes a second; None: as it is
 LENGTHS = (128, 256, 512, 1024, 2048, 3584)  # tokens
-FIRST_TOKENS = 2048  # of the prompt that a worker decides on before it has learned anything
+FIRST_TOKENS = 2048  # prompt length of a worker's decision before it has learned anything
 _ONE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 _PATIENCE_S = 60.0
 
 
 class Pair:
-    """A worker that holds prompts, and one that is asked for them."""
+    """A worker that holds prompts, and one that may pull them."""
 
     def __init__(self, holder: DecodeServer, puller: DecodeServer, ask_holder: Caller, ask_puller: Caller) -> None:
         self.puller = puller
@@ -146,7 +146,7 @@ async def _over_link(
         for prompt in prompts:
             for way in ways[number % 3 :] + ways[: number % 3]:
                 for known in costs._sources.values():
-                    known.avoided_until_s = 0.0  # so that what it has learned decides, not a pull that has just failed
+                    known.avoided_until_s = 0.0  # lets learned costs decide, not a pull that has just failed
                 times.setdefault((way, len(prompt)), []).append(await _turn(pair, prompt, way))
     middle = {key: median(found) * 1e3 for key, found in times.items()}
     rows = []

@@ -156,8 +156,8 @@ def publish(rows: list[dict[str, object]], folder: Path) -> None:
     """Writes the rows together with other shapes' rows of earlier runs, and the chart of all."""
     file = folder / "validation.json"
     kept = json.loads(file.read_text())["rows"] if file.exists() else []
-    mine = {row["shape"] for row in rows}
-    rows = [row for row in kept if row["shape"] not in mine] + rows
+    new_shapes = {row["shape"] for row in rows}
+    rows = [row for row in kept if row["shape"] not in new_shapes] + rows
     within = sum(abs(float(str(row["error"]))) <= float(str(row["bound"])) for row in rows)
     result = {"name": "validation", "date": today(), "hardware": hardware(), "versions": versions()}
     write_result(result | {"num_within": within, "rows": rows}, folder)

@@ -52,7 +52,7 @@ def fit_profile(
     profile = CostProfile(name, source, fitted.prefill, fitted.decode, link, errors=fitted.errors)
     requests, seen = alone
     expected = predict(spec.with_costs(profile), requests)
-    between_s = max(0.0, median(seen.itl_s) - median(expected.itl_s))  # from one step to the next
+    between_s = max(0.0, median(seen.itl_s) - median(expected.itl_s))  # time from one step to the next
     front_s = max(0.0, median(seen.ttft_s) - median(expected.ttft_s))
     return replace(
         profile,

@@ -10,7 +10,7 @@ from simulator.request import TraceRequest
 from simulator.traces import in_order
 
 _BLOCK = 16
-_CONTEXT = 2048  # of the bundled model
+_CONTEXT = 2048  # longest context of the bundled model
 
 
 class _Maker:
@@ -91,7 +91,7 @@ def make_workload(name: str, duration_s: float, seed: int) -> list[TraceRequest]
 
 
 def make_calibration(duration_s: float, seed: int) -> list[TraceRequest]:
-    """Returns varied requests to fit costs to, none of which is in a workload."""
+    """Returns varied requests to fit costs to. None of them is in a workload."""
     maker = _Maker(seed)
     _calibration(maker, duration_s)
     return in_order(maker.requests)

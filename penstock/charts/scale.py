@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 _STEPS = (1.0, 2.0, 5.0)
 _MAX_LOG_RATIO = 1e9  # widest range that a logarithmic axis chooses; lower values are clamped
-_MIN_SPREAD = 1e-9  # of the larger bound; ticks of a narrower range would read the same
+_MIN_SPREAD = 1e-9  # share of the larger bound; ticks of a narrower range would read the same
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class PrefixPull:
 
     source: str  # worker id
     wanted_tokens: int
-    pulled_tokens: int  # those of them that arrived in time
+    pulled_tokens: int  # the wanted tokens that arrived in time
     pull_ms: float
     problem: str  # empty if all arrived
 
@@ -105,7 +105,7 @@ class Chunk:
     model: str = ""
     granted_max_tokens: int | None = None  # with finish_reason: the limit to which overload shortened the answer
     prompt_logprobs: tuple[Logprob, ...] = ()  # set on the first chunk of this index, if requested
-    weight_version: int = 0  # of the weights that these tokens come from; 0: the checkpoint's own
+    weight_version: int = 0  # version of the weights that these tokens come from; 0: the checkpoint's own
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import grpc
 from penstock.errors import PenstockError, SequenceMoved, Unavailable
 from penstock.v1 import inference_pb2
 
-_MAX_CONNECT_DELAY_S = 1.0  # so a successor is found about a second after it listens
+_MAX_CONNECT_DELAY_S = 1.0  # a successor is found about a second after it listens
 
 
 class Failure(Enum):

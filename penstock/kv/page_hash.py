@@ -23,7 +23,7 @@ _FRESH = blake2b(digest_size=_DIGEST_BYTES)  # copying this is a quarter cheaper
 def make_salt(model_revision: str, *, adapter: str = "", tenant: str = "", key: bytes = b"") -> bytes:
     """Returns the root of a hash chain. Parts are length-prefixed, so that different tuples give different salts.
 
-    With a `key` (at most 64 bytes) the root is a MAC: without the key, nobody can find out whose pages a hash names.
+    With a `key` (at most 64 bytes) the root is a MAC: without the key, a hash does not reveal whose pages it names.
     """
     digest = blake2b(digest_size=_DIGEST_BYTES, person=b"penstock-page", key=key)
     for part in (str(HASH_VERSION), model_revision, adapter, tenant):

@@ -3,7 +3,7 @@
 A page is useful only together with all pages before it. A cache that evicts leaves first keeps each page's parent on a
 tier at least as good. A prompt's pages then form one stretch on the device, a second on the host and a third on disk,
 and a reader finds the end of each by bisection. A page whose parent is gone or on a worse tier is a stray, and while
-there is any the reader has to look at every page. Only the worker knows the parents, so it counts the strays.
+there are strays the reader has to visit every page. Only the worker knows the parents, so it counts the strays.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Owns asyncio tasks that run in the background, so that nothing outlives whoever started it.
+"""Owns asyncio tasks that run in the background, so that no task outlives its owner.
 
 The event loop refers to a running task only weakly; without an owner it can be collected before it ends.
 """

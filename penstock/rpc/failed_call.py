@@ -1,4 +1,4 @@
-"""Explains gRPC calls that no Penstock server answered: what is wrong at the address, and the fix."""
+"""Explains gRPC calls that no Penstock server answered: names the problem at the address, and the fix."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def is_answered(error: grpc.RpcError) -> bool:
 def failed_call(error: grpc.RpcError, address: str, advice: str) -> PenstockError:
     """Returns the typed error of a failed call to `address`.
 
-    If no Penstock server answered, the message names the address, what is wrong there, and the fix. `advice` is an
+    If no Penstock server answered, the message names the address, the problem there, and the fix. `advice` is an
     imperative clause that says which address to give.
     """
     typed = from_rpc_error(error)

@@ -1,4 +1,4 @@
-"""Explains failed HTTP requests of any library: what is wrong at the URL, and the fix.
+"""Explains failed HTTP requests of any library: names the problem at the URL, and the fix.
 
 The counterpart of `failed_call` for gRPC. Reads the causes of exceptions of both urllib and aiohttp.
 """
@@ -61,7 +61,7 @@ def _is_no_http(error: BaseException) -> bool:
 
 
 def _why_unreached(error: BaseException) -> str:
-    """Returns what an exception says about the connection, or ""."""
+    """Returns why the connection failed if the exception says so, or ""."""
     if isinstance(error, socket.gaierror):
         return "the host has no address"
     if isinstance(error, TimeoutError):

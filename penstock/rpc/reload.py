@@ -24,7 +24,7 @@ _Mark = tuple[tuple[int, int, int, int] | None, ...]
 
 
 class WatchedFiles(Generic[ValueT]):
-    """A value read from files. `value` is the last good one; any thread may read it."""
+    """A value read from files. `value` is the last usable one; any thread may read it."""
 
     def __init__(self, setting: str, paths: Sequence[str], read: Callable[[], ValueT]) -> None:
         """Reads the files that `setting` names. Like `read`, raises ConfigError for unusable files."""

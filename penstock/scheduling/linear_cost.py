@@ -99,7 +99,7 @@ class LinearCost:
 
 
 class ThreeTermCost(LinearCost):
-    """A `LinearCost` of three quantities, equal to the last bit and several times as fast.
+    """A `LinearCost` of three quantities with the same results, bit for bit, and several times as fast.
 
     A router learns from every load report of every worker, so the loops over quantities are written out here.
     """

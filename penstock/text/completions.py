@@ -34,7 +34,7 @@ class CompletionDelta:
     finish_reason: FinishReason | None = None
     timing: common_pb2.Timing | None = None  # with finish_reason
     prompt_logprobs: Sequence[common_pb2.TokenLogprob] = ()  # with the first token, if requested
-    weight_version: int = 0  # of the weights that the tokens come from; 0: the checkpoint's own
+    weight_version: int = 0  # version of the weights that the tokens come from; 0: the checkpoint's own
 
     def extend(self, later: CompletionDelta) -> None:
         """Appends a later delta of the same completion, from the same worker."""
@@ -59,7 +59,7 @@ class Output:
     decision: dict[str, Any] | None = None  # with usage, if requested
     prompt_logprobs: Sequence[common_pb2.TokenLogprob] = ()  # with the first token, if requested; with token texts
     stop_string: str | None = None  # the stop string that ended the completion, with finish_reason
-    weight_version: int = 0  # of the weights that the tokens come from; 0: the checkpoint's own
+    weight_version: int = 0  # version of the weights that the tokens come from; 0: the checkpoint's own
 
 
 def to_response(output: Output, request_id: str, model: str) -> inference_pb2.GenerateResponse:

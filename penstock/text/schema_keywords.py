@@ -13,7 +13,7 @@ from typing import Any
 Schema = dict[str, Any]
 
 _MAX_DEPTH = 32
-_MAX_DEPENDENCIES = 5  # of one object; llguidance combines all their alternatives
+_MAX_DEPENDENCIES = 5  # dependencies of one object; llguidance combines all their alternatives
 _MAX_NAMES = 4096  # written for `propertyNames` in a whole schema, which may use a list many times
 _SCHEMAS = ("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames")
 _MORE_SCHEMAS = ("then", "unevaluatedItems", "unevaluatedProperties")
@@ -43,7 +43,9 @@ _TYPES = ("null", "boolean", "number", "string", "array", "object")
 
 
 def in_known_keywords(schema: Mapping[str, Any]) -> Schema:
-    """Returns the schema in keywords that llguidance knows, as far as possible. Does not change its argument."""
+    """Returns the schema with keywords that llguidance knows, where they can be replaced. Does not change its
+    argument.
+    """
     return _Writer(schema).write(dict(schema))
 
 
@@ -86,22 +88,22 @@ class _Writer:
             names = {} if names else {"enum": []}
         if not isinstance(names, dict):
             return
-        said = {keyword: value for keyword, value in names.items() if keyword not in _ANNOTATIONS}
-        kind = said.pop("type", "string")
+        conditions = {keyword: value for keyword, value in names.items() if keyword not in _ANNOTATIONS}
+        kind = conditions.pop("type", "string")
         if kind != "string":
             return
-        if not said:
+        if not conditions:
             del schema["propertyNames"]
             return
-        listed = said.pop("enum", None) if len(said) == 1 else None
-        if "const" in said and len(said) == 1:
-            listed = [said.pop("const")]
+        listed = conditions.pop("enum", None) if len(conditions) == 1 else None
+        if "const" in conditions and len(conditions) == 1:
+            listed = [conditions.pop("const")]
         if isinstance(listed, list):
             listed = [name for name in listed if isinstance(name, str)]
             self._num_names += len(listed)
             if self._num_names <= _MAX_NAMES:
                 _replace(schema, "propertyNames", {"properties": {name: {} for name in listed}})
-        elif (pattern := _pattern_of(said)) is not None:
+        elif (pattern := _pattern_of(conditions)) is not None:
             _replace(schema, "propertyNames", {"patternProperties": {pattern: {}}})
 
     def _referred(self, part: Any) -> Any:
@@ -115,10 +117,10 @@ class _Writer:
         return part if found is None else found
 
 
-def _replace(schema: Schema, keyword: str, said: Schema) -> None:
-    """Replaces a keyword about property names: `said` lists the only properties allowed."""
+def _replace(schema: Schema, keyword: str, conditions: Schema) -> None:
+    """Replaces a keyword about property names: `conditions` lists the only properties allowed."""
     del schema[keyword]
-    _require(schema, said | {"additionalProperties": False})
+    _require(schema, conditions | {"additionalProperties": False})
 
 
 def _require(schema: Schema, more: Schema) -> None:
@@ -126,12 +128,12 @@ def _require(schema: Schema, more: Schema) -> None:
     schema["allOf"] = [*schema.get("allOf", ()), more]
 
 
-def _pattern_of(said: Schema) -> str | None:
+def _pattern_of(conditions: Schema) -> str | None:
     """Returns a regular expression for the texts that match this schema, or None."""
-    if said.keys() == {"pattern"} and isinstance(said["pattern"], str):
-        return str(said["pattern"])
-    if said.keys() <= {"minLength", "maxLength"}:
-        least, most = said.get("minLength", 0), said.get("maxLength", "")
+    if conditions.keys() == {"pattern"} and isinstance(conditions["pattern"], str):
+        return str(conditions["pattern"])
+    if conditions.keys() <= {"minLength", "maxLength"}:
+        least, most = conditions.get("minLength", 0), conditions.get("maxLength", "")
         if isinstance(least, int) and (isinstance(most, int) or most == ""):
             return f"^(.|\\n){{{least},{most}}}$"
     return None

@@ -136,7 +136,7 @@ class _Writer:
         return self._choice(written)
 
     def _tag(self, value: Mapping[str, Any], place: str, end: str, depth: int, begun: str = "") -> str:
-        """Writes the rest of a tag whose begin starts with `begun`, which is written already."""
+        """Writes a tag without the prefix `begun` of its begin, which the caller has written already."""
         begin = self._text(value, "begin", place)
         ends = value.get("end")
         if isinstance(ends, str):

@@ -3,7 +3,7 @@
 The simulator, `penstock fit` and capacity planning take from here:
 
 * `accelerators`: `find_accelerator(name)`, published peaks with efficiency factors (`penstock.sizing`);
-  `measured_cpu()` for the machine at hand.
+  `measured_cpu()` for this machine.
 * `roofline`: `roofline_costs(shape, accelerator, tensor_parallel)`, a `CostProfile`; `ridge_batch`, `num_kv_tokens`.
 * `step_costs`: `PrefillCosts`, `DecodeCosts` and `LinkCosts`, all that a simulated worker knows of its hardware.
 * `cost_file`: `CostProfile`, with `read_costs(path)` and `write_costs(profile, path)`.

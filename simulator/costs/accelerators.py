@@ -1,4 +1,4 @@
-"""Finds an accelerator by its name, or measures the machine at hand as one."""
+"""Finds an accelerator by its name, or measures this machine as one."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class StepRecord:
     """A few steps of a worker: `totals.contexts` counts pairs of a computed token and a token before it."""
 
     role: Role
-    has_prompts: bool  # of the steps; else each computed one token for each sequence
+    has_prompts: bool  # the steps have prompts; otherwise each computed one token for each sequence
     totals: StepTotals
 
 

@@ -1,4 +1,4 @@
-"""Derives what steps cost from published peaks: the roofline model (Williams et al., CACM 2009).
+"""Derives the costs of steps from published peaks by the roofline model (Williams et al., CACM 2009).
 
 A step reads its weights once and the KV of every context, and multiplies each token with the active parameters; the
 slower of the two, weights or products, determines the time. Under tensor parallelism each device does its share and
@@ -14,7 +14,7 @@ from simulator.costs.step_costs import DecodeCosts, LinkCosts, PrefillCosts
 
 _ACTIVATION_BYTES = 2
 _LINK_LATENCY_S = 2e-4
-_USABLE_MEMORY = 0.92  # of a device; the rest is for contexts, activations and captured graphs
+_USABLE_MEMORY = 0.92  # share of a device's memory; the rest is for contexts, activations and captured graphs
 
 
 def roofline_costs(shape: ModelShape, device: Accelerator, tensor_parallel: int = 1) -> CostProfile:

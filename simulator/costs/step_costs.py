@@ -3,9 +3,9 @@
 A step takes a fixed time, during which its weights are read, and computing hides behind that reading until a step has
 more tokens than the ridge of the roofline (Williams et al., CACM 2009). Beyond it each token adds its own time.
 
-The defaults stand for an 8B model in bf16 on one 80 GB GPU: weights of 16 GB at 2.4 TB/s make a decode step of 7 ms, KV
-of 128 KiB a token is read at the same rate, a prompt token costs 16 GFLOP at 250 TFLOP/s, and attention costs a token
-0.5 MFLOP for each token of its context. They are derived, not measured; a comparison of policies needs only their
+The defaults are those of an 8B model in bf16 on one 80 GB GPU: weights of 16 GB at 2.4 TB/s make a decode step of 7 ms,
+KV of 128 KiB a token is read at the same rate, a prompt token costs 16 GFLOP at 250 TFLOP/s, and attention costs a
+token 0.5 MFLOP for each token of its context. They are derived, not measured; a comparison of policies needs only their
 proportions.
 """
 
@@ -23,7 +23,7 @@ class PrefillCosts:
 
     step_s: float = 0.008
     token_s: float = 65e-6
-    context_s: float = 2e-9  # of one token for each token before it
+    context_s: float = 2e-9  # time of one token for each token before it
     hidden_s: float = 0.0  # part of `step_s` behind which computing tokens is free
 
     def chunk_s(self, num_tokens: int, num_before: int) -> float:

@@ -16,7 +16,7 @@ from simulator.planning.deployment import Deployment, FlowResult, WorkerKind, ca
 from simulator.planning.workload import Workload
 
 _PAGE_SIZES = (16, 32, 64, 128, 256)
-_LEAST_PAGE_BYTES = 64 << 10  # of a rank: a one-sided read of 64 KiB runs at a link's full rate, smaller ones do not
+_LEAST_PAGE_BYTES = 64 << 10  # a rank's part: one-sided reads of 64 KiB run at a link's full rate, smaller ones do not
 
 
 def quantize_kv(shape: ModelShape, kv_dtype: str) -> ModelShape:

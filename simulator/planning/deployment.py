@@ -17,7 +17,7 @@ HIT_EFFICIENCY = (
     0.93  # hits over those of one cache as large as all: kv-aware keeps 93-99 % (docs/lab-notes/policies.md)
 )
 MAX_BATCH = 256  # sequences of a decode step: as many as CUDA graphs are captured for by default
-_KV_SHARE = 0.8  # of what weights leave free: the engine's default on GPUs
+_KV_SHARE = 0.8  # share of the memory that weights leave free: the engine's default on GPUs
 _RESERVED_BYTES = 600 << 20  # the driver's context and libraries: the engine's assumption
 
 
@@ -26,7 +26,7 @@ class PricedAccelerator:
     """An accelerator at a price. With measured costs, it is planned only at their tensor-parallel degrees."""
 
     device: Accelerator
-    price_per_h: float  # of one device
+    price_per_h: float  # price of one device
     measured: tuple[CostProfile, ...] = ()
 
     def allows(self, tensor_parallel: int) -> bool:
@@ -139,8 +139,8 @@ def make_kind(shape: ModelShape, offer: PricedAccelerator, tensor_parallel: int,
 
 
 def exposed_transfer_s(kind: WorkerKind, request: PlannedRequest) -> float:
-    """Returns what a transfer adds to TTFT: its last chunk's time, since earlier chunks move while later ones are
-    computed.
+    """Returns the time that a transfer adds to TTFT: that of its last chunk, since earlier chunks move while later ones
+    are computed.
     """
     link = kind.costs.link
     last = min(kind.chunk_tokens, request.num_input_tokens)

@@ -1,4 +1,4 @@
-"""Estimates what a plan delivers (goodput, cost, headroom) and how sensitive it is, by the flow model. Pure."""
+"""Estimates a plan's goodput, cost, headroom and sensitivity by the flow model. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Economy:
     goodput_per_device_s: float
     price_per_h: float
     per_million_output_tokens: float
-    per_million_tokens: float  # of prompts and answers
+    per_million_tokens: float  # price of a million tokens of prompts and answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Variation:
     """A plan when one assumption is wrong."""
 
     name: str
-    attainment: float  # of the unchanged plan
+    attainment: float  # attainment of the unchanged plan
     sufficient: Deployment | None  # the same kinds of workers in sufficient numbers; None: no number suffices
 
     @property

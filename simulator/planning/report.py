@@ -19,7 +19,7 @@ from simulator.planning.verify import Verification, verify
 from simulator.planning.workload import Workload
 from simulator.traffic.statistics import summarize_values
 
-_MOST_VERIFIED = 3  # of the cheapest plans
+_MOST_VERIFIED = 3  # number of the cheapest plans that are simulated
 _MOST_ENLARGED = 4
 
 

@@ -55,7 +55,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A deployment that meets the goal, with what the flow model expects of it."""
+    """A deployment that meets the goal, with the flow model's prediction."""
 
     deployment: Deployment
     result: FlowResult

@@ -20,8 +20,8 @@ class Verification:
 
     num_requests: int
     num_failed: int
-    attainment: float  # of all requests
-    num_late: int  # of those that completed, with TTFT above its target
+    attainment: float  # share of all requests within both targets
+    num_late: int  # completed requests with TTFT above its target
     hit_rate: float
     ttft_p50_s: float
     ttft_p99_s: float

@@ -1,4 +1,4 @@
-"""Models what a router knows of one worker, in virtual time. Follows `router.fleet.worker_follower`."""
+"""Models a router's view of one worker in virtual time. Follows `router.fleet.worker_follower`."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class FollowerTable:
         self.followers: list[FollowerModel] = []
         self._sim = sim
         self._ready: dict[Role, list[FollowerModel]] | None = None  # by role; None: not computed yet
-        self._by_id: dict[WorkerId, FollowerModel] = {}  # those in `_ready`
+        self._by_id: dict[WorkerId, FollowerModel] = {}  # the followers in `_ready`
         self._due: list[tuple[float, int, FollowerModel]] = []  # heap: when to read reports; only newest entries count
         self._due_number = count()
 

@@ -25,8 +25,8 @@ class _Watch:
 
     call: Call
     watcher: PeerModel
-    pause: Timer | None = None  # until the next report may follow
-    beat: Timer | None = None  # until it is due without a change
+    pause: Timer | None = None  # timer until the next report may follow
+    beat: Timer | None = None  # timer until a report is due without a change
     changed: bool = False
 
 

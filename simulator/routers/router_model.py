@@ -63,10 +63,10 @@ class RouterSpec:
 
     page_size: int
     token_bytes: float
-    limits: dict[Role, WorkerLimits]  # that workers report
+    limits: dict[Role, WorkerLimits]  # limits that workers report
     max_replicas: int
     admission: AdmissionConfig | None  # None: every request goes to the workers at once
-    pull_cost: LinkCost | None  # of a pull between any two workers; None: nothing is pulled
+    pull_cost: LinkCost | None  # cost of a pull between any two workers; None: nothing is pulled
 
 
 class RouterModel:
@@ -251,8 +251,8 @@ class RouterModel:
 
     def _wait(self, held: _OpenRequest) -> None:
         patience_s = held.core.patience_s()
-        nobody = Unavailable("no decode worker takes requests now; try again", RETRY_AFTER_S)
-        self._waiting[held] = self.node.after(patience_s, lambda: self._end(held, nobody))
+        no_worker = Unavailable("no decode worker takes requests now; try again", RETRY_AFTER_S)
+        self._waiting[held] = self.node.after(patience_s, lambda: self._end(held, no_worker))
 
     def _on_change(self) -> None:
         self._table.on_change()

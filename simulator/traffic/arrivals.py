@@ -32,7 +32,7 @@ class ArrivalReport:
 
     duration_s: float
     requests_per_s: float
-    gap_cv: float  # of the times between arrivals; 1: Poisson
+    gap_cv: float  # CV of the times between arrivals; 1: Poisson
     windows: tuple[WindowRates, ...]
 
 

@@ -2,7 +2,7 @@
 
 The cache is the ideal of a deployment's caches: one pool that serves the requests one after another and evicts the
 least recently used leaf first, as `engine.cache.prefix_cache` does. A request touches all blocks of its prompt at once,
-and a block is of use only while the blocks before it are cached. So blocks rank by (last request, depth), whatever the
+and a block can hit only while the blocks before it are cached. So blocks rank by (last request, depth), whatever the
 cache's size: a cache of C tokens holds the first C tokens of this ranking, and a block hits if and only if the blocks
 that rank up to it, its stack distance, fit (Mattson, Gecsei, Slutz, Traiger: Evaluation techniques for storage
 hierarchies, IBM Systems Journal 9(2), 1970).
@@ -32,7 +32,7 @@ class ReuseRun:
 
     request: int
     last_request: int
-    tokens_ahead: int  # that rank before the run
+    tokens_ahead: int  # tokens that rank before the run
     num_blocks: int
     block_tokens: int
     num_tokens: int  # in the blocks; fewer than they have room for if the last one is incomplete

@@ -19,12 +19,12 @@ from simulator.traffic.statistics import Distribution, summarize_values
 class SessionReport:
     """Sessions of a trace. A chain is the successive requests of one agent of a session."""
 
-    inferred: bool  # from shared blocks, because the trace does not name sessions
+    inferred: bool  # whether sessions are inferred from shared blocks, because the trace does not name them
     num_sessions: int
     num_chains: int
     requests_per_session: Distribution
     gap_s: Distribution  # between the arrivals of a request and of the one that continues it
-    growth_tokens: Distribution  # of the prompt, from a request to the one that continues it
+    growth_tokens: Distribution  # growth of the prompt from a request to the one that continues it
     own_hit_share: float  # share of the hit tokens that the same session had touched last
 
 
@@ -71,7 +71,7 @@ def _inferred_previous(records: Sequence[TraceRecord], reuse: ReuseReport) -> di
     """Returns the request that each request continues, by the deepest run that it reuses."""
     matched = [0] * len(records)
     deepest: dict[int, int] = {}
-    for run in reuse.runs:  # those of one request follow each other by depth
+    for run in reuse.runs:  # the runs of one request are in order of depth
         matched[run.request] += run.num_blocks
         deepest[run.request] = run.last_request
     return {

@@ -44,12 +44,12 @@ _RETRY_AFTER_S = 1.0
 class _StepRun:
     """The steps in flight: one, or several that are simulated at once because nothing happens between them."""
 
-    plan: StepPlan | None = None  # until its first step is committed
-    steps_s: list[float] = field(default_factory=list)  # of those that are not measured
-    rows: DecodeRows | None = None  # once the first step is committed, if more follow
+    plan: StepPlan | None = None  # None once its first step is committed
+    steps_s: list[float] = field(default_factory=list)  # times of the steps that are not measured
+    rows: DecodeRows | None = None  # None until the first step is committed, or if no more follow
     num_committed: int = 0
-    num_measured: int = 0  # further steps
-    num_contexts: int = 0  # tokens before those of the rows' first step that is not committed, if any is measured
+    num_measured: int = 0  # steps measured but not committed
+    num_contexts: int = 0  # context of the first step that is not committed, if any is measured
 
 
 class DecodeModel(TransferOwner):
@@ -85,7 +85,7 @@ class DecodeModel(TransferOwner):
         self.loop = VirtualStepLoop(node, self._begin_step, self._end_steps, lambda: self.before_change())
         self.on_change: Callable[[], None] = lambda: None
         self.before_change: Callable[[], None] = lambda: None
-        self.num_computed_tokens = 0  # of prompts
+        self.num_computed_tokens = 0  # tokens of prompts computed here
         self.num_output_tokens = 0
         self._costs = costs
         self._link = link
@@ -116,7 +116,7 @@ class DecodeModel(TransferOwner):
         return self.load_at(self.node.sim.now_s)
 
     def totals_at(self, at_s: float) -> tuple[StepTotals, StepTotals]:
-        """Returns the totals of steps that have ended by then; of a run's steps, it commits none but the first."""
+        """Returns the totals of steps that have ended by `at_s`. Of a run's steps, it commits only the first."""
         if num_ended := self.loop.catch_up(at_s):
             if self._run.plan is not None:
                 self._commit(num_ended, goes_on=True)
@@ -251,7 +251,7 @@ class DecodeModel(TransferOwner):
             self._computed_here.add(submission.sequence)
             self.scheduler.compute_here(submission.sequence)
             return
-        candidate = next(one for one in submission.candidates if one.worker_id == placed.option.worker_id)
+        candidate = next(each for each in submission.candidates if each.worker_id == placed.option.worker_id)
         submission.candidates.remove(candidate)
         submission.computed_by = candidate.worker_id
         self.transfers.begin(submission.sequence, candidate, placed.num_remote)
@@ -268,7 +268,8 @@ class DecodeModel(TransferOwner):
             token_bytes=self._link.token_bytes,
         )
         options = [
-            RemoteOption(one.worker_id, one.queue_s, one.prefill_s, one.cached_tokens) for one in submission.candidates
+            RemoteOption(each.worker_id, each.queue_s, each.prefill_s, each.cached_tokens)
+            for each in submission.candidates
         ]
         return self._policy.choose(demand, options, now_s)
 
@@ -340,7 +341,7 @@ class DecodeModel(TransferOwner):
         return bool(firsts) and any(item.sequence in firsts for item in plan.rows.items)
 
     def catch_up(self, until_s: float) -> None:
-        """Commits the steps that have ended by then."""
+        """Commits the steps that have ended by `until_s`."""
         self.totals_at(until_s)
         if self._run.num_measured:
             self._advance(goes_on=True)

@@ -33,11 +33,11 @@ class Reporter(Protocol):
     loop: VirtualStepLoop
 
     def load_at(self, at_s: float) -> WorkerLoad:
-        """Commits the steps that have ended by then, so that `events` has what they changed."""
+        """Commits the steps that have ended by `at_s`, so that `events` has their changes."""
         ...
 
     def totals_at(self, at_s: float) -> tuple[StepTotals, StepTotals]:
-        """Returns the steps that have computed prompts and those that have only decoded, by then."""
+        """Returns the totals by `at_s` of the steps that have computed prompts and of those that have only decoded."""
         ...
 
 
@@ -95,7 +95,7 @@ class EventFeed:
         self._waits = False
         self._changed = False
         self._changed_s = 0.0
-        self._made_s = 0.0  # when the last report was made
+        self._made_s = 0.0  # time at which the last report was made
         self._rest_until_s = 0.0
         self._made: deque[Report] = deque()  # reports not read yet
         self._arrival_s = 0.0

@@ -16,7 +16,7 @@ class HostMemoryModel(HostPages):
 
     def __init__(self, num_pages: int, copy_s: float) -> None:
         self.slots = PageSlots(num_pages)
-        self.num_bad_reads = 0  # of slots that were never written or have been erased; must stay 0
+        self.num_bad_reads = 0  # reads of slots that were never written or have been erased; must stay 0
         self._copy_s = copy_s
         self._written: set[int] = set()
         self._waiting_s = 0.0

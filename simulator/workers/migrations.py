@@ -61,7 +61,7 @@ class _Outgoing:
     target: MigrationModel
     call: Call | None = None
     num_reserved: int | None = None  # None until the target has answered
-    num_held: int = 0  # that the target had cached
+    num_held: int = 0  # pages that the target had cached
     num_pushed: int = 0
     num_landed: int = 0
     num_pushes: int = 0  # in flight
@@ -79,7 +79,7 @@ class _Incoming:
     submission: Submission
     source: MigrationModel
     call: Call
-    num_tokens: int = 0  # when it paused at its source
+    num_tokens: int = 0  # its tokens when it paused at its source
     runs: bool = False
     deltas: list[Delta] = field(default_factory=list)  # for the router
     timer: Timer | None = None
@@ -195,7 +195,7 @@ class MigrationModel:
         self._links.push(owner.node, target._owner.node, num_tokens, landed, failed)
 
     def _finish(self, outgoing: _Outgoing) -> None:
-        """Pauses the sequence, and sends the remaining pages and what the target has to check."""
+        """Pauses the sequence, and sends the remaining pages and the manifest that the target checks."""
         owner, sequence, key = self._owner, outgoing.submission.sequence, outgoing.key
         num_tokens = sequence.num_computed_tokens
         num_pages = -(-num_tokens // owner.page_size)

@@ -25,7 +25,7 @@ from simulator.workers.step_loop import VirtualStepLoop
 from simulator.world.kv_links import KvLinks
 from simulator.world.network import Call, Node
 
-_LEASE_S = 30.0  # of a sender at its receivers
+_LEASE_S = 30.0  # lease of a sender at its receivers
 _SMOOTHING = 0.2  # weight of the newest step in the measured rate
 _NO_STEPS = StepTotals()
 

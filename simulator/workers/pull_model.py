@@ -18,7 +18,7 @@ from simulator.world.kv_links import KvLinks
 from simulator.world.network import Node
 from worker.pull.policy import MissingPages, PrefixSource, PullCosts
 
-_SPARED_DIVISOR = 16  # as in `worker.handover.intake`
+_SPARED_DIVISOR = 16  # the value of `worker.handover.intake`
 
 
 class PageHolder(Protocol):
@@ -66,12 +66,14 @@ class PullModel:
         hashes = hashes[: source.cache.num_on_device(hashes)]
         num_here = self._cache.num_on_device(hashes)
         num_pages = min(len(hashes) - num_here, self._pool.num_available - self._pool.num_pages // _SPARED_DIVISOR)
-        asked = PrefixSource(source.worker_id, source.node.epoch, "", "", plan.tokens, plan.pull_s, plan.compute_s)
+        prefix_source = PrefixSource(
+            source.worker_id, source.node.epoch, "", "", plan.tokens, plan.pull_s, plan.compute_s
+        )
         num_tokens = num_pages * self._page_size
         missing = MissingPages(num_tokens, num_here * self._page_size, num_tokens * self._links.token_bytes)
         self._costs.on_steps(self._totals())
         began_s = self._node.sim.now_s
-        decided = self._costs.plan(asked, missing, began_s) if num_pages > 0 else None
+        decided = self._costs.plan(prefix_source, missing, began_s) if num_pages > 0 else None
         if decided is None:
             then()
             return
@@ -87,20 +89,20 @@ class PullModel:
             now_s = self._node.sim.now_s
             self._graft(hashes[: num_here + num_pages])
             if not is_over:
-                self._costs.on_pulled(asked, missing, now_s - began_s, now_s)
+                self._costs.on_pulled(prefix_source, missing, now_s - began_s, now_s)
             end()
 
         def give_up() -> None:
             now_s = self._node.sim.now_s
             if not is_over:
-                self._costs.on_failed(asked, missing, now_s - began_s, now_s)
+                self._costs.on_failed(prefix_source, missing, now_s - began_s, now_s)
             end()
 
         self._node.after(decided.patience_s, lambda: self._post(give_up))
         self._links.push(source.node, self._node, num_tokens, lambda: self._post(land), lambda: self._post(give_up))
 
     def _graft(self, hashes: list[PageHash]) -> None:
-        """Caches the pages that are still missing, as far as the pool has room for them."""
+        """Caches the pages that are still missing while the pool has room for them."""
         num_here = self._cache.num_on_device(hashes)
         num_room = max(0, self._pool.num_available - self._pool.num_pages // _SPARED_DIVISOR)
         wanted = hashes[num_here : num_here + num_room]

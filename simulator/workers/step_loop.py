@@ -31,8 +31,8 @@ class VirtualStepLoop:
         self._end = end
         self._computing = False
         self._inbox: list[Callback] = []
-        self._ends_s: Sequence[float] = ()  # of the steps of this run
-        self._num_ended = 0  # of them, committed ahead of the run's end
+        self._ends_s: Sequence[float] = ()  # ends of the steps of this run
+        self._num_ended = 0  # steps of the run that were committed before its end
         self._since_s = 0.0
         self._timer: Timer | None = None
         self.busy_s = 0.0

@@ -31,14 +31,14 @@ class Delta:
     """
 
     stream: int
-    number: int = 0  # of the request
+    number: int = 0  # the request's number
     position: int = 0
     num_tokens: int = 0
     ended: bool = False
     error: PenstockError | None = None
     cached_tokens: int = 0
     computed_by: WorkerId | None = None
-    transfer_s: float | None = None  # after the first token; None if no pages were transferred
+    transfer_s: float | None = None  # transfer time after the first token; None if no pages were transferred
     migrated: MigratedTo | None = None
 
 
@@ -62,7 +62,7 @@ class Submission:
     timer: Timer | None = None
     placed: PricedPlace | None = None
     placed_s: float = 0.0
-    computed_s: float = 0.0  # when a prefill worker had computed the first part of a split prompt
+    computed_s: float = 0.0  # time at which a prefill worker had computed the first part of a split prompt
 
     @property
     def is_split(self) -> bool:

@@ -37,7 +37,7 @@ class PrefillOption:
     epoch: Epoch
     queue_s: float
     prefill_s: float
-    cached_tokens: int = 0  # of the prompt, in its cache
+    cached_tokens: int = 0  # tokens of the prompt in its cache
     pull: PlannedPull | None = None
 
 
@@ -360,7 +360,7 @@ class TransferModel:
 
 
 def _copy(sequence: Sequence, num_tokens: int, page_size: int) -> Sequence:
-    """Returns what is sent to the prefill worker, with the page hashes as if it had computed them."""
+    """Returns the sequence that is sent to the prefill worker, with the page hashes as if it had computed them."""
     return Sequence(
         request_id=sequence.request_id,
         token_ids=cast(RequestTokens, sequence.token_ids).first(num_tokens).as_list(),

@@ -12,7 +12,7 @@ from simulator.fleet import SimulatedFleet
 from simulator.request import Outcome
 
 _MIGRATE_S = 0.5  # between two rounds of migrations of a drain
-_GROUP_START_S = 0.5  # until the ranks of a group have ended and begun again
+_GROUP_START_S = 0.5  # time until the ranks of a group have ended and started again
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 # Collections of young objects are rare, and of all objects very rare: the deployment lives as long as the simulation.
 _YOUNG_OBJECTS = 100_000  # made since the last collection, before the next; Python's own threshold is 700
-_COLLECTIONS = (10, 50)  # of one generation, before the next older one is walked too; Python's own are 10 and 10
+_COLLECTIONS = (10, 50)  # collections of one generation before the next older one is walked; Python: 10 and 10
 
 
 @contextmanager

@@ -29,9 +29,9 @@ class KvLinks:
     def token_bytes(self) -> int:
         return self._costs.token_bytes
 
-    def set_slowness(self, one: str, other: str, factor: float) -> None:
+    def set_slowness(self, first: str, second: str, factor: float) -> None:
         """Multiplies the time of pushes between two workers; 1 is full speed."""
-        self._slowness[frozenset((one, other))] = factor
+        self._slowness[frozenset((first, second))] = factor
 
     def push(self, sender: Node, receiver: Node, num_tokens: int, on_landed: Callback, on_failed: Callback) -> None:
         """Pushes KV. `on_landed` runs when the last byte is in the receiver's memory, even if its process does not."""

@@ -63,7 +63,7 @@ class Call:
     ends: tuple[Node, Node]
     on_break: tuple[Callback, Callback]
     is_open: bool = True
-    _arrival_s: list[float] = field(default_factory=lambda: [0.0, 0.0])  # of the latest message to each end
+    _arrival_s: list[float] = field(default_factory=lambda: [0.0, 0.0])  # arrival of the latest message to each end
     _held: list[tuple[int, Callback]] = field(default_factory=list)  # while the link is cut
 
     def send(self, sender: Node, deliver: Callback) -> None:
@@ -203,25 +203,25 @@ class Network:
             self._note_fault(node.name)
             node.set_state(State.ALIVE)
 
-    def cut(self, one: str, other: str) -> None:
-        pair = frozenset((one, other))
+    def cut(self, first: str, second: str) -> None:
+        pair = frozenset((first, second))
         if pair in self._cut_since_s:
             return
         self._announce_fault()
-        self._note_fault(one, other)
+        self._note_fault(first, second)
         self._cut_since_s[pair] = self.sim.now_s
         for call in self._calls_between(pair):
             self.sim.after(KEEPALIVE_S, lambda call=call: self._give_up(call))  # type: ignore[misc]
 
-    def heal(self, one: str, other: str) -> None:
-        pair = frozenset((one, other))
+    def heal(self, first: str, second: str) -> None:
+        pair = frozenset((first, second))
         if self._cut_since_s.pop(pair, None) is not None:
-            self._note_fault(one, other)
+            self._note_fault(first, second)
             for call in self._calls_between(pair):
                 call.resume()
 
-    def is_cut(self, one: str, other: str) -> bool:
-        return bool(self._cut_since_s) and frozenset((one, other)) in self._cut_since_s
+    def is_cut(self, first: str, second: str) -> bool:
+        return bool(self._cut_since_s) and frozenset((first, second)) in self._cut_since_s
 
     def _give_up(self, call: Call) -> None:
         """Breaks the call when keepalive's time ends, if its peer was silent throughout."""

@@ -35,7 +35,7 @@ class Simulation:
         self.now_s = 0.0
         self.num_events = 0
         self._seed = seed
-        self._number = 0  # of callbacks scheduled; breaks ties in order
+        self._number = 0  # number of callbacks scheduled, which breaks ties
         self._heap: list[tuple[float, int, Timer]] = []
 
     def rng(self, name: str) -> random.Random:

@@ -130,7 +130,7 @@ async def deep_json(target: AttackTarget) -> None:
 
 
 async def crafted_stop_strings(target: AttackTarget) -> None:
-    """Asks for answers of one letter, forced by logit bias, with stop strings that match all but their last letter."""
+    """Requests answers of one letter, forced by logit bias, with stop strings that match all but their last letter."""
     async with channel(target.grpc) as made:
         code, details = await call_code(
             made, TOKENIZE, inference_pb2.TokenizeRequest(text="aaaa").SerializeToString(), target.key, streams=False
@@ -217,7 +217,7 @@ _PATHS = (
 
 
 async def path_tricks(target: AttackTarget) -> None:
-    """Asks for files and for the metrics by malformed paths, and smuggles a request behind another one."""
+    """Requests files and the metrics by malformed paths, and smuggles a request behind another one."""
     for path in _PATHS:
         head = f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {target.key}\r\n".encode()
         status, answer = await http_request(target.http, head, timeout_s=20.0)

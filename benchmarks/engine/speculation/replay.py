@@ -32,8 +32,8 @@ class ReplayEngine(Engine):
             return sampled
         places = step.host.sampled_places.tolist()
         ends = step.host.positions_T[step.host.logit_rows_R[: len(places)]].tolist()
-        said = [
+        emitted = [
             self._texts[step.work[place].sequence.request_id][end + 1] for place, end in zip(places, ends, strict=True)
         ]
-        sampled.token_ids_R[:] = torch.tensor(said, dtype=sampled.token_ids_R.dtype)
+        sampled.token_ids_R[:] = torch.tensor(emitted, dtype=sampled.token_ids_R.dtype)
         return sampled

@@ -1,4 +1,5 @@
-"""Measures what a step costs by how many tokens it verifies, which with acceptance determines the gain of speculation.
+"""Measures the time of a step by the number of tokens that it verifies. With acceptance, it determines the gain of
+speculation.
 
 Steps of all sizes take turns, so that a busy machine slows all of them alike.
 """
@@ -24,7 +25,9 @@ def step_rows(engine: Engine, model: str, context: int) -> list[Row]:
     """
     sequences = [_sequence(engine, number, context) for number in range(max(BATCHES))]
     work = {
-        (batch, count): [ScheduledSequence(one, 1, proposed=tuple(range(20, 20 + count))) for one in sequences[:batch]]
+        (batch, count): [
+            ScheduledSequence(each, 1, proposed=tuple(range(20, 20 + count))) for each in sequences[:batch]
+        ]
         for batch in BATCHES
         for count in PROPOSED
     }
@@ -36,8 +39,8 @@ def step_rows(engine: Engine, model: str, context: int) -> list[Row]:
                     engine.compute(engine.prepare(items)).wait()
             if turn:
                 seconds[key].append(watch.seconds)
-    for one in sequences:
-        engine.pool.release(one.pages)
+    for sequence in sequences:
+        engine.pool.release(sequence.pages)
     medians = {key: statistics.median(found) * 1e3 for key, found in seconds.items()}
     return [
         Row(

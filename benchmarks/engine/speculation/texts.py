@@ -72,7 +72,7 @@ class RepositoryTexts:
         return [self.kinds[kind](rng) for _ in range(count)]
 
     def _excerpt(self, rng: random.Random, texts: list[str], num_tokens: int) -> str:
-        """Returns a text of at least so many tokens, and little more, that begins at the start of a line."""
+        """Returns a text of `num_tokens` or a few more that begins at the start of a line."""
         while True:
             tokens = self._encode(rng.choice(texts))
             if len(tokens) >= num_tokens + _LINE_TOKENS:
@@ -87,10 +87,10 @@ class RepositoryTexts:
         return ids
 
     def _script(self, prompt: str, answer: str) -> Script | None:
-        asked, said = self._encode(prompt), self._encode(answer)
-        if len(asked) > self._prompt_tokens or len(said) < self._answer_tokens:
+        prompt_ids, answer_ids = self._encode(prompt), self._encode(answer)
+        if len(prompt_ids) > self._prompt_tokens or len(answer_ids) < self._answer_tokens:
             return None
-        return Script(asked, said[: self._answer_tokens])
+        return Script(prompt_ids, answer_ids[: self._answer_tokens])
 
     def _edited(self, rng: random.Random) -> Script:
         """Returns a file as prompt, and as answer the same file with one of its names changed."""

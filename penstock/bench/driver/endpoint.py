@@ -11,7 +11,7 @@ from penstock.bench.workloads.prompts import PromptWriter
 
 
 class StreamLog:
-    """Collects the pieces of one answer and how it ended. Times are those of `time.perf_counter`."""
+    """Collects the pieces of one answer and its ending. Times are those of `time.perf_counter`."""
 
     __slots__ = (
         "_cancel_after",

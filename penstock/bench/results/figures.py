@@ -17,8 +17,8 @@ LATENCIES: Mapping[str, Callable[[RequestRecord], Iterable[float]]] = {
     "E2E": lambda request: (request.e2e_s,) if request.ending is Ending.COMPLETE else (),
 }
 _CLASS_BOUNDS = (256, 1024, 4096, 16384, 65536)
-_MAX_LATE_S, _MAX_LATE_SHARE = 0.005, 0.05  # of sends, absolute and as a share of the median TTFT
-_MAX_LAG_S, _MAX_LAG_SHARE = 0.003, 0.1  # of the event loop, absolute and as a share of the median ITL
+_MAX_LATE_S, _MAX_LATE_SHARE = 0.005, 0.05  # latest acceptable sends, absolute and as a share of the median TTFT
+_MAX_LAG_S, _MAX_LAG_SHARE = 0.003, 0.1  # largest acceptable lag of the loop, absolute and as a share of the median ITL
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ class SloLimits:
 
 @dataclass(frozen=True, slots=True)
 class SloSet:
-    """The limits of every lane; those under "" apply to lanes that have none of their own."""
+    """The limits of every lane; the limits under "" apply to lanes without their own."""
 
     text: str  # the text that it was parsed from
     limits: Mapping[str, SloLimits]

@@ -88,7 +88,7 @@ def _to_record(row: TraceRow, arrival_s: float, next_unshared: int) -> TraceReco
 
 
 def _spread_ticks(times_s: Sequence[float], rng: random.Random) -> tuple[list[float], float]:
-    """Returns the times with those of one tick spread evenly over the time to the next, and the tick; 0: no ticks."""
+    """Spreads the times of one tick at random over the time to the next one. Returns them and the tick; 0: no ticks."""
     distinct = sorted(set(times_s))
     gaps = sorted(later - earlier for earlier, later in pairwise(distinct))
     if not gaps or gaps[len(gaps) // 2] < _TICK_GAP_S or len(times_s) < 2 * len(distinct):

@@ -164,7 +164,7 @@ def test_invalid_names_are_refused(name: str) -> None:
 
 def test_the_name_of_the_model_is_refused() -> None:
     check_adapter_name("org/sql-v2", "model")
-    with pytest.raises(InvalidInput, match="as the model itself is; give another name"):
+    with pytest.raises(InvalidInput, match="like the model itself; give another name"):
         check_adapter_name("model", "model")
 
 

@@ -72,7 +72,7 @@ def test_a_changed_file_adds_removes_and_renews_adapters(tmp_path: Path) -> None
     [
         ('[adapters]\nsql = "missing"\n', "give the folder of a PEFT adapter"),
         ('[adapters]\n"s q l" = "a"\n', "is named 's q l'; give 1 to 128 letters"),
-        (f'[adapters]\n{MODEL} = "a"\n', "as the model itself is; give another name"),
+        (f'[adapters]\n{MODEL} = "a"\n', "like the model itself; give another name"),
         ("adapters = 3\n", "adapters"),
         ("not toml", "TOML"),
     ],

@@ -98,7 +98,7 @@ async def test_grpc_trailers_explain_the_decision_on_request():
         pairs = {(one["prefill"], one["decode"]) for one in attempt["considered"]}
         assert pairs == {("prefill-0", "decode-0"), ("decode-0", "decode-0")}
         assert attempt["predicted"] in attempt["considered"]
-        assert 0 < actual["prefill_ms"] <= 2.0  # as the worker says, within the time until the first token
+        assert 0 <= actual["prefill_ms"] <= 2.0  # the worker says 2, and the first token may arrive sooner
         assert "* " in format_decision(whole)
         call = router.stub.Generate(request(token_ids=range(300, 400)))
         await collect(call)

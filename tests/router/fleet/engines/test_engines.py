@@ -291,7 +291,7 @@ async def test_a_router_waits_for_an_engine() -> None:
             {"a": {"url": "http://h:1", "role": "decode"}, "b": {"url": "http://h:2"}},
             "engines have the roles both, decode",
         ),
-        ({"a": {"url": "http://h:1"}, "b": {"url": "http://h:1/"}}, "engines names one url twice"),
+        ({"a": {"url": "http://h:1"}, "b": {"url": "http://h:1/"}}, "engines holds one url twice"),
         ({"a": {"url": "h:1"}}, "engines.a.url"),
         ({"a": {"url": "http://user:secret@h:1"}}, "engines.a.url"),
         ({"a b": {"url": "http://h:1"}}, "engines.a b"),

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import re
 import tempfile
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ import pytest
 from cluster.cli.commands.calling.generate import format_decision
 from cluster.ray.server_actor import at_node_address
 from decode_worker.server import DecodeServer
+from engine.engine import Engine
+from engine.step.compute import PreparedStep
+from engine.step.sequence import ScheduledSequence
 from penstock import AsyncClient, Client
 from penstock.client.results import GenerateResult
 from penstock.config import LookasideConfig, RouterConfig, ServeConfig, WorkerConfig
@@ -231,7 +235,14 @@ async def test_a_shortened_answer_says_so_with_and_without_lookaside() -> None:
         await made.nothing_is_held()
 
 
-async def test_the_requests_deadline_bounds_the_stream(pair: Setting) -> None:
+async def test_the_requests_deadline_bounds_the_stream(pair: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = Engine.prepare
+
+    def delayed(engine: Engine, work: Sequence[ScheduledSequence]) -> PreparedStep:
+        time.sleep(0.005)  # so that no machine computes the answer before the deadline
+        return prepare(engine, work)
+
+    monkeypatch.setattr(Engine, "prepare", delayed)
     routed = await route(pair, LONG, timeout_s=1.2, max_tokens=1800, ignore_eos=True)
     assert isinstance(await failure(routed.address, routed.ticket), DeadlineExceeded)
     await pair.nothing_is_held()

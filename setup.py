@@ -42,7 +42,12 @@ def choose(build: ModuleType) -> list[str]:
     wanted = [name for name in os.environ.get(VARIABLE, ",".join(own)).split(",") if name]
     if unknown := sorted(set(wanted) - set(own)):
         raise SystemExit(f"{VARIABLE} names {', '.join(unknown)}; give some of {', '.join(own)}")
-    return wanted if shutil.which(os.environ.get("CXX", "g++")) else []
+    return wanted if find_compiler() else []
+
+
+def find_compiler() -> str | None:
+    """Returns the compiler's path: by it the machine's cache knows the kernels that were compiled before."""
+    return shutil.which(os.environ.get("CXX", "g++"))
 
 
 class BuildWithKernels(build_py):
@@ -53,8 +58,8 @@ class BuildWithKernels(build_py):
         build = load_build()
         folder = Path(self.build_lib) / ROOM / build.PREBUILT.name
         shutil.rmtree(folder, ignore_errors=True)  # of other sources
-        if wanted := choose(build):
-            build.prebuild(os.environ.get("CXX", "g++"), [build.ISAS[name] for name in wanted], folder)
+        if (wanted := choose(build)) and (compiler := find_compiler()):
+            build.prebuild(compiler, [build.ISAS[name] for name in wanted], folder)
 
 
 class DistributionWithKernels(Distribution):

@@ -38,8 +38,8 @@ print(generate(engine, {PROMPT}, SamplingParams(max_tokens={GREEDY.max_tokens}, 
 """
 
 
-def make_wheel(folder: Path, isas: str) -> zipfile.ZipFile:
-    """Builds a wheel of this checkout's packages as pip does, reusing this machine's cache of kernels."""
+def make_wheel(folder: Path, isas: str, cache: Path) -> zipfile.ZipFile:
+    """Builds a wheel of this checkout's packages as pip does, with this cache of compiled kernels."""
     source = folder / "source"
     source.mkdir(parents=True)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
@@ -47,13 +47,18 @@ def make_wheel(folder: Path, isas: str) -> zipfile.ZipFile:
     for name in ("engine", "penstock", "models"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    variables = {**os.environ, "PENSTOCK_PREBUILD": isas}
+    variables = {**os.environ, "PENSTOCK_PREBUILD": isas, "XDG_CACHE_HOME": str(cache)}
     made = subprocess.run(
         [*command, "--wheel-dir", str(folder), str(source)], env=variables, capture_output=True, timeout=_TIMEOUT_S
     )
     assert made.returncode == 0, made.stderr
     (wheel,) = folder.glob("*.whl")
     return zipfile.ZipFile(wheel)
+
+
+def needed(compiler: str | None) -> str:
+    assert compiler is not None
+    return compiler
 
 
 def libraries(wheel: zipfile.ZipFile) -> list[str]:
@@ -64,7 +69,11 @@ def libraries(wheel: zipfile.ZipFile) -> list[str]:
 @pytest.mark.processes
 def test_a_wheel_serves_without_a_compiler(tmp_path: Path) -> None:
     isa = supported()[0] if library.load_native(supported()[0].name) is not None else supported()[1]
-    wheel = make_wheel(tmp_path / "made", isa.name)
+    compiled = build.cached_path(needed(shutil.which(os.environ.get("CXX", "g++"))), isa)
+    known = tmp_path / "known" / "penstock"
+    shutil.copytree(compiled.parent, known / compiled.parent.name)
+    wheel = make_wheel(tmp_path / "made", isa.name, known.parent)
+    assert [path.name for path in known.iterdir()] == [compiled.parent.name], "nothing was compiled again"
     assert libraries(wheel) == [build.prebuilt_path(isa).name]
     assert "-py3-none-linux_" in str(wheel.filename)
     wheel.extractall(tmp_path / "installed")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from engine.engine import Engine
@@ -48,6 +47,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def make_with_peft(model: Path, folder: Path, settings: dict[str, Any], seed: int = 0) -> AdapterRef:
     """Writes an adapter whose B is random as well as A; PEFT initializes B with zeros, which change nothing."""
+    from peft import LoraConfig, get_peft_model  # takes 1.5 s, in each process that collects tests
+
     torch.manual_seed(seed)
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     adapted = get_peft_model(base, LoraConfig(**settings, task_type="CAUSAL_LM"))
@@ -77,6 +78,8 @@ def logits_of(engine: Engine, ref: AdapterRef | None, token_ids: list[int]) -> t
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_tokens_equal_those_of_peft(case: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
     family, overrides, settings = CASES[case]
     folder = make_checkpoint(family, tmp_path / "model", **overrides)
     ref = make_with_peft(folder, tmp_path / "adapter", settings)

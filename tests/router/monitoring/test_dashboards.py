@@ -35,7 +35,7 @@ NO_DATA = {
     ("service", "Traces a second"),  # traces are off
     ("tenants-and-lanes", "Refusals a second"),
 }
-LOAD_S = 8.0
+LOAD_S = 5.0
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,16 @@
 """Compiles Triton kernels for a GPU, without one: every launch inside `recording`, with the shapes of the call.
 
 Nothing is computed: a launch compiles to machine code and reports what that uses. `python -m
-tests.support.engine.hopper` does so with the engine's kernels for a Hopper, `... 86 101376 NAME...` with some launches
-for another compute capability and its shared memory. It is a process of its own with TRITON_INTERPRET=0, because
-importing decides whether to interpret.
+tests.support.engine.hopper` does so with the engine's kernels for a Hopper, `... '[[86, 101376, ["decode"]]]'` with
+some launches for other compute capabilities and their shared memory. It is a process of its own with
+TRITON_INTERPRET=0, because importing decides whether to interpret.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import re
 import subprocess
 import sys
@@ -41,8 +42,8 @@ from engine.sampling.row_params import SamplingTensors
 from engine.weights.quantized_weight import Kind, quantize_weight
 from penstock.types import SamplingParams
 
-_CAPABILITY = int(sys.argv[1]) if __name__ == "__main__" and len(sys.argv) > 1 else 90
-_TARGET = GPUTarget("cuda", _CAPABILITY, 32)
+_HOPPER = (90, tuning.HOPPER_SHARED_BYTES, [])  # compute capability, shared memory, all launches
+_TARGET = GPUTarget("cuda", 90, 32)
 _BACKEND = make_backend(_TARGET)
 _BINDERS: dict[JITFunction[Any], Any] = {}
 
@@ -242,16 +243,26 @@ LAUNCHES: dict[str, Callable[[], None]] = {
 }
 
 
-def main(shared_bytes: int = tuning.HOPPER_SHARED_BYTES, names: Sequence[str] = ()) -> int:
+def compile_launches(gpu: tuple[int, int, Sequence[str]]) -> dict[str, list[dict[str, Any]]]:
+    """Returns the compiled variants by the name of the launch. Turns this process to that GPU for good."""
+    global _TARGET, _BACKEND
+    capability, shared_bytes, names = gpu
+    _TARGET = GPUTarget("cuda", capability, 32)
+    _BACKEND = make_backend(_TARGET)
     found = {}
     tuning.shared_bytes = lambda device: shared_bytes  # type: ignore[assignment]  # else that of the device, a CPU
     for name in names or LAUNCHES:
         with recording() as compiled, mock.patch.object(join_splits, "_num_multiprocessors", return_value=132):
             LAUNCHES[name]()
         found[name] = [asdict(kernel) for kernel in compiled]
-    json.dump(found, sys.stdout)
+    return found
+
+
+def main(gpus: Sequence[tuple[int, int, Sequence[str]]]) -> int:
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:  # a process for each
+        json.dump(pool.map(compile_launches, gpus, chunksize=1), sys.stdout)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[2]), sys.argv[3:]) if len(sys.argv) > 2 else main())
+    sys.exit(main(json.loads(sys.argv[1]) if len(sys.argv) > 1 else [_HOPPER]))

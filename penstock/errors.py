@@ -1,4 +1,4 @@
-"""Typed errors, each with its gRPC and HTTP status.
+"""Defines typed errors, each with its gRPC and HTTP status.
 
 An input error names the field, the value and the fix. Every error crosses a process boundary as a gRPC status with
 google.rpc details (`to_status`, `from_status`), so that a client sees the type that a handler raised.

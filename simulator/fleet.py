@@ -1,4 +1,4 @@
-"""A whole deployment in virtual time: workers, links and a router, built from one description.
+"""Simulates a whole deployment in virtual time: workers, links and routers, built from one description.
 
 Replays, faults and scaling use `SimulatedFleet` to start, stop and break workers and to submit requests.
 """

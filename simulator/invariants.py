@@ -1,4 +1,6 @@
-"""Invariants of every run, whatever faults it had. A check returns descriptions of the violations, if any."""
+"""Checks the invariants of every run, whatever faults it had. A check returns descriptions of the violations, if
+any.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request of a trace or workload, its tokens, which are never held as a list, and its outcome."""
+"""Defines a request of a trace or workload, its tokens, which are never held as a list, and its outcome."""
 
 from __future__ import annotations
 

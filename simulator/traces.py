@@ -1,4 +1,4 @@
-"""Recorded traffic (`penstock.bench.traces`) and synthetic traffic, as `TraceRequest`s."""
+"""Provides recorded traffic (`penstock.bench.traces`) and synthetic traffic as `TraceRequest`s."""
 
 from __future__ import annotations
 

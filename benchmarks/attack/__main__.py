@@ -1,4 +1,4 @@
-"""`make attack`: runs every attack of the table against a running deployment and reports which it withstood.
+"""Runs every attack of the table against a running deployment and reports which it withstood (`make attack`).
 
 It reports for each attack the router's longest pause (a probe every 5 ms, answered on its event loop), the ITL of
 concurrent streams compared with the time before, the router's memory, and the attack's own finding. A separate idle

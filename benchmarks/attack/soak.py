@@ -1,4 +1,4 @@
-"""`make soak`: half an hour of faults, slow readers, bad input and cancellations at the same time; nothing may grow.
+"""Runs faults, slow readers, bad input and cancellations at once for half an hour; nothing may grow (`make soak`).
 
 The time is divided into rounds. After each, all traffic stops. Once every request has ended, the memory, files,
 threads, tasks and shared-memory segments of the processes that were never killed are read, and so are the counts that

@@ -1,4 +1,4 @@
-"""The attacks in the order in which they run. `docs/security.md` lists the same ones."""
+"""Lists the attacks in the order in which they run. `docs/security.md` lists the same ones."""
 
 from __future__ import annotations
 

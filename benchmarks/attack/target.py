@@ -1,4 +1,4 @@
-"""The deployment under attack: `penstock serve` with the bundled model, two tenants, lookaside and a known secret.
+"""Runs the deployment under attack: `penstock serve` with the bundled model, two tenants, lookaside and a known secret.
 
 `attacker` has quotas like those of a stranger who pays for access; `victim` has none. The harness, which knows the
 cluster secret, looks at processes and reports; attacks use only keys that a stranger could have.

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.attack.witness ADDRESS`: measures in a separate process how an attack affects other callers.
+"""Measures in a separate process how an attack affects other callers: `python -m benchmarks.attack.witness ADDRESS`.
 
 Two streams run one answer after the other, and the router's health service is called every 5 ms; it answers on the
 event loop that serves all requests. The health service of a server that does nothing else (this module without an

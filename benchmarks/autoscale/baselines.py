@@ -1,4 +1,5 @@
-"""The baseline of the autoscaler benchmark: replicas in proportion to queue lengths, and the settings to compare with.
+"""Implements the baseline of the autoscaler benchmark, replicas in proportion to queue lengths, and chooses its
+settings.
 
 Most deployments scale like this, with Kubernetes' horizontal pod autoscaler or KEDA and their defaults. Every 15 s, the
 wanted size of a pool is its waiting and running requests divided by a target per worker; a pool grows at once, and

@@ -1,4 +1,4 @@
-"""A coarse deployment, about ten times as fast as `simulator.fleet`, for scaling, whose time scale is minutes.
+"""Simulates a deployment coarsely, about ten times as fast as `simulator.fleet`, for scaling, which takes minutes.
 
 Its router sees the exact state of all workers: a prompt goes to the prefill worker with the earliest first token, and
 to the decode worker with free pages and the shortest steps. `tests/simulator/test_scaling.py` compares it with the

@@ -1,4 +1,4 @@
-"""A scaler that knows the trace: it shows the best result that a number of workers and of changes allows.
+"""Scales with knowledge of the whole trace, to show the best result that a number of workers and of changes allows.
 
 It plans sizes over the whole trace: for prefill the fewest workers that keep the queue within what each prompt may
 wait, for decode the fewest that hold the running sequences. Then it joins neighbouring sizes at the least cost (dynamic

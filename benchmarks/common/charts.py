@@ -1,4 +1,4 @@
-"""The charts of a benchmark's result, made from only its JSON, so that a committed result has the same charts on any
+"""Makes the charts of a benchmark's result from its JSON alone, so that a committed result has the same charts on any
 machine.
 
 Bars show the rows that `bar_specs` selects; a result may also hold curves (`benchmarks.common.report.Curves`).

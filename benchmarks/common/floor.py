@@ -1,4 +1,4 @@
-"""The bare-torch floor of a step: its matrix products with packed weights and one read of its KV, and nothing else.
+"""Times the bare-torch floor of a step: its matrix products with packed weights and one read of its KV, nothing else.
 
 No serving system around torch can be faster on this machine: the floor has no attention, no norms, no sampling and no
 scheduling. Products and KV reads alternate layer by layer, as in a step, so that they evict each other's data from the

@@ -1,4 +1,4 @@
-"""Model shapes that benchmarks are quoted for, and checkpoint folders of random weights in these shapes."""
+"""Defines the model shapes that benchmarks use, and writes checkpoint folders of random weights in these shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The aims of `benchmarks.engine`: how many times as long as this engine the other subjects take. Pure functions."""
+"""Defines the aims of `benchmarks.engine`: how many times as long as this engine the other subjects take. Pure."""
 
 from __future__ import annotations
 

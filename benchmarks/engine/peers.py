@@ -1,4 +1,4 @@
-"""The peers that `benchmarks.engine` compares the engine with: a decoder in plain eager torch, and `transformers`.
+"""Runs the peers that `benchmarks.engine` compares the engine with: a decoder in plain eager torch, and `transformers`.
 
 Each loads the same checkpoint and prepares calls for one decode step of a batch and for a whole prompt.
 

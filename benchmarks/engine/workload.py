@@ -1,4 +1,5 @@
-"""The whole-loop workloads of `benchmarks.engine`, which vLLM's process imports, too: nothing but the standard library.
+"""Defines the whole-loop workloads of `benchmarks.engine`. vLLM's process imports it, too, so it uses only the standard
+library.
 
 A decode step is a sixteenth of what sixteen further tokens of a batch cost, because no engine exposes a single step to
 its caller. Prompts of decode workloads are computed before, so that all but their last token is cached and all

@@ -1,4 +1,4 @@
-"""The device that GPU benchmarks run on: a CUDA device, or a rehearsal without one.
+"""Times calls on the device that GPU benchmarks run on: a CUDA device, or a rehearsal without one.
 
 A rehearsal uses toy shapes on the CPU, Triton's interpreter (TRITON_INTERPRET=1) and a clock in place of CUDA's events.
 Its figures mean nothing; it shows that the benchmarks run before a device is available.

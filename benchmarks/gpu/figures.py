@@ -1,4 +1,4 @@
-"""The figures that an engine at the roofline must meet, each as a share of the device's own rate in the same run.
+"""Measures the figures that an engine at the roofline must meet, each as a share of the device's rate in the same run.
 
 Rows named "check" have the wanted figure as their baseline: a ratio of at least 1 meets it, or of at most 1 where the
 baseline says "at most". They come before all other rows, so that an interrupted run has them.

@@ -1,4 +1,4 @@
-"""The modes: deployments of two workers with the same number of threads each, and vLLM on the cores of both."""
+"""Starts the modes: deployments of two workers with the same number of threads each, and vLLM on the cores of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measurements of one workload: its calibration, and the sweep of every mode. Kept as files between runs."""
+"""Keeps the measurements of one workload in files between runs: its calibration, and the sweep of every mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workloads: short prompts, long prompts, both together, and recorded traffic if it is available."""
+"""Makes the workloads: short prompts, long prompts, both together, and recorded traffic if it is available."""
 
 from __future__ import annotations
 

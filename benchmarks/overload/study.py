@@ -1,4 +1,4 @@
-"""The runs of the study: a trace at a load under a policy, and the policy's results."""
+"""Runs the study: a trace at a load under a policy gives the policy's results."""
 
 from __future__ import annotations
 

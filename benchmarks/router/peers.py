@@ -1,4 +1,4 @@
-"""The processes that `benchmarks.router` puts around the router: null workers, a plain relay, and loads.
+"""Runs the processes that `benchmarks.router` puts around the router: null workers, a plain relay, and loads.
 
 `python -m benchmarks.router.peers KIND JSON` prints one JSON line: its address once it listens, or a load's outcome.
 

@@ -1,4 +1,5 @@
-"""`python -m benchmarks.router.switched --config FILE`: a router whose metrics and traces a signal turns off and on.
+"""Runs a router whose metrics and traces a signal turns off and on: `python -m benchmarks.router.switched --config
+FILE`.
 
 A ratio between two processes also contains the effect of their different hashes and memory layouts, up to two percent.
 One process that is measured in turns with and without observation avoids that. It switches to the n-th of `MODES` on

@@ -1,4 +1,4 @@
-"""Two public suites of JSON schemas, downloaded from PyPI by pinned versions and hashes; the project holds no part of
+"""Downloads two public suites of JSON schemas from PyPI by pinned versions and hashes; the project holds no part of
 them.
 
 The JSON Schema Test Suite holds small schemas of rare keywords, draft by draft; the source package of `jsonschema`

@@ -1,4 +1,4 @@
-"""The receiving process of the transfer benchmarks: a pool with receivers or bare transports, driven by a pipe."""
+"""Runs the receiving process of the transfer benchmarks: a pool with receivers or bare transports, driven by a pipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sending end of the transfer benchmarks, and the timing of compared calls in alternating rounds."""
+"""Implements the sending end of the transfer benchmarks, and times compared calls in alternating rounds."""
 
 from __future__ import annotations
 

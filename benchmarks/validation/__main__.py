@@ -1,4 +1,4 @@
-"""Predicted against measured: `python -m benchmarks.validation [--shape disaggregated] [--seconds 15]`.
+"""Compares predicted with measured figures: `python -m benchmarks.validation [--shape disaggregated] [--seconds 15]`.
 
 Starts a deployment of the bundled model, fits costs to calibration traffic, and runs five workloads, a stalled link and
 a kill on real processes and in virtual time. Each shape takes about two minutes; results of a shape replace its earlier

@@ -1,4 +1,4 @@
-"""Five small workloads, each of which stresses a different part of the system, and one to calibrate with."""
+"""Makes five small workloads, each of which stresses a different part of the system, and one to calibrate with."""
 
 from __future__ import annotations
 

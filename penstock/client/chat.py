@@ -1,4 +1,4 @@
-"""A conversation as a prompt: messages, tools that the model may call, and arguments of its chat template.
+"""Describes a conversation as a prompt: messages, tools that the model may call, and arguments of its chat template.
 
 Messages and tools have the form of OpenAI's API, so that the same lists serve both. No I/O.
 """

@@ -1,4 +1,4 @@
-"""The base of every configuration model.
+"""Defines the base of every configuration model.
 
 The docstring under a field is its description: docs/configuration.md is generated from them
 (`python -m tests.support.repository.configuration --write`). Pydantic does not read them (`use_attribute_docstrings`):

@@ -1,4 +1,4 @@
-"""The KV event schema of vLLM 0.32, which llm-d, Dynamo and LMCache read too, as bytes and as checked values.
+"""Encodes and decodes the KV event schema of vLLM 0.32, which llm-d, Dynamo and LMCache read too.
 
 A message of the ZMQ publisher has three frames: topic, sequence number (8 bytes, big-endian), and a batch in msgpack,
 `[ts, events, data_parallel_rank]`. Its events are maps with the key `type`, or arrays that begin with the type, as

@@ -1,4 +1,4 @@
-"""KV hints: how a client expects to use its cached pages, and the outcome of each hint.
+"""Defines KV hints, by which a client states how it will use its cached pages, and their outcomes.
 
 Every form of a hint (HTTP fields and headers, gRPC fields) becomes one `KvHints`. Hints are advice: they never change
 the tokens of an answer. docs/kv-hints.md describes them.

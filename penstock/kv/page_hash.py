@@ -1,4 +1,4 @@
-"""Computes the names of full KV pages, the same way for routers and workers.
+"""Computes the hashes of full KV pages, in the same way for routers and workers.
 
 A page's hash chains over everything its KV depends on: the salt (model revision, tokenizer revision, adapter, tenant),
 every token before it, and its own tokens. It has no seed, so that every process computes the same, and it resists

@@ -1,4 +1,4 @@
-"""A channel that connects with the latest credentials. Used on the event loop.
+"""Provides a channel that connects with the latest credentials. Used on the event loop.
 
 gRPC reads a channel's certificates only once. Running calls keep the channel they were made on, which closes after the
 last of them.

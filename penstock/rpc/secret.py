@@ -1,4 +1,4 @@
-"""A deployment's secret and the keys derived from it. The secret never appears in a repr, an error or a log.
+"""Holds a deployment's secret and derives keys from it. The secret never appears in a repr, an error or a log.
 
 Each use has its own key (HMAC-SHA256 of its name), so that the token in a call's metadata reveals nothing about the key
 that salts page hashes.

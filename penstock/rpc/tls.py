@@ -1,4 +1,4 @@
-"""TLS credentials for both ends of a connection, read from PEM files; servers read them again when the files change.
+"""Reads TLS credentials for both ends of a connection from PEM files; servers read them again when the files change.
 The public client and every server use this module.
 """
 

@@ -1,4 +1,4 @@
-"""Sizes of models and peaks of accelerators: the bytes and FLOPs of weights, KV pages and matrix products. Pure.
+"""Knows the sizes of models and the peaks of accelerators: bytes and FLOPs of weights, KV pages and products. Pure.
 
 * `model_shape`: `MODEL_SHAPES` and `find_shape(name or checkpoint folder)`: parameters, bytes of KV a token, FLOPs.
 * `accelerators`: `ACCELERATORS`, published peaks with assumed efficiencies; `accelerator_of(device name)`.

@@ -1,4 +1,4 @@
-"""The completions of one request: how each is requested from a worker and streamed to the client. Pure.
+"""Derives how each completion of a request is requested from a worker and streamed to the client. Pure.
 
 Routers and decode workers both stream to clients through this module, so that an answer does not depend on its path.
 """

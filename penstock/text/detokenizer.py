@@ -1,4 +1,4 @@
-"""Incremental detokenizers: turn token ids into pieces of whole characters that add up to the decoded whole.
+"""Detokenizes incrementally: turns token ids into pieces of whole characters that add up to the whole text.
 
 Each completion has one, before its stop strings. Byte-level vocabularies (Llama 3, Qwen, GPT-2) decode through a table
 of bytes and an incremental UTF-8 decoder; all others decode a short window twice, with and without the newest tokens

@@ -1,4 +1,4 @@
-"""Cost files: the costs of a worker as JSON, derived or fitted, for the simulator and for planning."""
+"""Reads and writes cost files: the costs of a worker as JSON, derived or fitted, for the simulator and for planning."""
 
 from __future__ import annotations
 

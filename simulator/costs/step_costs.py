@@ -1,4 +1,4 @@
-"""Costs of work in seconds: prefill steps, decode steps, bytes on a link.
+"""Computes the costs of work in seconds: prefill steps, decode steps, bytes on a link.
 
 A step takes a fixed time, during which its weights are read, and computing hides behind that reading until a step has
 more tokens than the ridge of the roofline (Williams et al., CACM 2009). Beyond it each token adds its own time.

@@ -1,4 +1,4 @@
-"""The arithmetic behind a plan, in words and numbers: KV, roofline, transfer, chunk and page. Pure.
+"""Explains the arithmetic behind a plan in words and numbers: KV, roofline, transfer, chunk and page. Pure.
 
 Every line states its operands, so that a reader can redo it. Efficiencies are the assumptions of
 `simulator.costs.accelerators`.

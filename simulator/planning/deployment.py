@@ -1,4 +1,4 @@
-"""A deployment that could serve a workload, and its results by the flow model. Pure."""
+"""Describes deployments that could serve a workload, and computes their results by the flow model. Pure."""
 
 from __future__ import annotations
 

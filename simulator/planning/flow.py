@@ -1,4 +1,4 @@
-"""The flow model: queues the workload's own requests at workers with the step costs of the cost model. Pure.
+"""Implements the flow model: queues the workload's own requests at workers with the costs of their steps. Pure.
 
 It screens hundreds of deployments, so it knows queues and batches, but no pages, routers or messages. A prefill worker
 computes one prompt after the other; the pool is one queue. A decode worker gives all its sequences a token a step,

@@ -1,4 +1,4 @@
-"""Charts of a plan: attainment by rate, times to first token, and a decode worker's throughput by batch."""
+"""Draws the charts of a plan: attainment by rate, times to first token, and a decode worker's throughput by batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that `penstock plan` reports: the choice, its alternatives, and their assumptions.
+"""Collects all that `penstock plan` reports: the choice, its alternatives, and their assumptions.
 
 The flow model proposes plans and the simulator decides: the cheapest ones are simulated, and if none meets the goal
 there, the best one is enlarged, in the pool whose target is missed, until it does.

@@ -1,4 +1,4 @@
-"""The traffic that a deployment is planned for: recorded requests, or requests sampled from statistics. Pure."""
+"""Defines the traffic that a deployment is planned for: recorded requests, or ones sampled from statistics. Pure."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A router in virtual time: the real admission, prefix index, policies and ledger, under callbacks.
+"""Models routers in virtual time: the real admission, prefix index, policies and ledger, driven by callbacks.
 
 `RouterModel` follows `router.dispatch`, `GateModel` `router.admission.gate`, `FollowerModel`
-`router.fleet.worker_follower` and `PlacerModel` `router.dispatch.placement`. It sees workers only through messages.
+`router.fleet.worker_follower` and `PlacerModel` `router.dispatch.placement`. They see workers only through messages.
 """

@@ -1,4 +1,4 @@
-"""The followers of one router: which of their workers take requests, and whose reports wait to be read."""
+"""Keeps the followers of one router: which of their workers take requests, and whose reports wait to be read."""
 
 from __future__ import annotations
 

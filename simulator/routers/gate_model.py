@@ -1,4 +1,4 @@
-"""A router's gate in virtual time: the real admission, polled as `router.admission.gate` polls it."""
+"""Models a router's gate in virtual time: the real admission, polled as `router.admission.gate` polls it."""
 
 from __future__ import annotations
 

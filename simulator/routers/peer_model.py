@@ -1,4 +1,4 @@
-"""The reports that the routers of one deployment send each other, in virtual time. Follows `router.fleet.peer_routers`.
+"""Models the reports between the routers of one deployment in virtual time. Follows `router.fleet.peer_routers`.
 
 Each router reports its requests in flight to every other one, which adds them to the load of the workers. A report
 holds the whole state, so a lost or late one does no harm.

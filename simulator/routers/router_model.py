@@ -1,4 +1,4 @@
-"""A router in virtual time: the real index, policy and ledger under the rules of `router.dispatch.token_stream`."""
+"""Models a router in virtual time: the real index, policy and ledger by the rules of `router.dispatch.token_stream`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rates and bursts of arrivals. Pure.
+"""Measures rates and bursts of arrivals. Pure.
 
 Two figures say how bursty traffic is. The coefficient of variation (CV) of the times between arrivals is 1 for a
 Poisson process and large where requests come together. The index of dispersion, the variance of counts in windows of

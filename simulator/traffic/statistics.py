@@ -1,4 +1,4 @@
-"""Percentiles and weighted percentiles of plain numbers. Pure."""
+"""Computes percentiles and weighted percentiles of plain numbers. Pure."""
 
 from __future__ import annotations
 

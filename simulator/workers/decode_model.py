@@ -1,4 +1,5 @@
-"""A decode worker in virtual time: the real scheduler, placement, page pool and prefix cache around a cost model.
+"""Models a decode worker in virtual time: the real scheduler, placement, page pool and prefix cache with modelled
+costs.
 
 Follows `decode_worker.worker`: it owns a request from submission to its last token, has its prompt computed remotely
 or locally, and sends one frame a step to each router.

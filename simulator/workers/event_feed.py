@@ -1,4 +1,4 @@
-"""A worker's reports of load and KV events to one router, at the pace of `worker.service`.
+"""Models a worker's reports of load and KV events to one router, at the pace of `worker.service`.
 
 Between two events of a worker, only steps of a run end, so its state determines when its next reports are due and what
 they contain. Until the first fault, a feed therefore waits to be read: a router that is about to choose takes all

@@ -1,4 +1,4 @@
-"""A simulated worker's memory: the real page pool, prefix cache and bookkeeping of tiers over pages without content."""
+"""Models a worker's memory: the real page pool, prefix cache and bookkeeping of tiers, with pages without content."""
 
 from __future__ import annotations
 

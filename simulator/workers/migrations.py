@@ -1,4 +1,4 @@
-"""Migrations of running sequences between decode workers in virtual time.
+"""Models migrations of running sequences between decode workers in virtual time.
 
 Follows `decode_worker.migrate` around its real decisions: a sequence decodes while its complete pages are pushed, then
 pauses for the last ones. The target verifies all pages and runs the sequence, and only then does the source release it.

@@ -1,4 +1,4 @@
-"""A prefill worker in virtual time: the real scheduler, page pool and prefix cache around a cost model.
+"""Models a prefill worker in virtual time: the real scheduler, page pool and prefix cache with modelled costs.
 
 Follows `prefill_worker.worker`: a job asks for its destination when its first chunk begins, pushes complete pages while
 the next chunk computes, and is closed when none of its pages can be written any more.

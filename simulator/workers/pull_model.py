@@ -1,4 +1,4 @@
-"""Pulls of cached pages into a prefill worker in virtual time.
+"""Models pulls of cached pages into a prefill worker in virtual time.
 
 Follows `worker.pull` around its real decision: a prompt waits until its pages have arrived or its time for them is
 over, and computes the rest.

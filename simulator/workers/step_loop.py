@@ -1,4 +1,4 @@
-"""A worker's step loop in virtual time: like `engine.step.loop`, it runs posted calls in order between steps.
+"""Models a worker's step loop in virtual time: like `engine.step.loop`, it runs posted calls in order between steps.
 
 `begin` may run several steps at once if nothing is to be decided between them. A call that is posted meanwhile cuts
 such a run after the step in flight, so the call runs at the same time as it would have without the run.

@@ -1,4 +1,4 @@
-"""A request at a decode worker, and the updates that its router gets."""
+"""Defines a request at a decode worker, and the updates that its router gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfers into a decode worker's pool in virtual time, around the real transfer session and the real fences.
+"""Models transfers into a decode worker's pool in virtual time, with the real transfer session and the real fences.
 
 Follows `decode_worker.prefill.transfer_table` and `worker.fence_keeper`: pages are fenced from their reservation until
 the sender can no longer write them, which elapsed time never proves.

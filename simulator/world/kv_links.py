@@ -1,4 +1,4 @@
-"""KV transfers between workers: bandwidth, queues, and losses when a link is cut.
+"""Models KV transfers between workers: bandwidth, queues, and losses when a link is cut.
 
 Writes are one-sided: what a sender has posted lands even if it freezes meanwhile. Two pushes over one worker's network
 adapter take turns.

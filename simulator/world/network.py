@@ -1,4 +1,4 @@
-"""Processes and calls between them: which are alive or frozen, which links are cut, and when calls break.
+"""Models processes and calls between them: which are alive or frozen, which links are cut, and when calls break.
 
 A call behaves like one over gRPC: messages arrive in order or not at all; a killed peer is noticed at once, a frozen or
 unreachable one only when keepalive gives up. Until then messages wait, as they do in a socket.

@@ -1,4 +1,4 @@
-"""The real autoscaler over a fleet in virtual time: it starts, drains and flips workers while they serve.
+"""Runs the real autoscaler over a fleet in virtual time: it starts, drains and flips workers while they serve.
 
 Drained workers end once they are empty, or after `_PATIENCE_S` with what they still hold. A flipped worker is one that
 drains and returns in the other role, under another name.

@@ -1,4 +1,4 @@
-"""Virtual time: a heap of callbacks. Everything else in this package is a callback that schedules others.
+"""Implements virtual time as a heap of callbacks. Everything else in this package is a callback that schedules others.
 
 The same seed gives the same run, bit for bit: callbacks due at the same moment run in the order in which they were
 scheduled, nothing reads a clock, and every part has its own random stream, so one part does not shift another's.

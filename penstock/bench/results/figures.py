@@ -1,4 +1,4 @@
-"""The figures of one run: latencies, rates, SLOs, and tables by prompt length and lane."""
+"""Computes the figures of one run: latencies, rates, SLOs, and tables by prompt length and lane."""
 
 from __future__ import annotations
 

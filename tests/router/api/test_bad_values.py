@@ -53,7 +53,7 @@ CHAT: Table = [
     ({"messages": "x"}, "messages: is 'x'; give a list"),
     ({"messages": []}, "messages: is empty; give at least one message"),
     (said({"role": "user", "content": 1}), "messages[1].content: is 1; give text or a list of parts"),
-    (said({"role": "user"}), "messages[1].content: is missing; give text, or a list of parts"),
+    (said({"role": "user"}), "messages[1].content: is missing; give text or a list of parts"),
     (said({"role": "user", "content": [1]}), "messages[1].content[0]: is 1; give an object"),
     (
         said({"role": "user", "content": [{"type": "text"}]}),

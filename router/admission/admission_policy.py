@@ -105,7 +105,7 @@ class AdmissionPolicy:
         return sum(queue.total.prompt_tokens for queue in self._lanes.values())
 
     def retry_hint_s(self, lane: Lane, now_s: float) -> float:
-        """Returns in how many seconds to retry a request that the router refuses because it is full itself."""
+        """Returns in how many seconds to retry a request that is refused because the router itself is full."""
         return self._refusals.hint_s(lane, now_s)
 
     def inflight_tokens(self, tenant: str) -> int:

@@ -35,7 +35,7 @@ class RunningMean:
 
 
 class DrainRate:
-    """Learns how much leaves the queue per second while there is a backlog. An empty queue teaches it nothing."""
+    """Learns how much leaves the queue per second while there is a backlog. Learns nothing from an empty queue."""
 
     def __init__(self) -> None:
         self.window_s = _WINDOW_S
@@ -138,7 +138,7 @@ class Forecast:
         return alone_s + (fleet.queued_prefill_tokens or 0) / fleet.prefill_tokens_per_s
 
     def drain_per_s(self, now_s: float) -> float | None:
-        """Returns the measured drain rate, or else an estimate: decode slots divided by a request's mean time."""
+        """Returns the measured drain rate, or else an estimate from decode slots and a request's mean time there."""
         measured = self.drain.per_s(now_s)
         return self._by_slots() if measured is None else measured
 

@@ -1,4 +1,4 @@
-"""Defines the requests to admission and its answers as plain data, and the error that a refusal becomes."""
+"""Defines admission's requests and answers as plain data, and the error that a refusal becomes."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def worst(signals: Iterable[float | None]) -> float | None:
 def fleet_pressure(fleet: FleetState, config: AdmissionConfig) -> float | None:
     """Returns the saturation of the workers' queues and pages.
 
-    Prefix caches are meant to fill the pages, so pages only count once their use comes within a tenth of the limit.
+    Prefix caches are meant to fill the pages, so the use of pages counts only from 0.1 below its limit on.
     """
     signals: list[float | None] = []
     if fleet.page_use is not None:

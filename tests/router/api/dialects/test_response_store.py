@@ -49,7 +49,7 @@ def test_a_conversation_is_that_of_all_before_it():
     assert texts == ["ask one", "answer one", "ask two", "answer two"]
     assert len(store.conversation("a", "branch", 100, 10_000)) == 4
     for most in ((3, 10_000), (100, 1000)):
-        with pytest.raises(InvalidInput, match=f"previous_response_id: continues a conversation of more than {most[0]} messages"):
+        with pytest.raises(InvalidInput, match=f"continues a conversation of more than {most[0]} messages"):
             store.conversation("a", "two", *most)
 
 

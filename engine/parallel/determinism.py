@@ -27,7 +27,7 @@ def _find_problem(config: EngineConfig, decoder: object, dtype: str, device: tor
     if device.type != "cpu":
         return f"engine.device is {device.type}, where products round by batch; serve on CPUs, or set it to false"
     if dtype != "bfloat16":
-        return f"engine.dtype is {dtype}, whose products round by batch; set engine.dtype = 'bfloat16'"
+        return f"engine.dtype is {dtype}, whose products may round by batch; set engine.dtype = 'bfloat16'"
     if shard.num_ranks > 1:
         return f"engine.tensor_parallel is {shard.num_ranks}, and ranks' sums are not proven; set it to 1"
     if config.max_adapters:

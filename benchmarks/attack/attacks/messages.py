@@ -233,9 +233,7 @@ async def path_tricks(target: AttackTarget) -> None:
 
 
 async def framing_lies(target: AttackTarget) -> None:
-    """Sends 100 each of gRPC messages that announce 4 GiB, announce more bytes than follow, or claim to be
-    compressed.
-    """
+    """Sends gRPC messages that announce 4 GiB, announce more bytes than follow, or are not compressed as claimed."""
     lies = [
         b"\0" + struct.pack(">I", 0xFFFFFFFF) + b"x" * 100,
         b"\0" + struct.pack(">I", 1000) + b"x",

@@ -1,4 +1,4 @@
-"""Tests that a computation on the router's event loop shows as its lag, and that nothing is left when it ends."""
+"""Tests that a computation on the router's event loop shows as loop lag, and that stopping leaves no timer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HELD_S = 0.3
 
 
 def above(registry: CollectorRegistry, bound: str) -> float:
-    """Returns how many timers came later than `bound`."""
+    """Returns how many timers were later than `bound`."""
     text = generate_latest(registry).decode()
     at_most = [line for line in text.splitlines() if line.startswith("penstock:router_loop_lag_seconds_bucket")]
     counts = {line.split('le="')[1].split('"')[0]: float(line.rsplit(" ", 1)[1]) for line in at_most}
@@ -33,7 +33,7 @@ async def test_a_computation_on_the_loop_shows_as_lag() -> None:
     lag.stop()
 
 
-async def test_a_stopped_one_leaves_no_timer() -> None:
+async def test_a_stopped_monitor_leaves_no_timer() -> None:
     registry = CollectorRegistry()
     lag = LoopLag(registry, "m")
     lag.start()

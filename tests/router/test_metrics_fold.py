@@ -1,4 +1,4 @@
-"""Tests that counting in batches equals counting one by one, and what the library's histograms make of the same."""
+"""Tests that counting in batches equals counting one by one, and equals the library's histograms."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def samples(registry: CollectorRegistry) -> dict[tuple[str, tuple[tuple[str, str
 
 
 def count(metrics: RequestMetrics, ended: EndedCompletion) -> None:
-    """Counts everything that a request of one completion asks for."""
+    """Counts all metrics of a request with one completion."""
     usage = common_pb2.Usage(
         prompt_tokens=ended.num_prompt_tokens,
         completion_tokens=ended.num_tokens,
@@ -85,7 +85,7 @@ def count(metrics: RequestMetrics, ended: EndedCompletion) -> None:
 
 @settings(max_examples=40)
 @given(st.lists(completions(), max_size=12), st.integers(0, 1))
-def test_batches_count_what_single_events_do(ended: Sequence[EndedCompletion], num_tenants: int) -> None:
+def test_batches_count_the_same_as_single_events(ended: Sequence[EndedCompletion], num_tenants: int) -> None:
     batched, single = CollectorRegistry(), CollectorRegistry()
     in_batches = RequestMetrics(batched, "m", SloConfig(), num_tenants)
     one_by_one = RequestMetrics(single, "m", SloConfig(), num_tenants)
@@ -99,7 +99,7 @@ def test_batches_count_what_single_events_do(ended: Sequence[EndedCompletion], n
 
 @settings(max_examples=40)
 @given(st.lists(completions(), max_size=12))
-def test_stages_are_those_of_the_waterfall_in_the_librarys_histogram(ended: Sequence[EndedCompletion]) -> None:
+def test_stages_equal_the_waterfalls_in_the_librarys_histogram(ended: Sequence[EndedCompletion]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     metrics = RequestMetrics(ours, "m", SloConfig())
     labels = ("model_name", "lane", "stage", "prompt", "pool")
@@ -117,7 +117,7 @@ def test_stages_are_those_of_the_waterfall_in_the_librarys_histogram(ended: Sequ
     assert {key: found[key] for key in expected} == pytest.approx(expected)
 
 
-def test_what_waits_is_bounded_without_scrapes() -> None:
+def test_pending_counts_are_bounded_without_scrapes() -> None:
     metrics = RouterMetrics("m")
     timing = common_pb2.Timing(first_token_ms=1.0, decode_ms=1.0)
     ended = EndedCompletion(

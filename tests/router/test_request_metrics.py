@@ -1,4 +1,5 @@
-"""Tests what a router counts of an ended request: stages, lanes, prompt lengths, targets, where prompts went."""
+"""Tests what a router counts for an ended request: stages, lanes, prompt lengths, targets, where prompts were
+computed."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from router.routing.policy.interface import PairChoice, PairScore, PrefillEstima
 def count(
     timing: common_pb2.Timing, *, num_prompt: int = 100, num_tokens: int = 11, choice: PairChoice | None = None
 ) -> str:
-    """Counts one interactive request with this timing; returns the exposition."""
+    """Counts one interactive request with this timing; returns the exposition text."""
     slo = SloConfig(ttft_s=0.5, itl_s=0.02)
     metrics = RouterMetrics("m", slo=slo)
     counts = CompletionCounts(metrics, RetryBudget(), DemandCounter(slo))
@@ -49,7 +50,7 @@ def count(
 
 
 def ended_request(tenant: str = "") -> EndedRequest:
-    """Returns a request of the bulk lane that has met the targets."""
+    """Returns a request of the bulk lane that met its targets."""
     return EndedRequest(
         Lane.BULK, tenant, common_pb2.Usage(prompt_tokens=10, completion_tokens=1), common_pb2.Timing(), 1.0
     )
@@ -89,7 +90,7 @@ def test_stages_are_observed_by_lane() -> None:
         ({}, 11, "met"),
         ({"first_token_ms": 501.0}, 11, "missed"),
         ({"decode_ms": 201.0}, 11, "missed"),
-        ({"decode_ms": 201.0}, 1, "met"),  # one token has no time between tokens
+        ({"decode_ms": 201.0}, 1, "met"),  # a single token has no time between tokens
     ],
 )
 def test_a_request_meets_both_targets_or_misses(fields: dict[str, object], num_tokens: int, result: str) -> None:
@@ -125,7 +126,7 @@ def test_ended_completions_are_observed_by_lane_pool_prompt_and_finish_reason() 
     assert f"penstock:time_per_output_token_seconds_count{{{alone}}} 0.0" in count(timing(), num_tokens=1)
 
 
-def test_ends_wait_for_a_scrape_or_for_each_other_and_none_is_lost() -> None:
+def test_pending_ends_are_counted_at_a_scrape_or_in_batches_and_none_is_lost() -> None:
     metrics = RouterMetrics("m")
     ended = 0
     for more in (1, 511, 512, 513, 7):
@@ -144,7 +145,7 @@ async def test_the_event_loop_runs_while_metrics_are_rendered() -> None:
     rendering, num_turns = asyncio.create_task(metrics.render_aside()), 0
     while not rendering.done():
         num_turns += 1
-        metrics.requests.first_token(Lane(list(Lane)[num_turns % 3]), 10, "another", 0.1)  # series come meanwhile
+        metrics.requests.first_token(Lane(list(Lane)[num_turns % 3]), 10, "another", 0.1)  # new series appear meanwhile
         await asyncio.sleep(0)
     assert num_turns > 1
     expected = metrics.render().decode()
@@ -165,10 +166,10 @@ def test_vllms_histogram_is_the_sum_over_lanes_and_prompt_lengths() -> None:
     assert 'vllm:time_to_first_token_seconds_count{model_name="m"} 2.0' in text
     assert 'vllm:time_to_first_token_seconds_sum{model_name="m"} 0.024' in text
     assert 'vllm:inter_token_latency_seconds_count{model_name="m"} 5.0' in text
-    assert 'vllm:request_prefill_time_seconds_count{model_name="m"} 0.0' in text  # there before the first request
+    assert 'vllm:request_prefill_time_seconds_count{model_name="m"} 0.0' in text  # exists before the first request
 
 
-def test_a_prompt_that_was_planned_for_a_prefill_worker_and_computed_elsewhere_shows() -> None:
+def test_a_prompt_planned_for_a_prefill_worker_and_computed_elsewhere_is_counted() -> None:
     remote = common_pb2.PrefillPrice(place="remote", prefill_worker="prefill-0", remote_tokens=100)
     text = count(timing(prefill_worker="decode-0", prices=[remote]))
     assert 'penstock:prompt_tokens_planned_total{model_name="m",place="prefill worker"} 68.0' in text
@@ -179,7 +180,7 @@ def test_a_prompt_that_was_planned_for_a_prefill_worker_and_computed_elsewhere_s
 
 
 @pytest.mark.parametrize(("pool", "promised"), [("prefill", 64.0), ("decode", 16.0)])
-def test_promised_and_actual_cache_hits_are_counted_by_the_pool_that_was_chosen(pool: str, promised: float) -> None:
+def test_promised_and_actual_cache_hits_are_counted_by_the_chosen_pool(pool: str, promised: float) -> None:
     prefill = (PrefillEstimate(WorkerId("prefill-0"), 0.0, 0.1, 64),) if pool == "prefill" else ()
     score = PairScore(None, WorkerId("decode-0"), 0.0, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 64, 16)
     text = count(timing(), choice=PairChoice(WorkerId("decode-0"), prefill, 36, score))
@@ -224,7 +225,7 @@ def test_vllms_names_of_requests_are_exported() -> None:
     }
 
 
-def test_prompt_classes_meet_at_their_bounds() -> None:
+def test_prompt_classes_are_separated_at_their_bounds() -> None:
     sizes = (1, 1023, 1024, 8191, 8192, 32767, 32768, 1 << 20)
     assert [prompt_class(size) for size in sizes] == [
         *["below 1k"] * 2,

@@ -1,4 +1,4 @@
-"""Metrics that workers declare: they travel with the load and come out of a router by worker."""
+"""Tests metrics that workers declare: they travel with the load, and the router exports them by worker."""
 
 from __future__ import annotations
 

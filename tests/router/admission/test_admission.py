@@ -1,4 +1,4 @@
-"""Admission as pure decisions: requests wait, none starves, each leaves once, and refusals carry hints."""
+"""Tests admission as pure decisions: requests wait, none starves, each leaves once, and refusals carry hints."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_within_a_lane_the_earliest_deadline_goes_first():
         assert [answer.key for answer in made.poll(now_s)] == [expected]
 
 
-def test_lanes_share_by_weight_when_all_have_work():
+def test_lanes_with_queued_requests_share_by_weight():
     made = admission(AdmissionConfig())
     out = fill(made)
     lane_of = {}
@@ -68,7 +68,7 @@ SHORT_QUEUES = PATIENT.model_copy(
 @pytest.mark.parametrize("victim_lane", list(Lane))
 @examples(15)
 @given(data=st.data())
-def test_a_queued_request_is_served_within_a_bound_whatever_others_send(victim_lane, data):
+def test_a_queued_request_is_served_within_a_bound_under_any_load(victim_lane, data):
     """Keeps every queue full of what delays the victim most: urgent requests, other tenants, other lanes."""
     made = admission(SHORT_QUEUES)
     rng = random.Random(data.draw(st.integers(0, 2**32)))
@@ -80,7 +80,7 @@ def test_a_queued_request_is_served_within_a_bound_whatever_others_send(victim_l
     cheapest, costliest = 100.0 + 2.0, 110.0 + 2.0 * 2
     turns_of_lanes = sum(weights.values()) / weights[victim_lane] * costliest / cheapest + len(Lane)
     turns_of_tenants = 3 * (costliest / cheapest + 1)
-    patience = 450  # half of the longest wait: one second a turn
+    patience = 450  # half of the longest wait, at one second a turn
     bound = int(patience + (2 + 1) * turns_of_lanes * turns_of_tenants)
     assert made.offer(ask(0, victim_lane), 0.0) == Queued(0)
     key = 0
@@ -173,7 +173,7 @@ def test_each_admitted_request_leaves_exactly_once_and_all_counts_return_to_zero
 
 
 @pytest.mark.parametrize("lane", list(Lane))
-def test_a_burst_of_any_lane_waits_whole_and_unshortened(lane):
+def test_a_burst_of_any_lane_is_queued_whole_and_not_shortened(lane):
     made = admission(AdmissionConfig(), replace(FLEET, prefill_tokens_per_s=2000.0))
     out, waiting, now_s = [], set(range(2000)), 0.0
     for key in range(2000):
@@ -183,7 +183,7 @@ def test_a_burst_of_any_lane_waits_whole_and_unshortened(lane):
             out.append(answer)
             waiting.remove(key)
     while waiting:
-        now_s += 2.0  # every request takes a while, so that the last ones wait for a quarter of an hour
+        now_s += 2.0  # each request takes a while, so the last ones wait for a quarter of an hour
         for _ in range(len(out)):
             answer = out.pop(0)
             assert answer.max_tokens == 300
@@ -194,12 +194,12 @@ def test_a_burst_of_any_lane_waits_whole_and_unshortened(lane):
             out.append(answer)
         newcomer = ask(10_000 + int(now_s), lane, prompt=1024, max_tokens=300, at=now_s, timeout=1e4)
         assert isinstance(made.offer(newcomer, now_s), Queued)
-        made.end(newcomer.key, None, now_s)  # it goes away
+        made.end(newcomer.key, None, now_s)  # its client leaves
     assert now_s > 600.0
 
 
-def test_clients_that_leave_early_cost_the_others_nothing():
-    """Lets 200 clients take one token and go, beside five that stay."""
+def test_clients_that_leave_early_delay_no_other():
+    """200 clients take one token and leave, beside five that stay."""
     made = admission(AdmissionConfig(), replace(FLEET, prefill_tokens_per_s=2000.0))
     stay, now_s, served = set(range(0, 205, 41)), 0.0, {}
     answers = [made.offer(ask(key, prompt=512, max_tokens=300, timeout=600.0), 0.0) for key in range(205)]
@@ -219,7 +219,7 @@ def test_clients_that_leave_early_cost_the_others_nothing():
 
 
 def test_queued_requests_wait_for_the_successor_of_a_lost_worker():
-    """Checks that they are not sent where nobody takes them, and that they are not kept back forever."""
+    """Requests are not dispatched while no worker takes them, and are not held back after that."""
     for comes_back in (True, False):
         made = admission()
         fill(made)
@@ -244,7 +244,7 @@ def test_the_queue_is_bounded_in_requests_and_bytes():
     lane = LaneConfig(max_queue=4, max_queue_bytes=1 << 20)
     made = admission(AdmissionConfig(standard=lane))
     fill(made)
-    assert isinstance(made.offer(ask(1, prompt=100_000), 0.0), Queued)  # larger than the bound, but alone
+    assert isinstance(made.offer(ask(1, prompt=100_000), 0.0), Queued)  # larger than the bound, but alone in the queue
     refused = made.offer(ask(2, prompt=1), 0.0)
     assert (refused.reason, "is full: it holds 8 MiB" in refused.message) == (RefusalReason.QUEUE_FULL, True)
     made.end(1, None, 0.0)
@@ -254,7 +254,7 @@ def test_the_queue_is_bounded_in_requests_and_bytes():
     assert isinstance(made.offer(ask(8, Lane.BULK), 0.0), Queued)  # each lane has its own bound
 
 
-def test_one_tenant_fills_half_of_a_queue():
+def test_one_tenant_can_fill_half_of_a_queue():
     made = admission(AdmissionConfig(standard=LaneConfig(max_queue=8)))
     fill(made)
     assert all(isinstance(made.offer(ask(key, tenant="a"), 0.0), Queued) for key in range(4))
@@ -263,19 +263,19 @@ def test_one_tenant_fills_half_of_a_queue():
     assert all(isinstance(made.offer(ask(key, tenant="b"), 0.0), Queued) for key in range(10, 14))
 
 
-def test_a_hint_is_the_time_in_which_the_queue_empties_by_half():
+def test_a_retry_hint_is_the_time_in_which_the_queue_halves():
     config = AdmissionConfig(standard=LaneConfig(max_queue=100))
     made, now_s = backlogged(config, per_turn_s=4.0)
     for key in range(1000, 1000 + 100 - made.num_waiting):
         assert isinstance(made.offer(ask(key, max_tokens=1, at=now_s), now_s), Queued)
     refused = made.offer(ask(5000, max_tokens=1, at=now_s), now_s)
     assert refused.reason is RefusalReason.QUEUE_FULL
-    assert 0.7 * 200.0 <= refused.retry_after_s <= 1.3 * 1.5 * 200.0  # fifty of them, one each four seconds
+    assert 0.7 * 200.0 <= refused.retry_after_s <= 1.3 * 1.5 * 200.0  # fifty requests, one in four seconds
 
 
 @settings(deadline=None)
 @given(data=st.data())
-def test_what_is_ahead_of_a_newcomer_is_what_its_tenant_has_due_by_then(data):
+def test_the_cost_before_a_newcomer_is_its_tenants_earlier_requests(data):
     queue, waiting = LaneQueue(), []
     for key in range(data.draw(st.integers(1, 30))):
         if waiting and data.draw(st.booleans()):
@@ -293,13 +293,14 @@ def test_what_is_ahead_of_a_newcomer_is_what_its_tenant_has_due_by_then(data):
     assert queue.total == QueueUse()
 
 
-# Refusal before work is done.
+# Refusal before any work.
 
 
 def test_a_deadline_that_cannot_be_met_is_refused_at_once():
     fleet = replace(FLEET, prefill_tokens_per_s=1000.0, queued_prefill_tokens=8000)
     made = admission(fleet=fleet)
-    assert isinstance(made.offer(ask(0, timeout=5.0), 0.0), Dispatched)  # nothing is outstanding: it is tried
+    # nothing is outstanding, so the request is tried
+    assert isinstance(made.offer(ask(0, timeout=5.0), 0.0), Dispatched)
     refused = made.offer(ask(1, timeout=5.0), 0.0)
     assert isinstance(refused, Refused)
     assert refused.reason is RefusalReason.DEADLINE
@@ -334,13 +335,13 @@ def test_a_predicted_wait_past_the_deadline_is_refused_with_a_hint():
     refused = made.offer(ask(1, max_tokens=1, at=now_s, timeout=0.4), now_s)
     assert (type(refused), refused.reason) == (Refused, RefusalReason.DEADLINE)
     assert refused.retry_after_s > 0
-    # Four requests wait and one leaves each half second: two seconds, plus the turn of this request.
+    # Four requests wait and one leaves each half second: two seconds, plus this request's own turn.
     assert isinstance(made.offer(ask(2, max_tokens=1, at=now_s, timeout=4.0), now_s), Queued)
 
 
-def test_by_default_a_deadline_is_refused_only_where_half_of_the_predicted_wait_misses_it():
+def test_by_default_a_deadline_is_refused_only_if_half_of_the_predicted_wait_misses_it():
     made, now_s = backlogged()
-    urgent = {"max_tokens": 1, "at": now_s, "tenant": "other"}  # behind half of the queue, by its share
+    urgent = {"max_tokens": 1, "at": now_s, "tenant": "other"}  # behind its share, half, of the queue
     assert isinstance(made.offer(ask(1, timeout=1.0, **urgent), now_s), Queued)
     made.end(1, None, now_s)
     refused = made.offer(ask(2, timeout=0.05, **urgent), now_s)
@@ -348,8 +349,8 @@ def test_by_default_a_deadline_is_refused_only_where_half_of_the_predicted_wait_
     assert refused.retry_after_s > 0
 
 
-def test_a_slow_first_round_refuses_no_deadline():
-    """Checks the moment at which one of many requests sent together has ended: by the rate so far all would be late."""
+def test_a_slow_first_completion_refuses_no_deadline():
+    """When the first of many simultaneous requests ends, the rate so far predicts that all others are late."""
     made = admission(AdmissionConfig(), replace(FLEET, slots=64))
     out = fill(made)
     for key in range(200):

@@ -1,4 +1,4 @@
-"""Tests that admission charges what is served and nothing else: refunds, idle tenants, debts, and late requests."""
+"""Tests that admission charges exactly what is served: refunds, idle tenants, debts, and late requests."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from router.admission.interface import Dispatched, Queued, RefusalReason, Refuse
 from router.admission.tenant_accounts import TenantAccounts, TokenBucket
 from tests.support.router.admission_requests import FLEET, admission, ask, fill
 
-# A request of 100 prompt tokens, of which 50 tokens of output are expected, fits twice into this rate's burst.
+# A request of 100 prompt tokens and 50 expected output tokens fits twice into this rate's burst.
 RATED = TenantLimits(tokens_per_s=1.0, burst_tokens=300)
 
 
 @pytest.mark.parametrize("ends_by", ["leaving", "expiry"])
-def test_a_request_that_is_never_served_gets_its_whole_charge_back(ends_by):
+def test_a_request_that_is_never_served_is_refunded_in_full(ends_by):
     made = admission(limits_of=lambda tenant: RATED if tenant else TenantLimits())
     fill(made)
     for key in (1, 2):
@@ -49,14 +49,14 @@ def test_a_request_whose_turn_comes_too_late_is_refused_and_refunded():
     assert not isinstance(last, Refused) or last.reason is not RefusalReason.TOKEN_RATE
 
 
-def test_every_request_that_ends_gives_back_what_it_held():
+def test_every_ended_request_frees_what_it_held():
     made = admission(limits_of=lambda tenant: TenantLimits(max_inflight_tokens=300))
     assert made.offer(ask(1, tenant="a"), 0.0) == Dispatched(1, 50)
     made.start(1)
     made.start(1)
     assert (made.inflight_tokens("a"), made.outstanding.num_requests) == (150, 1)
     assert made.offer(ask(2, tenant="a"), 0.0) == Dispatched(2, 50)  # exactly the quota
-    for key in (1, 2):  # the second without a token
+    for key in (1, 2):  # the second one has no token
         made.end(key, RequestUsage(10), 1.0)
     assert made.inflight_tokens("a") == 0
     assert made.outstanding == Outstanding()
@@ -76,7 +76,7 @@ def test_idle_time_earns_no_credit():
     assert counters["new"] == counters["busy"]
 
 
-def test_a_tenant_that_leaves_with_a_debt_comes_back_with_it():
+def test_a_tenant_that_leaves_with_a_debt_returns_with_it():
     counters = FairCounters[str]()
     for tenant in ("patient", "greedy"):
         counters.activate(tenant)
@@ -87,7 +87,7 @@ def test_a_tenant_that_leaves_with_a_debt_comes_back_with_it():
     assert counters["greedy"] == 1000.0
 
 
-def test_what_an_idle_tenant_has_used_beyond_its_charge_is_a_debt():
+def test_usage_beyond_an_idle_tenants_charge_becomes_a_debt():
     counters = FairCounters[str]()
     for tenant in ("stays", "leaves"):
         counters.activate(tenant)
@@ -106,18 +106,18 @@ def test_a_refund_to_an_idle_tenant_puts_it_ahead_of_nobody():
     assert counters["leaves"] == counters["stays"]
 
 
-def test_one_that_competes_alone_starts_where_the_last_one_stood():
+def test_a_tenant_alone_starts_where_the_previous_one_stood():
     counters = FairCounters[str]()
     counters.activate("first")
     for _ in range(3):
         counters.serve("first", 10.0)
     counters.deactivate("first")
     counters.activate("second")
-    assert counters["second"] == 20.0  # served twice, `first` stood there and was still the least
+    assert counters["second"] == 20.0  # `first` stood there after two of its three turns, and was the least
     assert counters["first"] == 30.0
 
 
-def test_a_bucket_keeps_a_debt_and_never_holds_more_than_its_burst():
+def test_a_bucket_keeps_a_debt_and_never_exceeds_its_burst():
     bucket = TokenBucket(10.0, 100.0, 0.0)
     bucket.take(150.0, 0.0)
     assert not bucket.is_full(14.9)
@@ -127,7 +127,7 @@ def test_a_bucket_keeps_a_debt_and_never_holds_more_than_its_burst():
     assert bucket.wait_s(50.0, 15.0) == 5.0
 
 
-def test_a_quota_may_be_used_to_the_last_token():
+def test_a_quota_can_be_used_to_the_last_token():
     accounts = TenantAccounts(lambda tenant: TenantLimits(max_inflight_tokens=100))
     accounts.send("a", 60)
     assert accounts.fits("a", 40)

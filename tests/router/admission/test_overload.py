@@ -1,4 +1,4 @@
-"""Tests what may be dispatched, and how the router reacts to overload: levels, shedding, shorter answers."""
+"""Tests what may be dispatched, and how the router reacts to overload: levels, shedding, shortened answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.router.admission_requests import FLEET, admission, ask, fill
 # Capacity.
 
 
-def test_dispatches_fill_the_slots_and_some_headroom():
+def test_dispatches_fill_the_slots_plus_headroom():
     made = admission()
     assert len(fill(made)) == 6
     assert len(fill(admission(fleet=replace(FLEET, slots=100)))) == 125
@@ -66,12 +66,12 @@ def test_overload_rises_with_saturation_and_falls_level_by_level():
     assert level_after(overload, 0.5, 5, 0) is OverloadLevel.NORMAL
     assert level_after(overload, 0.7, 5, 5) is OverloadLevel.SHORTEN
     assert level_after(overload, 1.2, 5, 10) is OverloadLevel.REFUSE
-    assert level_after(overload, 0.85, 20, 15) is OverloadLevel.REFUSE  # not a margin below its threshold
+    assert level_after(overload, 0.85, 20, 15) is OverloadLevel.REFUSE  # not yet a margin below its threshold
     assert level_after(overload, 0.0, 4.5, 35) is OverloadLevel.PAUSE_BULK
     assert level_after(overload, 0.0, 20, 39.5) is OverloadLevel.NORMAL
 
 
-def test_without_its_option_a_level_is_never_reached():
+def test_a_disabled_level_is_never_reached():
     assert level_after(OverloadPolicy(OverloadConfig()), 2.0, 60, 0) is OverloadLevel.NORMAL
     assert level_after(OverloadPolicy(OverloadConfig(max_tokens=256)), 2.0, 60, 0) is OverloadLevel.SHORTEN
     shedding = OverloadPolicy(OverloadConfig(shed=True))
@@ -128,7 +128,7 @@ def test_overload_levels_refuse_bulk_first_and_interactive_last():
         assert all(answer.retry_after_s > 0 for answer in answers.values() if isinstance(answer, Refused))
 
 
-def test_answers_are_shortened_and_the_grant_says_so():
+def test_shortened_answers_report_their_grant():
     made = admission(AdmissionConfig(overload=OverloadConfig(hold_s=1e6, max_tokens=30)))
     made._overload.level = OverloadLevel.SHORTEN
     assert made.offer(ask(1), 0.0) == Dispatched(1, max_tokens=30)

@@ -1,4 +1,4 @@
-"""Overload end to end: five times the capacity, in virtual time and through a real router with fake workers."""
+"""Tests overload end to end: five times the capacity, in virtual time and through a real router with fake workers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def test_at_five_times_the_capacity_goodput_holds_and_queues_are_bounded(seed):
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_by_default_a_burst_of_five_times_the_capacity_is_answered_whole(seed):
-    """Offers a minute's work in twelve seconds with the default deadline: all of it is done within the next minutes."""
+    """Offers a minute's work in twelve seconds with the default deadline; all of it completes within the next
+    minutes."""
     world = World(seed=seed, config=AdmissionConfig())
     rng = random.Random(seed)
     capacity = world.fleet.capacity_per_s(500, 300)
@@ -105,8 +106,8 @@ def test_the_level_returns_to_normal_after_a_burst():
     assert world.admission.num_inside == 0
 
 
-def test_without_admission_five_times_the_capacity_would_waste_the_work():
-    """Sets the baseline of the other tests: no limit on outstanding requests, no refusals."""
+def test_without_admission_five_times_the_capacity_wastes_work():
+    """This is the baseline of the other tests: no limit on outstanding requests, and no refusals."""
     config = AdmissionConfig(slot_headroom=1e6, prefill_queue_s=1e6)
     world = World(seed=1, config=config)
     rng = random.Random(1)
@@ -119,7 +120,7 @@ def test_without_admission_five_times_the_capacity_would_waste_the_work():
 
 
 async def slow_worker(slots=2):
-    """Starts a worker with few slots that holds its requests until `resume`."""
+    """Starts a worker with few slots that holds its requests until `resume` is set."""
     worker = FakeWorker(pause_at=1)
     worker._description.max_running = slots
     worker.load = WorkerLoad(free_pages=1000, total_pages=1000, step_s=0.001)
@@ -132,7 +133,7 @@ def ask(lane=common_pb2.LANE_UNSPECIFIED, max_tokens=2, **fields):
 
 
 async def fill(router, worker):
-    """Sends calls until one is queued. Returns those at the worker."""
+    """Sends calls until one is queued; returns those at the worker."""
     calls = []
     while router.server.context.gate.admission.num_waiting == 0:
         call = router.stub.Generate(ask())
@@ -147,11 +148,11 @@ def _waiting(router):
     return router.server.context.gate.admission.num_waiting
 
 
-async def test_requests_queue_in_the_router_and_interactive_ones_leave_first():
+async def test_requests_queue_in_the_router_and_interactive_ones_are_dispatched_first():
     worker = await slow_worker()
     async with running_router(worker) as router:
         calls = await fill(router, worker)
-        assert len(calls) == 4  # two slots and two on their way
+        assert len(calls) == 4  # two in slots and two on their way
         lanes = (common_pb2.LANE_BULK, common_pb2.LANE_STANDARD, common_pb2.LANE_INTERACTIVE)
         for number, lane in enumerate(lanes):
             calls.append(router.stub.Generate(ask(lane, request_id=f"lane-{lane}")))
@@ -222,7 +223,7 @@ async def test_a_full_lane_refuses_with_retry_info_and_retry_after():
         waiting.cancel()
 
 
-async def test_a_shortened_answer_says_so_in_its_body_its_trailers_and_its_headers():
+async def test_a_shortened_answer_says_so_in_body_trailers_and_headers():
     worker = await FakeWorker().start()
     overload = {"max_tokens": 3, "hold_s": 1000.0}
     async with running_router(worker, admission={"overload": overload}) as router:
@@ -258,7 +259,7 @@ def _last_choice(answer):
 
 
 async def test_a_burst_over_http_is_answered_whole_while_others_leave_after_one_token():
-    """Sends 180 streams to two slots, and beside them 60 clients that read one token and disconnect."""
+    """Sends 180 streams to two slots, beside 60 clients that read one token and disconnect."""
     worker = FakeWorker(step_s=0.001)
     worker._description.max_running = 2
     worker.load = WorkerLoad(free_pages=1000, total_pages=1000, step_s=0.001)
@@ -290,7 +291,7 @@ async def test_a_burst_over_http_is_answered_whole_while_others_leave_after_one_
     assert "penstock:admission_refusals_total{" not in metrics
 
 
-async def test_waiting_requests_are_reported_as_waiting_and_as_demand():
+async def test_queued_requests_are_reported_as_waiting_and_as_demand():
     worker = await slow_worker()
     async with running_router(worker) as router, httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
         await fill(router, worker)
@@ -306,7 +307,7 @@ async def test_waiting_requests_are_reported_as_waiting_and_as_demand():
             call.cancel()
 
 
-async def test_requests_in_the_queue_outlast_the_loss_of_the_only_worker():
+async def test_queued_requests_outlast_the_loss_of_the_only_worker():
     admin = await FakeAdmin().start()
     worker = await slow_worker()
     admin.set(worker)
@@ -340,7 +341,7 @@ async def test_a_full_router_refuses_with_a_hint_from_its_rate():
         waiting.cancel()
 
 
-async def test_a_lane_is_named_over_http_and_bad_names_are_refused_by_field():
+async def test_http_selects_a_lane_and_unknown_lanes_are_refused_by_field():
     worker = await FakeWorker().start()
     async with running_router(worker) as router, httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
 
@@ -403,7 +404,7 @@ async def test_a_lane_can_limit_max_tokens():
 
 
 async def test_a_burst_beyond_capacity_is_partly_served_and_refused_with_hints():
-    """Checks that each call ends, served or refused with a hint, and that workers never exceed their room."""
+    """Each call ends, served or refused with a hint, and workers never exceed their room."""
     worker = FakeWorker(step_s=0.002)
     worker._description.max_running = 4
     most_running = 0
@@ -440,12 +441,12 @@ def test_retries_are_a_share_of_recent_successes():
     for _ in range(11):
         budget.succeed(0.0)
     assert [budget.take(0.0) for _ in range(3)] == [True, True, False]
-    assert budget.take(10.0)  # most of the reserve has come back
+    assert budget.take(10.0)  # most of the reserve is restored
     assert not budget.take(10.0)
 
 
 async def test_the_retry_budget_bounds_redispatches():
-    """Lets two workers refuse everything: the budget ends the amplification, not each request's own limit."""
+    """Two workers refuse everything; the retry budget, not each request's own limit, ends the retries."""
     workers = [await FakeWorker(f"decode-{n}", epoch=n + 1, refuse_with=Unavailable("busy")).start() for n in range(2)]
     async with running_router(*workers, admission={"retry_reserve": 3, "retry_share": 0.0}) as router:
         for _ in range(6):
@@ -455,9 +456,9 @@ async def test_the_retry_budget_bounds_redispatches():
         assert error.retry_after_s is not None
 
 
-def test_sequences_of_other_routers_are_the_excess_reported_for_a_second():
+def test_sequences_of_other_routers_are_what_reports_exceed_our_own_for_a_second():
     others = PeerSequenceEstimate()
     assert others.observe(10, 10, 0.0) == 0
-    assert others.observe(10, 2, 0.5) == 0  # our own ended a moment ago, and reports lag
+    assert others.observe(10, 2, 0.5) == 0  # our own sequence has just ended, and reports lag
     assert others.observe(8, 2, 1.2) == 6
     assert others.observe(2, 2, 1.3) == 0

@@ -1,4 +1,4 @@
-"""Tenants in admission: they share by weight, and each is held to its token rate, request limit and KV quota."""
+"""Tests tenants in admission: they share by weight, and each has a token rate, a request limit and a KV quota."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.support.suite.examples import examples
     outputs=st.tuples(st.integers(1, 50), st.integers(1, 50)),
     seed=st.integers(0, 1000),
 )
-def test_two_tenants_that_always_have_work_are_served_by_weight(weights, prompts, outputs, seed):
-    """Holds whatever their requests look like, although usage is only estimated at dispatch."""
+def test_two_busy_tenants_are_served_by_weight(weights, prompts, outputs, seed):
+    """This holds for any requests, although dispatch only estimates their usage."""
     limits = {"a": TenantLimits(weight=weights[0]), "b": TenantLimits(weight=weights[1])}
     made = admission(limits_of=lambda tenant: limits.get(tenant, TenantLimits()))
     rng = random.Random(seed)
@@ -54,7 +54,7 @@ def test_two_tenants_that_always_have_work_are_served_by_weight(weights, prompts
         assert abs(service["a"] - service["b"]) <= 2 * costliest + unsettled
 
 
-def test_a_returning_tenant_is_lifted_to_the_least_of_those_that_stayed():
+def test_a_returning_tenant_starts_at_the_least_of_those_that_stayed():
     counters = FairCounters[str]()
     for tenant in ("stayed", "busy"):
         counters.activate(tenant)
@@ -89,7 +89,7 @@ def test_a_token_rate_is_enforced_and_settled_by_usage():
     assert refused.reason is RefusalReason.TOKEN_RATE
     assert 1.5 <= refused.retry_after_s <= 1.5 * 1.5
     assert isinstance(made.offer(ask(4, tenant="b"), 0.0), Dispatched)
-    made.end(1, RequestUsage(0), 0.0)  # 50 tokens of output were expected
+    made.end(1, RequestUsage(0), 0.0)  # 50 tokens of output were estimated
     made.end(2, RequestUsage(0), 0.0)
     assert made.offer(ask(5, tenant="a"), 0.0).retry_after_s <= 0.75
     assert isinstance(made.offer(ask(6, tenant="a"), 1.0), Dispatched)
@@ -101,10 +101,10 @@ def test_a_bucket_refills_its_debt_before_it_grants_more():
     bucket.take(50.0, 0.0)
     assert bucket.wait_s(10.0, 0.0) == 6.0
     assert bucket.wait_s(10.0, 6.0) == 0.0
-    assert bucket.wait_s(500.0, 15.0) == 0.0  # more than a burst: granted when full
+    assert bucket.wait_s(500.0, 15.0) == 0.0  # more than a burst is granted when the bucket is full
 
 
-def test_a_tenant_is_held_to_its_request_limit():
+def test_a_tenants_concurrent_requests_are_limited():
     made = admission(limits_of=lambda tenant: TenantLimits(max_requests=1 if tenant else None))
     assert isinstance(made.offer(ask(1, tenant="a"), 0.0), Dispatched)
     refused = made.offer(ask(2, tenant="a"), 0.0)
@@ -133,7 +133,7 @@ def test_a_request_beyond_its_quota_is_refused_as_invalid_input():
 
 
 def test_a_request_without_max_tokens_is_charged_as_it_grows():
-    """The context may hold more than the whole quota."""
+    """The context may be larger than the whole quota."""
     made = admission(limits_of=lambda tenant: TenantLimits(max_inflight_tokens=10_000))
     assert isinstance(made.offer(ask(1, tenant="a", max_tokens=100_000, open_ended=True), 0.0), Dispatched)
     assert made.inflight_tokens("a") == 100 + 4096

@@ -1,6 +1,5 @@
-"""Tests that a value of the wrong kind, however deep in a body, is a 400 that names field, value and fix, in the shape
-of each API's own errors.
-"""
+"""Tests that a value of the wrong kind, however deep in a body, is a 400 with field, value and fix, in each API's own
+error format."""
 
 from __future__ import annotations
 
@@ -131,7 +130,7 @@ APIS: dict[str, tuple[Fields, Table]] = {
 
 
 @pytest.mark.parametrize("path", APIS)
-async def test_a_wrong_value_is_a_400_that_names_field_value_and_fix(path: str) -> None:
+async def test_a_wrong_value_is_a_400_with_field_value_and_fix(path: str) -> None:
     plain, table = APIS[path]
     async with (
         running_router(await FakeWorker().start()) as router,

@@ -1,4 +1,4 @@
-"""Tests the tokens of bad words: as an output begins with them, and after a space."""
+"""Tests the tokens of bad words, both at the start of an output and after a space."""
 
 from __future__ import annotations
 

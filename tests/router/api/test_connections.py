@@ -1,4 +1,4 @@
-"""Tests the limits of connections to the public ports, over real sockets: how many, how slow, how idle, how noisy."""
+"""Tests the limits of connections to the public ports over real sockets: number, speed, idle time, control traffic."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def connected(router, port="http"):
 
 
 async def answer(reader):
-    """Returns status, headers and error of an answer after which the connection ends."""
+    """Returns status, headers and error of an answer that ends its connection."""
     async with asyncio.timeout(60.0):
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
     status, *lines = head.decode().split("\r\n")
@@ -56,7 +56,7 @@ def count_of(router, limit):
 
 
 @pytest.mark.parametrize(("limit", "status"), [("connections", 503), ("connections_per_peer", 429)])
-async def test_one_connection_too_many_is_refused_by_name(limit, status):
+async def test_one_connection_too_many_is_refused(limit, status):
     async with router_with(**{limit: 2}) as router:
         async with connected(router), connected(router) as (_, second):
             async with connected(router) as (reader, _):
@@ -83,7 +83,7 @@ async def test_headers_that_never_arrive_time_out(sent):
 
 async def test_headers_of_a_later_request_time_out_too():
     async with router_with(header_timeout_s=0.2) as router, connected(router) as (reader, writer):
-        for _ in range(2):  # an idle connection is no slow one
+        for _ in range(2):  # an idle connection is not a slow one
             writer.write(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
             assert b"200 OK" in await reader.readuntil(b"\r\n")
             await reader.readuntil(b'{"status":"live"}')
@@ -92,7 +92,7 @@ async def test_headers_of_a_later_request_time_out_too():
         assert (await answer(reader))[0] == 408
 
 
-async def test_a_request_that_takes_long_to_answer_is_not_late():
+async def test_a_slow_answer_does_not_count_as_slow_headers():
     worker = await FakeWorker(pause_at=0).start()
     async with running_router(worker, limits={"header_timeout_s": 0.2}) as router:
         async with httpx.AsyncClient(base_url=router.http_url, timeout=60.0) as http:
@@ -110,8 +110,8 @@ async def test_an_idle_connection_is_closed():
             assert b"200 OK" in await reader.read()
 
 
-async def test_a_closed_connection_whose_answer_is_not_read_ends(monkeypatch):
-    """The answer is complete and larger than the sockets take: the connection would wait for its reader."""
+async def test_a_closed_connection_ends_although_its_answer_is_not_read(monkeypatch):
+    """The answer is complete and larger than the sockets hold, so the connection would wait for its reader."""
     shrink_sent_buffers(monkeypatch)
     worker = await FakeWorker(tokens_per_frame=500).start()
     async with running_router(worker, limits={"write_stall_s": 0.5, "idle_timeout_s": 1.0}) as router:
@@ -147,7 +147,7 @@ async def test_grpc_refuses_connections_and_calls_beyond_their_limits():
 
 
 async def eventually_refused(router):
-    """Returns the refusal: the server may still be taking the calls that fill it."""
+    """Returns the refusal; the server may still be accepting the calls that fill it."""
     async with asyncio.timeout(60.0):
         while True:
             try:
@@ -172,7 +172,7 @@ async def test_a_grpc_connection_without_a_handshake_is_closed():
 
 
 @pytest.mark.parametrize("limits", [{"idle_timeout_s": 0.5}, {"connection_age_s": 0.5}])
-async def test_idle_and_old_grpc_connections_end_and_clients_go_on(limits):
+async def test_idle_and_old_grpc_connections_end_and_clients_reconnect(limits):
     async with router_with(**limits) as router:
         async with grpc.aio.insecure_channel(router.grpc_address) as channel:
             await channel.unary_unary(LIST_MODELS)(b"", timeout=60.0)
@@ -194,13 +194,13 @@ async def test_a_flood_of_pings_ends_its_connection():
                 await reader.read()  # ends
 
 
-def test_peers():
+def test_peer_addresses_are_parsed():
     assert peer_of("10.0.0.7") == peer_of("::ffff:10.0.0.7") == "10.0.0.7"
     assert peer_of("2001:db8:1:2::1") == peer_of("2001:db8:1:2:ffff::9") == "2001:db8:1:2::/64"
     assert peer_of("2001:db8:1:3::1") != peer_of("2001:db8:1:2::1")
 
 
-def test_connections_leave_files_for_the_rest(caplog):
+def test_connections_leave_file_descriptors_for_the_rest(caplog):
     limits = LimitsConfig()
     assert connections_for(1 << 20, limits) == limits.connections
     assert not caplog.messages
@@ -223,7 +223,7 @@ def test_the_limit_of_open_files_is_raised_and_logged(caplog):
 
 
 async def test_a_flood_of_pings_without_a_pause_ends_its_connection():
-    """The library ends a connection between two writes only, and this one leaves no such moment."""
+    """The library ends a connection only between two writes, and this flood leaves no such moment."""
     async with router_with() as router:
         num_files = len(os.listdir("/proc/self/fd"))
         async with connected(router, "grpc") as (reader, writer), asyncio.timeout(60.0):
@@ -242,7 +242,7 @@ def test_a_connection_may_send_what_its_calls_need():
     accounts = ConnectionAccounts(limits)
 
     def after_looks(open_now: dict[int, Traffic], now_s: float) -> list[int]:
-        """Returns what is found at the fourth look, and checks that nothing is before."""
+        """Returns the excessive connections at the fourth look, and checks that earlier looks find none."""
         accounts.find_excessive(dict.fromkeys(open_now, Traffic(0, 0)), now_s)
         assert not any(accounts.find_excessive(open_now, now_s) for _ in range(3))
         return accounts.find_excessive(open_now, now_s)

@@ -31,7 +31,7 @@ def text_tokens(text):
 
 
 def saying(token_ids):
-    """Returns a `next_token` that emits these tokens by output position, for prompts of a single token."""
+    """Returns a `next_token` that emits these tokens by output position, for prompts of one token."""
     return lambda context, sampling: token_ids[len(context) - 1]
 
 
@@ -46,7 +46,7 @@ async def collect(call):
 
 
 async def read_tokens(call, count):
-    """Returns the messages up to this many tokens of all completions."""
+    """Reads messages until all completions together have this many tokens, and returns them."""
     messages = []
     async for message in call:
         messages.append(message)
@@ -93,7 +93,7 @@ async def test_defaults_are_resolved_before_a_worker_sees_the_request():
         assert messages[-1].usage.completion_tokens == 50
 
 
-async def test_completions_of_one_prompt_have_seeds_of_their_own():
+async def test_completions_of_one_prompt_have_different_seeds():
     worker = await FakeWorker().start()
     async with running_router(worker) as router:
         messages = await collect(router.stub.Generate(request("Once", n=3, max_tokens=6)))
@@ -137,7 +137,7 @@ async def test_a_stop_string_across_tokens_ends_the_stream_and_the_work(tokens_p
             await worker.until(lambda fake: fake.cancelled == [fake.submits[0].stream_id])
 
 
-async def test_a_partial_match_of_a_stop_string_is_emitted_in_the_end():
+async def test_a_partial_match_of_a_stop_string_is_emitted_at_the_end():
     said = text_tokens(" almost sto")
     worker = await FakeWorker(next_token=saying([*said, EOS])).start()
     async with running_router(worker) as router:
@@ -155,7 +155,7 @@ async def test_stop_strings_do_not_match_before_min_tokens():
         assert "".join(message.text for message in messages) == " stop stop stop "
 
 
-async def test_log_probabilities_carry_the_tokens_texts():
+async def test_log_probabilities_include_the_tokens_texts():
     worker = await FakeWorker().start()
     async with running_router(worker) as router:
         messages = await collect(router.stub.Generate(request("Hi", logprobs=2, max_tokens=4)))
@@ -167,7 +167,7 @@ async def test_log_probabilities_carry_the_tokens_texts():
         assert logprobs[0].top[0].token == TOKENIZER.spelling.token_text(300)
 
 
-async def test_a_chat_is_rendered_by_the_models_template():
+async def test_a_chat_is_rendered_with_the_models_template():
     worker = await FakeWorker().start()
     async with running_router(worker) as router:
         chat = [inference_pb2.ChatMessage(role="user", content="Hello!")]
@@ -214,7 +214,7 @@ async def _router():
         yield router
 
 
-async def test_bad_requests_name_field_value_and_fix(router):
+async def test_bad_requests_are_refused_by_field_value_and_fix(router):
     for message, field, problem in BAD_REQUESTS.values():
         error = await failure(router.stub.Generate(message))
         assert isinstance(error, InvalidInput), error
@@ -245,7 +245,7 @@ def _string_field(number: int, raw: bytes) -> bytes:
         ("Tokenize", _string_field(2, b"\x80"), "text"),
     ],
 )
-async def test_text_that_is_no_utf8_is_an_invalid_argument(router, method, raw, field):
+async def test_invalid_utf8_is_an_invalid_argument(router, method, raw, field):
     path = f"/penstock.v1.Inference/{method}"
     call = router.channel.unary_stream(path) if method == "Generate" else router.channel.unary_unary(path)
     answer = call(raw)
@@ -287,7 +287,7 @@ async def test_a_cancelled_call_frees_its_worker_at_once():
         assert not worker.running
 
 
-async def test_more_requests_than_the_limit_are_refused_with_a_hint():
+async def test_requests_beyond_the_limit_are_refused_with_a_hint():
     worker = await FakeWorker(pause_at=0).start()
     async with running_router(worker, max_inflight=1) as router:
         first = router.stub.Generate(request("one"))

@@ -46,7 +46,7 @@ def text_of(worker, rank=0, count=16):
     return TOKENIZER.spelling.decode(expected_tokens(worker.submits[rank], count))
 
 
-async def test_a_completion_is_whole(client, worker):
+async def test_a_completion_is_returned_whole(client, worker):
     answer = await client.completions.create(model=MODEL, prompt="Hello", seed=3)
     assert answer.choices[0].text == text_of(worker)
     assert answer.choices[0].finish_reason == "length"
@@ -56,7 +56,7 @@ async def test_a_completion_is_whole(client, worker):
     assert answer.id.startswith("cmpl-")
 
 
-async def test_a_completion_streams(client, worker):
+async def test_a_completion_is_streamed(client, worker):
     stream = await client.completions.create(
         model=MODEL, prompt="Hello", max_tokens=9, stream=True, stream_options={"include_usage": True}
     )
@@ -67,7 +67,7 @@ async def test_a_completion_streams(client, worker):
     assert chunks[-1].usage.completion_tokens == 9
 
 
-async def test_a_chat_is_whole(client, worker):
+async def test_a_chat_is_returned_whole(client, worker):
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
@@ -95,8 +95,8 @@ async def test_a_streamed_chat_with_two_choices(client, worker):
     assert texts == {rank: TOKENIZER.spelling.decode(expected_tokens(by_seed[40 + rank], 6)) for rank in range(2)}
 
 
-async def test_a_chat_without_a_limit_is_not_bound_by_its_tenants_kv_quota():
-    """The context is larger than the quota; a request holds only what it uses of it."""
+async def test_a_chat_without_a_limit_is_not_bounded_by_its_tenants_kv_quota():
+    """The context is larger than the quota, but a request only holds what it uses."""
     worker = await FakeWorker(context_length=20_000, pause_at=1).start()
     admission = {"tenant": {"max_inflight_tokens": 5000}}
     async with running_router(worker, admission=admission) as router:
@@ -113,7 +113,7 @@ async def test_a_chat_without_a_limit_is_not_bound_by_its_tenants_kv_quota():
             await until(lambda: gate.num_inside == 0)
 
 
-async def test_a_chat_without_a_limit_may_fill_the_context(http, worker):
+async def test_a_chat_without_a_limit_can_fill_the_context(http, worker):
     await http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}], "stop": "e"})
     submit = worker.submits[0]
     assert submit.sampling.max_tokens == 2048 - len(submit.token_ids)
@@ -165,7 +165,7 @@ async def test_extensions_reach_the_worker(http, worker):
     assert list(sampling.stop_token_ids) == [7]
 
 
-async def test_stop_strings_and_the_end_token():
+async def test_outputs_end_at_stop_strings_and_the_end_token():
     said = [*text_tokens(" yes and no"), EOS]
     worker = await FakeWorker(next_token=saying(said)).start()
     async with running_router(worker) as router, httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
@@ -176,7 +176,7 @@ async def test_stop_strings_and_the_end_token():
         assert (choice["text"], choice["finish_reason"]) == (" ye", "stop")
 
 
-async def test_log_probabilities_in_both_shapes(client, worker):
+async def test_log_probabilities_have_both_formats(client, worker):
     completion = await client.completions.create(model=MODEL, prompt=[300], logprobs=2, max_tokens=3)
     logprobs = completion.choices[0].logprobs
     tokens = [TOKENIZER.spelling.token_text(token) for token in expected_tokens(worker.submits[0], 3)]
@@ -198,7 +198,7 @@ async def test_log_probabilities_in_both_shapes(client, worker):
     assert [top.logprob for top in content[0].top_logprobs] == [-1.0]
 
 
-async def test_models_health_and_metrics(client, http):
+async def test_models_health_and_metrics_are_served(client, http):
     assert [model.id for model in (await client.models.list()).data] == [MODEL]
     assert (await client.models.retrieve(MODEL)).id == MODEL
     assert (await http.get("/v1/models")).json()["data"][0]["max_model_len"] == 2048
@@ -297,7 +297,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_bad_requests_name_field_value_and_fix(http, stream):
+async def test_bad_requests_are_refused_by_field_value_and_fix(http, stream):
     for path, body, param, message in BAD.values():
         answer = await http.post(f"/v1/{path}", json={**body, "stream": stream})
         error = answer.json()["error"]
@@ -377,7 +377,7 @@ async def test_a_client_that_disconnects_frees_its_worker_at_once(stream, pause_
         await until(lambda: router.server.context.gate.admission.num_inside == 0)
 
 
-async def test_an_error_within_a_stream_is_an_error_event_without_done():
+async def test_an_error_during_a_stream_is_an_error_event_without_done():
     worker = await FakeWorker(pause_at=2).start()
     async with running_router(worker, default_timeout_s=2.0) as router:
         async with httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
@@ -395,7 +395,7 @@ async def test_an_error_within_a_stream_is_an_error_event_without_done():
                     pass
 
 
-async def test_a_stream_that_waits_long_has_its_head_and_heartbeats_before_its_first_token(monkeypatch):
+async def test_a_long_wait_sends_the_head_and_heartbeats_before_the_first_token(monkeypatch):
     monkeypatch.setattr(generation, "HEARTBEAT_S", 0.01)
     worker = await FakeWorker(pause_at=0).start()
     async with running_router(worker) as router, httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
@@ -435,7 +435,7 @@ async def test_an_internal_error_of_a_worker_is_a_server_error():
 
 
 async def test_responses_do_not_wait_for_a_delayed_ack(router, http):
-    """Without TCP_NODELAY on the accepted sockets every response body would be delayed by at least 40 ms."""
+    """Without TCP_NODELAY on accepted sockets, each response body would be delayed by at least 40 ms."""
     await http.post("/v1/completions", json={"prompt": [300], "max_tokens": 1})
     (connection,) = router.server._https[0].server_state.connections
     assert connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
@@ -466,7 +466,7 @@ async def test_continuous_usage_counts_up_in_every_chunk(http):
     assert counts[-2:] == [5, 5]
 
 
-async def test_null_is_as_good_as_no_field(http):
+async def test_null_equals_an_absent_field(http):
     names = ("model", "stream", "stream_options", "max_tokens", "stop", "user", "service_tier", "tools", "logprobs")
     answer = await http.post("/v1/completions", json={"prompt": "a", **dict.fromkeys(names)})
     assert answer.status_code == 200, answer.text

@@ -1,4 +1,4 @@
-"""Tests how callers are identified, what each may ask for and whose cached pages it may share. No I/O."""
+"""Tests how callers are identified, what each may request and whose cached pages it may share. No I/O."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_certificate_identifies_its_tenant_unless_a_key_is_given():
     assert found.identify(f"Bearer {KEY}", ["beta.example"]).name == "acme"
 
 
-def test_without_tenants_all_callers_are_the_same_nameless_tenant():
+def test_without_tenants_all_callers_are_one_nameless_tenant():
     assert tenants().identify("Bearer anything") == tenants().identify(None) == Tenant()
 
 
@@ -62,21 +62,21 @@ def test_the_controllers_own_requests_need_no_tenant():
     ],
     ids=["none", "empty", "bare", "basic", "longer", "digest", "huge", "secret", "stranger"],
 )
-def test_refusals_say_why_and_never_repeat_a_key(authorization, subjects, kind, says):
+def test_refusals_state_the_reason_and_never_repeat_a_key(authorization, subjects, kind, says):
     with pytest.raises(kind, match=says) as caught:
         tenants(acme=ACME).identify(authorization, subjects)
     assert KEY not in caught.value.message
 
 
 @pytest.mark.parametrize("authorization", [f"Bearer {KEY}", None], ids=["key", "certificate"])
-def test_a_tenant_that_is_turned_off_is_refused(authorization):
+def test_a_disabled_tenant_is_refused(authorization):
     found = tenants(acme=ACME.model_copy(update={"enabled": False}), beta=TenantConfig(subjects=("beta.example",)))
     with pytest.raises(PermissionDenied, match="acme is turned off"):
         found.identify(authorization, ["acme.example"])
     assert found.identify(None, ["beta.example"]).name == "beta"
 
 
-def test_the_controllers_port_is_open_to_the_controller_alone():
+def test_only_the_controller_may_use_the_control_port():
     found = tenants(acme=ACME)
     assert found.identify_controller(f"Bearer {SECRET.token(CANARY)}") == Tenant()
     for other in (None, f"Bearer {KEY}", f"Bearer {SECRET.token('tickets')}", f"Bearer {SECRET.reveal()}"):
@@ -86,7 +86,7 @@ def test_the_controllers_port_is_open_to_the_controller_alone():
         Tenants({}).identify_controller(f"Bearer {KEY}")  # without a secret nobody is the controller
 
 
-def test_the_controller_is_known_by_a_secret_that_was_replaced_meanwhile():
+def test_the_controller_is_still_identified_by_the_replaced_secret():
     directory, new = TenantDirectory({"acme": ACME}), ClusterSecret("n" * 40)
     secrets = [ClusterSecrets(SECRET, (SECRET,))]
     found = Tenants(lambda: directory, lambda: secrets[-1])
@@ -100,7 +100,7 @@ def test_the_controller_is_known_by_a_secret_that_was_replaced_meanwhile():
         found.identify(f"Bearer {SECRET.token(CANARY)}")
 
 
-def test_metrics_are_read_with_their_own_token():
+def test_metrics_have_a_token_of_their_own():
     found, token = tenants(acme=ACME), make_api_key()
     found.check_scraper(f"Bearer {token}", token)
     for other in (None, f"Bearer {KEY}"):
@@ -108,13 +108,13 @@ def test_metrics_are_read_with_their_own_token():
             found.check_scraper(other, token)
 
 
-def test_without_a_token_metrics_are_open_only_where_callers_are_not_distinguished():
+def test_without_a_token_metrics_are_open_only_if_there_are_no_tenants():
     tenants().check_scraper(None, "")
     with pytest.raises(PermissionDenied, match="metrics cover all tenants"):
         tenants(acme=ACME).check_scraper(f"Bearer {KEY}", "")
 
 
-def test_a_key_of_the_longest_length_is_looked_up():
+def test_a_key_of_the_greatest_length_is_accepted():
     key = "k" * 512
     assert tenants(acme=TenantConfig(keys=(digest_of(key),))).identify(f"Bearer {key}").name == "acme"
 
@@ -136,7 +136,7 @@ def test_a_plain_key_in_the_configuration_is_refused_and_not_shown():
 
 
 def test_a_secret_in_the_configuration_is_never_shown():
-    """A secret is read from a file alone; one that is written into the configuration is refused and not repeated."""
+    """A secret is only read from a file; one in the configuration is refused and not repeated."""
     with pytest.raises(ConfigError, match=r"unknown key security\.secret; remove it") as caught:
         parse(RouterConfig, {"model": "m", "security": {"secret": KEY}})
     secrets = ClusterSecrets.only(ClusterSecret(KEY))
@@ -145,7 +145,7 @@ def test_a_secret_in_the_configuration_is_never_shown():
         parse(RouterConfig, {"model": "m", "security": {"tls": {"cert_file": "c", "key_file": "k"}}})
 
 
-def test_a_tenant_gets_its_own_lane_by_default_and_none_above_its_best():
+def test_a_tenants_default_lane_is_its_own_and_none_above_its_best_is_allowed():
     tenant = Tenant("acme", TenantConfig(lane=Lane.BULK, max_lane=Lane.STANDARD))
     assert tenant.lane(common_pb2.LANE_UNSPECIFIED) is Lane.BULK
     assert tenant.lane(common_pb2.LANE_STANDARD) is Lane.STANDARD
@@ -155,13 +155,13 @@ def test_a_tenant_gets_its_own_lane_by_default_and_none_above_its_best():
         parse(TenantConfig, {"lane": "interactive", "max_lane": "bulk"})
 
 
-def test_pages_are_shared_within_a_tenant_and_a_declared_group_alone():
+def test_pages_are_shared_only_within_a_tenant_or_a_declared_group():
     group = TenantConfig(share_group="acme")
     configs = {"acme": TenantConfig(), "beta": TenantConfig(), "one": group, "two": group}
     found, named = tenants(**configs), {name: Tenant(name, config) for name, config in configs.items()}
     salts = [found.salt("r1", tenant.cache_scope) for tenant in (*named.values(), Tenant())]
     assert salts[2] == salts[3]
-    assert len(set(salts)) == 4  # even for a group and a tenant of the same name
+    assert len(set(salts)) == 4  # even a group and a tenant of the same name have different salts
     assert found.salt("r2", named["acme"].cache_scope) != salts[0]
 
 

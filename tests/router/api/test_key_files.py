@@ -1,5 +1,4 @@
-"""Tests a running router whose tenants, metrics token and certificates are replaced: what holds for new calls, and what
-becomes of streams that run."""
+"""Tests a running router whose tenants, metrics token and certificates are replaced: new calls, and running streams."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from penstock.rpc.secret import digest_of, make_api_key
 from tests.support.key_files import Authority, replace
 from tests.support.router.router_fakes import FakeWorker, running_router, until
 
-WITHIN_S = 60.0  # for a look at the files, on a busy machine
+WITHIN_S = 60.0  # in which a busy machine has time to look at the files
 OLD, NEW = make_api_key(), make_api_key()
 
 
@@ -45,7 +44,7 @@ async def is_known(address: str, key: str) -> bool:
     return True
 
 
-async def test_a_revoked_key_opens_nothing_and_a_running_stream_ends_by_itself(tmp_path: Path) -> None:
+async def test_a_revoked_key_is_refused_while_its_running_stream_completes(tmp_path: Path) -> None:
     path = tmp_path / "tenants.toml"
     replace(path, table(acme=OLD))
     worker = await FakeWorker(pause_at=2).start()
@@ -119,13 +118,13 @@ async def test_the_metrics_token_is_replaced(tmp_path: Path) -> None:
             assert not await opens("first")
 
 
-def test_tenants_are_given_once() -> None:
+def test_tenants_come_from_either_the_file_or_the_configuration() -> None:
     with pytest.raises(ConfigError, match=r"tenants_file = 't.toml' and tenants are both set; give one"):
         parse(RouterConfig, {"model": "m", "tenants_file": "t.toml", "tenants": {"acme": {}}})
 
 
 async def test_certificates_are_renewed_under_running_streams(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The new certificate is another authority's, so that a client's trust shows which one it was shown."""
+    """The new certificate is another authority's, so that a client's trust shows which one was presented."""
     authorities = []
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
@@ -143,7 +142,7 @@ async def test_certificates_are_renewed_under_running_streams(tmp_path: Path, ca
     async with running_router(worker, tls=used) as router:
 
         async def trusts(number: int) -> tuple[bool, bool]:
-            """Returns whether gRPC and HTTP accept the authority's clients, and are accepted by them."""
+            """Returns whether gRPC and HTTP accept the authority's clients and are accepted by them."""
             own = (client_old, client_new)[number]
             tls = ClientTls(authorities[number].ca, own.cert_file, own.key_file)
             async with AsyncClient(router.grpc_address, tls=tls, timeout_s=60.0) as client:
@@ -167,7 +166,7 @@ async def test_certificates_are_renewed_under_running_streams(tmp_path: Path, ca
         async with AsyncClient(router.grpc_address, tls=tls, timeout_s=100.0) as client:
             stream = client.generate([1, 2, 3], max_tokens=6, ignore_eos=True)
             tokens = list((await anext(stream)).token_ids)
-            put(cert_file=new.cert_file)  # whose key is still missing
+            put(cert_file=new.cert_file)  # the new certificate's key is still missing
             await until(lambda: "the previous content stays in force (tls)" in caplog.text, WITHIN_S)
             assert await trusts(0) == (True, True)
             put(key_file=new.key_file, ca_file=authorities[1].ca)

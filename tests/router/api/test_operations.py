@@ -1,4 +1,4 @@
-"""Tests probes, version, load, the OpenAPI document, refusals of what is not served, and calls from browsers' pages."""
+"""Tests probes, version, load, the OpenAPI document, refusals of unserved calls, and calls from browser pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def _http(router):
 
 
 @pytest.mark.parametrize("path", ["/health", "/health/ready", "/ready", "/health/live", "/live", "/version"])
-async def test_whoever_asks_gets_the_state(http, path):
+async def test_every_caller_gets_the_state(http, path):
     answer = await http.get(path)
     assert answer.status_code == 200
     assert set(answer.json()) in ({"status"}, {"version"})
@@ -38,13 +38,13 @@ async def test_load_counts_the_requests_in_flight(http):
     async with http.stream("POST", "/v1/completions", json=body) as stream:
         lines = stream.aiter_lines()
         await anext(lines)
-        assert (await http.get("/load")).json()["server_load"] in (0, 1)  # the answer may be complete by now
+        assert (await http.get("/load")).json()["server_load"] in (0, 1)  # the answer may already be complete
         async for _ in lines:
             pass
     assert (await http.get("/load")).json()["server_load"] == 0
 
 
-async def test_the_metrics_port_lists_the_workers_that_have_one_of_their_own() -> None:
+async def test_the_metrics_port_lists_the_workers_with_their_own_metrics() -> None:
     workers = [
         await FakeWorker("decode-0", metrics_address="10.0.0.1:9100").start(),
         await FakeWorker("prefill-0", role="prefill", epoch=2, metrics_address="10.0.0.2:9100").start(),
@@ -60,10 +60,11 @@ async def test_the_metrics_port_lists_the_workers_that_have_one_of_their_own() -
                 ("prefill-0", "prefill", "10.0.0.2:9100"),
             )
         ]
-        assert (await http.get(f"{router.http_url}/metrics/targets")).status_code == 404  # not for callers of the model
+        # callers of the model do not get the list
+        assert (await http.get(f"{router.http_url}/metrics/targets")).status_code == 404
 
 
-async def test_the_document_describes_every_call(http, router):
+async def test_the_openapi_document_describes_every_call(http, router):
     document = (await http.get("/openapi.json")).json()
     assert document["openapi"].startswith("3.1")
     generating = {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"}
@@ -106,7 +107,7 @@ async def test_the_page_shows_the_document(http):
             assert f"<b>{method.upper()} {path}</b>" in page.text
     named = set(re.findall(r'href="#(\w+)"', page.text))
     assert "ChatBody" in named
-    assert named <= set(re.findall(r'<details id="(\w+)"', page.text))  # no link leads nowhere
+    assert named <= set(re.findall(r'<details id="(\w+)"', page.text))  # every link has a target
     assert "<code>max_tokens</code>" in page.text
 
 
@@ -117,7 +118,7 @@ async def test_the_page_needs_no_other_host_and_no_script(http):
     assert page.headers["content-security-policy"].startswith("default-src 'none'")
 
 
-def test_what_a_document_says_is_escaped_on_the_page():
+def test_text_from_the_document_is_escaped_on_the_page():
     schema = {"properties": {"<i>": {"enum": ["<b>"], "description": "<u>"}}, "required": ["<i>"]}
     operation = {"summary": "<em>", "responses": {"200": {"description": "<q>"}}}
     page = render_page(
@@ -144,7 +145,7 @@ def test_what_a_document_says_is_escaped_on_the_page():
         ("GET", "/v1/completions", 405, "GET /v1/completions: Method Not Allowed", "method_not_allowed"),
     ],
 )
-async def test_what_is_not_served_is_refused_by_name(http, method, path, status, message, code):
+async def test_unserved_calls_are_refused_with_a_reason(http, method, path, status, message, code):
     answer = await http.request(method, path)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["type"]) == (status, code, "invalid_request_error")
@@ -170,7 +171,7 @@ async def test_without_origins_no_page_may_call():
 
 
 @pytest.mark.parametrize("path", ["/ui/state", "/ui/controller"])
-async def test_the_live_page_wants_the_metrics_token_where_there_are_tenants(path, tmp_path):
+async def test_the_live_page_requires_the_metrics_token_if_there_are_tenants(path, tmp_path):
     token = tmp_path / "token"
     token.write_text("t" * 40)
     token.chmod(0o600)

@@ -51,7 +51,7 @@ def chunks_of(answer):
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-async def test_a_cache_salt_changes_the_pages_salt_and_the_same_one_shares(http, worker, path):
+async def test_a_cache_salt_changes_the_pages_salt(http, worker, path):
     for salt in ({}, {"cache_salt": "one"}, {"cache_salt": "two"}, {"cache_salt": "one"}, {"cache_salt": ""}):
         await post(http, path, **salt)
     bare, one, two, again, empty = (submit.salt for submit in worker.submits)
@@ -59,7 +59,7 @@ async def test_a_cache_salt_changes_the_pages_salt_and_the_same_one_shares(http,
     assert (again, empty) == (one, bare)
 
 
-async def test_a_priority_chooses_the_lane(http, worker):
+async def test_a_priority_selects_the_lane(http, worker):
     for priority, lane in ((-3, Lane.INTERACTIVE), (0, Lane.STANDARD), (2, Lane.BULK)):
         await post(http, priority=priority)
         assert worker.submits[-1].lane == lane_to_wire(lane)
@@ -81,7 +81,7 @@ async def test_a_truncated_prompt_keeps_its_last_tokens(http, worker, path):
     assert list(worker.submits[-1].token_ids) == [301] * 3
 
 
-async def test_special_tokens_around_a_prompt_are_a_choice(http, worker):
+async def test_special_tokens_around_a_prompt_are_optional(http, worker):
     for added in (None, True, False):
         await post(http, add_special_tokens=added)
         await post(http, "chat/completions", add_special_tokens=added)
@@ -92,7 +92,7 @@ async def test_special_tokens_around_a_prompt_are_a_choice(http, worker):
     assert prompts == [bos + plain, chat, bos + plain, bos + chat, plain, chat]
 
 
-async def test_tokens_are_returned_whole_and_streamed(http, worker):
+async def test_token_ids_are_returned_whole_and_streamed(http, worker):
     prompts = [[300, 301], [302]]
     fields = {"prompt": prompts, "n": 2, "return_token_ids": True, "seed": 3}
     whole = (await post(http, **fields)).json()["choices"]
@@ -121,7 +121,7 @@ async def test_tokens_are_returned_whole_and_streamed(http, worker):
     assert "token_ids" not in (await post(http)).json()["choices"][0]
 
 
-async def test_tokens_of_log_probabilities_may_be_named_by_id(http, worker):
+async def test_log_probabilities_can_identify_tokens_by_id(http, worker):
     logprobs = (await post(http, logprobs=1, return_tokens_as_token_ids=True)).json()["choices"][0]["logprobs"]
     expected = [f"token_id:{token}" for token in expected_tokens(worker.submits[0], 4)]
     assert logprobs["tokens"] == expected
@@ -145,7 +145,7 @@ async def test_tokens_of_log_probabilities_may_be_named_by_id(http, worker):
         ({"stop_token_ids": [END], "include_stop_str_in_output": True}, "yes and no"),
     ],
 )
-async def test_stops_and_special_tokens_may_be_part_of_the_text(stream, fields, text):
+async def test_stop_strings_and_special_tokens_can_be_part_of_the_text(stream, fields, text):
     said = [*text_tokens("yes"), END, *text_tokens(" and no"), EOS]
     worker = await FakeWorker(next_token=saying(said)).start()
     async with running_router(worker) as router, httpx.AsyncClient(base_url=router.http_url) as http:
@@ -202,7 +202,7 @@ async def test_the_grpc_api_takes_the_same_options(router, worker):
     assert "is given without messages" in (await failure(router.stub.Generate(text))).message
 
 
-async def test_tokens_of_texts_and_chats(http, router, worker):
+async def test_texts_and_chats_can_be_tokenized(http, router, worker):
     plain, bos = TOKENIZER._encode(["a b"], False)[0], TOKENIZER._encode(["a b"], True)[0]
     answer = (await http.post("/tokenize", json={"model": "penstock-tiny", "prompt": "a b"})).json()
     assert answer == {"count": len(bos), "max_model_len": 2048, "tokens": bos, "token_strs": None}
@@ -221,7 +221,7 @@ async def test_tokens_of_texts_and_chats(http, router, worker):
     assert many == "a b" * 2000
 
 
-async def test_bad_calls_of_tokenize_name_the_field(http):
+async def test_bad_calls_of_tokenize_are_refused_by_field(http):
     for path, body, param, problem in (
         ("tokenize", {}, "prompt", "exactly one of prompt and messages"),
         ("tokenize", {"prompt": "a", **CHAT}, "prompt", "exactly one of prompt and messages"),
@@ -243,7 +243,7 @@ async def test_bad_calls_of_tokenize_name_the_field(http):
         assert problem in error["message"], (body, error)
 
 
-async def test_hints_and_the_session_of_a_header_reach_the_worker_of_the_first_completion_alone(http, worker):
+async def test_hints_and_the_header_session_reach_only_the_first_completions_worker(http, worker):
     hints = {"pin_s": 30, "priority": 2, "fork_of": "parent"}
     answer = await http.post(
         "/v1/completions",
@@ -258,7 +258,7 @@ async def test_hints_and_the_session_of_a_header_reach_the_worker_of_the_first_c
     assert (refused.status_code, "kv_hints.fork_of" in refused.text) == (400, True)
 
 
-async def test_a_request_of_hints_alone_asks_for_one_completion_of_one_token(http, worker):
+async def test_a_request_for_hints_alone_asks_for_one_completion_of_one_token(http, worker):
     await post(http, n=3, max_tokens=64, kv_hints={"session": "s", "end_session": True, "only": True})
     [submit] = worker.submits
     assert (submit.kv_hints.only, submit.kv_hints.end_session, submit.sampling.max_tokens) == (True, True, 1)

@@ -1,4 +1,4 @@
-"""Tests sampling fields: an absent field is the default, zero is a value, a mistake names field, value and fix."""
+"""Tests sampling fields: an absent field takes the default, zero is a value, mistakes are refused by field."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_absent_fields_take_the_defaults() -> None:
     assert resolve() == SamplingParams(max_tokens=90, seed=99)
 
 
-def test_without_max_tokens_an_answer_may_fill_the_context() -> None:
+def test_without_max_tokens_an_answer_can_fill_the_context() -> None:
     unlimited = sampling_fields.resolve(
         common_pb2.SamplingParams(), num_prompt_tokens=72, context_length=131_072, vocab_size=50, seed=1
     )
     assert unlimited.max_tokens == 131_000
 
 
-def test_model_defaults_yield_to_the_request_and_override_ours() -> None:
+def test_a_requests_values_override_the_models_defaults_which_override_ours() -> None:
     model = {"temperature": 0.5, "top_k": 20}
     assert resolve(defaults=model).temperature == 0.5
     assert resolve(defaults=model).top_k == 20
@@ -46,7 +46,7 @@ def test_model_defaults_yield_to_the_request_and_override_ours() -> None:
     assert resolve(defaults=model, top_k=0).top_k == 0
 
 
-def test_params_survive_the_wire_between_workers() -> None:
+def test_params_survive_the_wire_format() -> None:
     params = resolve(
         temperature=0.5, top_k=3, seed=2**64 - 1, logit_bias={3: -1.5}, stop=["x"], stop_token_ids=[4], logprobs=0
     )
@@ -102,7 +102,7 @@ def test_every_form_of_a_request_has_the_same_fields() -> None:
         ),
     ],
 )
-def test_mistakes_name_field_value_and_fix(fields: dict[str, object], message: str) -> None:
+def test_mistakes_are_refused_by_field_value_and_fix(fields: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         resolve(**fields)
     assert str(caught.value) == message

@@ -51,7 +51,7 @@ async def _router(worker):
         yield router
 
 
-async def test_every_grpc_call_demands_a_key(router):
+async def test_every_grpc_call_requires_a_key(router):
     for key, kind in (("", Unauthenticated), ("psk-wrong", Unauthenticated), (KEYS["off"], PermissionDenied)):
         async with AsyncClient(router.grpc_address, api_key=key) as caller:
             for call in (caller.complete("x", max_tokens=1), caller.tokenize("x"), caller.list_models()):
@@ -69,7 +69,7 @@ async def test_health_and_reflection_stay_open(router):
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_http_errors_are_those_that_openai_clients_expect(router, worker):
+async def test_http_errors_have_the_form_that_openai_clients_expect(router, worker):
     async def models(key: str) -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{router.http_url}/v1", api_key=key, max_retries=0) as caller:
             answer = await caller.chat.completions.create(
@@ -105,8 +105,8 @@ async def test_a_lane_above_the_tenants_best_is_refused_and_its_own_is_the_defau
 
 
 @pytest.mark.parametrize(("tenant", "uncached_tokens"), [("acme", 1605 - 90 * PAGE_SIZE), ("beta", 1605)])
-async def test_the_router_credits_a_tenant_with_its_own_pages_alone(tenant, uncached_tokens):
-    """A prefill worker caches most of the prompt for acme. Each tenant gets a fresh router."""
+async def test_a_tenant_gets_credit_only_for_its_own_pages(tenant, uncached_tokens):
+    """A prefill worker has cached most of the prompt for acme. Each tenant gets a fresh router."""
     decode = await FakeWorker("decode-0", epoch=1).start()
     prefill = await FakeWorker("prefill-0", epoch=2, role="prefill").start()
     decode.load = replace(decode.load, prefill_tokens_per_s=200.0)
@@ -121,7 +121,7 @@ async def test_the_router_credits_a_tenant_with_its_own_pages_alone(tenant, unca
     assert prefill_s == pytest.approx(uncached_tokens / 1000.0, rel=0.15)
 
 
-async def test_completions_of_one_request_share_a_salt_and_so_does_a_redispatch():
+async def test_completions_of_one_request_and_a_redispatch_share_a_salt():
     doomed, other = (
         await FakeWorker("decode-0", epoch=1, pause_at=3).start(),
         await FakeWorker("decode-1", epoch=2).start(),
@@ -148,7 +148,7 @@ def cached_pages(server) -> dict[bytes, int]:
 
 
 async def test_two_tenants_with_equal_prompts_never_share_a_page(tmp_path):
-    """Compares the pools of real workers: equal prompts make equal pages, and no page belongs to both tenants."""
+    """Compares the pools of real workers: equal prompts make equal pages, but no page belongs to both tenants."""
     configs = [worker_config(role, MODEL, name=role.value) for role in Role]
     async with workers(*configs) as servers:
         async with running_router(

@@ -1,4 +1,5 @@
-"""Files and batches over HTTP, with the openai client: whole runs, bad input, and a router that dies in between."""
+"""Tests files and batches over HTTP with the openai client: whole runs, bad input, and a router that dies in
+between."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ async def content(client, file_id):
     return {entry["custom_id"]: entry for entry in map(json.loads, text.splitlines())}
 
 
-async def test_a_batch_answers_each_line_once_in_the_lane_bulk(worker, tmp_path):
+async def test_a_batch_answers_each_line_once_in_the_bulk_lane(worker, tmp_path):
     async with serving(worker, tmp_path) as client:
         bad = line("bad", max_tokens=0)
         batch = await begin(client, [*(line(f"r{number}") for number in range(20)), bad], metadata={"for": "me"})
@@ -134,7 +135,7 @@ async def test_batches_and_outputs_are_paged_too(worker, tmp_path, monkeypatch):
         ("/v1/responses", {"prompt": None, "max_tokens": None, "input": "Hi", "max_output_tokens": 4}),
     ],
 )
-async def test_other_endpoints(worker, tmp_path, endpoint, body):
+async def test_other_endpoints_are_served(worker, tmp_path, endpoint, body):
     async with serving(worker, tmp_path) as client:
         written = json.loads(line("a", endpoint))
         written["body"] = {name: value for name, value in (written["body"] | body).items() if value is not None}
@@ -144,13 +145,13 @@ async def test_other_endpoints(worker, tmp_path, endpoint, body):
         assert answer["object"] == {"/v1/responses": "response"}.get(endpoint, "chat.completion")
 
 
-async def test_a_line_that_wants_another_lane_still_waits_for_others(worker, tmp_path):
+async def test_a_line_that_asks_for_another_lane_stays_in_bulk(worker, tmp_path):
     async with serving(worker, tmp_path) as client:
         await finished(client, await begin(client, [line("a", service_tier="priority")]))
         assert [submit.lane for submit in worker.submits] == [common_pb2.LANE_BULK]
 
 
-async def test_a_file_of_mistakes_fails_as_a_whole(worker, tmp_path):
+async def test_a_file_full_of_mistakes_fails_as_a_whole(worker, tmp_path):
     async with serving(worker, tmp_path, batches={"max_lines": 3}) as client:
         batch = await finished(client, await begin(client, [line("a"), "", "{", line("a"), line("b")]))
         assert (batch.status, batch.output_file_id) == ("failed", None)
@@ -169,7 +170,7 @@ async def test_another_router_continues_where_one_ended(tmp_path):
     await worker.start()
     async with serving(worker, tmp_path, batches={"max_running": 2}) as client:
         batch = await begin(client, [line(f"r{number}", max_tokens=1 if number < 3 else 4) for number in range(6)])
-        await until(lambda: len(worker.submits) == 5)  # three are done, two wait
+        await until(lambda: len(worker.submits) == 5)  # three are done, and two wait
     other = await FakeWorker().start()
     async with serving(other, tmp_path) as client:
         batch = await finished(client, batch)
@@ -191,7 +192,7 @@ async def test_a_batch_is_cancelled_with_its_answers_so_far(tmp_path):
         await worker.until(lambda worker: not worker.running)
 
 
-async def test_what_the_window_leaves_over_is_named(tmp_path, monkeypatch):
+async def test_lines_left_when_the_window_ends_are_reported(tmp_path, monkeypatch):
     worker = FakeWorker(pause_at=0)
     await worker.start()
     async with serving(worker, tmp_path) as client:
@@ -204,7 +205,7 @@ async def test_what_the_window_leaves_over_is_named(tmp_path, monkeypatch):
         assert (await content(client, batch.error_file_id))["late"]["error"]["code"] == "batch_expired"
 
 
-async def test_lines_that_are_refused_for_now_are_tried_again(worker, tmp_path, monkeypatch):
+async def test_temporarily_refused_lines_are_retried(worker, tmp_path, monkeypatch):
     from router.api.http.generation import GenerationCalls
 
     answer, refused = GenerationCalls.answer_offline, []
@@ -221,7 +222,7 @@ async def test_lines_that_are_refused_for_now_are_tried_again(worker, tmp_path, 
         assert (batch.request_counts.completed, refused) == (1, [True])
 
 
-async def test_mistakes_are_named(worker, tmp_path):
+async def test_mistakes_are_refused_by_field(worker, tmp_path):
     async with serving(worker, tmp_path, batches={"file_bytes": 1000}) as client:
         http = httpx.AsyncClient(base_url=str(client.base_url), timeout=60)
         file = await client.files.create(file=("in.jsonl", line("a").encode()), purpose="batch")
@@ -259,7 +260,7 @@ async def test_mistakes_are_named(worker, tmp_path):
 
 
 def form_of(begun: asyncio.Event):
-    """Returns headers and the body of an upload that never ends; `begun` is set once its first part was taken."""
+    """Returns headers and body of an upload that never ends; `begun` is set once its first part has been taken."""
 
     async def parts():
         yield PART
@@ -270,7 +271,7 @@ def form_of(begun: asyncio.Event):
     return {"headers": {"content-type": "multipart/form-data; boundary=b"}, "content": parts()}
 
 
-async def test_a_tenant_that_uploads_slowly_leaves_room_to_others(worker, tmp_path, monkeypatch):
+async def test_a_slow_upload_of_one_tenant_leaves_room_for_others(worker, tmp_path, monkeypatch):
     monkeypatch.setattr(file_routes, "_MAX_TENANT_UPLOADS", 1)
     tenants = {name: {"keys": [digest_of(f"{name}-key")]} for name in ("slow", "other")}
     settings = {"batches": {"folder": str(tmp_path)}, "tenants": tenants, "metrics_token_file": ""}
@@ -287,7 +288,7 @@ async def test_a_tenant_that_uploads_slowly_leaves_room_to_others(worker, tmp_pa
             uploading = asyncio.create_task(slow.post("/files", **form))
             await asyncio.wait_for(begun.wait(), WAIT_S)
             whole = {"files": {"file": ("in.jsonl", b"x")}, "data": {"purpose": "batch"}}
-            async with asyncio.timeout(WAIT_S):  # the router has begun to read, too
+            async with asyncio.timeout(WAIT_S):  # the router has begun to read this one, too
                 while (refused := await slow.post("/files", **whole)).status_code == 200:
                     pass
             assert refused.status_code == 503
@@ -300,7 +301,7 @@ async def test_a_tenant_that_uploads_slowly_leaves_room_to_others(worker, tmp_pa
                     await asyncio.sleep(0.02)
 
 
-async def test_an_upload_that_stands_still_ends_however_large_it_may_be(worker, tmp_path):
+async def test_a_stalled_upload_ends_whatever_its_size(worker, tmp_path):
     settings = {"batches": {"folder": str(tmp_path), "file_bytes": 1 << 40}, "limits": {"body_timeout_s": 0.5}}
     async with running_router(worker, **settings) as router:
         reader, writer = await asyncio.open_connection("127.0.0.1", router.server.ports.http)
@@ -313,7 +314,7 @@ async def test_an_upload_that_stands_still_ends_however_large_it_may_be(worker, 
         await writer.wait_closed()
 
 
-async def test_without_a_folder_neither_is_served(worker):
+async def test_without_a_folder_neither_files_nor_batches_are_served(worker):
     async with running_router(worker) as router, httpx.AsyncClient(base_url=router.http_url) as http:
         answer = await http.get("/v1/batches")
         assert answer.status_code == 404

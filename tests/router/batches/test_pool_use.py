@@ -1,4 +1,4 @@
-"""The pacing of batches sees everybody's requests, each once."""
+"""Tests that the pacing of batches counts the requests of all routers, each once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def worker(role: Role, num_running: int, *, takes_work: bool = True) -> SimpleNa
     return SimpleNamespace(takes_work=takes_work, description=SimpleNamespace(role=role), load=load)
 
 
-def test_a_line_at_both_of_its_workers_is_nobody_elses() -> None:
+def test_a_line_on_both_of_its_workers_is_not_counted_as_anothers() -> None:
     gate = MagicMock()
     gate.admission.num_inside, gate.admission.num_waiting = 2, 0
     fleet = MagicMock(followers=[worker(Role.PREFILL, 2), worker(Role.DECODE, 2)])
     assert _pool_use(fleet, gate, 2).num_others == 0
-    fleet.followers.append(worker(Role.DECODE, 1, takes_work=False))  # it drains another router's request
+    fleet.followers.append(worker(Role.DECODE, 1, takes_work=False))  # it drains with another router's request
     use = _pool_use(fleet, gate, 2)
     assert (use.num_others, use.num_decode_workers) == (1, 1)

@@ -1,4 +1,5 @@
-"""Runs batches over stores on disk, without a router: refused lines, lost files, and a runner that ends in between."""
+"""Tests the runner of batches over stores on disk, without a router: refused lines, lost files, and a runner that
+ends."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ WAIT_S = 60.0
 
 
 class Batches:
-    """A folder of batches, and runners over it."""
+    """Holds a folder of batches, and runs them."""
 
     def __init__(self, root: Path, **settings: Any) -> None:
         self.config = BatchConfig(folder=str(root), **settings)
@@ -84,7 +85,7 @@ async def test_refused_lines_leave_their_room_to_others(tmp_path: Path) -> None:
     assert batches.store.get("poor", poor).num_failed == 0
 
 
-async def test_refused_lines_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refused_lines_are_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "_RETRY_S", (0.0, 0.0))
     tried: dict[bytes, int] = {}
 
@@ -102,7 +103,7 @@ async def test_refused_lines_are_tried_again(tmp_path: Path, monkeypatch: pytest
     assert set(tried.values()) == {3}
 
 
-async def test_a_tenant_with_many_batches_keeps_no_other_waiting(
+async def test_a_tenant_with_many_batches_does_not_delay_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner_module, "_MAX_OPEN", 2)
@@ -148,7 +149,7 @@ async def test_answers_outlive_the_input(tmp_path: Path) -> None:
     assert json.loads(batches.files.path("a", record.output_file_id).read_text())["custom_id"] == "first"
 
 
-async def test_a_runner_that_ends_keeps_its_batch_while_it_finishes(
+async def test_an_ending_runner_keeps_its_batch_until_it_has_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = Batches(tmp_path)

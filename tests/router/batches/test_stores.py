@@ -1,4 +1,4 @@
-"""Files and batches on disk: bounds, tenants, claims, and lines that were cut off in writing."""
+"""Tests files and batches on disk: bounds, tenants, claims, and lines that were cut off while being written."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def test_files_belong_to_their_tenant(tmp_path: Path) -> None:
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
-def test_a_folder_that_is_made_is_private(tmp_path: Path) -> None:
+def test_a_new_folder_is_private(tmp_path: Path) -> None:
     root = tmp_path / "made" / "here"
     Stores(root).create()
     assert root.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("file_id", ["", "../../etc/passwd", "file-" + "0" * 31, "file-" + "0" * 32 + "/x", "file-\n"])
-def test_ids_that_are_none_reach_no_path(tmp_path: Path, file_id: str) -> None:
+def test_invalid_ids_reach_no_path(tmp_path: Path, file_id: str) -> None:
     with pytest.raises(FileNotFound, match="no file of yours"):
         Stores(tmp_path).files.path("a", file_id)
     with pytest.raises(BatchNotFound):
@@ -65,7 +65,7 @@ def test_ids_that_are_none_reach_no_path(tmp_path: Path, file_id: str) -> None:
 
 
 @pytest.mark.parametrize("tenant", ["", "..", "a/b", "ü"])
-def test_tenants_of_any_name_stay_in_the_folder(tmp_path: Path, tenant: str) -> None:
+def test_tenants_of_any_name_stay_within_the_folder(tmp_path: Path, tenant: str) -> None:
     root = tmp_path / "root"
     stores = Stores(root)
     assert root in stores.files.path(tenant, stores.put(tenant=tenant)).resolve().parents
@@ -85,7 +85,7 @@ def test_a_tenants_bytes_and_files_are_bounded(tmp_path: Path) -> None:
     assert len([*tmp_path.glob("tenant-a/files/file-*")]) == 4, "what was refused leaves nothing"
 
 
-def test_old_and_abandoned_files_leave(tmp_path: Path) -> None:
+def test_old_and_abandoned_files_are_removed(tmp_path: Path) -> None:
     stores = Stores(tmp_path, age_s=1e6)
     kept = stores.put()
     abandoned = stores.files.path("a", kept).with_name("file-" + "1" * 32)
@@ -97,7 +97,7 @@ def test_old_and_abandoned_files_leave(tmp_path: Path) -> None:
     assert stores.files.ids("a") == []
 
 
-def test_one_router_at_a_time_has_a_batch(tmp_path: Path) -> None:
+def test_one_router_at_a_time_claims_a_batch(tmp_path: Path) -> None:
     first, second = Stores(tmp_path), Stores(tmp_path)
     batch_id = first.create()
     assert second.batches.unfinished() == [("a", batch_id)]
@@ -148,11 +148,11 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     claim.close()
 
 
-def test_an_output_that_is_kept_twice_is_one_file(tmp_path: Path) -> None:
+def test_an_output_that_was_stored_twice_is_one_file(tmp_path: Path) -> None:
     stores, batch_id = Stores(tmp_path), "batch_" + "0" * 32
     lines, link = tmp_path / "lines", tmp_path / "link"
     lines.write_bytes(b"x")
-    for _ in range(2):  # a router died between them
+    for _ in range(2):  # a router died between both
         link.hardlink_to(lines)
         kept = stores.files.keep("a", link, "out.jsonl", output_file_id(batch_id, OUTPUT))
         assert not link.exists()
@@ -160,7 +160,7 @@ def test_an_output_that_is_kept_twice_is_one_file(tmp_path: Path) -> None:
     assert output_file_id(batch_id, ERRORS) != kept.id
 
 
-def test_records_that_cannot_be_read_are_named_and_spoil_no_others(tmp_path: Path) -> None:
+def test_unreadable_records_are_reported_and_spoil_no_others(tmp_path: Path) -> None:
     stores = Stores(tmp_path)
     batch_id, other = stores.create(), stores.create()
     file_id = stores.batches.get("a", batch_id).input_file_id
@@ -178,7 +178,7 @@ def test_records_that_cannot_be_read_are_named_and_spoil_no_others(tmp_path: Pat
         assert stores.batches.claim("a", batch_id) is None
 
 
-def test_a_file_without_content_is_none(tmp_path: Path) -> None:
+def test_a_file_without_content_does_not_exist(tmp_path: Path) -> None:
     stores = Stores(tmp_path)
     file_id = stores.put()
     stores.files.path("a", file_id).unlink()
@@ -200,7 +200,7 @@ def test_finished_batches_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     assert stores.batches.ids("a") == [*finished[2:], unfinished]
 
 
-def test_a_cancelled_batch_says_so_at_once(tmp_path: Path) -> None:
+def test_a_cancelled_batch_is_marked_at_once(tmp_path: Path) -> None:
     stores = Stores(tmp_path)
     batch_id = stores.create()
     assert stores.batches.cancel("a", batch_id).status is BatchStatus.CANCELLING
@@ -232,12 +232,12 @@ GOOD = {"custom_id": "a", "method": "POST", "url": ENDPOINT, "body": {"prompt": 
         ({"extra": 1}, "extra: is not a field of a line"),
     ],
 )
-def test_mistakes_in_a_line_are_named(change: dict[str, object], problem: str) -> None:
+def test_mistakes_in_a_line_are_refused_by_field(change: dict[str, object], problem: str) -> None:
     with pytest.raises(InvalidInput, match=problem):
         read_line(json.dumps(GOOD | change).encode(), ENDPOINT, 4096, json.loads)
 
 
-def test_a_line_is_bounded() -> None:
+def test_the_size_of_a_line_is_bounded() -> None:
     raw = json.dumps(GOOD).encode()
     assert json.loads(read_line(raw, ENDPOINT, len(raw), json.loads).body) == {"prompt": "x"}
     with pytest.raises(InvalidInput, match=r"line: has more than limits\.request_bytes = 86 bytes"):
@@ -253,8 +253,8 @@ def test_only_whole_lines_have_an_id() -> None:
     assert custom_id_of(b"{\n") is None
 
 
-def test_a_batch_does_not_begin_where_its_output_would_have_no_room(tmp_path: Path) -> None:
-    """Else one file of bad requests, which cost nothing, would fill the disk with outputs."""
+def test_a_batch_does_not_start_if_its_output_could_find_no_room(tmp_path: Path) -> None:
+    """Otherwise a file of bad requests, which cost nothing, could fill the disk with outputs."""
     stores = Stores(tmp_path, tenant_bytes=150, max_files=3)
     file_id = stores.put(b"x" * 40)
     output = tmp_path / "output"
@@ -272,7 +272,7 @@ def test_a_batch_does_not_begin_where_its_output_would_have_no_room(tmp_path: Pa
 
 
 @pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
-def test_of_too_long_a_line_little_is_read(tmp_path: Path, end: bytes) -> None:
+def test_only_the_beginning_of_too_long_a_line_is_read(tmp_path: Path, end: bytes) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"a" * 100 + b"\n\n" + b"b" * 3_000_000 + end)
     assert [(number, len(line)) for number, line in input_lines(path, 100)] == [(1, 101), (3, 102)]

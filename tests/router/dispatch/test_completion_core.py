@@ -1,4 +1,4 @@
-"""Tests the state machine of a completion with random histories: whatever happens, nothing stays booked."""
+"""Tests the state machine of a completion with random histories: in the end, nothing stays booked."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_an_end_before_any_token_leaves_nothing_booked() -> None:
 
 
 @given(st.lists(st.sampled_from(EVENTS), max_size=20))
-def test_whatever_happens_nothing_stays_booked_and_a_worker_that_has_it_is_cancelled(events: list[str]) -> None:
+def test_every_history_ends_with_nothing_booked_and_cancels_the_worker_in_charge(events: list[str]) -> None:
     ledger = InflightLedger()
     core = make(ledger)
     at_worker = False
@@ -73,7 +73,7 @@ def test_whatever_happens_nothing_stays_booked_and_a_worker_that_has_it_is_cance
     assert ledger.link_bytes((PREFILL, DECODE)) == 0
 
 
-def test_a_worker_that_refused_is_not_asked_again_and_a_lost_one_may_be() -> None:
+def test_a_worker_that_refused_is_not_retried_but_a_lost_one_may_be() -> None:
     ledger = InflightLedger()
     core = make(ledger)
     for epoch, refused in ((1, True), (2, False)):
@@ -83,7 +83,7 @@ def test_a_worker_that_refused_is_not_asked_again_and_a_lost_one_may_be() -> Non
     assert core.num_redispatches == 2
 
 
-def test_errors_that_recur_and_spent_budgets_end_it() -> None:
+def test_recurring_errors_and_spent_budgets_end_a_completion() -> None:
     rng = random.Random(0)
     with pytest.raises(InvalidInput, match="prompt"):
         make(InflightLedger()).on_failure(InvalidInput("prompt", "too long"), 0.0, rng, refused=True)
@@ -96,7 +96,7 @@ def test_errors_that_recur_and_spent_budgets_end_it() -> None:
         make(InflightLedger(), reserve=0.0).on_failure(Unavailable("lost", 1.0), 0.0, rng, refused=False)
 
 
-def test_a_completion_with_tokens_out_waits_longer_for_a_worker() -> None:
+def test_a_completion_that_has_tokens_waits_longer_for_a_worker() -> None:
     fresh = make(InflightLedger())
     resumed = CompletionCore(InflightLedger(), RetryBudget(), 3, num_generated=4)
     assert fresh.patience_s() < resumed.patience_s()

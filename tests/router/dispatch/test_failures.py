@@ -39,7 +39,7 @@ async def two_workers(**settings):
     ).start()
 
 
-async def test_a_lost_worker_leaves_no_seam_in_the_stream():
+async def test_a_lost_worker_leaves_no_gap_in_the_stream():
     workers = await two_workers(pause_at=5)
     async with running_router(*workers) as router:
         call = router.stub.Generate(request("tell me", max_tokens=12, n=2))
@@ -113,7 +113,7 @@ async def test_a_workers_error_reaches_the_client():
         assert error.message == "the step failed"
 
 
-async def test_prefill_candidates_are_those_of_the_same_layout_best_first():
+async def test_prefill_candidates_have_the_same_layout_and_the_best_comes_first():
     decode = await FakeWorker("decode-0", epoch=1).start()
     prefills = [await FakeWorker(f"prefill-{rank}", epoch=10 + rank, role="prefill").start() for rank in range(4)]
     alien = await FakeWorker("prefill-x", epoch=20, role="prefill", revision="r2").start()
@@ -132,7 +132,7 @@ async def test_prefill_candidates_are_those_of_the_same_layout_best_first():
         assert "prefill-x" not in {candidate.worker_id for candidate in candidates}
 
 
-async def test_prefill_workers_of_other_page_sizes_are_asked_by_hashes_of_their_own():
+async def test_prefill_workers_of_other_page_sizes_are_matched_by_their_own_hashes():
     """Caches are matched in pages of their own size and priced in tokens: 80 at page size 16, 120 at page size 24."""
     decode = await FakeWorker("decode-0", epoch=1).start()
     sizes = {"prefill-16": 16, "prefill-24": 24, "prefill-64": 64}
@@ -147,7 +147,7 @@ async def test_prefill_workers_of_other_page_sizes_are_asked_by_hashes_of_their_
         await collect(router.stub.Generate(request(token_ids=prompt)))
     found = {candidate.worker_id: candidate.prefill_s * 1000 for candidate in decode.submits[0].prefill_candidates}
     assert list(found) == ["prefill-24", "prefill-16", "prefill-64"]
-    assert found["prefill-16"] - found["prefill-24"] == pytest.approx(120 - 80, rel=0.2)  # a millisecond a token
+    assert found["prefill-16"] - found["prefill-24"] == pytest.approx(120 - 80, rel=0.2)  # a millisecond for each token
     assert found["prefill-64"] - found["prefill-24"] == pytest.approx(120 - 64, rel=0.2)
     assert list(found) == ["prefill-24", "prefill-16", "prefill-64"]
 
@@ -171,7 +171,7 @@ async def test_cache_events_steer_requests_until_the_pages_are_gone():
     hashes = hash_pages(prompt, PAGE_SIZE, make_salt("r1"))
     async with running_router(*workers) as router:
         index = router.server.fleet.index
-        for number in range(30):  # more than the fake's window of 8: read as a snapshot
+        for number in range(30):  # more than the fake's window of 8, so a snapshot is read
             workers[1].log.stored([bytes([number]) * 16])
         workers[1].log.stored(hashes)
         workers[1].service.notify()
@@ -205,7 +205,7 @@ async def test_the_membership_is_followed_and_outlives_the_admin_service():
         await until(lambda: router.server.preparer.ready)
         reading = asyncio.create_task(collect(router.stub.Generate(request("stay", max_tokens=6))))
         await first.until(lambda fake: len(fake.submits) == 1)
-        admin.set(second)  # a new incarnation replaces the old one, which may finish its requests
+        admin.set(second)  # a new epoch replaces the old worker, which may finish its requests
         await until(
             lambda: [follower.epoch for follower in router.server.fleet.followers if follower.takes_work] == [2]
         )
@@ -226,7 +226,7 @@ async def test_a_worker_at_another_workers_address_gets_no_requests():
     admin = await FakeAdmin().start()
     worker = await FakeWorker("decode-0", epoch=5).start()
     admin.set(worker)
-    worker.epoch = 6  # the membership said 5, the process is of another epoch
+    worker.epoch = 6  # the membership says 5, but the process has another epoch
     worker._description.epoch = 6
     async with running_router(worker, admin=admin, wait=False) as router:
         error = await failure(router.stub.Generate(request("x"), timeout=0.5))
@@ -235,7 +235,7 @@ async def test_a_worker_at_another_workers_address_gets_no_requests():
         await admin.stop()
 
 
-async def test_tokens_count_as_they_stream():
+async def test_tokens_are_counted_as_they_stream():
     worker = await FakeWorker(pause_at=3).start()
     async with running_router(worker) as router:
         call = router.stub.Generate(request("count me at once", max_tokens=5))
@@ -265,7 +265,7 @@ async def test_metrics_count_requests_and_tokens():
 
 
 @pytest.mark.parametrize("which", ["grpc_port", "http_port"])
-async def test_a_port_in_use_is_named_with_the_fix(which):
+async def test_a_port_in_use_is_reported_with_the_fix(which):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         settings = {"grpc_port": 0, "http_port": 0, which: port}

@@ -1,4 +1,4 @@
-"""Tests that what a request puts on workers and links is taken off again, however it ends."""
+"""Tests that what a request books on workers and links is removed, however the request ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DECODES = ("decode-0", "decode-1")
 
 @dataclass
 class World:
-    """Two decode workers, and a prefill worker from which a prompt's pages are to come."""
+    """Holds two decode workers, and a prefill worker from which a prompt's pages are to come."""
 
     router: RunningRouter
     decodes: list[FakeWorker]
@@ -33,7 +33,7 @@ class World:
 
     @property
     def link_bytes(self) -> int:
-        """Bytes announced for the links. Unlike work at a worker, no report takes them off."""
+        """Returns the bytes booked for the links; unlike work at a worker, no report removes them."""
         return sum(self.ledger.link_bytes((WorkerId("prefill-0"), WorkerId(name))) for name in DECODES)
 
 
@@ -45,7 +45,7 @@ async def world() -> AsyncIterator[World]:
         yield World(router, decodes)
 
 
-async def test_the_first_token_takes_a_transfer_off_the_link(world: World) -> None:
+async def test_the_first_token_removes_a_transfer_from_the_link(world: World) -> None:
     for worker in world.decodes:
         worker.pause_at = 1
     call = world.router.stub.Generate(request(token_ids=PROMPT))
@@ -54,11 +54,12 @@ async def test_the_first_token_takes_a_transfer_off_the_link(world: World) -> No
     call.cancel()
 
 
-async def test_a_client_that_leaves_before_the_first_token_takes_its_work_along(world: World) -> None:
+async def test_a_client_that_leaves_before_the_first_token_removes_its_bookings(world: World) -> None:
     for worker in world.decodes:
         worker.pause_at = 0
     call = world.router.stub.Generate(request(token_ids=PROMPT, n=2))
-    await until(lambda: sum(len(worker.running) for worker in world.decodes) == 1)  # the others follow the first token
+    # the other bookings end with the first token
+    await until(lambda: sum(len(worker.running) for worker in world.decodes) == 1)
     assert world.link_bytes > 0
     call.cancel()
     await until(lambda: not any(worker.running for worker in world.decodes))
@@ -66,18 +67,18 @@ async def test_a_client_that_leaves_before_the_first_token_takes_its_work_along(
     assert world.ledger.totals() == []
 
 
-async def test_a_refused_request_leaves_nothing_where_it_was_refused(world: World) -> None:
+async def test_a_refused_request_leaves_nothing_booked(world: World) -> None:
     world.decodes[0].refuse_with = Overloaded("full", 1.0)
     for _ in range(8):
         await collect(world.router.stub.Generate(request(token_ids=PROMPT)))
     assert world.link_bytes == 0
-    assert world.router.server.fleet.health.is_without_failures  # a full worker is no failing one
+    assert world.router.server.fleet.health.is_without_failures  # a full worker has not failed
     world.decodes[1].refuse_with = Overloaded("full too", 1.0)
     assert isinstance(await failure(world.router.stub.Generate(request(token_ids=PROMPT))), Overloaded)
     assert world.link_bytes == 0
 
 
-async def test_a_suspect_that_ends_lets_the_next_one_be_tried(world: World) -> None:
+async def test_once_a_suspect_ends_the_next_one_can_be_tried(world: World) -> None:
     context, now_s = world.router.server.context, time.monotonic()
     prepared = PreparedRequest(RequestId("r"), PROMPT, SamplingParams(max_tokens=4), "r1", now_s, now_s + 60)
     with TokenStream(prepared, context, lambda used: None) as stream:
@@ -93,4 +94,4 @@ async def test_without_a_budget_no_request_is_sent_again() -> None:
     async with running_router(worker, sound, admission=budget) as router:
         problems = [(await failure(router.stub.Generate(request("again")))).message for _ in range(3)]
         assert all("too many requests were re-dispatched lately" in problem for problem in problems)
-        assert len(worker.submits) + len(sound.submits) == 4  # the first one spent the budget
+        assert len(worker.submits) + len(sound.submits) == 4  # the first request spent the budget

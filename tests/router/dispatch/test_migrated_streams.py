@@ -1,4 +1,4 @@
-"""Tests streams whose sequence migrates: they continue at its new worker, or anywhere with the tokens they have."""
+"""Tests streams whose sequence migrates: they continue at the new worker, or anywhere with the tokens they have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.v1 import worker_pb2
 from tests.router.api.test_grpc_service import collect, request
 from tests.support.router.router_fakes import FakeWorker, expected_tokens, running_router
 
-MOVE_AT = 4  # output tokens
+MOVE_AT = 4  # in output tokens
 TICKET = "a ticket"
 
 
@@ -59,9 +59,9 @@ async def test_the_stream_follows_its_sequence() -> None:
     assert (messages[-1].timing.decode_worker, messages[-1].timing.num_redispatches) == ("decode-1", 0)
 
 
-async def test_a_target_out_of_reach_costs_a_redispatch_and_no_token() -> None:
+async def test_an_unreachable_target_leads_to_a_redispatch_and_loses_no_token() -> None:
     source, target = await pair()
-    source.move_to = moved_to(target, 99)  # an incarnation that this router does not know
+    source.move_to = moved_to(target, 99)  # an epoch that this router does not know
     async with running_router(source, target) as router:
         target.pause_at = None
         messages = await collect(router.stub.Generate(request("move on", max_tokens=12)))
@@ -72,7 +72,7 @@ async def test_a_target_out_of_reach_costs_a_redispatch_and_no_token() -> None:
     assert messages[-1].timing.num_redispatches == 1
 
 
-async def test_a_target_that_dies_after_the_migration_is_an_ordinary_loss() -> None:
+async def test_a_target_that_dies_after_the_migration_is_redispatched_like_any_other() -> None:
     source, target = await pair()
     source.move_to = moved_to(target, 2)
     async with running_router(source, target) as router:

@@ -1,4 +1,4 @@
-"""A router, two decode workers and prompts that one of them has cached: the other one pulls them, and says so."""
+"""Tests a router and two decode workers, one of which has cached the prompts: the other pulls them and reports it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ PULLED = NUM_TOKENS // 16 * 16
 
 
 @pytest.mark.parametrize("may_pull", [True, False])
-async def test_the_router_names_the_holder_and_the_worker_pulls(
+async def test_the_router_selects_the_holder_and_the_worker_pulls_from_it(
     may_pull: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulls, "_ADVANTAGE", 1e9)  # whatever this machine computes faster
+    monkeypatch.setattr(pulls, "_ADVANTAGE", 1e9)  # however fast this machine computes
     monkeypatch.setattr(PullCosts, "plan", lambda *_: PullPlan(0.001, 30.0, 30.0))
     engine = {"num_pages": 1024, "dtype": "float32"}
     configs = [
@@ -36,7 +36,7 @@ async def test_the_router_names_the_holder_and_the_worker_pulls(
     ]
     async with workers(*configs) as servers:
         settings = {"grpc_port": 0, "http_port": 0, "workers": tuple(server.address for server in servers)}
-        # At such a temperature either worker is chosen as often, whatever it has cached.
+        # At this temperature, either worker is chosen equally often, whatever it has cached.
         router = RouterServer(RouterConfig(model=str(MODEL), pull=may_pull, temperature_s=1e6, **settings))  # type: ignore[arg-type]
         await router.start()
         try:

@@ -1,4 +1,4 @@
-"""Tests clients that do not read their streams, over real sockets: they hold no slot, and they are cut off."""
+"""Tests clients that do not read their streams, over real sockets: they hold no slot, and they are disconnected."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.support.router.small_sockets import connect_small, shrink_sent_buffer
 
 NEVER_S = 600.0  # a limit that this test does not reach
 GENEROUS_S = 15.0  # for an answer that takes a second of a core
-MANY = 1600  # tokens with twenty alternatives each: many times what the sockets and windows here hold
-# gRPC windows that do not grow, so that a reader who stops is noticed after 64 KiB
+MANY = 1600  # tokens with twenty alternatives each, many times what sockets and windows hold here
+# gRPC windows that do not grow, so that a stalled reader is noticed after 64 KiB
 SMALL_WINDOWS = [("grpc.http2.lookahead_bytes", 65536), ("grpc.http2.bdp_probe", 0)]
 
 
@@ -48,7 +48,7 @@ async def unread_grpc(router, **fields):
 
 @contextlib.asynccontextmanager
 async def unread_http(router, timeout_s=NEVER_S):
-    """Opens a stream over a socket that takes little and never reads it."""
+    """Opens a stream over a socket with small buffers and never reads it."""
     body = json.dumps(
         {
             "messages": [{"role": "user", "content": "Hello"}],
@@ -82,14 +82,14 @@ def metrics(router):
 
 
 @pytest.mark.parametrize("api", UNREAD)
-async def test_the_slot_ends_with_the_work_and_not_with_the_reading(api):
+async def test_the_slot_ends_with_the_work_not_with_the_reading(api):
     worker = await long_answers().start()
     limits = {"write_stall_s": NEVER_S, "read_grace_s": NEVER_S}
     async with running_router(worker, limits=limits, default_timeout_s=NEVER_S) as router, UNREAD[api](router):
         await worker.until(lambda fake: bool(fake.submits), 60.0)
         await until(lambda: not num_inside(router), 60.0)
-        assert not worker.cancelled  # it computed everything
-        assert "vllm:request_success_total{" not in metrics(router)  # which its client has not read
+        assert not worker.cancelled  # the worker computed everything
+        assert "vllm:request_success_total{" not in metrics(router)  # its client has not read it
 
 
 @pytest.mark.parametrize("api", UNREAD)
@@ -105,7 +105,7 @@ async def test_an_unread_stream_holds_no_slot_past_its_deadline(api):
 
 
 @pytest.mark.parametrize("api", UNREAD)
-async def test_a_client_that_takes_nothing_is_cut_off(api):
+async def test_a_client_that_reads_nothing_is_disconnected(api):
     worker = await long_answers().start()
     limits = {"write_stall_s": 0.2, "read_grace_s": NEVER_S}
     async with running_router(worker, limits=limits, default_timeout_s=NEVER_S) as router:
@@ -116,23 +116,23 @@ async def test_a_client_that_takes_nothing_is_cut_off(api):
 
 
 @pytest.mark.parametrize("api", UNREAD)
-async def test_a_stream_is_cut_off_after_its_deadline_and_grace(api):
+async def test_a_stream_is_disconnected_after_its_deadline_and_grace(api):
     worker = await long_answers().start()
     limits = {"write_stall_s": NEVER_S, "read_grace_s": 0.5}
     async with running_router(worker, limits=limits, max_timeout_s=5.0) as router:
-        async with UNREAD[api](router) as client:  # without a deadline of its own: the default applies
+        async with UNREAD[api](router) as client:  # it has no deadline of its own, so the default applies
             await until(lambda: was_cut(router, "read_grace_s"), 60.0)
             await until(lambda: not num_inside(router), 60.0)
             await ends_early(api, client)
 
 
-async def test_clients_that_leave_while_their_messages_wait_cost_no_traceback(caplog):
+async def test_clients_that_leave_while_their_messages_wait_cause_no_traceback(caplog):
     worker = await long_answers().start()
     limits = {"write_stall_s": NEVER_S, "read_grace_s": NEVER_S}
     async with running_router(worker, limits=limits, default_timeout_s=NEVER_S) as router:
         async with grpc.aio.insecure_channel(router.grpc_address, options=SMALL_WINDOWS) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
-            # The first calls fill the connection's window, so those after them cannot send anything.
+            # The first calls fill the connection's window, so later ones cannot send anything.
             calls = [stub.Generate(request("Hello", max_tokens=MANY, logprobs=20)) for _ in range(4)]
             await worker.until(lambda fake: len(fake.submits) == len(calls), 60.0)
             await until(lambda: not num_inside(router), 60.0)
@@ -140,7 +140,7 @@ async def test_clients_that_leave_while_their_messages_wait_cost_no_traceback(ca
 
 
 async def ends_early(api, client):
-    """Reads what was sent: it ends before the end, over gRPC with a status."""
+    """Reads a stream that stops before its end; over gRPC it has a status."""
     async with asyncio.timeout(30.0):
         if api == "grpc":
             with pytest.raises(grpc.RpcError) as caught:
@@ -156,7 +156,7 @@ async def ends_early(api, client):
         assert b"[DONE]" not in b"".join(parts)
 
 
-async def test_what_was_generated_in_time_can_be_read_after_the_deadline():
+async def test_output_generated_in_time_can_be_read_after_the_deadline():
     worker = await long_answers().start()
     async with running_router(worker, max_timeout_s=GENEROUS_S) as router:
         async with unread_grpc(router) as call:
@@ -166,7 +166,7 @@ async def test_what_was_generated_in_time_can_be_read_after_the_deadline():
     assert sum(len(message.token_ids) for message in messages) == MANY
 
 
-async def test_a_reader_that_takes_its_time_between_writes_is_not_cut_off():
+async def test_a_reader_that_pauses_between_reads_is_not_disconnected():
     cut = asyncio.Event()
     loop = asyncio.get_running_loop()
     limits = LimitsConfig(write_stall_s=0.2, read_grace_s=NEVER_S)

@@ -1,4 +1,4 @@
-"""Tests how a router reads the adapters that requests may name, once or again whenever their file changes."""
+"""Tests how a router reads the adapters that requests may name: once, or again whenever their file changes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def followed(**settings: object) -> tuple[AdapterRegistry, FileWatcher]:
 
 
 def refresh(watcher: FileWatcher) -> str:
-    """Reads what has changed, as the watcher's task does. Returns why it was refused."""
+    """Reads what has changed, as the watcher's task does; returns why it was refused."""
     (files,) = watcher.files
     files.refresh()
     return files.problem
@@ -44,7 +44,7 @@ def test_adapters_of_the_configuration_are_read_once(tmp_path: Path) -> None:
     assert watcher.files == []
 
 
-def test_a_changed_file_adds_removes_and_renews_adapters(tmp_path: Path) -> None:
+def test_a_changed_file_adds_removes_and_replaces_adapters(tmp_path: Path) -> None:
     folder(tmp_path / "a"), folder(tmp_path / "b", b"b")
     path = tmp_path / "adapters.toml"
     replace(path, '[adapters]\nsql = "a"\n')  # relative to the file
@@ -98,6 +98,6 @@ def test_an_adapter_of_the_configuration_must_exist(tmp_path: Path) -> None:
         followed(adapters={"sql": str(tmp_path)})
 
 
-def test_adapters_are_given_once() -> None:
+def test_adapters_come_from_either_the_file_or_the_configuration() -> None:
     with pytest.raises(ConfigError, match=r"adapters_file = 'a.toml' and adapters are both set; give one"):
         parse(RouterConfig, {"model": "m", "adapters_file": "a.toml", "adapters": {"sql": "/a"}})

@@ -1,4 +1,4 @@
-"""Tests adapters that are added, renewed and removed while prefill worker, decode worker and router serve."""
+"""Tests that adapters can be added, replaced and removed while prefill worker, decode worker and router serve."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def answer(router: RouterServer, model: str) -> str:
 
 
 @pytest.mark.processes
-async def test_adapters_come_change_and_go_while_the_deployment_serves(tmp_path: Path) -> None:
+async def test_adapters_are_added_replaced_and_removed_while_the_deployment_serves(tmp_path: Path) -> None:
     first = make_adapter(MODEL, tmp_path / "first", seed=1)
     second = make_adapter(MODEL, tmp_path / "second", seed=2)
     path = tmp_path / "adapters.toml"
@@ -86,7 +86,8 @@ async def test_adapters_come_change_and_go_while_the_deployment_serves(tmp_path:
             async with AsyncClient(f"127.0.0.1:{router.ports.grpc}", timeout_s=60) as client:
                 stream = client.generate(PROMPT, model="law", max_tokens=60, temperature=0.0, ignore_eos=True)
                 started = (await anext(stream)).text
-                replace(path, '[adapters]\nsql = "second"\n')  # renewed, and the running stream's adapter is gone
+                # replaced, while the running stream's adapter is no longer there
+                replace(path, '[adapters]\nsql = "second"\n')
                 await is_listed(router, "sql")
                 running = started + "".join([chunk.text async for chunk in stream])
             assert running.startswith(wanted["two"])

@@ -1,4 +1,4 @@
-"""Tests that circuit breakers and the quarantine keep their promises under any history."""
+"""Tests the guarantees of circuit breakers and the quarantine in single cases and random histories."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def failed(breakers: CircuitBreakers[str], key: str, now_s: float, times: int = 
 
 
 def opened() -> CircuitBreaker:
-    """Returns a breaker that has opened at 0 s."""
+    """Returns a breaker that opened at 0 s."""
     breaker = CircuitBreaker(RULES)
     for _ in range(RULES.max_failures):
         breaker.on_failure(0.0)
     return breaker
 
 
-def test_a_breaker_rests_is_tried_once_and_comes_back_slowly() -> None:
+def test_an_open_breaker_allows_one_trial_after_its_rest_and_starts_slowly() -> None:
     breaker = CircuitBreaker(RULES)
     for _ in range(RULES.max_failures - 1):
         breaker.on_failure(0.0)
@@ -54,7 +54,7 @@ def test_failing_the_trial_doubles_the_rest_up_to_its_limit() -> None:
     assert rests == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
 
 
-def test_a_trial_without_an_outcome_does_not_exclude_the_worker_for_good() -> None:
+def test_a_trial_without_an_outcome_does_not_exclude_the_worker_forever() -> None:
     breaker = opened()
     breaker.on_sent(1.0)
     assert breaker.share(1.0 + RULES.rest_s) == 1.0
@@ -71,14 +71,14 @@ def test_a_worker_that_mostly_fails_is_excluded_without_three_failures_in_a_row(
     assert breaker.share(0.0) == 0.0
 
 
-def test_a_success_that_was_in_flight_when_it_opened_does_not_close_it() -> None:
+def test_a_success_from_before_the_opening_does_not_close_the_breaker() -> None:
     breaker = opened()
     breaker.on_success(0.5)
     assert breaker.share(0.5) == 0.0
-    assert breaker.share(RULES.rest_s) == 1.0  # the trial is still to come
+    assert breaker.share(RULES.rest_s) == 1.0  # the trial has yet to happen
 
 
-def test_a_failure_that_was_in_flight_when_it_opened_does_not_prolong_the_rest() -> None:
+def test_a_failure_from_before_the_opening_does_not_prolong_the_rest() -> None:
     breaker = opened()
     breaker.on_failure(0.9 * RULES.rest_s)
     assert breaker.rest_s == RULES.rest_s
@@ -115,7 +115,7 @@ def test_outcomes_before_the_rest_do_not_count_after_it() -> None:
     assert breaker.opened_s is None
 
 
-def test_a_breaker_that_opens_again_in_slow_start_rests_longer_and_later_no_longer() -> None:
+def test_a_breaker_that_reopens_in_slow_start_rests_longer() -> None:
     breaker = opened()
     for pause_s, rest_s in ((RULES.slow_start_s / 2, 2 * RULES.rest_s), (RULES.slow_start_s, RULES.rest_s)):
         tried_s = (breaker.opened_s or 0.0) + breaker.rest_s
@@ -184,11 +184,11 @@ def test_some_worker_is_always_usable_and_rests_are_bounded(events: list[tuple[s
         assert usable
         assert set(usable) <= {"a", "b", "c"}
     later_s = now_s + 2 * RULES.max_rest_s
-    assert breakers.num_open(later_s) == 0  # no worker is excluded for good
+    assert breakers.num_open(later_s) == 0  # no worker is excluded forever
 
 
 @given(gains=st.lists(st.integers(0, 3), min_size=1, max_size=10))
-def test_two_losses_without_a_token_between_them_make_a_suspect(gains: list[int]) -> None:
+def test_two_losses_in_a_row_without_a_token_make_a_suspect(gains: list[int]) -> None:
     suspicion, emitted = Suspicion(), 0
     caught = []
     for gain in gains:
@@ -197,7 +197,7 @@ def test_two_losses_without_a_token_between_them_make_a_suspect(gains: list[int]
     assert caught == [False, *(gain == 0 for gain in gains[1:])]
 
 
-def test_a_prompt_that_kills_again_stays_in_quarantine_for_as_long_again() -> None:
+def test_a_prompt_that_kills_again_stays_quarantined_as_long_again() -> None:
     quarantine = Quarantine(ttl_s=10.0)
     quarantine.add([1], 0.0)
     quarantine.add([2], 1.0)

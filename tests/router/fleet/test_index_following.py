@@ -24,7 +24,7 @@ HASHES = hash_pages(PROMPT, PAGE_SIZE, make_salt("r1"))
 async def test_tiers_are_followed_and_a_snapshot_comes_in_parts(monkeypatch):
     monkeypatch.setattr(worker_service, "_SNAPSHOT_PAGES", 2)
     worker = await FakeWorker().start()
-    for number in range(10):  # more than the fake's window of 8: read as a snapshot
+    for number in range(10):  # more than the fake's window of 8, so a snapshot is read
         worker.log.stored([bytes([number]) * 16], ROOT)
     worker.log.stored(HASHES, ROOT)
     worker.log.moved(HASHES[3:], KvEventKind.ON_HOST)

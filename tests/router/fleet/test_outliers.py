@@ -21,12 +21,12 @@ def tokens_of(messages: list) -> list[int]:
 
 
 def rest_for_good(router: RunningRouter) -> None:
-    """Makes breakers rest for longer than a test may take, so that no trial depends on its speed."""
+    """Makes breakers rest longer than any test lasts, so that no trial depends on the machine's speed."""
     router.server.fleet.health.__init__(BreakerRules(rest_s=1e6, max_rest_s=1e6))  # type: ignore[misc]
 
 
 async def test_a_worker_that_fails_every_request_does_not_attract_all_of_them() -> None:
-    """Without a breaker a worker that fails fast looks idle and gets every request."""
+    """Without a breaker, a worker that fails fast looks idle and gets every request."""
     hole = await FakeWorker("decode-0", epoch=1, refuse_with=InternalError("no device")).start()
     sound = await FakeWorker("decode-1", epoch=2).start()
     async with running_router(hole, sound, policy="round-robin") as router:

@@ -22,7 +22,7 @@ REPORTS = st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 2), st.intege
 
 
 @given(reports=REPORTS)
-def test_the_newest_report_of_each_peer_counts_in_whatever_order_they_come(reports: list[tuple[str, int, int]]) -> None:
+def test_each_peers_newest_report_counts_in_any_order_of_arrival(reports: list[tuple[str, int, int]]) -> None:
     """Numbers order the reports of an epoch; among epochs, the one that appeared last counts, whatever its value."""
     load = PeerInflight()
     seen: dict[str, dict[int, int]] = {}  # the highest number of each epoch, in the order of their appearance
@@ -41,7 +41,7 @@ def test_the_newest_report_of_each_peer_counts_in_whatever_order_they_come(repor
 
 
 async def test_routers_know_what_the_others_have_sent() -> None:
-    """The fake worker reports the same load throughout, so only ledgers show what was sent."""
+    """The fake worker always reports the same load, so only ledgers show what was sent."""
     admin = await FakeAdmin().start()
     worker = await FakeWorker(pause_at=0).start()
     admin.set(worker)
@@ -64,8 +64,8 @@ async def test_routers_know_what_the_others_have_sent() -> None:
     await admin.stop()
 
 
-async def test_a_tenants_limits_hold_for_all_routers_together() -> None:
-    """Sends a tenant's first request to one router and its second to the other, which must count both."""
+async def test_a_tenants_limits_hold_across_routers() -> None:
+    """A tenant sends its first request to one router and its second to the other, which must count both."""
     admin = await FakeAdmin().start()
     worker = await FakeWorker(pause_at=0).start()
     admin.set(worker)
@@ -75,7 +75,7 @@ async def test_a_tenants_limits_hold_for_all_routers_together() -> None:
             await until(lambda: second.server.preparer.ready)
             far = second.server.context.gate.admission.accounts
             await until(lambda: first.server.fleet.peers._tasks and second.server.fleet.peers._tasks)
-            await until(lambda: len(far._shared._peers) == 1)  # its first report is there
+            await until(lambda: len(far._shared._peers) == 1)  # its first report has arrived
             call = first.stub.Generate(request(token_ids=[300] * 40, max_tokens=20))
             await worker.until(lambda fake: len(fake.submits) == 1)
             await until(lambda: far.num_requests("") == 1)
@@ -92,13 +92,13 @@ async def test_a_tenants_limits_hold_for_all_routers_together() -> None:
             worker.resume.clear()
             held = first.stub.Generate(request(token_ids=[300] * 40, max_tokens=20))
             await until(lambda: far.num_requests("") == 1)
-            await first.server.stop()  # a router that is gone holds nothing
+            await first.server.stop()  # a router that has ended holds nothing
             await until(lambda: far.num_requests("") == 0)
             held.cancel()
     await admin.stop()
 
 
-def test_quotas_count_the_newest_report_of_each_router_within_reach() -> None:
+def test_quotas_count_each_reachable_routers_newest_report() -> None:
     shared = SharedQuotas()
     assert shared.apply("a", Epoch(1), {"t": TenantUse(2, 100, 500)}) == {}  # its past is not charged
     assert shared.apply("b", Epoch(1), {"t": TenantUse(1, 10, 0), "u": TenantUse(1)}) == {}
@@ -107,7 +107,7 @@ def test_quotas_count_the_newest_report_of_each_router_within_reach() -> None:
     assert shared.elsewhere("t") == TenantUse(1, 10)
     shared.away("b")
     assert shared.elsewhere("t") == TenantUse()
-    assert shared.apply("b", Epoch(1), {"t": TenantUse(1, 10, 70)}) == {"t": 70}  # spent while it was out of reach
+    assert shared.apply("b", Epoch(1), {"t": TenantUse(1, 10, 70)}) == {"t": 70}  # spent while it was unreachable
     assert shared.apply("b", Epoch(2), {"t": TenantUse(5, 5, 9000)}) == {}  # it has restarted
     assert shared.elsewhere("t") == TenantUse(5, 5)
     shared.away("unknown")
@@ -115,7 +115,7 @@ def test_quotas_count_the_newest_report_of_each_router_within_reach() -> None:
 
 @pytest.mark.parametrize("cut", [0, 1, 7, 19])
 @pytest.mark.parametrize("stop", [[], ["zzz"]])
-async def test_a_stream_goes_on_where_another_router_left_it(cut: int, stop: list[str]) -> None:
+async def test_a_stream_continues_where_another_router_left_it(cut: int, stop: list[str]) -> None:
     worker = await FakeWorker(pause_at=None).start()
     async with running_router(worker) as first, running_router(worker) as second:
         whole = request(token_ids=[300] * 20, max_tokens=20, seed=5, temperature=1.0, n=2, stop=stop)
@@ -158,7 +158,7 @@ async def test_a_stream_goes_on_where_another_router_left_it(cut: int, stop: lis
         ([(0, [5], True)], "emitted"),
     ],
 )
-async def test_impossible_emitted_tokens_are_refused_by_field_name(
+async def test_impossible_emitted_tokens_are_refused_by_field(
     emitted: list[tuple[int, list[int], bool]], field: str
 ) -> None:
     worker = await FakeWorker().start()

@@ -1,4 +1,4 @@
-"""Tests what a router holds for issued tickets: for how long, and that all is counted once and given back."""
+"""Tests what a router books for issued tickets: for how long, and that all of it is counted once and freed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_repeated_and_foreign_states_change_nothing() -> None:
     book = IssuedTickets(Epoch(1))
     holder = out(book)
-    book.on_states(Epoch(6), [state(over=True)])  # another incarnation
+    book.on_states(Epoch(6), [state(over=True)])  # another epoch
     book.on_states(WORKER, [state("b", over=True)])
     assert holder.heard == []
     book.on_states(WORKER, [state(), state(), state(over=True), state(over=True)])
@@ -74,17 +74,17 @@ async def test_an_unused_ticket_ends_with_its_lifetime() -> None:
     assert holder.heard == ["unused"]
 
 
-async def test_a_worker_that_stays_away_loses_its_tickets_and_one_that_is_back_keeps_them() -> None:
+async def test_a_returning_worker_keeps_only_the_tickets_it_reports() -> None:
     book = IssuedTickets(Epoch(1))
     lost, kept, unused = (out(book, name) for name in ("lost", "kept", "unused"))
     book.on_states(WORKER, [state("lost"), state("kept")])
     book.on_away(WORKER)
-    book.on_states(WORKER, [state("kept")])  # reported again, with the first batch of its next call
+    book.on_states(WORKER, [state("kept")])  # reported again with the first batch of its next call
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
             await book.wait_idle(WORKER)
     assert (lost.heard, kept.heard) == (["state", "worker lost"], ["state", "state"])
-    assert unused.heard == []  # its client may still come when the worker is back
+    assert unused.heard == []  # its client may still arrive once the worker is back
     book.close()
 
 
@@ -124,7 +124,7 @@ def security(tmp_path: Path) -> dict[str, object]:
     return write_secret(tmp_path / "secret", ClusterSecret.make())
 
 
-async def test_a_tenants_unused_tickets_are_bounded_and_its_clients_sent_to_generate(
+async def test_a_tenants_unused_tickets_are_bounded_and_further_clients_use_generate(
     lookaside_worker: FakeWorker, security: dict[str, object]
 ) -> None:
     await lookaside_worker.start()
@@ -138,10 +138,10 @@ async def test_a_tenants_unused_tickets_are_bounded_and_its_clients_sent_to_gene
         assert len(await collect(router.stub.Generate(request(token_ids=[5, 6, 7], max_tokens=2)))) == 2
 
 
-async def test_a_ticket_whose_client_is_slow_is_no_fault_of_its_worker(
+async def test_a_slow_client_of_a_ticket_is_not_its_workers_failure(
     lookaside_worker: FakeWorker, security: dict[str, object]
 ) -> None:
-    """Lets the deadline of a used ticket pass without the stream's end, as when its client does not read."""
+    """The deadline of a used ticket passes without the stream's end, as when its client does not read."""
     await lookaside_worker.start()
     async with running_router(lookaside_worker, security=security) as router:
         fleet = router.server.fleet
@@ -155,7 +155,7 @@ async def test_a_ticket_whose_client_is_slow_is_no_fault_of_its_worker(
         assert router.server.context.gate.admission.num_inside == 0
 
 
-def test_a_migration_is_no_retry_but_two_without_a_token_between_are() -> None:
+def test_one_migration_is_no_retry_but_two_without_a_token_are() -> None:
     budget = RetryBudget(share=0.0, reserve=1.0)
     attempts = Attempts(RetryPolicy(max_attempts=2), None, budget)
     attempts.progress(0.0)
@@ -181,11 +181,11 @@ def test_a_migration_is_no_retry_but_two_without_a_token_between_are() -> None:
         (":4000", "dns:///router:50051", "dns:///router:4000"),
     ],
 )
-def test_an_address_without_a_host_is_at_the_router(address: str, router: str, wanted: str) -> None:
+def test_an_address_without_a_host_means_the_routers_host(address: str, router: str, wanted: str) -> None:
     assert worker_address(inference_pb2.RouteResponse(address=address), router) == wanted
 
 
-def test_channels_are_shared_and_broken_channels_close_after_their_last_use() -> None:
+def test_channels_are_shared_and_broken_ones_close_after_their_last_use() -> None:
     made: list[object] = []
 
     def connect(address: str) -> object:

@@ -1,4 +1,4 @@
-"""Tests what a router books for one worker: by incarnation, while it takes work, and until it has left."""
+"""Tests what a router books for one worker: by epoch, while it takes work, and until it has left."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DESCRIPTION = worker_pb2.WorkerDescription(worker_id=WORKER, epoch=1, role="pref
 
 
 class Followed:
-    """A follower that is fed event batches without a connection."""
+    """Feeds event batches to a follower that has no connection."""
 
     def __init__(self) -> None:
         self.fleet = WorkerFleet()
@@ -44,7 +44,7 @@ class Followed:
         self.num_changes += 1
 
     def report(self) -> None:
-        """Delivers what the worker's log and load hold now."""
+        """Delivers the current log and load of the worker."""
         batch = self.log.read(self._next_seq)
         self._next_seq = batch.next_seq
         assert self.follower._apply(self._service._message(batch, ()))
@@ -67,13 +67,13 @@ async def test_a_worker_takes_work_from_its_first_report_until_it_leaves(followe
     assert followed.num_changes == 2
 
 
-async def test_a_report_settles_what_it_shows(followed: Followed) -> None:
+async def test_a_report_settles_the_work_that_it_shows(followed: Followed) -> None:
     followed.fleet.ledger.record(WORKER, InflightWork(1, prefill_tokens=7), time.monotonic() - 1.0)
     followed.report()
     assert followed.fleet.ledger.sent_to(WORKER) == NO_WORK
 
 
-async def test_a_worker_that_has_left_is_booked_nowhere(followed: Followed) -> None:
+async def test_a_worker_that_has_left_has_no_bookings(followed: Followed) -> None:
     followed.log.stored(HASHES[:2], ROOT)
     followed.report()
     followed.fleet.ledger.record(WORKER, InflightWork(1), time.monotonic())
@@ -82,13 +82,13 @@ async def test_a_worker_that_has_left_is_booked_nowhere(followed: Followed) -> N
     await followed.follower.retire()
     assert not followed.follower.takes_work
     followed.log.stored(HASHES[2:], HASHES[1])
-    followed.report()  # its last requests still run, and so it still reports
+    followed.report()  # its last requests still run, so it still reports
     assert followed.fleet.index.num_pages == 0
     assert followed.fleet.ledger.totals() == []
     assert followed.fleet.ledger.link_bytes(LINK) == 0
 
 
-async def test_events_of_another_incarnation_are_not_applied() -> None:
+async def test_events_of_another_epoch_are_not_applied() -> None:
     worker = await FakeWorker().start()
     async with running_router(worker) as router:
         (follower,) = router.server.fleet.followers

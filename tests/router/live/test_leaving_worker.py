@@ -9,7 +9,7 @@ from tests.router.api.test_grpc_service import collect, request
 from tests.support.router.router_fakes import FakeAdmin, FakeWorker, running_router, until
 
 
-async def test_a_worker_that_is_no_member_any_more_is_leaving_until_its_requests_have_ended() -> None:
+async def test_a_former_member_is_leaving_until_its_requests_have_ended() -> None:
     admin = await FakeAdmin().start()
     leaving = await FakeWorker("decode-0", epoch=1, pause_at=2).start()
     staying = await FakeWorker("decode-1", epoch=2).start()

@@ -1,4 +1,5 @@
-"""The live page in a real browser, over real processes: it shows the fleet, a request's way, and a worker that dies."""
+"""Tests the live page in a real browser over real processes: it shows the fleet, a request's path, and a worker that
+dies."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def page(router: Process) -> Iterator[Page]:
         assert opened.problems == []
 
 
-def test_the_state_holds_the_fleet_and_the_requests_that_ended(router: Process) -> None:
+def test_the_state_holds_the_fleet_and_the_ended_requests(router: Process) -> None:
     with httpx.Client(base_url=f"http://{router.http}", timeout=60) as http:
         answer = http.post("/v1/completions", json={"prompt": "Once upon a time", "max_tokens": 4})
         request_id = answer.json()["id"]
@@ -71,11 +72,11 @@ def test_the_state_holds_the_fleet_and_the_requests_that_ended(router: Process) 
         assert len(elsewhere["requests"]) == len(state["requests"])
         assert http.get("/ui/state", params={"after": "x" * 1000}).status_code == 200
         said = http.get("/ui/controller").json()
-        assert said == {"mode": "", "events": [], "scaling": []}  # nobody controls plain processes
+        assert said == {"mode": "", "events": [], "scaling": []}  # plain processes have no controller
 
 
 @needs_browser
-def test_a_prompt_is_answered_and_its_way_is_shown(page: Page) -> None:
+def test_a_prompt_is_answered_and_its_path_is_shown(page: Page) -> None:
     page.evaluate("document.getElementById('max-tokens').value = 8")
     page.evaluate("document.querySelector('#play button').click()")
     page.wait_for("document.querySelector('#way .stages') !== null")
@@ -88,7 +89,7 @@ def test_a_prompt_is_answered_and_its_way_is_shown(page: Page) -> None:
 
 
 @needs_browser
-def test_a_worker_is_described_where_it_is_chosen_with_the_keyboard(page: Page) -> None:
+def test_a_worker_selected_with_the_keyboard_is_described(page: Page) -> None:
     page.evaluate("document.querySelector('[data-worker=\"decode-0\"]').focus()")
     page.evaluate("document.activeElement.click()")
     text = page.wait_for("document.getElementById('worker-detail').textContent")
@@ -106,8 +107,8 @@ def test_the_page_fits_a_phone(page: Page) -> None:
 
 
 @needs_browser
-def test_a_killed_worker_is_shown_away(page: Page, workers: dict[str, Process]) -> None:
-    """Runs last: the worker stays dead."""
+def test_a_killed_worker_is_shown_as_away(page: Page, workers: dict[str, Process]) -> None:
+    """Runs last, because the worker stays dead."""
     workers["decode-1"].kill()
     page.wait_for("document.querySelector('[data-worker=\"decode-1\"]').classList.contains('away')")
     assert not page.evaluate("document.querySelector('[data-worker=\"decode-0\"]').classList.contains('away')")

@@ -1,1 +1,1 @@
-"""Tests of the Grafana dashboards against a real Prometheus that scrapes a deployment under load."""
+"""Tests the Grafana dashboards with a real Prometheus that scrapes a deployment under load."""

@@ -16,20 +16,20 @@ pytestmark = [
     pytest.mark.skipif(PROMETHEUS is None, reason="needs Prometheus (apt-get install prometheus)"),
 ]
 
-# What a healthy demo on CPUs cannot show: (dashboard, panel) of queries that may return nothing.
+# Queries that may return nothing, as (dashboard, panel), because a healthy demo on CPUs has no data for them.
 NO_DATA = {
-    ("kv-transfer", "KV events of other engines"),  # there are none
-    ("kv-transfer", "Mean time of a pull"),  # the prompts here are shorter than `transfer.min_pull_tokens`
+    ("kv-transfer", "KV events of other engines"),  # there are no such events
+    ("kv-transfer", "Mean time of a pull"),  # the prompts are shorter than `transfer.min_pull_tokens`
     ("kv-transfer", "Pages pulled a second"),
     ("kv-transfer", "Pulls a second"),
-    ("kv-transfer", "Pages that hints hold"),  # no request asks for it
+    ("kv-transfer", "Pages that hints hold"),  # no request uses it
     ("kv-transfer", "Pages kept from dead workers"),  # there is no keeper
     ("kv-transfer", "Pages of the shared store a second"),  # there is none
     ("kv-transfer", "Calls of the shared store a second"),
     ("kv-transfer", "Bytes of the shared store a second"),
     ("kv-transfer", "Mean time of the shared store's calls"),
     ("kv-transfer", "Bytes in the shared store, and its use"),
-    ("pools", "Device use"),  # no published peak is known of a CPU
+    ("pools", "Device use"),  # no peak is published for a CPU
     ("service", "Failures a second"),
     ("service", "Gateways' calls a second"),  # there is no picker
     ("service", "Traces a second"),  # traces are off
@@ -42,7 +42,7 @@ LOAD_S = 5.0
 def prometheus() -> Iterator[Prometheus]:
     with watched_deployment() as (router, keys, server):
         with demo_load(router, keys, num_callers=2):
-            time.sleep(LOAD_S)  # several scrapes, so that rates exist
+            time.sleep(LOAD_S)  # rates need several scrapes
         yield server
 
 

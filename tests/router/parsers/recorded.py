@@ -29,7 +29,7 @@ TOOLS = (WEATHER, NOW)
 
 @dataclass(frozen=True)
 class Recorded:
-    """An output and what parsers of these formats make of it."""
+    """Holds an output and what parsers of its formats make of it."""
 
     id: str
     tools: str

@@ -1,4 +1,5 @@
-"""Tests which formats a chat template shows, how they are named, and what a choice says of prompts and tokens."""
+"""Tests which formats are detected from a chat template, how they are named, and what a choice says of prompts and
+tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from penstock.errors import ConfigError
 from router.parsers.choice import choose_parsers
 from router.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 
-# What the templates of each family hold, shortened to the lines that write calls and reasoning.
+# Parts of each family's template: the lines that write calls and reasoning.
 TEMPLATES = {
     "qwen2.5": ("<|im_start|>system <tool_call>\n{{ name }}</tool_call>", "hermes", None),
     "qwen3": ("<|im_start|> <tool_call> {{ '<think>\\n' + reasoning + '\\n</think>' }}", "hermes", "qwen3"),
@@ -35,18 +36,18 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_shows_its_formats(name: str) -> None:
+def test_formats_are_detected_from_the_template(name: str) -> None:
     template, tools, reasoning = TEMPLATES[name]
     choice = choose_parsers(template)
     assert (choice.tool_format, choice.reasoning_format) == (tools, reasoning)
 
 
-def test_every_format_is_shown_by_some_template() -> None:
+def test_every_format_is_detected_in_some_template() -> None:
     assert {tools for _, tools, _ in TEMPLATES.values()} - {None} == set(TOOL_FORMATS)
     assert {reasoning for _, _, reasoning in TEMPLATES.values()} - {None} == set(REASONING_FORMATS)
 
 
-def test_names_override_the_template() -> None:
+def test_configured_names_override_the_template() -> None:
     choice = choose_parsers(TEMPLATES["qwen3"][0], "pythonic", "none")
     assert (choice.tool_format, choice.reasoning_format) == ("pythonic", None)
     assert choose_parsers(None) == choose_parsers("", "none", "none")
@@ -59,7 +60,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
         choose_parsers(None, "none", "r1")
 
 
-def test_a_choice_knows_whether_marks_are_special_tokens() -> None:
+def test_a_choice_detects_whether_marks_are_special_tokens() -> None:
     assert not choose_parsers(TEMPLATES["qwen3"][0]).needs_special_tokens
     mistral = choose_parsers(TEMPLATES["mistral"][0])
     assert mistral.needs_special_tokens
@@ -80,5 +81,5 @@ def test_a_choice_knows_whether_marks_are_special_tokens() -> None:
         ("chatml", "<think>", False),
     ],
 )
-def test_a_prompt_may_leave_the_model_reasoning(name: str, end: str, opens: bool) -> None:
+def test_a_prompt_can_leave_the_model_in_its_reasoning(name: str, end: str, opens: bool) -> None:
     assert choose_parsers(TEMPLATES[name][0]).prompt_opens_reasoning(end) is opens

@@ -1,4 +1,4 @@
-"""Tests the grammars of tool calls: whatever they let through parses into calls with valid arguments."""
+"""Tests the grammars of tool calls: whatever they allow parses into calls with valid arguments."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ MARKS = {
 
 @cache
 def vocabulary(marks: tuple[str, ...]) -> tuple[tokenizers.Tokenizer, llguidance.LLTokenizer, dict[str, int]]:
-    """Returns the bundled model's tokenizer with `marks` as further special tokens."""
+    """Returns the bundled model's tokenizer with `marks` as additional special tokens."""
     compiled = tokenizers.Tokenizer.from_file(str(ROOT / "models" / "penstock-tiny" / "tokenizer.json"))
     compiled.add_special_tokens(list(marks))
     special = {token.content: id for id, token in compiled.get_added_tokens_decoder().items() if token.special}
@@ -79,7 +79,8 @@ def vocabulary(marks: tuple[str, ...]) -> tuple[tokenizers.Tokenizer, llguidance
 
 
 def sample(grammar: str, marks: tuple[str, ...], seed: int, begin: str = "", max_tokens: int = 400) -> str | None:
-    """Returns an output that the grammar allows: `begin`, and tokens chosen at random; None if it grows too long."""
+    """Returns an output that the grammar allows: `begin`, then tokens chosen at random. Returns None if it grows too
+    long."""
     compiled, vocabulary_ll, _ = vocabulary(marks)
     matcher = llguidance.LLMatcher(vocabulary_ll, grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
@@ -144,7 +145,7 @@ def test_a_named_tool_is_called_once(name: str, marks: tuple[str, ...]) -> None:
 
 
 HARMONY_CALL = "<|channel|>commentary to=functions.booking <|constrain|>json<|message|>"
-BEGUN = {  # an output with a call's mark, after which only a call may come
+BEGUN = {  # an output with a call's mark, after which only a call may follow
     "hermes": "I look.\n<tool_call>",
     "qwen3_coder": "I look.\n<tool_call>",
     "glm45": "I look.\n<tool_call>",
@@ -160,7 +161,7 @@ BEGUN = {  # an output with a call's mark, after which only a call may come
 
 
 @pytest.mark.parametrize(("name", "marks"), cases())
-def test_a_call_that_the_model_begins_is_valid(name: str, marks: tuple[str, ...]) -> None:
+def test_a_call_that_the_model_starts_is_valid(name: str, marks: tuple[str, ...]) -> None:
     choice = choose_parsers(None, name, "none")
     grammar = choice.grammar(TOOLS, "auto", special_tokens=vocabulary(marks)[2])
     assert grammar
@@ -174,7 +175,7 @@ def test_a_call_that_the_model_begins_is_valid(name: str, marks: tuple[str, ...]
 
 
 @pytest.mark.parametrize(("name", "marks"), cases())
-def test_text_without_a_call_is_free(name: str, marks: tuple[str, ...]) -> None:
+def test_text_without_a_call_is_unrestricted(name: str, marks: tuple[str, ...]) -> None:
     choice = choose_parsers(None, name, "none")
     grammar = choice.grammar(TOOLS, "auto", special_tokens=vocabulary(marks)[2])
     assert grammar
@@ -185,7 +186,7 @@ def test_text_without_a_call_is_free(name: str, marks: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(("name", "marks"), [("hermes", ()), ("hermes", MARKS["hermes"]), ("glm45", MARKS["glm45"])])
 @pytest.mark.parametrize("starts", [False, True])
-def test_reasoning_may_come_before_text_and_calls(name: str, marks: tuple[str, ...], starts: bool) -> None:
+def test_reasoning_may_precede_text_and_calls(name: str, marks: tuple[str, ...], starts: bool) -> None:
     choice = choose_parsers(None, name, REASONING[name])
     grammar = choice.grammar(TOOLS, "auto", special_tokens=vocabulary(marks)[2], starts_in_reasoning=starts)
     assert grammar
@@ -228,7 +229,7 @@ HUGE = ToolFunction(
         {"properties": 4},
     ],
 )
-def test_a_schema_that_is_none_makes_a_grammar_or_is_refused(name: str, parameters: dict[str, object]) -> None:
+def test_an_invalid_schema_makes_a_grammar_or_is_refused(name: str, parameters: dict[str, object]) -> None:
     tool = ToolFunction("f", parameters, strict=True)
     choice = choose_parsers(None, name)
     assert choice.grammar([tool], "required")
@@ -246,7 +247,7 @@ def test_a_schema_that_is_none_makes_a_grammar_or_is_refused(name: str, paramete
         ("qwen3_coder", (HUGE,), "required", "tools"),
     ],
 )
-def test_what_no_grammar_can_hold_is_refused_by_name(
+def test_unsupported_schemas_are_refused_by_field(
     tool_parser: str, tools: tuple[ToolFunction, ...], tool_choice: str, field: str
 ) -> None:
     with pytest.raises(InvalidInput) as caught:
@@ -261,7 +262,7 @@ def test_without_strict_tools_any_output_is_allowed() -> None:
     assert choose_parsers(None).grammar([ToolFunction("f")], "auto") is None
 
 
-def test_arguments_have_the_named_properties_alone_unless_the_schema_says_otherwise() -> None:
+def test_arguments_have_only_the_named_properties_unless_the_schema_allows_others() -> None:
     closed = schema_of(ToolFunction("now", {"type": "object", "properties": {}}))
     assert closed == {"type": "object", "properties": {}, "additionalProperties": False}
     for more in ({"additionalProperties": True}, {"patternProperties": {"^x": {}}}, {"allOf": [{"required": ["a"]}]}):

@@ -1,4 +1,4 @@
-"""Tests what parsers make of outputs that fit no format: they stay text, cost linear time, and hold little."""
+"""Tests what parsers make of outputs that fit no format: they stay text, take linear time, and little memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ soups = st.lists(st.one_of(st.sampled_from(PIECES), st.integers(0, 999).map(lamb
 
 @examples(160)
 @given(st.sampled_from(PAIRS), soups, st.integers(1, 7))
-def test_any_text_is_parsed_alike_however_it_is_cut(pair: tuple[str, str], pieces: list[str], size: int) -> None:
+def test_any_text_is_parsed_equally_however_it_is_split(pair: tuple[str, str], pieces: list[str], size: int) -> None:
     text = "".join(pieces)
     whole, cut = make(*pair), make(*pair)
     expected = gather([*whole.feed(text), *whole.finish()])
@@ -57,7 +57,7 @@ def test_any_text_is_parsed_alike_however_it_is_cut(pair: tuple[str, str], piece
 @examples(160)
 @given(st.sampled_from(PAIRS), soups)
 def test_no_word_is_lost(pair: tuple[str, str], pieces: list[str]) -> None:
-    """Everything that is not the syntax of a call shows somewhere: a final mark-free word ends any structure."""
+    """All text except the syntax of calls appears somewhere; a final word without marks ends any structure."""
     text = "".join(pieces)
     parser = make(*pair)
     parsed = gather([*parser.feed(text), *parser.finish()])
@@ -69,7 +69,7 @@ def test_no_word_is_lost(pair: tuple[str, str], pieces: list[str]) -> None:
 
 
 @pytest.mark.parametrize("tools", TOOL_FORMATS)
-def test_text_without_marks_stays_as_it_is(tools: str) -> None:
+def test_text_without_marks_is_unchanged(tools: str) -> None:
     text = "\n  if a < b: print('x') \n\n- [ ] todo {\"name\": 1}\n\n"
     parser = make(tools, "qwen3")
     assert gather([*parser.feed(text), *parser.finish()]).text == text
@@ -99,7 +99,7 @@ def hostile() -> dict[str, str]:
 @pytest.mark.parametrize("tools", TOOL_FORMATS)
 @pytest.mark.parametrize("kind", hostile())
 def test_a_hostile_output_takes_a_bounded_number_of_operations(tools: str, kind: str) -> None:
-    """Counts the calls of functions, which no busy machine changes."""
+    """Counts function calls, which do not depend on how busy the machine is."""
     text = hostile()[kind]
     counts = [calls_for(tools, text[: len(text) // 4]), calls_for(tools, text)]
     assert counts[1] <= 6 * counts[0] + 5000
@@ -146,7 +146,7 @@ def test_a_state_of_another_form_is_refused(change: dict[str, object]) -> None:
 
 @examples(240)
 @given(st.sampled_from(RECORDED), st.data())
-def test_a_recorded_output_with_faults_is_parsed_alike_however_it_is_cut(
+def test_a_damaged_recorded_output_is_parsed_equally_however_it_is_split(
     recorded: Recorded, data: st.DataObject
 ) -> None:
     text = recorded.text
@@ -167,8 +167,8 @@ def test_a_recorded_output_with_faults_is_parsed_alike_however_it_is_cut(
 
 @examples(240)
 @given(st.sampled_from([recorded for recorded in RECORDED if recorded.id not in WITH_IDS]), st.data())
-def test_a_word_put_anywhere_into_a_recorded_output_is_not_lost(recorded: Recorded, data: st.DataObject) -> None:
-    """Leaves out the outputs with ids of calls, which are dropped."""
+def test_a_word_inserted_into_a_recorded_output_is_not_lost(recorded: Recorded, data: st.DataObject) -> None:
+    """Skips the outputs with call ids, which are dropped."""
     at = data.draw(st.integers(0, len(recorded.text)))
     text = recorded.text[:at] + "w77w" + recorded.text[at:]
     parser = make(recorded.tools, recorded.reasoning)

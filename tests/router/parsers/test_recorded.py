@@ -1,4 +1,4 @@
-"""Tests the parsers with recorded outputs of every format: as a whole, cut anywhere, and restored anywhere."""
+"""Tests the parsers with recorded outputs of every format: whole, split anywhere, and restored anywhere."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_an_output_is_parsed_as_a_whole(recorded: Recorded) -> None:
 
 
 @each_recorded
-def test_an_output_may_be_cut_at_any_position(recorded: Recorded) -> None:
+def test_an_output_can_be_split_at_any_position(recorded: Recorded) -> None:
     whole = parser_of(recorded)
     expected = merged([*whole.feed(recorded.text), *whole.finish()])
     for cut in range(len(recorded.text) + 1):
@@ -46,14 +46,14 @@ def test_an_output_may_be_cut_at_any_position(recorded: Recorded) -> None:
 
 
 @each_recorded
-def test_an_output_may_come_by_single_characters(recorded: Recorded) -> None:
+def test_an_output_can_arrive_by_single_characters(recorded: Recorded) -> None:
     parser = parser_of(recorded)
     events = [event for char in recorded.text for event in parser.feed(char)]
     assert gather([*events, *parser.finish()]) == recorded.parsed
 
 
 @given(st.sampled_from(RECORDED), st.data())
-def test_an_output_may_be_cut_at_random(recorded: Recorded, data: st.DataObject) -> None:
+def test_an_output_can_be_split_at_random(recorded: Recorded, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(recorded.text)), max_size=12)))
     parser = parser_of(recorded)
     events: list[ParserEvent] = []
@@ -63,7 +63,7 @@ def test_an_output_may_be_cut_at_random(recorded: Recorded, data: st.DataObject)
 
 
 @each_recorded
-def test_a_restored_parser_goes_on_with_the_same_events(recorded: Recorded) -> None:
+def test_a_restored_parser_continues_with_the_same_events(recorded: Recorded) -> None:
     choice = choice_of(recorded)
     for cut in range(len(recorded.text) + 1):
         parser = parser_of(recorded)

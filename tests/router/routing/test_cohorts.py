@@ -1,4 +1,4 @@
-"""A router tracks an upgrade's old and new workers by cohort, whatever else they differ in."""
+"""Tests that a router tells old and new workers of an upgrade apart by cohort, whatever else differs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def ask(router: RunningRouter, count: int = COUNT) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("revision", ["r1", "r2"])
-async def test_all_requests_follow_the_shares_whatever_the_new_workers_differ_in(revision: str) -> None:
+async def test_requests_follow_the_shares_however_the_new_workers_differ(revision: str) -> None:
     old, new = await FakeWorker("decode-0").start(), await FakeWorker("decode-1", epoch=2, revision=revision).start()
     admin = await FakeAdmin().start()
     admin.set(old, new, new=[new], new_share=0.0)
@@ -69,7 +69,7 @@ async def test_a_request_refused_by_its_cohort_goes_to_other_workers_of_its_revi
     await admin.stop()
 
 
-async def test_prompts_use_the_prefill_workers_of_their_cohort_while_it_has_any() -> None:
+async def test_prompts_use_their_cohorts_prefill_workers_while_it_has_any() -> None:
     decode = [await FakeWorker(f"decode-{n}", epoch=1 + n).start() for n in range(2)]
     prefill = [await FakeWorker(f"prefill-{n}", epoch=3 + n, role="prefill").start() for n in range(2)]
     strange = await FakeWorker("prefill-2", epoch=5, role="prefill", revision="r2").start()  # incompatible pages

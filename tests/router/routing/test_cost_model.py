@@ -1,4 +1,4 @@
-"""Cost models against synthetic workers: they converge, stay finite, and resist a single false report."""
+"""Tests cost models with synthetic workers: they converge, stay finite, and resist a single false report."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from router.routing.costs.link_costs import PRIORS, Distance, LinkBook, LinkCost
 from tests.support.suite.examples import examples
 
 WORKER = WorkerId("w")
-TRUTH_PREFILL = StepCost(0.012, 4e-5, 2e-9)  # a GPU's, an order of magnitude from the priors
+TRUTH_PREFILL = StepCost(0.012, 4e-5, 2e-9)  # a GPU's cost, an order of magnitude from the priors
 TRUTH_DECODE = StepCost(0.006, 3e-5, 4e-8)
 
 
 def grown(totals: StepTotals, truth: StepCost, steps: int, tokens: int, context: int, factor: float) -> StepTotals:
-    """Returns the totals after some more steps like this one."""
+    """Returns the totals after several more such steps."""
     for _ in range(steps):
         seconds = truth.fixed_s + tokens * (truth.token_s + context * truth.context_s)
         totals = totals.plus(tokens, tokens * context, seconds * factor)
@@ -30,7 +30,7 @@ def grown(totals: StepTotals, truth: StepCost, steps: int, tokens: int, context:
 
 
 def report(book, worker, load, rng, *, truth_prefill=TRUTH_PREFILL, truth_decode=TRUTH_DECODE, noise=0.1):
-    """Reports a worker's load a while later and returns it."""
+    """Reports a worker's load a while later, and returns that load."""
     factor = math.exp(rng.gauss(0, noise))
     load = replace(
         load,
@@ -89,7 +89,7 @@ def test_a_new_worker_starts_from_its_peers_and_resists_one_false_report():
 
 
 def test_a_worker_that_was_idle_at_the_start_is_priced_like_its_peers():
-    """Otherwise the prior keeps it ten times as expensive, and it never gets the work that would correct that."""
+    """Otherwise its prior makes it ten times as expensive, and it never gets the work that would correct that."""
     book, rng, load = CostBook(), random.Random(3), WorkerLoad()
     idle = WorkerId("idle")
     assert book.costs(idle) == PRIOR_COSTS
@@ -115,7 +115,7 @@ def test_a_worker_without_totals_is_learned_from_its_running_means():
     )
 
 
-def test_costs_are_one_object_until_something_is_learned():
+def test_costs_are_a_single_object_until_something_is_learned():
     book, rng = CostBook(), random.Random(3)
     load = report(book, WORKER, WorkerLoad(), rng)
     before = book.costs(WORKER)
@@ -157,7 +157,7 @@ def test_no_measurement_drives_a_model_out_of_bounds(rows, prior):
 
 @given(rows=st.lists(st.tuples(st.tuples(_ANYTHING, _ANYTHING, _ANYTHING), _ANYTHING), max_size=60))
 @examples(120)
-def test_the_written_out_regression_learns_the_same_to_the_last_bit(rows):
+def test_the_unrolled_regression_learns_the_same_to_the_last_bit(rows):
     plain, written_out = LinearCost(tuple(DECODE_PRIOR)), ThreeTermCost(tuple(DECODE_PRIOR))
     for quantities, seconds in rows:
         plain.observe(quantities, seconds)
@@ -169,7 +169,7 @@ def test_the_written_out_regression_learns_the_same_to_the_last_bit(rows):
 @given(data=st.data())
 @examples(40)
 def test_one_false_report_among_many_true_ones_changes_little(data):
-    """A single report counts as a few mean deviations, however large it is."""
+    """A single report counts as at most a few mean deviations."""
     model, rng = LinearCost(tuple(PRIORS[Distance.ZONE])), random.Random(data.draw(st.integers(0, 99)))
     truth = LinkCost(0.002, 1e-9)
     for _ in range(80):
@@ -199,14 +199,14 @@ class TestLinks:
         assert costs == sorted(set(costs))
         assert book.cost("p1", "elsewhere") == pytest.approx(PRIORS[Distance.UNKNOWN])
 
-    def test_distance_is_the_narrowest_label_shared(self):
+    def test_distance_is_the_narrowest_shared_label(self):
         assert distance(Labels(), Labels()) is Distance.UNKNOWN
         assert distance(Labels("h"), Labels("h")) is Distance.HOST
         assert distance(Labels("a", "r"), Labels("b", "r")) is Distance.RACK
         assert distance(Labels("a", "r", "z"), Labels("b", "r", "y")) is Distance.FAR
         assert distance(Labels("a", zone="z"), Labels("b", zone="z")) is Distance.ZONE
 
-    def test_a_link_is_learned_and_informs_links_of_its_distance(self):
+    def test_a_link_is_learned_and_informs_links_of_equal_distance(self):
         book, rng = self.book(), random.Random(5)
         for _ in range(60):
             num_bytes = rng.randint(10**5, 10**8)

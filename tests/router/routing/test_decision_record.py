@@ -1,4 +1,4 @@
-"""Decision records, sessions, and predictions compared with what happened: pure, and over fake workers."""
+"""Tests decision records, sessions, and predictions compared with outcomes, both pure and over fake workers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TestPredictions:
             predictions.on_cache(WORKER, 160, 160, now_s=float(at))
             assert not predictions.on_cache(WORKER, 160, 160 if one else 100, now_s=float(at))
 
-    def test_more_than_was_promised_is_no_error(self):
+    def test_more_cached_tokens_than_promised_are_no_error(self):
         predictions = Predictions()
         assert not any(predictions.on_cache(WORKER, 16, 400, now_s=100.0 * at) for at in range(50))
         assert predictions.workers[WORKER].shortfall == 0.0
@@ -119,7 +119,7 @@ async def test_a_lost_worker_adds_an_attempt():
         await second.stop()
 
 
-async def test_explaining_can_be_turned_off():
+async def test_decision_records_can_be_turned_off():
     async with running_router(await FakeWorker().start(), explain=False) as router:
         call = router.stub.Generate(request("hello"), metadata=EXPLAIN)
         await collect(call)
@@ -157,7 +157,7 @@ async def test_an_http_stream_ends_with_its_decision():
         assert last["penstock"]["decisions"][0]["completions"][0]["attempts"]
 
 
-def test_sessions_are_bounded_and_clean():
+def test_session_names_are_bounded_and_printable():
     assert read_hints({}, user="u" * 999).session == "u" * 256
     with pytest.raises(InvalidInput, match="256 or fewer"):
         read_hints({"x-penstock-session": "s" * 257})
@@ -166,7 +166,7 @@ def test_sessions_are_bounded_and_clean():
 
 
 class LyingLog(KvEventLog):
-    """Sends events that name pages, but snapshots that are empty."""
+    """Sends events that list pages, but snapshots that are empty."""
 
     def read(self, next_seq):
         batch = super().read(next_seq)

@@ -1,4 +1,4 @@
-"""The in-flight ledger: work counts until a report or its request settles it."""
+"""Tests the in-flight ledger: work counts until a report or its request settles it."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class TestInflightLedger:
         ledger.forget(WORKERS[1])
         assert ledger.link_bytes(link) == 0
 
-    def test_a_report_leaves_what_it_may_not_show_yet(self):
+    def test_a_report_keeps_work_that_it_may_not_show_yet(self):
         ledger = InflightLedger()
-        ledger.record(WORKERS[0], InflightWork(1), now_s=9.96)  # sent while the report travelled
+        ledger.record(WORKERS[0], InflightWork(1), now_s=9.96)  # sent while the report was in transit
         ledger.on_report(WORKERS[0], now_s=10.0)
         assert ledger.sent_to(WORKERS[0]) == InflightWork(1)
         ledger.on_report(WORKERS[0], now_s=10.02)
@@ -66,7 +66,7 @@ class TestInflightLedger:
         assert ledger.totals() == []
 
     def test_a_settled_link_leaves_nothing_behind(self):
-        """Links are pairs of workers, whose number grows with the square of the fleet."""
+        """Links are pairs of workers, so their number grows with the square of the fleet."""
         ledger = InflightLedger()
         ledger.settle([ledger.record((WORKERS[0], WORKERS[1]), InflightWork(num_bytes=7), now_s=1.0)])
         assert len(ledger._accounts) == 0

@@ -1,4 +1,4 @@
-"""The delay of requests that wait for pages: they are placed where their conversation is, while pages are short."""
+"""Tests the predicted wait for pages: while pages are short, requests go where their conversation is cached."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def chosen(cached: dict[WorkerId, int], views: list[WorkerView], weights: KvAwar
     return KvAwarePolicy(weights or KvAwareConfig()).choose(demand, views, PREFILL, random.Random(0)).decode
 
 
-def test_a_conversation_stays_where_its_pages_are_while_others_wait_for_pages() -> None:
+def test_a_conversation_stays_with_its_pages_while_others_wait_for_pages() -> None:
     busier_holder = [decode(A, 4, num_waiting=6), decode(B, 4, num_waiting=5)]
     assert chosen({A: 3900}, busier_holder) == A
     blind = KvAwareConfig(contention_weight=0.0)
     assert chosen({}, busier_holder) == chosen({}, busier_holder, blind) == B
 
 
-def test_where_the_pages_suffice_nobody_is_delayed() -> None:
+def test_nobody_waits_while_pages_suffice() -> None:
     demand = PlacementDemand(4000, 1.0)
     assert prices.page_delay_s(demand, decode(A, 250, num_waiting=50)) == 0.0
     assert prices.page_delay_s(demand, decode(A, 249, num_waiting=0)) == 0.0
@@ -45,7 +45,9 @@ def test_where_the_pages_suffice_nobody_is_delayed() -> None:
 
 
 @given(st.integers(0, 40), st.integers(1, 40), st.integers(0, 249), st.integers(0, 4000))
-def test_more_who_wait_and_fewer_cached_pages_cost_more(waiting: int, running: int, free: int, cached: int) -> None:
+def test_more_waiting_requests_and_fewer_cached_pages_cost_more(
+    waiting: int, running: int, free: int, cached: int
+) -> None:
     view, longer = decode(A, free, waiting, running), decode(A, free, waiting + 1, running)
     less, more = PlacementDemand(4000, 1.0), PlacementDemand(4000, 1.0, cached_tokens={A: cached})
     assert prices.decode_queue_s(less, view) <= prices.decode_queue_s(less, longer)
@@ -54,8 +56,8 @@ def test_more_who_wait_and_fewer_cached_pages_cost_more(waiting: int, running: i
     assert prices.page_delay_s(more, view) <= prices.page_delay_s(less, view)
 
 
-def test_the_wait_for_pages_counts_those_who_came_first() -> None:
-    """Eight sequences share 1000 pages; four that wait want half of them before this one gets any."""
+def test_the_wait_for_pages_counts_earlier_requests() -> None:
+    """Eight sequences share 1000 pages; four that wait want half of them before this request gets any."""
     demand = PlacementDemand(1600, 1.0, output_tokens=100.0)
     alone, behind = (prices.decode_queue_s(demand, decode(A, 0, waiting)) for waiting in (0, 4))
     assert alone < behind

@@ -1,4 +1,4 @@
-"""Pair choice: prices by stage, the search over pairs against brute force, and the contract of every policy."""
+"""Tests pair choice: prices by stage, the search over pairs against brute force, and the contract of every policy."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class TestKvAware:
         assert choice.prefill[0].worker_id == "p1"
         assert choice.prefill[1].queue_s == pytest.approx(0.5)
 
-    def test_a_worker_that_holds_the_adapter_wins_until_it_is_busier_than_loading_takes(self):
+    def test_a_worker_that_holds_the_adapter_wins_until_loading_elsewhere_is_cheaper(self):
         demand = replace(DEMAND, adapter="revision")
         holds, lacks = {"adapters": ("revision",)}, {"adapter_load_s": 0.4}
         choice = choose([view("d1", **lacks), view("d2", **holds)], [view("p1", **lacks), view("p2", **holds)], demand)
@@ -100,8 +100,8 @@ class TestKvAware:
         assert choice.decode == "d2"
         assert choice.score.transfer_s == pytest.approx(16 * 4096 * 1e-6)
 
-    def test_the_ends_are_chosen_together(self):
-        """The best prefill and the best decode worker are connected by the slowest link."""
+    def test_prefill_and_decode_workers_are_chosen_together(self):
+        """The slowest link connects the best prefill worker with the best decode worker."""
         slow, fast = LinkCost(0.0, 1e-6), LinkCost(0.0, 1e-9)
         links = TableLinks({("p1", "d1"): slow, ("p1", "d2"): fast, ("p2", "d1"): fast, ("p2", "d2"): slow})
         demand = replace(DEMAND, links=links, cached_tokens={"p1": 32})
@@ -114,13 +114,15 @@ class TestKvAware:
         assert choose([view("d")], [view("p1"), view("p2")], replace(DEMAND, links=links)).prefill[0].worker_id == "p2"
 
     def test_local_prefill_is_one_more_candidate(self):
-        """A short uncached suffix is computed on the decode worker, unless that delays many or exceeds its limit."""
+        """A short uncached suffix is computed on the decode worker, unless that delays many sequences or exceeds its
+        limit."""
         demand = replace(DEMAND, cached_tokens={"d": 144})
         able = WorkerLimits(max_local_tokens=32)
         assert choose([view("d", limits=able)], [view("p")], demand).prefill == ()
         assert choose([view("d", limits=able, num_running=40)], [view("p")], demand).prefill
         assert choose([view("d", limits=REMOTE)], [view("p")], demand).prefill
-        assert choose([view("d", limits=able)], [view("p", queued_prefill_tokens=0)]).prefill  # 160 tokens: too many
+        # 160 tokens exceed the limit
+        assert choose([view("d", limits=able)], [view("p", queued_prefill_tokens=0)]).prefill
 
     def test_without_prefill_workers_the_decode_cache_decides(self):
         choice = choose([view("d1"), view("d2", num_running=1)], [], replace(DEMAND, cached_tokens={"d2": 144}))
@@ -167,7 +169,7 @@ class TestKvAware:
         assert choose([view("d")], prefill, hot).prefill[0].worker_id == "p2"
         assert choose([view("d")], prefill, hot, replica_s=0.001).prefill[0].worker_id == "p1"
 
-    def test_explained_choices_list_the_pairs_considered(self):
+    def test_explained_choices_list_the_considered_pairs(self):
         choice = choose([view("d1"), view("d2")], [view("p1"), view("p2")], replace(DEMAND, explain=True))
         assert len(choice.considered) == 4
         assert [one.total_s for one in choice.considered] == sorted(one.total_s for one in choice.considered)
@@ -222,7 +224,7 @@ def test_no_pair_is_cheaper_than_the_chosen_one(fleet, seed):
 @pytest.mark.parametrize("name", POLICIES)
 @given(fleet=fleets(), seed=st.integers(0, 9))
 @examples(40)
-def test_every_policy_names_existing_workers(name, fleet, seed):
+def test_every_policy_chooses_existing_workers(name, fleet, seed):
     demand, decode, prefill = fleet
     choice = make_policy(name).choose(demand, decode, prefill, random.Random(seed))
     assert choice.decode in {one.worker_id for one in decode}
@@ -275,7 +277,7 @@ def test_a_worker_that_leaves_moves_only_its_own_keys(key, names):
 
 class TestHotPrefixes:
     def test_copies_follow_the_share_and_stop_at_the_limit(self):
-        """A prefix of half of all requests gets 4 of 8 workers, and never more than the limit."""
+        """A prefix of half of all requests gets 4 of 8 workers, but never more than the limit."""
         for limit, expected in ((8, 4), (3, 3), (1, 1)):
             hot, holders = HotPrefixes(max_replicas=limit), 1
             for turn in range(400):

@@ -1,4 +1,4 @@
-"""Prompts that wait at a worker: what they will leave there counts as cached, until they are settled."""
+"""Tests pending prompts: what a waiting prompt will leave in a worker's cache counts as cached until it is settled."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ MARKS = marks_of(hash_pages(TOKENS, PAGE_SIZE, b"salt"), PAGE_SIZE)
 _PROMPTS = st.lists(st.tuples(st.sampled_from([A, B]), st.lists(st.booleans(), max_size=4)), max_size=6)
 
 
-def named(turns: list[bool]) -> list[PageHash]:
-    """Returns marks of a prompt that turns left or right at each: as with page hashes, each names those before it."""
+def marks_of(turns: list[bool]) -> list[PageHash]:
+    """Returns one mark for each position; like a page hash, a mark depends on all turns up to it."""
     return [PageHash(repr(turns[:depth]).encode()) for depth in range(1, len(turns) + 1)]
 
 
@@ -38,15 +38,15 @@ def test_a_match_is_the_longest_prefix_shared_with_a_pending_prompt(
 ) -> None:
     pending = PendingPrompts()
     for number, (worker_id, turns) in enumerate(prompts):
-        pending.add(WorkKey(worker_id, number), worker_id, named(turns))
+        pending.add(WorkKey(worker_id, number), worker_id, marks_of(turns))
     released = data.draw(st.sets(st.sampled_from(range(len(prompts))))) if prompts else set()
     for number in released:
         pending.release(WorkKey(prompts[number][0], number))
         pending.release(WorkKey(prompts[number][0], number))
-    asked = named(data.draw(st.lists(st.booleans(), max_size=5)))
+    asked = marks_of(data.draw(st.lists(st.booleans(), max_size=5)))
     expected: dict[WorkerId, int] = {}
     for number, (worker_id, turns) in enumerate(prompts):
-        shared = len(set(named(turns)) & set(asked))
+        shared = len(set(marks_of(turns)) & set(asked))
         if number not in released and shared:
             expected[worker_id] = max(shared, expected.get(worker_id, 0))
     assert pending.match(asked) == expected
@@ -56,7 +56,7 @@ def test_a_match_is_the_longest_prefix_shared_with_a_pending_prompt(
     assert pending.match(asked) == {}
 
 
-def test_a_prompt_is_hashed_no_further_than_pending_prompts_reach() -> None:
+def test_a_prompt_is_hashed_only_as_far_as_pending_prompts_reach() -> None:
     pages = PromptPages(TOKENS, b"salt")
     pending = PendingPrompts()
     pending.add(WorkKey(A, 1), A, MARKS[:2])
@@ -67,7 +67,7 @@ def test_a_prompt_is_hashed_no_further_than_pending_prompts_reach() -> None:
     assert list(PromptPages(TOKENS[:10], b"").all_marks(PAGE_SIZE)) == []
 
 
-def test_a_prompt_follows_the_one_with_its_beginning_before_that_is_announced() -> None:
+def test_a_prompt_follows_a_pending_one_with_the_same_beginning() -> None:
     ledger, policy = InflightLedger(), KvAwarePolicy()
     core = PlacementCore(ledger, CostBook(), LinkBook())
 
@@ -97,9 +97,9 @@ def test_a_prompt_follows_the_one_with_its_beginning_before_that_is_announced() 
     for seed in range(5):
         first, uncached, credits, _ = place(seed)
         assert uncached == len(TOKENS) + 100
-        ledger.on_report(first, 1.0)  # the worker reports the prompt in its queue, and no pages of it yet
+        ledger.on_report(first, 1.0)  # the worker reports the queued prompt, but none of its pages yet
         second, uncached, more, promised = place(seed)
         assert (second, uncached) == (first, 100)
-        assert promised == 0  # what is not announced is not held against the worker
+        assert promised == 0  # the promised prefix is not announced yet, so it does not count as a wrong prediction
         ledger.settle([*credits, *more])
         assert core.pending_tokens(MARKS, PAGE_SIZE) == {}

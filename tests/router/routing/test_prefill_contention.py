@@ -1,4 +1,4 @@
-"""The delay of waiting prompts: it sends requests to caches only while prompts wait."""
+"""Tests the harm to waiting prompts: it steers requests to caches only while prompts wait."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def chosen(policy: KvAwarePolicy, cached: dict[WorkerId, int], queued_a: int, qu
 
 def test_a_cached_prefix_is_worth_a_longer_queue_only_while_prompts_wait() -> None:
     policy, blind = KvAwarePolicy(), KvAwarePolicy(KvAwareConfig(contention_weight=0.0))
-    cached = {B: 1000}  # saves about half a second, behind a queue that is 1.5 s longer
+    cached = {B: 1000}  # saves about half a second, but its queue is 1.5 s longer
     assert chosen(policy, cached, 0, 3000) == chosen(blind, cached, 0, 3000) == A
     for _ in range(200):  # every worker has a queue of a few prompts
         chosen(policy, {}, 6000, 6000)
@@ -54,7 +54,7 @@ def test_a_cached_prefix_is_worth_a_longer_queue_only_while_prompts_wait() -> No
     assert chosen(policy, cached, 0, 3000) == A
 
 
-def test_without_anything_cached_the_shorter_queue_wins_however_full_they_are() -> None:
+def test_without_cached_pages_the_shorter_queue_wins_however_long_both_are() -> None:
     policy = KvAwarePolicy()
     for _ in range(200):
         chosen(policy, {}, 50_000, 50_000)
@@ -62,7 +62,7 @@ def test_without_anything_cached_the_shorter_queue_wins_however_full_they_are() 
     assert chosen(policy, {}, 50_001, 50_000) == B
 
 
-def test_the_number_waiting_is_bounded_and_zero_at_first() -> None:
+def test_the_number_of_waiting_prompts_is_bounded_and_starts_at_zero() -> None:
     contention = PrefillContention()
     views = [view(A, 10_000_000), view(B, 10_000_000)]
     assert contention.num_waiting == 0.0

@@ -1,4 +1,5 @@
-"""The prefix index against a twin that looks at every page: holes, tiers, gaps, eviction, leaving, noted pages."""
+"""Compares the prefix index with a twin that looks at every page: holes, tiers, gaps, eviction, leaving, noted
+pages."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def index_of(*workers: Sequence[KvEvent], **settings: object) -> PrefixIndex:
 
 
 def twin_match(held: dict[WorkerId, Places], prompt: Sequence[PageHash]) -> dict[WorkerId, PrefixMatch]:
-    """Matches page by page, as an engine would."""
+    """Matches page by page, as an engine does."""
     found: dict[WorkerId, PrefixMatch] = {}
     for worker, places in held.items():
         kinds = [places.get(page, GONE) for page in prompt]
@@ -101,7 +102,7 @@ def test_a_gap_that_the_workers_window_covers_is_a_replay() -> None:
     assert (index.stats.gaps, index.stats.replays, index.stats.snapshots) == (1, 1, 0)
 
 
-def test_a_batch_whose_beginning_is_known_is_applied_whole() -> None:
+def test_a_batch_that_overlaps_known_events_is_applied_whole() -> None:
     log = KvEventLog()
     for number in range(6):
         log.stored(PAGES[number : number + 1], PAGES[number - 1] if number else ROOT)
@@ -124,7 +125,7 @@ def test_a_snapshot_in_parts_counts_once_it_is_complete() -> None:
     assert [batch.more for batch in (first, second, third)] == [True, True, False]
     assert not rest
     assert index.apply(WORKERS[0], first)
-    assert not index.apply(WORKERS[0], third)  # the second is missing
+    assert not index.apply(WORKERS[0], third)  # the second part is missing
     assert index.apply(WORKERS[0], second)
     assert index.match(PAGES) == {"a": PrefixMatch(1, 1)}
     assert index.apply(WORKERS[0], third)
@@ -143,7 +144,7 @@ def test_a_leaving_worker_is_unmatched_at_once_and_forgotten_in_pieces() -> None
     index.drop(WORKERS[1])
     assert index.match(pages) == {"a": PrefixMatch(10_000, 10_000)}
     assert not index.pages_of(WORKERS[1])
-    index.apply(WORKERS[1], KvEventBatch(1, (KvEvent(DEVICE, tuple(pages[:5])),)))  # back before all is forgotten
+    index.apply(WORKERS[1], KvEventBatch(1, (KvEvent(DEVICE, tuple(pages[:5])),)))  # it returns before all is forgotten
     assert index.match(pages)["b"] == PrefixMatch(5, 5)
     index.check_integrity()
     index.drop(WORKERS[0])
@@ -162,7 +163,7 @@ def test_a_leaving_worker_is_unmatched_at_once_and_forgotten_in_pieces() -> None
 )
 @examples(100)
 def test_bisection_agrees_with_scanning_every_page(depths: list[tuple[int, int, int]], length: int) -> None:
-    """Tests masks without strays: on each tier, a worker holds a contiguous run of leading pages."""
+    """Covers masks without strays: on each tier, a worker holds a contiguous run of leading pages."""
     masks: dict[PageHash, int] = {}
     for slot, ends in enumerate(depths):
         for bit, end in enumerate(sorted(ends, reverse=True)):
@@ -182,7 +183,7 @@ def test_bisection_agrees_with_scanning_every_page(depths: list[tuple[int, int, 
 
 
 class _Worker:
-    """A cache with its log, and the batches in flight to the index."""
+    """Holds a cache with its log, and the batches in flight to the index."""
 
     def __init__(self) -> None:
         self.log = KvEventLog(window=4)
@@ -211,7 +212,7 @@ _PROMPTS = [hash_pages([(number >> depth) & 1 for depth in range(5)], 1, b"salt"
 
 
 class IndexHistory(RuleBasedStateMachine):
-    """Reads events with losses, repeats, delays and restarts: the index ends equal to the caches."""
+    """Delivers events with losses, repeats, delays and restarts; in the end the index equals the caches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +232,7 @@ class IndexHistory(RuleBasedStateMachine):
         kind=st.sampled_from([DEVICE, HOST, DISK, GONE]),
     )
     def move(self, worker: WorkerId, prompt: list[PageHash], first: int, kind: KvEventKind) -> None:
-        """Moves the tail of one chain, whatever extends its middle: makes holes and strays of every sort."""
+        """Moves the tail of one chain, whatever extends its middle, which makes holes and strays of every kind."""
         self.workers[worker].move(prompt[first:], kind)
 
     @rule(worker=st.sampled_from(WORKERS), prompt=st.sampled_from(_PROMPTS), at=st.integers(0, 4))
@@ -266,7 +267,7 @@ class IndexHistory(RuleBasedStateMachine):
         self.index.tidy(max_pages=max_pages)
 
     @invariant()
-    def agrees_with_itself(self) -> None:
+    def check_integrity(self) -> None:
         self.index.check_integrity()
 
     @rule()
@@ -287,12 +288,12 @@ TestIndexHistory = IndexHistory.TestCase
 TestIndexHistory.settings = examples(40, stateful_step_count=40)
 
 
-def test_events_without_a_count_of_strays_are_scanned_page_by_page() -> None:
+def test_events_without_a_stray_count_are_scanned_page_by_page() -> None:
     index = index_of([event(DEVICE, *range(20)), event(GONE, 3)])
     assert index.match(PAGES) == {"a": PrefixMatch(3, 3)}
 
 
-def test_memory_is_bounded_over_all_workers_and_the_largest_loses_leaves_first() -> None:
+def test_memory_is_bounded_in_all_and_the_largest_worker_loses_leaves_first() -> None:
     other = hash_pages(range(100, 103), 1, b"salt")
     index = index_of([event(DEVICE, *range(10))], [KvEvent(DEVICE, tuple(other))], max_pages=9)
     assert index.match(PAGES) == {"a": PrefixMatch(6, 6)}

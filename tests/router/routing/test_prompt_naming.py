@@ -1,4 +1,4 @@
-"""A prompt's prefix has one name, by which consistent hashing keeps prompts together."""
+"""Tests that each prompt's prefix has one name, by which consistent hashing keeps prompts together."""
 
 from penstock.kv.page_hash import hash_pages
 from router.dispatch.placement import PromptPages
@@ -28,7 +28,7 @@ def test_short_prompts_are_named_by_their_first_pages() -> None:
     assert name(list(range(10))) == b""
 
 
-def test_pages_that_name_a_prompt() -> None:
+def test_the_number_of_naming_pages_grows_in_steps() -> None:
     assert num_naming_pages(15, 16) == 0
     assert num_naming_pages(40, 16) == 2
     assert num_naming_pages(2047, 16) == 4

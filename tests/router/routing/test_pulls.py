@@ -1,4 +1,4 @@
-"""Pulled prefixes in placement: when they are counted on, that load then decides, and what is learned of them."""
+"""Tests pulled prefixes in placement: when they are expected, that load then decides, and what is learned from them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def view(name: str, queued: int = 0, limits: WorkerLimits = REMOTE) -> WorkerVie
 
 
 def demand(byte_s: float | None, held: int = TOKENS - 16) -> PlacementDemand:
-    """A prompt that one worker holds, and that others may pull at this price; None: they may not."""
+    """Returns a prompt that one worker holds and others may pull at this price; with None they may not."""
     offer = None if byte_s is None else PullOffer(HOLDER, held, lambda source, target: LinkCost(0.002, byte_s))
     return PlacementDemand(TOKENS, 4096.0, cached_tokens={HOLDER: held}, pull=offer)
 
@@ -48,7 +48,7 @@ def choose(what: PlacementDemand, *prefill: WorkerView) -> PairChoice:
     return KvAwarePolicy(KvAwareConfig()).choose(what, [view(DECODE)], prefill, random.Random(0))
 
 
-FAST, SLOW = 1e-9, 1e-6  # 33 ms and 33 s for the prompt, which takes 4 s to compute
+FAST, SLOW = 1e-9, 1e-6  # the pull takes 33 ms or 33 s, computing the prompt 4 s
 
 
 @pytest.mark.parametrize(("byte_s", "chosen"), [(None, HOLDER), (FAST, OTHER), (SLOW, HOLDER)])
@@ -63,7 +63,8 @@ def test_a_prefix_that_can_be_pulled_leaves_the_choice_to_load(byte_s: float | N
         assert choice.score.queue_s == pytest.approx(pull.pull_s) == choice.prefill[0].queue_s  # it has no queue
         assert choice.score.prefill_s < 0.1 < pull.compute_s
         assert choice.uncached_tokens == 16
-        assert choice.score.prefill_cached_tokens == 0  # what it holds, not what it will: promises are checked by it
+        # counts only held tokens, not pulled ones, because predictions are checked against it
+        assert choice.score.prefill_cached_tokens == 0
 
 
 def test_the_holder_pulls_nothing_and_keeps_its_advantage() -> None:
@@ -84,13 +85,13 @@ def test_a_decode_worker_that_computes_the_prompt_may_pull_too() -> None:
     byte_s=st.floats(1e-10, 1e-5),
     queues=st.lists(st.integers(0, 20_000), min_size=2, max_size=5),
 )
-def test_a_pull_never_makes_a_choice_look_dearer(held: int, byte_s: float, queues: list[int]) -> None:
+def test_a_possible_pull_never_raises_the_price(held: int, byte_s: float, queues: list[int]) -> None:
     views = [view(HOLDER if not number else f"p{number}", queued) for number, queued in enumerate(queues)]
     with_pull, without = choose(demand(byte_s, held), *views), choose(demand(None, held), *views)
     assert with_pull.score.total_s <= without.score.total_s + 1e-9
 
 
-def test_the_longest_holders_are_named_in_turn() -> None:
+def test_the_longest_holders_take_turns_as_sources() -> None:
     book = PullBook()
     assert book.offer({}) is None
     assert book.offer({HOLDER: 511}) is None
@@ -98,7 +99,7 @@ def test_the_longest_holders_are_named_in_turn() -> None:
     assert [offer.source for offer in named if offer] == [OTHER, HOLDER, OTHER, HOLDER]
 
 
-def test_pulls_that_workers_do_not_make_are_counted_on_no_more_but_probed() -> None:
+def test_pulls_that_workers_do_not_make_are_no_longer_expected_but_probed() -> None:
     book, plan = PullBook(), PlannedPull(HOLDER, 2000, 0.01, 1.0)
     made = common_pb2.Pull(source=HOLDER, wanted_tokens=2000, pulled_tokens=2000, pull_ms=10.0)
     for _ in range(10):

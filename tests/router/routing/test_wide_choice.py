@@ -1,4 +1,5 @@
-"""Pricing workers in columns chooses what pricing them view by view chooses, to the last bit, as workers change."""
+"""Tests that pricing workers in columns chooses the same as pricing them view by view, to the last bit, as workers
+change."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def random_demand(rng: random.Random, workers: list[Worker], links: LearnedLinkP
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_columns_and_views_choose_alike(seed: int) -> None:
+def test_columns_and_views_choose_equally(seed: int) -> None:
     rng = random.Random(seed)
     ledger, costs, links = InflightLedger(), CostBook(), LinkBook()
     core = PlacementCore(ledger, costs, links)
@@ -77,7 +78,7 @@ def test_columns_and_views_choose_alike(seed: int) -> None:
             ledger.record(worker.worker_id, InflightWork(1, 3, rng.randrange(900)), float(step))
         if prefill and rng.random() < 0.1:
             prefill.pop(rng.randrange(len(prefill)))
-        if rng.random() < 0.2:  # a worker starts again, or another takes its place
+        if rng.random() < 0.2:  # a worker restarts, or another one replaces it
             place = rng.randrange(len(decode))
             decode[place] = random_worker(rng.choice((decode[place].worker_id, f"new-{step}")), rng)
         if prefill:
@@ -91,7 +92,7 @@ def test_columns_and_views_choose_alike(seed: int) -> None:
         assert chosen == expected
 
 
-def test_what_columns_do_not_know_is_priced_view_by_view() -> None:
+def test_cases_that_columns_do_not_cover_are_priced_view_by_view() -> None:
     ledger, links = InflightLedger(), LinkBook()
     core, rng = PlacementCore(ledger, CostBook(), links), random.Random(1)
     decode, prefill = [random_worker("d", rng)], [random_worker("p", rng)]

@@ -1,4 +1,4 @@
-"""Tests harmful or endless chat templates: each ends with a clear error, and the next chat is served."""
+"""Tests harmful and endless chat templates: each ends with a clear error, and the next chat is served."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_rendering_ends_within_its_limits_and_the_next_is_served(bad, problem)
         template.close()
 
 
-def test_a_router_computes_nothing_of_a_template():
+def test_the_router_process_evaluates_no_template():
     tracemalloc.start()
     try:
         template = ChatTemplate("{{ 'x' * 100000000 }}{{ tools }}", {}, "test")
@@ -62,7 +62,7 @@ def test_a_router_computes_nothing_of_a_template():
     assert most_bytes < 100_000_000
 
 
-def test_a_template_sees_nothing_of_the_environment():
+def test_a_template_cannot_see_the_environment():
     os.environ["PENSTOCK_TEST_SECRET"] = "hush"
     try:
         template = ChatTemplate("x", {}, "test")
@@ -75,18 +75,18 @@ def test_a_template_sees_nothing_of_the_environment():
         del os.environ["PENSTOCK_TEST_SECRET"]
 
 
-def test_a_template_that_does_not_compile_is_named_at_start():
+def test_a_template_that_does_not_compile_is_reported_at_start():
     with pytest.raises(CheckpointError, match="folder: line 2 of the chat template"):
         ChatTemplate("one\n{% for %}", {}, "folder")
 
 
-def test_special_tokens_are_variables_and_text_comes_back_as_it_was():
+def test_special_tokens_are_variables_and_text_is_returned_unchanged():
     template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}", {"bos_token": "<s>"}, "test")
     assert template.render([{"role": "user", "content": "日本 🙂\n"}]) == "<s>日本 🙂\n"
     template.close()
 
 
-def test_the_template_of_tools_is_used_with_tools_and_training_marks_show_nothing():
+def test_chats_with_tools_use_the_tool_template_and_training_marks_show_nothing():
     tool_source = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% generation %} tools{% endgeneration %}"
     template = ChatTemplate("plain {{ tools }}", {}, "test", tool_source=tool_source)
     tools = [{"type": "function", "function": {"name": "now"}}]
@@ -104,7 +104,7 @@ def test_the_template_of_tools_is_used_with_tools_and_training_marks_show_nothin
         ([*CHAT, {"role": "tool", "content": "noon"}], r"messages\[1\].role"),
     ],
 )
-async def test_what_a_template_does_not_show_is_refused(chat, field):
+async def test_options_that_a_template_does_not_use_are_refused(chat, field):
     template = ChatTemplate("{% for message in messages %}{{ message.content }}{% endfor %}", {}, "test")
     tokenizer = Tokenizer(Tokenizer.load(MODEL)._tokenizer, template)
     with pytest.raises(InvalidInput, match=f"^{field}: "):
@@ -112,7 +112,7 @@ async def test_what_a_template_does_not_show_is_refused(chat, field):
     tokenizer.close()
 
 
-async def test_a_process_that_dies_is_replaced_and_one_that_is_closed_is_not():
+async def test_a_dead_process_is_replaced_but_a_closed_one_is_not():
     tokenizer = Tokenizer.load(MODEL)
     expected = await tokenizer.encode_chat(CHAT)
     os.kill(tokenizer.template.start().pid, signal.SIGKILL)
@@ -133,7 +133,7 @@ def test_a_closed_template_leaves_no_descriptor():
     assert psutil.Process().num_fds() == before
 
 
-async def test_a_chat_that_is_cancelled_leaves_the_answers_of_others_alone():
+async def test_a_cancelled_chat_does_not_disturb_others():
     tokenizer = Tokenizer.load(MODEL)
     chats = [[{"role": "user", "content": f"chat {number}"}] for number in range(20)]
     expected = [await tokenizer.encode_chat(chat) for chat in chats]
@@ -147,7 +147,7 @@ async def test_a_chat_that_is_cancelled_leaves_the_answers_of_others_alone():
     tokenizer.close()
 
 
-async def test_streams_go_on_while_a_template_loops():
+async def test_streams_continue_while_a_template_loops():
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     template = ChatTemplate(endless, {}, "test", TemplateLimits(max_s=2.0))
     tokenizer = Tokenizer(Tokenizer.load(MODEL)._tokenizer, template)

@@ -1,4 +1,4 @@
-"""Tests the threads before admission: turns by tenant, a bounded queue, and work that nobody waits for any more."""
+"""Tests the threads before admission: turns by tenant, a bounded queue, and abandoned work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from penstock.errors import InvalidInput, Overloaded
 from router.text.fair_threads import FairThreads
 
-SIZE = 1024  # what any work counts for at least
+SIZE = 1024  # the least that any work counts for
 
 
 class Work:
@@ -28,7 +28,7 @@ class Work:
         assert self._open.wait(60.0)
 
     async def hold(self) -> asyncio.Task[None]:
-        """Returns once the thread is taken."""
+        """Returns once the thread is busy."""
         return await self._started(self.threads.run("holder", SIZE, self._hold))
 
     async def queue(self, caller: str, size: int = SIZE) -> asyncio.Task[None]:
@@ -36,7 +36,7 @@ class Work:
 
     async def _started(self, work) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
-        await asyncio.sleep(0)  # it runs until it waits
+        await asyncio.sleep(0)  # runs until the caller waits
         return task
 
 
@@ -58,7 +58,7 @@ async def test_callers_take_turns_by_the_size_of_their_work(work):
     assert work.done == ["many", "long", "few", "many", "few", "many", "many"]
 
 
-async def test_a_full_queue_refuses_the_newest_of_whoever_has_most(work):
+async def test_a_full_queue_refuses_the_newest_work_of_the_largest_caller(work):
     tasks = [await work.hold()]
     flood = [await work.queue("flood") for _ in range(10)]
     with pytest.raises(Overloaded, match=r"tokenizer: the queue is full \(limits.text_queue_characters = 10240\)"):
@@ -89,14 +89,14 @@ async def test_work_whose_caller_leaves_is_not_done(work):
     assert work.done == ["stays", "late"]
 
 
-async def test_a_caller_that_leaves_as_its_turn_comes_passes_it_on(work, monkeypatch):
+async def test_a_caller_that_leaves_at_its_turn_passes_it_on(work, monkeypatch):
     holder = await work.hold()
     gone, stays = await work.queue("gone"), await work.queue("stays")
     give_turn = work.threads._give_turn
 
     def give_and_cancel() -> None:
         give_turn()
-        gone.cancel()  # its turn has come, and it has not woken yet
+        gone.cancel()  # its turn has come, but it has not woken yet
 
     monkeypatch.setattr(work.threads, "_give_turn", give_and_cancel)
     work.release()
@@ -105,7 +105,7 @@ async def test_a_caller_that_leaves_as_its_turn_comes_passes_it_on(work, monkeyp
     await work.threads.run("next", SIZE, work.done.append, "next")
 
 
-async def test_a_running_work_keeps_its_thread_when_its_caller_leaves(work):
+async def test_running_work_keeps_its_thread_when_its_caller_leaves(work):
     holder = await work.hold()
     waits = await work.queue("waits")
     holder.cancel()
@@ -116,7 +116,7 @@ async def test_a_running_work_keeps_its_thread_when_its_caller_leaves(work):
     await waits
 
 
-async def test_what_the_work_raises_reaches_its_caller_and_frees_the_thread(work):
+async def test_an_error_reaches_its_caller_and_frees_the_thread(work):
     def refuse() -> None:
         raise InvalidInput("messages", "no")
 

@@ -1,4 +1,4 @@
-"""Tests that a router checks grammars without anybody else waiting, and for a bounded time."""
+"""Tests that a router checks grammars for a bounded time, without delaying other requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _check() -> Iterator[GrammarCheck]:
     made.close()
 
 
-async def test_what_compiles_passes_and_the_rest_is_named(check: GrammarCheck) -> None:
+async def test_compilable_grammars_pass_and_others_are_refused(check: GrammarCheck) -> None:
     for _ in range(2):
         await check.check(regex("a+"), "tenant")
         with pytest.raises(InvalidInput, match=r"sampling\.grammar: cannot be enforced: .*look-around"):
@@ -49,10 +49,10 @@ async def test_a_hostile_grammar_is_refused_within_its_processor_time_and_rememb
     before_s = compiled_s(process)
     for _ in range(2):
         with pytest.raises(InvalidInput, match=r"sampling\.grammar: "):
-            await check.check(hostile(name), "tenant")  # the second time without the process
-    await check.check(regex("b+"), "tenant")  # the next one is served
+            await check.check(hostile(name), "tenant")  # the second refusal does not use the process
+    await check.check(regex("b+"), "tenant")  # the next grammar is checked
     assert process.is_running()
-    assert compiled_s(process) - before_s < 4 * GrammarLimits().max_cpu_s  # the kernel counts in ticks
+    assert compiled_s(process) - before_s < 4 * GrammarLimits().max_cpu_s  # the kernel counts processor time in ticks
 
 
 def compiled_s(process: psutil.Process) -> float:
@@ -61,7 +61,7 @@ def compiled_s(process: psutil.Process) -> float:
     return float(times.children_user + times.children_system)
 
 
-async def test_a_process_that_has_ended_is_replaced(check: GrammarCheck) -> None:
+async def test_an_ended_process_is_replaced(check: GrammarCheck) -> None:
     await check.check(regex("a+"), "tenant")
     assert check._process is not None
     check._process.kill()
@@ -71,7 +71,7 @@ async def test_a_process_that_has_ended_is_replaced(check: GrammarCheck) -> None
     await check.check(regex("b+"), "tenant")
 
 
-async def test_tokens_that_are_unknown_are_named(tmp_path: Path) -> None:
+async def test_unknown_tokens_are_refused_by_name(tmp_path: Path) -> None:
     check = GrammarCheck(tmp_path, VOCAB_SIZE, 1 << 20)
     try:
         check.start()

@@ -46,12 +46,12 @@ async def test_chats_are_rendered_as_transformers_renders_them():
     tokenizer.close()
 
 
-def test_a_template_file_comes_before_the_tokenizers_configuration(folder):
+def test_a_template_file_takes_precedence_over_the_tokenizers_configuration(folder):
     (folder / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content | tojson }}")
     assert load_chat_template(folder).render(CHAT) == '<|bos|>"Hi"'
 
 
-def test_of_several_templates_the_default_is_used(folder):
+def test_the_default_of_several_templates_is_used(folder):
     named = [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]
     edit(folder / "tokenizer_config.json", chat_template=named)
     assert load_chat_template(folder).render(CHAT) == "D"
@@ -82,7 +82,7 @@ def test_a_template_can_read_the_date():
     assert len(ChatTemplate("{{ strftime_now('%Y') }}", {}, "x").render(CHAT)) == 4
 
 
-def test_broken_files_are_named(folder):
+def test_broken_files_are_reported_by_path(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{% if %}"}))
     with pytest.raises(CheckpointError, match=r"tokenizer_config.json: line 1 of the chat template: .*correct"):
         Tokenizer.load(folder)
@@ -112,7 +112,7 @@ def test_the_card_has_name_vocabulary_and_defaults(folder):
     assert card(folder).generation_defaults == {"repetition_penalty": 1.05}
 
 
-def test_a_card_that_cannot_be_read_is_named(folder):
+def test_an_unreadable_card_is_reported(folder):
     edit(folder / "config.json", vocab_size="many")
     with pytest.raises(CheckpointError, match=r"config.json: vocab_size = 'many'"):
         card(folder)

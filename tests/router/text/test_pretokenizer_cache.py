@@ -28,7 +28,7 @@ _SPECIALS = ["<|bos|>", "<|user|>", "<|end|>", "<|end|>!", "</s>"]
 
 
 def _train(pre_tokenizer, seed: int) -> tokenizers.Tokenizer:
-    """Returns a BPE tokenizer with random merges: the seed decides the corpus."""
+    """Returns a BPE tokenizer with random merges, learned from a corpus that the seed selects."""
     rng = random.Random(seed)
     made = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=False))
     made.pre_tokenizer = pre_tokenizer
@@ -43,7 +43,7 @@ def _train(pre_tokenizer, seed: int) -> tokenizers.Tokenizer:
 
 
 def _strange() -> tokenizers.Tokenizer:
-    """Returns a tokenizer with added tokens of every kind at which a cut would be wrong."""
+    """Returns a tokenizer with added tokens of every kind that must not be split."""
     made = _train(pre_tokenizers.ByteLevel(add_prefix_space=True), 1)
     made.normalizer = normalizers.NFC()
     made.add_tokens(
@@ -52,19 +52,19 @@ def _strange() -> tokenizers.Tokenizer:
             tokenizers.AddedToken("<|r|>", rstrip=True, normalized=False),
             tokenizers.AddedToken("word", single_word=True, normalized=False),
             tokenizers.AddedToken("cat sat", normalized=True),
-            tokenizers.AddedToken("at<|", normalized=False),  # may swallow the start of a special token
+            tokenizers.AddedToken("at<|", normalized=False),  # may consume the start of a special token
         ]
     )
     return made
 
 
 def _metaspace() -> tokenizers.Tokenizer:
-    """Returns a tokenizer like Llama 2's: only the first word of a text, not of a segment, gets a space."""
+    """Returns a tokenizer like Llama 2's, which puts a space before the first word of a text, but not of a segment."""
     return _train(pre_tokenizers.Metaspace(prepend_scheme="first"), 2)
 
 
 def _split_by(pattern: str) -> tokenizers.Tokenizer:
-    """Returns the bundled tokenizer with another model family's rule for words."""
+    """Returns the bundled tokenizer with another model family's rule for splitting words."""
     description = json.loads((MODEL / "tokenizer.json").read_text())
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
@@ -109,7 +109,8 @@ _WORDS = [
     "|>",
     "é",
     "e\u0301",
-    *("Be", "1", "5678", "'s", "'LL", "?!", "_", "\r\n", "\t", "\v", "\x1c"),  # what rules for words differ in
+    # pieces that rules for words treat differently
+    *("Be", "1", "5678", "'s", "'LL", "?!", "_", "\r\n", "\t", "\v", "\x1c"),
     "日本",
 ]
 _TEXTS = st.lists(st.one_of(st.sampled_from(_WORDS), st.text(max_size=6)), max_size=24).map("".join)
@@ -118,7 +119,7 @@ _TEXTS = st.lists(st.one_of(st.sampled_from(_WORDS), st.text(max_size=6)), max_s
 @pytest.mark.parametrize("kind", _KINDS)
 @given(texts=st.lists(_TEXTS, min_size=1, max_size=4), wrapped=st.booleans())
 @examples(60)
-def test_segments_tokenize_as_the_whole(kind, texts, wrapped):
+def test_segments_tokenize_like_the_whole_text(kind, texts, wrapped):
     library = _KINDS[kind]
     tokenizer = Tokenizer(library, None)
 
@@ -157,14 +158,14 @@ async def test_only_the_new_turn_of_a_conversation_is_tokenized():
     assert "<|user|>Hello there" in asked[2]
 
 
-def test_texts_are_not_cut_at_unsafe_tokens():
+def test_texts_are_not_split_at_unsafe_tokens():
     tokens = [
         AddedToken("<a>"),
         AddedToken("<b>", normalized=True),
         AddedToken("<c>", single_word=True),
         AddedToken("<d>", strips=True),
         AddedToken("x<e"),
-        AddedToken("<e>"),  # the token above may have its start
+        AddedToken("<e>"),  # the token above may contain its start
         AddedToken("word"),
     ]
     assert SegmentCutter(tokens).cut("1<a>2<b>3<c>4<d>5<e>6word<a><a>") == [
@@ -179,7 +180,7 @@ def test_texts_are_not_cut_at_unsafe_tokens():
 
 @given(st.lists(st.tuples(st.sampled_from(["", "t"]), st.text(max_size=200), st.booleans()), max_size=60))
 @examples(40)
-def test_the_cache_stays_below_its_bytes_and_within_scopes(steps):
+def test_the_cache_stays_within_its_bytes_and_scopes(steps):
     cache = PretokenizerCache(2000)
     put = {}
     for rank, (scope, text, reads) in enumerate(steps):

@@ -1,4 +1,4 @@
-"""Tests the export of traces to real receivers, over gRPC and over HTTP, and to none."""
+"""Tests the export of traces to real receivers over gRPC and HTTP, and without any receiver."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TIMEOUT_S = 60.0
 
 @dataclass
 class Received:
-    """The spans that a collector has received."""
+    """Collects the spans that a collector has received."""
 
     url: str = ""
     headers: dict[str, str] = field(default_factory=dict)
@@ -76,7 +76,7 @@ def over_http() -> Iterator[Received]:
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
-            """Keeps the test's output clean."""
+            """Does not log."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     received.url = f"http://127.0.0.1:{server.server_port}"
@@ -133,7 +133,7 @@ def silent() -> Iterator[str]:
 
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 @pytest.mark.parametrize("is_silent", [True, False], ids=["silent", "refused"])
-def test_without_a_collector_the_queue_is_bounded_and_closing_waits_for_nobody(
+def test_without_a_collector_the_queue_is_bounded_and_closing_does_not_wait(
     protocol: str, is_silent: bool, silent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracer, "MAX_QUEUED", 8)
@@ -155,7 +155,7 @@ def test_without_a_collector_the_queue_is_bounded_and_closing_waits_for_nobody(
         RequestTrace(call, "chat", time.monotonic()).fail("CANCELLED")
     ending = threading.Thread(target=made.close, daemon=True)
     ending.start()
-    ending.join(TIMEOUT_S)  # far below the exporter's own patience, were it called 200 times
+    ending.join(TIMEOUT_S)  # far less than the exporter's own timeout over 200 calls
     assert not ending.is_alive()
     assert counted["dropped"] > 0
     assert "exported" not in counted
@@ -168,7 +168,7 @@ def test_without_a_collector_the_queue_is_bounded_and_closing_waits_for_nobody(
         ("a: b", 0o644, r"everybody may read it \(mode 644\); chmod 600 it"),
     ],
 )
-def test_a_bad_file_of_headers_is_named(tmp_path: Path, text: str, mode: int, problem: str) -> None:
+def test_a_bad_header_file_is_reported(tmp_path: Path, text: str, mode: int, problem: str) -> None:
     path = tmp_path / "headers"
     path.write_text(text)
     path.chmod(mode)

@@ -1,4 +1,4 @@
-"""Tests the spans of a request that real workers serve in this process, through the router and past it."""
+"""Tests the spans of requests that real workers serve in this process, through the router and by ticket."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("lookaside", [False, True], ids=["through the router", "lookaside"])
-async def test_a_remote_prefill_is_a_part_of_the_callers_trace(
-    lookaside: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_remote_prefill_is_part_of_the_callers_trace(lookaside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     exporter = InMemorySpanExporter()
     monkeypatch.setattr(start, "_make_exporter", lambda tracing: exporter)
     configs = (

@@ -32,11 +32,11 @@ PROMPT = "a secret that no span holds"
 
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    """Takes the place of the exporter to a collector."""
+    """Replaces the exporter to a collector."""
     made = InMemorySpanExporter()
     monkeypatch.setattr(start, "_make_exporter", lambda config: made)
     yield made
-    for span in made.get_finished_spans():  # whatever the test was about
+    for span in made.get_finished_spans():  # checked for every test
         assert span.end_time >= span.start_time
         assert not any("secret" in str(value) for value in span.attributes.values())
         assert not any("secret" in str(event.attributes) for event in span.events)
@@ -77,7 +77,7 @@ async def test_a_request_is_a_tree_from_the_router_to_its_workers(exporter: InMe
     assert root.resource.attributes["service.name"] == "penstock"
 
 
-async def test_attributes_obey_the_conventions_for_generative_ai(exporter: InMemorySpanExporter) -> None:
+async def test_attributes_follow_the_conventions_for_generative_ai(exporter: InMemorySpanExporter) -> None:
     worker = await FakeWorker().start()
     async with running_router(worker, tracing=ALL) as router:
         body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 5, "temperature": 0.5, "n": 2}
@@ -106,7 +106,7 @@ async def test_attributes_obey_the_conventions_for_generative_ai(exporter: InMem
 
 
 @pytest.mark.parametrize(("flags", "sampling", "count"), [("01", NONE, 1), ("00", ALL, 0)])
-async def test_the_callers_context_decides(
+async def test_the_callers_context_decides_about_sampling(
     exporter: InMemorySpanExporter, flags: str, sampling: dict[str, object], count: int
 ) -> None:
     worker = await FakeWorker().start()
@@ -126,7 +126,7 @@ async def test_the_callers_context_decides(
 
 
 @pytest.mark.parametrize("header", ["", "junk", CALLER.format(flags="zz"), f"00-{'0' * 32}-{'0' * 16}-01"])
-async def test_a_bad_context_is_none(exporter: InMemorySpanExporter, header: str) -> None:
+async def test_an_invalid_context_is_ignored(exporter: InMemorySpanExporter, header: str) -> None:
     worker = await FakeWorker().start()
     async with running_router(worker, tracing=NONE) as router:
         async with httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
@@ -141,7 +141,7 @@ async def test_the_python_client_passes_the_active_span_on(exporter: InMemorySpa
     async with running_router(worker, tracing=NONE) as router, AsyncClient(router.grpc_address) as client:
         with tracer.start_as_current_span("its own work") as active:
             await client.complete(PROMPT, max_tokens=2)
-        await client.complete(PROMPT, max_tokens=2)  # outside of any span: by the ratio
+        await client.complete(PROMPT, max_tokens=2)  # without an active span, the ratio decides
     root = root_of(exporter.get_finished_spans())
     assert root.parent is not None
     assert root.parent.span_id == active.get_span_context().span_id
@@ -214,19 +214,19 @@ def test_neither_the_client_nor_a_router_without_tracing_imports_opentelemetry()
         "import sys, penstock\n"
         "penstock.Client('localhost:1').generate('x')\n"
         "assert not any(name.startswith('opentelemetry') for name in sys.modules)\n"
-        "import router.server\n"  # FastAPI imports the bare API by itself
+        "import router.server\n"  # FastAPI itself imports the bare API
         "assert not any(name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter')) for name in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"tracing.endpoint = 'http://a:1'.*pip install 'penstock\[tracing\]'"):
         start.start_tracer(TracingConfig(endpoint="http://a:1"), "m", "r", lambda result, count: None)
 
 
-def test_an_endpoint_is_a_url() -> None:
+def test_an_endpoint_must_be_a_url() -> None:
     with pytest.raises(ValueError, match=r"is not a URL; give one such as http://collector:4317"):
         RouterConfig.model_validate({"model": str(MODEL), "tracing": {"endpoint": "collector:4317"}})

@@ -1,4 +1,4 @@
-"""Tests that metrics, traces, logs, waterfalls and decision records name the same stages, with the same times."""
+"""Tests that metrics, traces, logs, waterfalls and decision records use the same stage names with the same times."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def counts() -> CompletionCounts:
 
 @pytest.fixture
 def ended(counts: CompletionCounts, caplog: pytest.LogCaptureFixture) -> EndedCompletion:
-    """Returns a completion that has gone through every stage and was counted."""
+    """Returns a completion that has passed every stage and was counted."""
     caplog.set_level(logging.DEBUG, "router.metrics")
     accepted_s = time.monotonic()
     trace = RequestTrace(SampledCall(7, Context(), lambda done: None), "chat", accepted_s)
@@ -54,7 +54,7 @@ def ended(counts: CompletionCounts, caplog: pytest.LogCaptureFixture) -> EndedCo
 EXPECTED_MS = dict(zip(NAMES, (2.0, 3.0, 1.0, 10.0, 40.0, 3.0, 2.0, 100.0), strict=True))
 
 
-def test_spans(ended: EndedCompletion) -> None:
+def test_spans_have_the_stages(ended: EndedCompletion) -> None:
     call = SampledCall(7, Context(), lambda done: None)
     trace = RequestTrace(call, "chat", ended.accepted_s, completions=[ended], ended_s=time.monotonic() + 1.0)
     spans = SpanBuilder("penstock", "router-0", "m").build(trace)
@@ -63,7 +63,7 @@ def test_spans(ended: EndedCompletion) -> None:
     assert {span.name for span in spans} - set(NAMES) == {"chat m", "decode worker"}
 
 
-def test_waterfall_and_decision_record(ended: EndedCompletion) -> None:
+def test_waterfall_and_decision_record_have_the_stages(ended: EndedCompletion) -> None:
     described = waterfall([ended], "kv-aware")
     (completion,) = described["completions"]
     durations = {stage["name"]: stage["end_ms"] - stage["start_ms"] for stage in completion["stages"]}
@@ -76,7 +76,7 @@ def test_waterfall_and_decision_record(ended: EndedCompletion) -> None:
 
 
 @pytest.mark.usefixtures("ended")
-def test_metrics(counts: CompletionCounts) -> None:
+def test_metrics_have_the_stages(counts: CompletionCounts) -> None:
     (family,) = [
         family
         for family in text_string_to_metric_families(counts.metrics.render().decode())
@@ -89,7 +89,7 @@ def test_metrics(counts: CompletionCounts) -> None:
 
 
 @pytest.mark.usefixtures("ended")
-def test_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_the_stages(caplog: pytest.LogCaptureFixture) -> None:
     (line,) = [record.getMessage() for record in caplog.get_records("setup")]
     assert line.startswith("r [0] length: ")
     found = {name: float(ms) for name, ms in re.findall(r"([a-z ]+?) (\d+\.\d) ms", line.partition(": ")[2])}

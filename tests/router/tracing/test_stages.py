@@ -1,4 +1,4 @@
-"""Tests how the stages of an ended completion are laid out, and what its waterfall says."""
+"""Tests how the stages of an ended completion follow each other, and what its waterfall shows."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_a_local_prefill_has_no_transfer() -> None:
     assert [stage.name for stage in found] == ["tokenize", "admission", "placement", "queue", "prefill", "decode"]
 
 
-def test_after_a_failover_the_prefill_is_that_of_the_second_worker() -> None:
-    """The second worker reports no wait at the router, as the lost one did."""
+def test_after_a_failover_the_prefill_is_the_second_workers() -> None:
+    """The second worker reports no wait at the router; the lost one did."""
     lost = WorkerLeg("decode-0", BEGAN_S + 0.006, lost_s=BEGAN_S + 0.07, error="UNAVAILABLE")
     second = WorkerLeg("decode-1", BEGAN_S + 0.08, LegCause.REDISPATCHED)
     found = stages_of(ended(timing(num_redispatches=1, queue_ms=4.0, prefill_ms=20.0, transfer_ms=0.0), lost, second))
@@ -82,7 +82,7 @@ def test_after_a_failover_the_prefill_is_that_of_the_second_worker() -> None:
     assert spans(found)["prefill"] == (84, 104)
 
 
-def test_a_migration_leaves_the_prefill_where_it_was() -> None:
+def test_a_migration_does_not_change_the_prefill() -> None:
     second = WorkerLeg("decode-1", BEGAN_S + 0.1, LegCause.MIGRATED)
     found = stages_of(ended(timing(num_migrations=1), WorkerLeg("decode-0", BEGAN_S + 0.006), second))
     assert spans(found)["prefill"] == (16, 56)
@@ -103,7 +103,7 @@ def test_no_stage_ends_after_the_completion() -> None:
     assert all(stage.start_ms <= stage.end_ms <= 160.001 for stage in found)
 
 
-def test_the_waterfall_names_the_legs_and_why_a_worker_was_left() -> None:
+def test_the_waterfall_shows_the_legs_and_why_each_worker_was_left() -> None:
     lost = WorkerLeg("decode-0", BEGAN_S + 0.006, lost_s=BEGAN_S + 0.07, error="UNAVAILABLE")
     second = WorkerLeg("decode-1", BEGAN_S + 0.08, LegCause.REDISPATCHED)
     found = waterfall([ended(timing(num_redispatches=1), lost, second)], "kv-aware")
@@ -116,6 +116,6 @@ def test_the_waterfall_names_the_legs_and_why_a_worker_was_left() -> None:
     assert (found["decision"]["policy"], completion["end_ms"]) == ("kv-aware", 160.0)
 
 
-def test_pages_may_land_and_wait_while_the_first_token_streams() -> None:
+def test_pages_can_land_and_wait_while_the_first_token_streams() -> None:
     found = spans(stages_of(ended(timing(transfer_ms=20.0, decode_queue_ms=5.0))))
     assert (found["transfer"], found["decode queue"], found["decode"]) == ((56, 76), (76, 81), (60, 160))

@@ -1,8 +1,7 @@
 """Sends the costliest messages of the largest permitted size to a router: none may stop its event loop.
 
-What counts is asserted as counted work: errors, fields, the thread. Pauses are processor time of one callback of the
-event loop, and of calls that keep the interpreter's lock from it: before these bounds the same messages stopped it for
-5 to 60 seconds.
+Tests assert counted work: errors, fields, the thread. Pauses are the processor time of one event-loop callback, and of
+calls that hold the interpreter's lock. Without these bounds the same messages stop the loop for 5 to 60 seconds.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ MEDIUM = 300_000  # few enough values to be parsed
 async def _router():
     async with running_router(await FakeWorker().start()) as router:
         async with httpx.AsyncClient(base_url=router.http_url, timeout=60.0) as http:
-            for path in ("completions", "chat/completions"):  # the first call imports and compiles, once
+            for path in ("completions", "chat/completions"):  # the first call imports and compiles
                 assert (await http.post(f"/v1/{path}", content=b'{"prompt":[')).status_code == 400
         freeze_heap()  # as a router's process does; the heap of the tests stays frozen
         yield router
@@ -45,7 +44,7 @@ async def _router():
 
 @contextlib.contextmanager
 def client_of(router):
-    """Yields an HTTP client for another thread: what it computes is not the router's."""
+    """Yields an HTTP client for another thread, so that its computation does not count as the router's."""
     with httpx.Client(base_url=router.http_url, timeout=60.0) as client:
         yield functools.partial(asyncio.to_thread, client.post)
 
@@ -115,7 +114,7 @@ async def test_no_body_stops_the_event_loop(router, monkeypatch, size):
             assert (threads[0] is threading.main_thread()) == (len(body) <= SMALL_BODY_BYTES)
 
 
-def test_no_step_of_parsing_a_body_keeps_the_lock_for_long():
+def test_no_step_of_parsing_a_body_holds_the_lock_for_long():
     limits = LimitsConfig()
     for case, (path, fill, *parts) in BODIES.items():
         kind = openai_requests.ChatBody if "chat" in path else openai_requests.CompletionBody
@@ -123,8 +122,8 @@ def test_no_step_of_parsing_a_body_keeps_the_lock_for_long():
         assert longest_call_s(parse) < MAX_PAUSE_S, case
 
 
-async def test_long_lists_of_tokens_end_with_the_context(router):
-    """They are refused before they are read: reading a million takes tens of milliseconds."""
+async def test_token_lists_beyond_the_context_are_refused_unread(router):
+    """Reading a million tokens would take tens of milliseconds."""
     message = inference_pb2.GenerateRequest(token_ids=[300] * 100_000)
     error = await failure(router.stub.Generate(message))
     assert error.message == "token_ids: has 100000 tokens; give 2048 or fewer"
@@ -135,7 +134,7 @@ async def test_long_lists_of_tokens_end_with_the_context(router):
 
 
 async def test_a_text_of_special_tokens_does_not_stop_the_event_loop(router):
-    """Each of them would be a segment of the cache of prompts."""
+    """Each special token would become a segment of the prompt cache."""
     text = "<|end|>" * 500_000
     with client_of(router) as post:
         with bounded_pauses("special tokens"):
@@ -148,7 +147,7 @@ BROKEN_JSON = (b'[[[{"a":', b'"\\\\\\"",', b'{"messages":[{"role":', b"\\ud800",
 
 @pytest.mark.parametrize("seed", range(4))
 def test_broken_messages_of_the_largest_size_are_explained_or_decoded(seed):
-    """Repeats a piece of a message to the largest size and breaks it in random places."""
+    """Repeats a piece of a message up to the largest size and breaks it in random places."""
     rng = random.Random(seed)
     limits = LimitsConfig()
     read = request_decoding.tolerant(inference_pb2.GenerateRequest, limits)
@@ -189,7 +188,7 @@ def delimited(number: int, payload: bytes) -> bytes:
 BROKEN = b"\xff"  # no UTF-8
 MANY = "request: has more than 26624 fields; send fewer messages, and pack repeated numbers"
 UNREADABLE = "request: is not a penstock.v1.GenerateRequest"
-ROOM = LARGEST - 32  # for what stands around the repeated bytes
+ROOM = LARGEST - 32  # for the bytes around the repeated ones
 MESSAGES = {
     "a number without an end": (b"\xff" * LARGEST, UNREADABLE),
     "open groups": (b"\x0b" * LARGEST, MANY),
@@ -292,6 +291,6 @@ def test_the_largest_messages_within_the_limits_are_decoded():
     message = inference_pb2.GenerateRequest()
     for _ in range(limits.messages):
         message.messages.add(role="user", content="x" * 100)
-    unknown_group = b"\xfb\x01" + b"\x22\x7f" + bytes(127) + b"\xfc\x01"  # what it holds is no chat message
+    unknown_group = b"\xfb\x01" + b"\x22\x7f" + bytes(127) + b"\xfc\x01"  # its content is no chat message
     decoded = read(message.SerializeToString() + unknown_group)
     assert len(decoded.messages) == limits.messages

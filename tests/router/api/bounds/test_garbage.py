@@ -21,7 +21,7 @@ _LARGE = 1 << 20  # characters
 
 @pytest.fixture
 def uncollected() -> Iterator[None]:
-    """Keeps the collector off, so that what it would have freed is still there to be found."""
+    """Turns the collector off, so that what it would free can still be found."""
     gc.collect()
     gc.disable()
     yield
@@ -31,7 +31,7 @@ def uncollected() -> Iterator[None]:
 
 
 def large_garbage() -> list[str]:
-    """Returns what holds large texts and can be reached by nothing but the collector."""
+    """Returns objects that hold large texts and that only the collector can reach."""
     gc.set_debug(gc.DEBUG_SAVEALL)
     gc.collect()
     gc.set_debug(0)
@@ -69,7 +69,7 @@ BODIES: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-async def test_a_large_grpc_message_ends_with_its_call(name: str, uncollected: None) -> None:
+async def test_a_large_grpc_message_is_freed_with_its_call(name: str, uncollected: None) -> None:
     async with running_router(await FakeWorker(context_length=1 << 20 if name == SERVED else 2048).start()) as router:
         message = REQUESTS[name]()
         for method in ("Generate", "Tokenize"):
@@ -81,7 +81,7 @@ async def test_a_large_grpc_message_ends_with_its_call(name: str, uncollected: N
 
 
 @pytest.mark.parametrize("name", BODIES)
-async def test_a_large_body_ends_with_its_call(name: str, uncollected: None) -> None:
+async def test_a_large_body_is_freed_with_its_call(name: str, uncollected: None) -> None:
     async with running_router(await FakeWorker(context_length=1 << 20 if name == SERVED else 2048).start()) as router:
         path = "/v1/chat/completions" if name == "a chat" else "/v1/completions"
         head = f"POST {path} HTTP/1.1\r\nHost: router\r\nContent-Type: application/json\r\n".encode()

@@ -1,4 +1,4 @@
-"""Tests that every size of a public request is limited by name, and that no bytes cause INTERNAL or kill a router."""
+"""Tests that every size of a public request has a limit, and that no bytes cause INTERNAL or kill a router."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def says(*contents: str, role: str = "user") -> list[inference_pb2.ChatMessage]:
 
 
 def emits(*counts: int) -> list[inference_pb2.Emitted]:
-    """Returns finished completions of so many tokens, outside the vocabulary: their number alone should be examined."""
+    """Returns finished completions with so many tokens outside the vocabulary, of which only the number should be
+    examined."""
     return [
         inference_pb2.Emitted(index=index, token_ids=[2**31] * count, finished=True)
         for index, count in enumerate(counts)
@@ -86,7 +87,7 @@ TOO_MUCH = {
 
 
 @pytest.mark.parametrize("case", TOO_MUCH)
-async def test_too_large_requests_are_refused_by_field_name(router, case):
+async def test_too_large_requests_are_refused_by_field(router, case):
     message, says_so = TOO_MUCH[case]
     with pytest.raises(InvalidInput, match=says_so):
         raise await failure(router.stub.Generate(message))
@@ -133,12 +134,12 @@ async def test_http_bounds_bodies_and_headers(router):
             assert says_so in error["message"]
 
 
-async def test_bodies_are_bounded_together():
+async def test_bodies_in_memory_are_bounded_together():
     limits = SMALL | {"bodies_bytes": 1500, "body_timeout_s": 20.0}
     async with running_router(await FakeWorker().start(), limits=limits) as router:
         async with httpx.AsyncClient(base_url=router.http_url, timeout=60.0) as http:
             body = {"prompt": "x" * 900, "max_tokens": 1}
-            for _ in range(3):  # what is parsed counts no longer
+            for _ in range(3):  # a parsed body no longer counts
                 assert (await http.post("/v1/completions", json=body)).status_code in (200, 400)
             _, writer = await asyncio.open_connection("127.0.0.1", router.server.ports.http)
             writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2000\r\n\r\n" + b" " * 1000)
@@ -163,7 +164,7 @@ async def test_a_body_that_never_arrives_times_out(router):
     writer.close()
 
 
-async def test_metrics_demand_their_token_where_tenants_are_configured(tmp_path):
+async def test_metrics_require_their_token_if_tenants_are_configured(tmp_path):
     path = tmp_path / "token"
     path.write_text("scrape-me-please\n")
     path.chmod(0o600)
@@ -180,7 +181,7 @@ async def test_metrics_demand_their_token_where_tenants_are_configured(tmp_path)
                 assert (await http.get("/metrics", headers=headers)).status_code == status
 
 
-def test_a_message_fits_into_a_calls_trailers_whatever_value_it_repeats():
+def test_error_messages_fit_into_trailers_whatever_value_they_repeat():
     for text in ("x" * 100_000, "\N{PILE OF POO}" * 100_000):
         status = to_status(InvalidInput("field", f"is {text}"))
         assert len(status.SerializeToString()) < 2500
@@ -188,7 +189,7 @@ def test_a_message_fits_into_a_calls_trailers_whatever_value_it_repeats():
 
 
 class Background:
-    """A router in a thread of its own: hypothesis drives it by blocking calls."""
+    """Runs a router in a thread of its own, since hypothesis makes blocking calls."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -206,7 +207,7 @@ class Background:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60.0)
 
     def code(self, method: str, data: bytes) -> grpc.StatusCode:
-        """Returns how a call with these bytes as its message ends."""
+        """Returns the status of a call with these bytes as its message."""
         path = f"/penstock.v1.Inference/{method}"
         call = self.channel.unary_stream if method == "Generate" else self.channel.unary_unary
         try:
@@ -310,7 +311,7 @@ def test_no_body_causes_a_server_error(background, path, body):
 
 
 @pytest.mark.parametrize("messages", [False, True])
-async def test_a_text_that_no_context_holds_is_refused_untokenized(monkeypatch, messages):
+async def test_a_text_larger_than_any_context_is_refused_untokenized(monkeypatch, messages):
     async with running_router(await FakeWorker(context_length=2048).start()) as router:
 
         async def encode(*_: object, **__: object) -> list[int]:

@@ -1,4 +1,4 @@
-"""Tests that work before admission is paid for first, and not done for a caller that no longer waits."""
+"""Tests that work before admission is charged first, and is not done for a caller that no longer waits."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def policy_with(**limits):
     return AdmissionPolicy(AdmissionConfig(tenant=TenantLimits(**limits)), random.Random(1))
 
 
-def test_what_was_prepaid_is_part_of_the_price_and_not_added_to_it():
+def test_prepaid_tokens_are_part_of_the_price():
     policy = policy_with(tokens_per_s=0.001, burst_tokens=BURST)
     assert not policy.prepay("", 60, 0.0)
-    assert policy.prepay("", 60, 0.0) > 0  # 40 are left
-    assert isinstance(offer(policy, 1, 70, 60), Dispatched)  # 71 in all, of which 60 were paid
+    assert policy.prepay("", 60, 0.0) > 0  # 40 tokens are left
+    assert isinstance(offer(policy, 1, 70, 60), Dispatched)  # 71 tokens in all, of which 60 are prepaid
     assert not policy.prepay("", 29, 0.0)
     assert policy.prepay("", 1, 0.0) > 0
 
 
-def test_a_refusal_gives_back_what_was_prepaid_unless_it_is_the_callers_own_fault():
+def test_a_refusal_refunds_prepaid_tokens_unless_the_caller_causes_it():
     policy = policy_with(tokens_per_s=0.001, burst_tokens=BURST, max_requests=1)
     late = AdmissionRequest(1, Lane.STANDARD, "", 50, 1, 0.0, -1.0, prepaid_tokens=50)
     policy.prepay("", 50, 0.0)
@@ -50,7 +50,7 @@ def test_a_refusal_gives_back_what_was_prepaid_unless_it_is_the_callers_own_faul
     assert isinstance(answer, Refused)
     assert answer.reason is RefusalReason.DEADLINE
     policy.prepay("", 50, 0.0)
-    assert isinstance(offer(policy, 2, 50, 50), Dispatched)  # 49 are left
+    assert isinstance(offer(policy, 2, 50, 50), Dispatched)  # 49 tokens are left
     policy.prepay("", 40, 0.0)
     answer = offer(policy, 3, 40, 40)
     assert isinstance(answer, Refused)
@@ -83,10 +83,11 @@ async def refused(call):
     assert caught.value.retry_after_s > 1.0
 
 
-async def test_a_caller_without_budget_is_refused_before_the_work(monkeypatch):
+async def test_a_caller_without_budget_is_refused_before_tokenizing(monkeypatch):
     async with running_router(await FakeWorker().start(), admission=METERED) as router:
         counted = Counted(router, monkeypatch)
-        whole = inference_pb2.TokenizeRequest(text="word " * 80)  # 101 tokens by its size: only a full bucket pays that
+        # 101 tokens by its size, which only a full bucket covers
+        whole = inference_pb2.TokenizeRequest(text="word " * 80)
         num_tokens = len((await router.stub.Tokenize(whole)).token_ids)
         assert num_tokens > 20
         assert counted.num_encoded == 1
@@ -99,13 +100,13 @@ async def test_a_caller_without_budget_is_refused_before_the_work(monkeypatch):
         assert answer.status_code == 429
         assert int(answer.headers["retry-after"]) > 1
         assert counted.num_encoded == 1
-        # It has paid for its tokens, and not for the estimate.
+        # It has paid for its tokens, but not for the output estimate.
         left = BURST - num_tokens
         await refused(router.stub.Tokenize(inference_pb2.TokenizeRequest(text="x" * 4 * left)))
         await router.stub.Tokenize(inference_pb2.TokenizeRequest(text="x" * 4 * (left - 2)))
 
 
-async def test_a_router_that_is_full_gives_back_what_was_prepaid():
+async def test_a_full_router_refunds_what_was_prepaid():
     worker = await FakeWorker(pause_at=0).start()
     async with running_router(worker, max_inflight=1, admission=METERED) as router:
         first = router.stub.Generate(request("one", max_tokens=5))
@@ -122,7 +123,7 @@ async def test_a_router_that_is_full_gives_back_what_was_prepaid():
 
 @pytest.fixture(name="busy")
 async def _busy(monkeypatch):
-    """A router whose tokenizer's threads are all taken."""
+    """Yields a router whose tokenizer threads are all busy."""
     async with running_router(await FakeWorker().start(), max_timeout_s=60.0) as router:
         counted = Counted(router, monkeypatch)
         counted.is_open.clear()
@@ -151,7 +152,7 @@ async def test_the_deadline_covers_the_wait_for_a_thread(busy):
     assert counted.num_encoded == 2  # nothing was tokenized for them
 
 
-async def test_work_of_a_client_that_leaves_is_not_done(busy):
+async def test_work_of_a_client_that_left_is_not_done(busy):
     router, counted = busy
     call = router.stub.Generate(request(LONG))
     async with httpx.AsyncClient(base_url=router.http_url, timeout=60.0) as http:
@@ -165,7 +166,7 @@ async def test_work_of_a_client_that_leaves_is_not_done(busy):
     assert counted.num_encoded == 2
 
 
-async def test_a_full_queue_refuses_by_name(monkeypatch):
+async def test_a_full_tokenizer_queue_is_refused(monkeypatch):
     limits = {"text_queue_characters": len(LONG)}
     async with running_router(await FakeWorker().start(), limits=limits) as router:
         counted = Counted(router, monkeypatch)

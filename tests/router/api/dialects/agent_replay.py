@@ -18,7 +18,7 @@ DESCRIPTION = "Looks up the weather of a city."
 
 
 class Agent(abc.ABC):
-    """Sends one request for each turn. `take` appends what the model wrote, and the tools' results or a question."""
+    """Sends one request for each turn; `take` appends what the model wrote, and tool results or a question."""
 
     path: str
 
@@ -27,7 +27,7 @@ class Agent(abc.ABC):
         self.turn = 0
 
     async def ask(self, question: str, max_tokens: int = 64) -> Json:
-        """Returns the answer to the conversation so far, after a new question unless it ends with a tool's result."""
+        """Returns the answer to the conversation so far, after a new question unless it ends with a tool result."""
         self._before(question)
         answer = await self._http.post(self.path, json=self._body(max_tokens))
         assert answer.status_code == 200, answer.text
@@ -47,7 +47,8 @@ class Agent(abc.ABC):
 
 
 class MessagesAgent(Agent):
-    """Anthropic's dialect as Claude Code writes it: a header line that changes, and marks that move with each turn."""
+    """Writes Anthropic's dialect as Claude Code does: a header line that changes, and marks that move with each
+    turn."""
 
     path = "/v1/messages"
 
@@ -80,7 +81,7 @@ class MessagesAgent(Agent):
 
 
 class ChatAgent(Agent):
-    """OpenAI's chat completions."""
+    """Writes OpenAI's chat completions."""
 
     path = "/v1/chat/completions"
 
@@ -106,7 +107,7 @@ class ChatAgent(Agent):
 
 
 class ResponsesAgent(Agent):
-    """The Responses API, with all items in each call as Codex sends them."""
+    """Writes the Responses API with all items in each call, as Codex does."""
 
     path = "/v1/responses"
 
@@ -132,7 +133,7 @@ class ResponsesAgent(Agent):
 
 
 class StoredResponsesAgent(ResponsesAgent):
-    """The Responses API, with new items alone and the id of the response before."""
+    """Writes the Responses API with only the new items and the id of the previous response."""
 
     def __init__(self, http: httpx.AsyncClient) -> None:
         super().__init__(http)

@@ -1,4 +1,4 @@
-"""Deltas of one completion for tests of dialects' responses: what a model writes, and how it is cut into outputs."""
+"""Makes deltas of one completion for tests of dialects' responses: what a model writes, and how it is split."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT_TOKENS, CACHED_TOKENS = 40, 32
 
 @dataclass(frozen=True)
 class Written:
-    """A run of text or reasoning, or a tool call by its name."""
+    """Holds a run of text or reasoning, or a tool call with its name."""
 
     kind: str
     pieces: tuple[str, ...]
@@ -38,7 +38,7 @@ class Written:
 
 
 def events_of(run: Sequence[Written], cut: bool = False) -> list[ParserEvent]:
-    """Returns the events of an output. A `cut` one ends before the end of its last tool call."""
+    """Returns the events of an output. A `cut` output stops before the end of its last tool call."""
     events: list[ParserEvent] = []
     calls = 0
     for number, written in enumerate(run):
@@ -60,7 +60,8 @@ def deltas_of(
     reason: FinishReason = FinishReason.STOP,
     **last: object,
 ) -> list[ChoiceDelta]:
-    """Returns the events in deltas of these sizes, one token each. The last one holds the rest and ends the output."""
+    """Returns the events in deltas of these sizes, one token each. The last delta holds the rest and ends the
+    output."""
     groups, start = [], 0
     for size in sizes:
         groups.append(events[start : start + size])
@@ -107,7 +108,7 @@ WRITTEN = st.one_of(
 
 
 def merged(run: Sequence[Written]) -> list[Written]:
-    """Joins neighbouring runs of text, and of reasoning: no output could tell them apart."""
+    """Joins adjacent runs of text, and of reasoning, which no output can distinguish."""
     joined: list[Written] = []
     for written in run:
         if joined and written.kind != "call" and joined[-1].kind == written.kind:

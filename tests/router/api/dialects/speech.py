@@ -1,4 +1,4 @@
-"""Fake workers that write a given text to every chat, and the routers over them."""
+"""Provides fake workers that write a given text to every chat, and routers over them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tokens_of(text: str) -> list[int]:
 
 
 def saying(text: str) -> NextToken:
-    """Returns a `next_token` that answers every chat with this text, and then ends."""
+    """Returns a `next_token` that answers every chat with this text and then ends."""
     token_ids = [*tokens_of(text), EOS]
 
     def next_token(context: Sequence[int], sampling: common_pb2.SamplingParams) -> int:
@@ -35,5 +35,5 @@ def saying(text: str) -> NextToken:
 
 
 def rendered(submit: object) -> str:
-    """Returns the prompt that a worker was sent, with its special tokens."""
+    """Returns the prompt that was sent to a worker, with its special tokens."""
     return TOKENIZER.spelling.decode_all(list(submit.token_ids))  # type: ignore[attr-defined]

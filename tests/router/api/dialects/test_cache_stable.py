@@ -1,4 +1,5 @@
-"""Tests that each prompt of an agent's conversation extends the one before, in every dialect: its pages hit."""
+"""Tests in every dialect that each prompt of an agent's conversation extends the previous one, so that its pages
+hit."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ def question(turn: int) -> str:
 
 
 def spoken(turn: int) -> str:
-    """Returns what the model writes: in every second turn the call of a tool."""
+    """Returns what the model writes; in every second turn it is a tool call."""
     return CALL if turn % 2 == 0 else TEXT
 
 
 def num_shared(first: list[int], second: list[int]) -> int:
-    """Returns how many tokens both begin with."""
+    """Returns the length of the common prefix in tokens."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
 
@@ -47,8 +48,8 @@ async def replay(agent: type[Agent], num_turns: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("agent", "num_turns"), [(agent, LONG if agent is MessagesAgent else NUM_TURNS) for agent in AGENTS]
 )
-async def test_each_turn_computes_little_more_than_what_is_new_in_it(agent, num_turns):
-    """Each prompt extends the one before, and what the model wrote after that keeps its tokens but for two pages."""
+async def test_each_turn_computes_little_more_than_its_new_tokens(agent, num_turns):
+    """Each prompt extends the previous one, and the model's own output keeps all its tokens except for two pages."""
     prompts = await replay(agent, num_turns)
     assert len(prompts) == num_turns
     for turn, (before, after) in enumerate(itertools.pairwise(prompts)):
@@ -80,7 +81,7 @@ async def test_a_real_service_reads_all_but_the_last_page_from_its_cache(agent):
 
 
 def _prompt_and_cached(usage: dict) -> tuple[int, int]:
-    """Returns the tokens of the prompt, and those of them that came from the prefix cache."""
+    """Returns the prompt's tokens, and how many came from the prefix cache."""
     if "cache_read_input_tokens" in usage:
         return usage["input_tokens"] + usage["cache_read_input_tokens"], usage["cache_read_input_tokens"]
     return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]

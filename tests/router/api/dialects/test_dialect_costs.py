@@ -44,7 +44,7 @@ BODIES = {
 async def _post():
     async with running_router(await FakeWorker().start()) as router:
         with client_of(router) as post:
-            for path in ("messages", "responses"):  # the first call imports and compiles, once
+            for path in ("messages", "responses"):  # the first call imports and compiles
                 assert (await post(f"/v1/{path}", content=b"[")).status_code == 400
             freeze_heap()  # as a router's process does; the heap of the tests stays frozen
             yield post
@@ -60,7 +60,7 @@ async def test_no_body_stops_the_event_loop(post, size):
         assert len(answer.content) < 1000, case
 
 
-def test_no_step_of_reading_a_body_keeps_the_lock_for_long():
+def test_no_step_of_reading_a_body_holds_the_lock_for_long():
     limits, store = LimitsConfig(), ResponseStore(StoreConfig(), lambda: 0.0)
     for case, (path, fill, *parts) in BODIES.items():
         body = fill(*parts, LARGEST)

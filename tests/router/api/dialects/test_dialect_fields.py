@@ -1,4 +1,4 @@
-"""Tests that no field that Anthropic's or OpenAI's clients can send is ignored: obeyed, refused, or harmless."""
+"""Tests that every field that Anthropic's or OpenAI's clients can send is obeyed, refused, or harmless."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from router.api.translation.responses.store import ResponseStore
 
 DOCS = Path(__file__).resolve().parents[4] / "docs"
 SENTINEL = {"asks": ["for", "something"]}
-OBJECTS = {"input", "input_schema", "parameters"}  # of the caller's own making
-HEADERS = {"betas", "user_profile_id", "workspace_id"}  # which the client sends as headers
+OBJECTS = {"input", "input_schema", "parameters"}  # chosen by the caller
+HEADERS = {"betas", "user_profile_id", "workspace_id"}  # the client sends these as headers
 
 
 def read_message(body):
@@ -56,7 +56,7 @@ def in_function(name):
 
 
 def names_of(kind):
-    """Imports the client only here: Anthropic's takes three seconds, which every process would spend on collection."""
+    """Imports the client only here, because Anthropic's takes three seconds, which collection should not."""
     return sorted(set(typing.get_type_hints(pkgutil.resolve_name(kind))) - HEADERS)
 
 
@@ -113,7 +113,7 @@ def test_every_field_of_the_client_is_obeyed_refused_or_harmless(read, place, ki
 @pytest.mark.parametrize(
     ("read", "refused"), [(read_message, messages_fields.REFUSED), (read_response, responses_fields.REFUSED)]
 )
-def test_a_refused_field_is_named_unless_its_value_asks_for_nothing(read, refused):
+def test_a_field_is_refused_unless_its_value_asks_for_nothing(read, refused):
     for name, neutrals in refused.items():
         with pytest.raises(InvalidInput, match=rf"^{name}: = .* is not supported; leave it out"):
             read({name: SENTINEL})

@@ -1,4 +1,4 @@
-"""Tests Anthropic's messages over fake workers, with Anthropic's own client: whole, streamed, tools, counts, errors."""
+"""Tests Anthropic's messages over fake workers with Anthropic's own client: whole, streamed, tools, counts, errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def _http(router):
 
 @pytest.fixture(scope="module", name="anthropic")
 def _anthropic():
-    """Imports the client only here: it takes three seconds, which every process would spend on collection."""
+    """Imports the client only here, because it takes three seconds, which collection should not."""
     import anthropic
 
     return anthropic
@@ -52,7 +52,7 @@ async def create(client, **options):
     return await client.messages.create(**{"model": MODEL, "max_tokens": 99, "messages": [USER], **options})
 
 
-async def test_a_message_is_whole(client, worker):
+async def test_a_message_is_returned_whole(client, worker):
     message = await create(client, system="Be brief.", metadata={"user_id": "session-1"})
     assert message.content[0].text == "Hello there"
     assert (message.role, message.stop_reason, message.model) == ("assistant", "end_turn", MODEL)
@@ -62,7 +62,7 @@ async def test_a_message_is_whole(client, worker):
     assert submit.sampling.max_tokens == 99
 
 
-async def test_a_message_streams(client):
+async def test_a_message_is_streamed(client):
     async with client.messages.stream(model=MODEL, max_tokens=99, messages=[USER]) as stream:
         texts = [text async for text in stream.text_stream]
         message = await stream.get_final_message()
@@ -70,7 +70,7 @@ async def test_a_message_streams(client):
     assert (message.stop_reason, message.usage.output_tokens) == ("end_turn", len(texts) + 1)
 
 
-async def test_the_event_stream_on_the_wire(http):
+async def test_the_event_stream_has_anthropics_wire_format(http):
     body = {"model": MODEL, "max_tokens": 99, "messages": [USER], "stream": True}
     answer = await http.post("/v1/messages", json=body, headers={"anthropic-version": "2023-06-01"})
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -83,7 +83,7 @@ async def test_the_event_stream_on_the_wire(http):
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_thinking_and_tool_calls(client, worker, streams):
+async def test_thinking_and_tool_calls_are_blocks(client, worker, streams):
     worker.next_token = saying(f"<think>\nHm.\n</think>\n\nI look.{CALL}")
     options = {"tools": [TOOL], "thinking": {"type": "adaptive"}}
     if streams:
@@ -98,7 +98,7 @@ async def test_thinking_and_tool_calls(client, worker, streams):
     assert '"get_weather"' in rendered(worker.submits[0])
 
 
-async def test_a_tools_result_is_sent_back(client, worker):
+async def test_a_tool_result_is_sent_back(client, worker):
     turns = [
         USER,
         {"role": "assistant", "content": [{"type": "tool_use", "id": "toolu_1", "name": "get_weather",
@@ -111,7 +111,7 @@ async def test_a_tools_result_is_sent_back(client, worker):
     assert "<tool_response>\nsun\n</tool_response>" in prompt
 
 
-async def test_a_forced_tool_binds_the_sampling(client, worker):
+async def test_a_forced_tool_sets_a_grammar(client, worker):
     worker.next_token = saying(CALL)
     message = await create(client, tools=[TOOL], tool_choice={"type": "tool", "name": "get_weather"})
     assert message.content[0].input == {"city": "Rome"}
@@ -119,19 +119,19 @@ async def test_a_forced_tool_binds_the_sampling(client, worker):
 
 
 @pytest.mark.skipif("response_format" in REFUSED, reason="this router compiles no schemas")
-async def test_a_schema_binds_the_sampling(client, worker):
+async def test_a_schema_sets_a_grammar(client, worker):
     worker.next_token = saying('{"city": "Rome"}')
     message = await create(client, output_config={"format": {"type": "json_schema", "schema": WEATHER}})
     assert message.content[0].text == '{"city": "Rome"}'
     assert "city" in worker.submits[0].sampling.grammar.source
 
 
-async def test_a_stop_sequence_is_named(client):
+async def test_the_matched_stop_sequence_is_reported(client):
     message = await create(client, stop_sequences=["the", "never"])
     assert (message.content[0].text, message.stop_reason, message.stop_sequence) == ("Hello ", "stop_sequence", "the")
 
 
-async def test_the_limit_is_cut_to_the_context(client, worker):
+async def test_max_tokens_is_cut_to_the_context(client, worker):
     worker.next_token = saying("a " * 3000)
     message = await create(client, max_tokens=16_000)
     assert message.stop_reason == "model_context_window_exceeded"
@@ -139,12 +139,12 @@ async def test_the_limit_is_cut_to_the_context(client, worker):
     assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 3)
 
 
-async def test_an_assistants_last_message_is_continued(client, worker):
+async def test_a_last_message_of_the_assistant_is_continued(client, worker):
     await create(client, messages=[USER, {"role": "assistant", "content": "The best is"}])
     assert rendered(worker.submits[0]).endswith("<|assistant|>The best is")
 
 
-async def test_tokens_are_counted_as_a_message_has_them(client):
+async def test_token_counts_equal_those_of_a_message(client):
     options = {"model": MODEL, "messages": [USER], "system": "Be brief.", "tools": [TOOL]}
     count = await client.messages.count_tokens(**options)
     message = await create(client, **options)
@@ -179,7 +179,7 @@ async def test_a_body_that_is_too_large_is_refused(worker, anthropic):
     assert raised.value.body["error"]["type"] == "request_too_large"
 
 
-async def test_no_room_is_an_overload(client, worker, anthropic):
+async def test_a_full_router_is_an_overloaded_error(client, worker, anthropic):
     worker.refuse_with = Unavailable("the pool is full")
     with pytest.raises(anthropic.APIStatusError) as raised:
         await create(client)

@@ -34,7 +34,7 @@ def text(value, **more):
     return {"type": "text", "text": value, **more}
 
 
-def test_a_conversation_with_tools():
+def test_a_conversation_with_tools_becomes_a_chat():
     found = messages(
         {"role": "user", "content": [text("Weather?"), text("In Rome.")]},
         {
@@ -70,7 +70,7 @@ def test_a_conversation_with_tools():
     ]
 
 
-def test_neighbouring_turns_of_a_role_are_one():
+def test_adjacent_turns_of_a_role_are_joined():
     found = messages(USER, {"role": "user", "content": "there"}, {"role": "system", "content": "Now."}, USER)
     assert found == [
         {"role": "user", "content": "Hi\nthere"},
@@ -79,7 +79,7 @@ def test_neighbouring_turns_of_a_role_are_one():
     ]
 
 
-def test_marks_and_header_lines_change_no_message():
+def test_cache_marks_and_header_lines_change_no_message():
     marked = fields(
         system=[
             text("x-anthropic-billing-header: cc_version=2.1.100.7b4; cch=eb6c6;"),
@@ -99,7 +99,7 @@ def test_a_header_line_elsewhere_is_text():
     assert messages({"role": "user", "content": "x-anthropic-billing-header: a"})[0]["content"].startswith("x-")
 
 
-def test_a_system_of_header_lines_alone_is_none():
+def test_a_system_prompt_of_header_lines_is_empty():
     assert messages(USER, system=[text("x-anthropic-billing-header: a")]) == [USER]
 
 
@@ -115,7 +115,7 @@ def test_a_last_message_of_the_assistant_is_continued():
     assert "continue_final_message" not in fields()
 
 
-def test_options_and_tools():
+def test_options_and_tools_are_translated():
     found = fields(
         model="m",
         temperature=0.5,
@@ -154,7 +154,7 @@ def test_options_and_tools():
         ({"type": "tool", "name": "look_up"}, {"type": "function", "function": {"name": "look_up"}}),
     ],
 )
-def test_tool_choices(choice, chosen):
+def test_tool_choices_are_translated(choice, chosen):
     assert fields(tools=[TOOL], tool_choice=choice)["tool_choice"] == chosen
 
 
@@ -169,18 +169,18 @@ def test_tool_choices(choice, chosen):
         ({"output_config": {"effort": "max"}}, "max", None),
     ],
 )
-def test_thinking(body, effort, arguments):
+def test_thinking_settings_are_translated(body, effort, arguments):
     found = fields(**body)
     assert (found.get("reasoning_effort"), found.get("chat_template_kwargs")) == (effort, arguments)
 
 
-def test_a_schema_for_the_output():
+def test_an_output_schema_becomes_a_grammar():
     schema = {"type": "object", "properties": {"a": {"type": "string"}}}
     found = fields(output_config={"format": {"type": "json_schema", "schema": schema}})
     assert found["response_format"]["json_schema"] == {"name": "output", "schema": schema, "strict": True}
 
 
-def test_the_limit_is_the_bodys_own_and_may_exceed_the_context():
+def test_the_bodys_limit_may_exceed_the_context():
     body = read(max_tokens=32_000)
     assert body.default_max_tokens == 32_000
     assert not body.requests("a")[0].sampling.HasField("max_tokens")
@@ -228,6 +228,6 @@ def test_the_limit_is_the_bodys_own_and_may_exceed_the_context():
         ({"system": [{"type": "image"}]}, r"system\[0\].type: = 'image' is not supported; send text"),
     ],
 )
-def test_bad_bodies_are_refused_by_the_fields_name(body, message):
+def test_bad_bodies_are_refused_by_field(body, message):
     with pytest.raises(InvalidInput, match=f"^{message}"):
         read(**body)

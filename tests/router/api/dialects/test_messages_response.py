@@ -1,4 +1,4 @@
-"""Tests Anthropic's message made of parsed outputs: blocks, stop reasons, usage, and that streams equal whole ones."""
+"""Tests Anthropic's message made from parsed outputs: blocks, stop reasons, usage; streams equal whole messages."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def response(max_tokens: int = 100, omits_thinking: bool = False) -> MessagesRes
 
 
 def accumulated(events):
-    """Returns the message that Anthropic's own client makes of the events."""
-    from anthropic.lib.streaming._messages import accumulate_event  # three seconds, which collection should not take
+    """Returns the message that Anthropic's own client builds from the events."""
+    from anthropic.lib.streaming._messages import accumulate_event  # takes three seconds, which collection should not
 
     message, buffers = None, {}
     for event in events:
@@ -57,18 +57,18 @@ def test_each_run_is_a_block():
 
 
 @given(st.lists(WRITTEN, max_size=5), st.lists(st.integers(0, 3), max_size=8), st.booleans())
-def test_a_stream_equals_the_whole_message_however_it_is_cut(run, sizes, omits_thinking):
+def test_a_stream_equals_the_whole_message_however_it_is_split(run, sizes, omits_thinking):
     events = events_of(merged(run))
     whole = whole_of(response(omits_thinking=omits_thinking), deltas_of(events))
     streamed = accumulated(stream_of(response(omits_thinking=omits_thinking), deltas_of(events, sizes)))
     for message in (whole, streamed):
-        del message["usage"]  # the tokens are as many as the deltas
-        message.pop("stop_details", None)  # the client's own
+        del message["usage"]  # there are as many tokens as deltas
+        message.pop("stop_details", None)  # the client adds these itself
     assert without_ids(streamed) == without_ids(whole)
 
 
 @given(st.lists(WRITTEN, max_size=5), st.lists(st.integers(0, 3), max_size=8))
-def test_blocks_are_numbered_opened_and_closed_one_after_the_other(run, sizes):
+def test_blocks_are_numbered_opened_and_closed_in_order(run, sizes):
     opened, count = None, 0
     for event in stream_of(response(), deltas_of(events_of(run), sizes)):
         if event.name == "content_block_start":
@@ -103,7 +103,7 @@ def test_stop_reasons(reason, max_tokens, last, stop):
     assert (whole["stop_reason"], whole["stop_sequence"]) == stop
 
 
-def test_a_call_that_is_cut_off_has_the_arguments_so_far():
+def test_a_truncated_call_has_the_arguments_so_far():
     cut = Written("call", ('{"city": "Rom',), "look_up")
     whole = whole_of(response(1), deltas_of(events_of([cut], cut=True), reason=FinishReason.LENGTH))
     assert whole["content"][0]["input"] == {"city": "Rom"}
@@ -117,12 +117,12 @@ def test_omitted_thinking_travels_in_its_signature():
 
 
 @given(st.text())
-def test_what_is_sealed_is_unsealed(text):
+def test_sealed_thinking_can_be_unsealed(text):
     assert unseal(seal(text)) == text
     assert unseal(text) is None or text.startswith("penstock.")
 
 
-def test_nothing_foreign_is_unsealed():
+def test_foreign_signatures_are_not_unsealed():
     assert unseal("penstock.r1.%%%") is None
     assert unseal("EqoBCkYIChgCKkCw") is None
 
@@ -153,5 +153,5 @@ def test_errors_have_anthropics_types_and_statuses(error, status, kind):
     assert (given_status, body["type"], body["error"]["type"]) == (status, "error", kind)
 
 
-def test_errors_name_anthropics_fields():
+def test_errors_use_anthropics_field_names():
     assert anthropic_error(InvalidInput("sampling.stop", "is 3"))[1]["error"]["message"] == "stop_sequences: is 3"

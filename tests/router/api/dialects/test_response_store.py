@@ -1,4 +1,4 @@
-"""Tests the store of responses: conversations, tenants, and that bytes and age are bounded."""
+"""Tests the store of responses: conversations, tenants, and bounds on bytes and age."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def holds(store: ResponseStore, name: str, tenant: str = "a") -> bool:
     return True
 
 
-def test_a_conversation_is_that_of_all_before_it():
+def test_a_conversation_includes_all_earlier_responses():
     store = small_store()
     put(store, "one")
     put(store, "two", previous="one")
@@ -53,7 +53,7 @@ def test_a_conversation_is_that_of_all_before_it():
             store.conversation("a", "two", *most)
 
 
-def test_a_gap_in_a_conversation_is_named():
+def test_a_gap_in_a_conversation_is_reported():
     store = small_store()
     put(store, "one")
     put(store, "two", previous="one")
@@ -63,7 +63,7 @@ def test_a_gap_in_a_conversation_is_named():
     assert gap.value.http_status == 404
 
 
-def test_no_tenant_sees_anothers():
+def test_no_tenant_sees_anothers_responses():
     store = small_store()
     put(store, "one", tenant="a")
     assert not holds(store, "one", tenant="b")
@@ -72,7 +72,7 @@ def test_no_tenant_sees_anothers():
     assert holds(store, "one")
 
 
-def test_responses_leave_for_their_age():
+def test_responses_expire_by_age():
     clock = Clock()
     store = small_store(clock, age_s=10.0)
     put(store, "one")
@@ -87,7 +87,7 @@ def test_responses_leave_for_their_age():
     assert store.num_bytes == 0
 
 
-def test_a_tenants_least_recently_used_leaves_first():
+def test_a_tenants_least_recently_used_response_is_dropped_first():
     store = small_store(tenant_bytes=4300)
     for name in ("one", "two", "three"):
         put(store, name)
@@ -96,7 +96,7 @@ def test_a_tenants_least_recently_used_leaves_first():
     assert [name for name in ("one", "two", "three", "four") if holds(store, name)] == ["one", "three", "four"]
 
 
-def test_the_largest_tenant_makes_room():
+def test_the_tenant_with_the_most_bytes_makes_room():
     store = small_store(total_bytes=5700)
     put(store, "small", tenant="b")
     for name in ("one", "two", "three", "four"):
@@ -106,7 +106,7 @@ def test_the_largest_tenant_makes_room():
     assert holds(store, "four")
 
 
-def test_what_is_too_large_is_not_stored():
+def test_too_large_a_response_is_not_stored():
     store = small_store(tenant_bytes=4000)
     put(store, "one")
     assert not put(store, "large", size=5000)
@@ -126,7 +126,7 @@ def test_what_is_too_large_is_not_stored():
         max_size=40,
     )
 )
-def test_the_bounds_hold_in_any_history(history):
+def test_the_bounds_hold_after_any_history(history):
     clock = Clock()
     store = small_store(clock, tenant_bytes=6000, total_bytes=10_000, age_s=20_000.0)
     for action, tenant, name, number in history:

@@ -1,4 +1,4 @@
-"""Tests the Responses API over fake workers, with OpenAI's own client: streams, tools, the store and cancelling."""
+"""Tests the Responses API over fake workers with OpenAI's own client: streams, tools, the store and cancelling."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def _client(router):
         yield client
 
 
-async def test_a_response_is_whole(client, worker):
+async def test_a_response_is_returned_whole(client, worker):
     response = await client.responses.create(
         model=MODEL, input="Hi", instructions="Be brief.", max_output_tokens=99, metadata={"run": "1"}
     )
@@ -55,7 +55,7 @@ async def test_a_response_is_whole(client, worker):
 
 
 @pytest.mark.parametrize("store", [True, False])
-async def test_a_response_streams(client, store):
+async def test_a_response_is_streamed(client, store):
     async with client.responses.stream(model=MODEL, input="Hi", store=store) as stream:
         kinds = [event.type async for event in stream]
         response = await stream.get_final_response()
@@ -64,7 +64,7 @@ async def test_a_response_streams(client, store):
     assert response.output_text == "Hello there"
 
 
-async def test_the_event_stream_on_the_wire(http):
+async def test_the_event_stream_has_openais_wire_format(http):
     answer = await http.post("/v1/responses", json={"input": "Hi", "stream": True})
     events = [block.split("\n") for block in answer.text.strip().split("\n\n")]
     for number, (name, data) in enumerate(events):
@@ -73,7 +73,7 @@ async def test_the_event_stream_on_the_wire(http):
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_reasoning_and_function_calls(client, worker, streams):
+async def test_reasoning_and_function_calls_are_items(client, worker, streams):
     worker.next_token = saying(f"<think>\nHm.\n</think>\n\nI look.{CALL}")
     options = {"model": MODEL, "input": "Weather?", "tools": [TOOL], "include": ["reasoning.encrypted_content"]}
     if streams:
@@ -88,7 +88,7 @@ async def test_reasoning_and_function_calls(client, worker, streams):
     assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "get_weather", {"city": "Rome"})
 
 
-async def test_a_functions_output_is_sent_back_by_items_or_by_id(client, worker):
+async def test_a_function_output_is_sent_back_by_items_or_by_id(client, worker):
     worker.next_token = saying(CALL)
     first = await client.responses.create(model=MODEL, input="Weather?", tools=[TOOL])
     output = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "sun"}
@@ -102,7 +102,7 @@ async def test_a_functions_output_is_sent_back_by_items_or_by_id(client, worker)
 
 
 @pytest.mark.skipif("response_format" in REFUSED, reason="this router compiles no schemas")
-async def test_a_parsed_response(client, worker):
+async def test_openais_client_parses_a_structured_response(client, worker):
     worker.next_token = saying('{"city": "Rome"}')
     parsed = await client.responses.parse(model=MODEL, input="Where?", text_format=City)
     assert parsed.output_parsed == City(city="Rome")
@@ -147,11 +147,11 @@ async def test_a_response_in_flight_is_cancelled(client, worker):
     events = [event async for event in stream]
     assert (events[-1].type, events[-1].response.status) == ("response.incomplete", "cancelled")
     await worker.until(lambda fake: bool(fake.cancelled) and not fake.running)
-    again = await client.responses.cancel(created.response.id)  # what has ended is returned as it is
+    again = await client.responses.cancel(created.response.id)  # an ended response is returned unchanged
     assert again.status == "cancelled"
 
 
-async def test_a_response_that_is_not_stored_is_cancelled_too(client, worker):
+async def test_an_unstored_response_can_be_cancelled(client, worker):
     worker.pause_at = 2  # for ever
     stream = aiter(await client.responses.create(model=MODEL, input="Hi", stream=True, store=False))
     created = await anext(stream)
@@ -190,13 +190,13 @@ async def test_bad_queries_are_refused(client, http, query, message):
         ({"input": "Hi", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
     ],
 )
-async def test_errors_of_the_chat_name_this_apis_fields(http, body, param):
+async def test_errors_use_this_apis_field_names(http, body, param):
     answer = await http.post("/v1/responses", json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
 
 
-async def test_a_stream_that_fails_says_so_and_raises(http, worker):
+async def test_a_failing_stream_sends_an_error_and_raises(http, worker):
     worker.pause_at = 2  # for ever
     body = {"input": "Hi", "stream": True}
     answer = await http.post("/v1/responses", json=body, headers={"x-request-timeout": "1"})

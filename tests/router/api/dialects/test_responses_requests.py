@@ -24,7 +24,7 @@ def _store():
 
 @pytest.fixture(name="chat", autouse=True)
 def _chat(monkeypatch):
-    """Returns the fields that the chat's own body is read from."""
+    """Returns the fields from which the chat's own body is read."""
     seen = {}
 
     def validate(kind, fields, limits):
@@ -39,7 +39,7 @@ def read(kept, /, tenant="a", **body):
     return read_response_call(json.dumps({"input": "Hi", **body}).encode(), LimitsConfig(), tenant, kept)
 
 
-def test_text_and_instructions(store, chat):
+def test_text_and_instructions_become_messages(store, chat):
     body = read(store, instructions="Be brief.", model="m", max_output_tokens=7, temperature=0.5, stream=True)
     assert chat == {
         "model": "m",
@@ -52,7 +52,7 @@ def test_text_and_instructions(store, chat):
     assert (body.echo["instructions"], body.echo["max_output_tokens"], body.stores) == ("Be brief.", 7, True)
 
 
-def test_items_of_an_agents_turn(store, chat):
+def test_items_of_an_agents_turn_become_messages(store, chat):
     given = [
         {"role": "developer", "content": "Be brief."},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
@@ -99,7 +99,7 @@ def test_an_earlier_response_is_continued_without_its_instructions(store, chat):
         read(store, tenant="b", previous_response_id="resp_1")
 
 
-def test_tools_and_their_choice(store, chat):
+def test_tools_and_tool_choice_are_translated(store, chat):
     body = read(store, tools=[FUNCTION], tool_choice={"type": "function", "name": "look_up"}, parallel_tool_calls=False)
     function = {name: value for name, value in FUNCTION.items() if name != "type"}
     assert chat["tools"] == [{"type": "function", "function": function}]
@@ -110,7 +110,7 @@ def test_tools_and_their_choice(store, chat):
     assert chat["tool_choice"] == "required"
 
 
-def test_formats_and_effort(store, chat):
+def test_formats_and_effort_are_translated(store, chat):
     form = {"type": "json_schema", "name": "answer", "schema": {"type": "object"}, "strict": True}
     body = read(store, text={"format": form}, reasoning={"effort": "low", "summary": "auto"})
     schema = {"name": "answer", "schema": {"type": "object"}, "strict": True}
@@ -124,7 +124,7 @@ def test_formats_and_effort(store, chat):
     assert "response_format" not in chat
 
 
-def test_harmless_wishes_are_accepted(store):
+def test_harmless_options_are_accepted(store):
     body = read(
         store,
         truncation="disabled",
@@ -137,7 +137,7 @@ def test_harmless_wishes_are_accepted(store):
     assert (body.echo["metadata"], body.seals_reasoning, body.stores) == ({"a": "b"}, True, False)
 
 
-def test_what_is_too_large_to_be_stored_is_refused_only_where_storing_is_asked_for():
+def test_too_large_a_response_is_refused_only_if_it_would_be_stored():
     store = ResponseStore(StoreConfig(tenant_bytes=1500), lambda: 0.0)
     assert not read(store, input="a" * 1000).stores
     with pytest.raises(InvalidInput, match="store: = true, but the input is too large"):
@@ -176,6 +176,6 @@ def test_what_is_too_large_to_be_stored_is_refused_only_where_storing_is_asked_f
         ({"mirostat": 1}, "mirostat: is not a field of this API"),
     ],
 )  # fmt: skip
-def test_bad_bodies_are_refused_by_the_fields_name(store, body, message):
+def test_bad_bodies_are_refused_by_field(store, body, message):
     with pytest.raises(InvalidInput, match=f"^{message}"):
         read(store, **body)

@@ -1,4 +1,4 @@
-"""Tests a response of the Responses API made of parsed outputs: items, events, and that streams equal whole ones."""
+"""Tests a response of the Responses API made from parsed outputs: items and events; streams equal whole responses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def response(kept=None, /, **body):
 
 
 def accumulated(events):
-    """Returns the last response that the events hold, checked event by event by OpenAI's own client."""
+    """Returns the last response in the events, each of which OpenAI's own client checks."""
     state = ResponseStreamState(input_tools=omit, text_format=omit)
     for number, event in enumerate(events):
         assert (event.data["type"], event.data["sequence_number"]) == (event.name, number)
@@ -71,7 +71,7 @@ def test_each_run_is_an_item():
 
 
 @given(st.lists(WRITTEN, max_size=5), st.lists(st.integers(0, 3), max_size=8))
-def test_a_stream_equals_the_whole_response_however_it_is_cut(run, sizes):
+def test_a_stream_equals_the_whole_response_however_it_is_split(run, sizes):
     events = events_of(merged(run))
     whole = whole_of(response(), deltas_of(events))
     streamed = accumulated(stream_of(response(), deltas_of(events, sizes)))
@@ -80,7 +80,7 @@ def test_a_stream_equals_the_whole_response_however_it_is_cut(run, sizes):
 
 
 @given(st.lists(WRITTEN, max_size=5), st.lists(st.integers(0, 3), max_size=8))
-def test_deltas_make_what_done_events_and_items_say(run, sizes):
+def test_deltas_add_up_to_the_done_events_and_items(run, sizes):
     texts, items = {}, {}
     for event in stream_of(response(), deltas_of(events_of(run), sizes)):
         data = event.data
@@ -119,7 +119,7 @@ def test_a_stream_begins_and_ends_with_the_response():
     assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (40, 2, 42)
 
 
-def test_what_is_cut_off_is_incomplete(store):
+def test_a_truncated_output_is_incomplete(store):
     cut = Written("call", ('{"city": "Rom',), "look_up")
     deltas = deltas_of(events_of([TEXT, cut], cut=True), reason=FinishReason.LENGTH)
     whole = whole_of(response(store), deltas)
@@ -127,7 +127,7 @@ def test_what_is_cut_off_is_incomplete(store):
     assert [item["status"] for item in whole["output"]] == ["completed", "incomplete"]
     assert accumulated(stream_of(response(), deltas))["status"] == "incomplete"
     conversation = store.conversation("a", whole["id"], 10, 10_000)
-    assert [message.get("tool_calls") for message in conversation] == [None, None]  # no tool could answer it
+    assert [message.get("tool_calls") for message in conversation] == [None, None]  # no tool can answer it
 
 
 def test_a_response_is_stored_with_its_conversation(store):
@@ -141,20 +141,20 @@ def test_a_response_is_stored_with_its_conversation(store):
     assert assistant["tool_calls"][0]["id"] == whole["output"][2]["call_id"]
 
 
-def test_a_response_is_not_stored_where_its_call_says_so(store):
+def test_a_response_is_not_stored_if_its_call_says_so(store):
     whole = whole_of(response(store, store=False), deltas_of(events_of([TEXT])))
     assert whole["store"] is False
     with pytest.raises(ResponseNotFound):
         store.get("a", whole["id"])
 
 
-def test_a_response_that_does_not_fit_says_that_it_is_not_stored():
+def test_a_response_too_large_to_store_says_so():
     long = Written("text", ("a" * 4000,))
     whole = whole_of(response(new_store(tenant_bytes=4000)), deltas_of(events_of([long])))
     assert whole["store"] is False
 
 
-def test_sealed_reasoning_is_added_where_it_is_asked_for():
+def test_sealed_reasoning_is_added_on_request():
     body = {"include": ["reasoning.encrypted_content"], "store": False}
     whole = whole_of(response(**body), deltas_of(events_of([REASONING, TEXT])))
     assert unseal(whole["output"][0]["encrypted_content"]) == "Let me see."
@@ -186,7 +186,7 @@ def test_a_failure_ends_the_response_and_is_stored(store, error, code):
     assert json.loads(store.get("a", failing.id).response)["status"] == "failed"
 
 
-def test_a_cancelled_response_says_so(store):
+def test_a_cancelled_response_is_marked_cancelled(store):
     cancelled = response(store)
     (event,) = cancelled.failure(Cancelled("another call"))
     assert (event.name, event.data["response"]["status"]) == ("response.incomplete", "cancelled")

@@ -1,4 +1,4 @@
-"""Tests what acts on a stream from outside: heartbeats while nothing comes, and other calls that cancel it."""
+"""Tests what acts on a stream from outside: heartbeats during silence, and other calls that cancel it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMEOUT_S = 20.0
 
 
 class Source:
-    """Yields two pieces, the second one when it is released."""
+    """Yields two pieces, the second one once it is released."""
 
     def __init__(self) -> None:
         self.release = asyncio.Event()
@@ -38,7 +38,7 @@ class Source:
 
 
 class Connection:
-    """Records what a response sends, and leaves when `leave` is set."""
+    """Records what a response sends, and disconnects when `leave` is set."""
 
     def __init__(self, on_send=lambda body: None) -> None:
         self.bodies: list[bytes] = []
@@ -56,7 +56,7 @@ class Connection:
 
 
 def response_of(source: Source, heartbeat: ServerEvent | None = PING) -> EventStream:
-    """Returns a response that sends the source's pieces as they are, with a heartbeat after each millisecond."""
+    """Returns a response that sends the source's pieces unchanged, with a heartbeat after each silent millisecond."""
     outputs = StartedOutputs(source.pieces())
 
     async def events():
@@ -91,7 +91,7 @@ async def test_a_client_that_leaves_closes_the_source(at_start):
     assert b"two" not in connection.bodies
 
 
-async def test_a_failure_before_the_first_output_is_raised_where_it_is_waited_for():
+async def test_a_failure_before_the_first_output_is_raised_to_the_caller():
     async def failing():
         raise Cancelled("gone")
         yield
@@ -102,7 +102,7 @@ async def test_a_failure_before_the_first_output_is_raised_where_it_is_waited_fo
     await outputs.aclose()
 
 
-async def test_the_first_output_is_waited_for_no_longer_than_that():
+async def test_the_wait_for_the_first_output_is_bounded():
     released = asyncio.Event()
 
     async def late():
@@ -121,7 +121,7 @@ async def test_a_call_is_cancelled_while_it_waits():
     outputs = calls.guarded(KEY, source.pieces())
     assert await anext(outputs) == b"one"
     waiting = asyncio.create_task(anext(outputs))
-    await asyncio.sleep(0)  # it begins to wait
+    await asyncio.sleep(0)  # it starts to wait
     assert await calls.cancel(KEY, TIMEOUT_S)
     with pytest.raises(Cancelled, match="another call cancelled this one"):
         await waiting
@@ -140,7 +140,7 @@ async def test_a_call_is_cancelled_between_two_outputs():
     assert await cancelling
 
 
-async def test_a_call_whose_client_leaves_as_well_ends_as_abandoned():
+async def test_a_cancelled_call_whose_client_leaves_ends_as_abandoned():
     source, calls = Source(), RunningCalls()
     outputs = calls.guarded(KEY, source.pieces())
     await anext(outputs)
@@ -153,7 +153,7 @@ async def test_a_call_whose_client_leaves_as_well_ends_as_abandoned():
     await cancelling
 
 
-async def test_a_call_that_nobody_reads_is_not_waited_for():
+async def test_cancelling_does_not_wait_for_an_unread_call():
     source, calls = Source(), RunningCalls()
     outputs = calls.guarded(KEY, source.pieces())
     await anext(outputs)

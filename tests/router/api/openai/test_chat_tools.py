@@ -33,7 +33,7 @@ TWO_CALLS = (
 
 
 def writing(text: str):
-    """Returns a `next_token` that writes a text after a chat's prompt, then ends."""
+    """Returns a `next_token` that writes a text after a chat's prompt and then ends."""
     tokens = [*text_tokens(text), EOS]
 
     def next_token(context, sampling):
@@ -44,13 +44,13 @@ def writing(text: str):
 
 
 class Served:
-    """A router over one fake worker, with clients."""
+    """Holds a router over one fake worker, and clients."""
 
     def __init__(self, worker, router, client, http):
         self.worker, self.router, self.client, self.http = worker, router, client, http
 
     async def chat(self, text, **fields):
-        """Returns the message and the finish reason of a chat in which the model writes `text`: as a whole, and
+        """Returns message and finish reason of a chat in which the model writes `text`, once whole and once
         streamed."""
         self.worker.next_token = writing(text)
         body = {"model": "penstock-tiny", "messages": HI, **fields}
@@ -100,7 +100,7 @@ def joined(chunks):
     return (text, reasoning, calls), reason
 
 
-async def test_tool_calls_whole_and_streamed(served):
+async def test_tool_calls_are_returned_whole_and_streamed(served):
     message, reason, streamed = await served.chat(TWO_CALLS, tools=[WEATHER, CLOCK])
     text, reasoning, calls = message
     assert (text.strip(), reasoning, reason) == ("I look.", "", "tool_calls")
@@ -125,14 +125,14 @@ async def test_a_token_limit_in_a_call_ends_with_length_and_the_arguments_so_far
     assert streamed == (message, "length")
 
 
-async def test_without_tools_and_with_none_calls_stay_text(served):
+async def test_calls_stay_text_without_tools_or_with_tool_choice_none(served):
     for fields in ({}, {"tools": [WEATHER, CLOCK], "tool_choice": "none"}):
         message, reason, streamed = await served.chat(TWO_CALLS, **fields)
         assert (message, reason) == ((TWO_CALLS, "", []), "stop")
         assert streamed == (message, "stop")
 
 
-async def test_only_the_first_call_counts_without_parallel_calls(served):
+async def test_only_the_first_call_is_returned_without_parallel_calls(served):
     message, reason, streamed = await served.chat(TWO_CALLS, tools=[WEATHER, CLOCK], parallel_tool_calls=False)
     assert [name for name, _ in message[2]] == ["get_weather"]
     assert reason == "tool_calls"
@@ -154,7 +154,7 @@ async def test_forced_calls_set_a_grammar(served):
     assert "get_weather" in served.worker.submits[-1].sampling.grammar.source
 
 
-async def test_reasoning_is_apart_from_the_answer(served):
+async def test_reasoning_is_separate_from_the_answer(served):
     text = "<think>\nWhat? Ah.\n</think>\n\nHello."
     message, reason, streamed = await served.chat(text)
     assert (message[0].strip(), message[1].strip(), reason) == ("Hello.", "What? Ah.", "stop")
@@ -177,7 +177,7 @@ async def test_usage_counts_the_tokens_of_reasoning(served, shown):
     assert counted < whole["completion_tokens"]
 
 
-async def test_choices_are_parsed_apart(served):
+async def test_choices_are_parsed_separately(served):
     served.worker.next_token = writing(TWO_CALLS)
     answer = await served.http.post(
         "/v1/chat/completions", json={"messages": HI, "tools": [WEATHER, CLOCK], "n": 3, "logprobs": True}
@@ -188,7 +188,7 @@ async def test_choices_are_parsed_apart(served):
     assert all(len(choice["logprobs"]["content"]) == len(text_tokens(TWO_CALLS)) + 1 for choice in choices)
 
 
-async def test_a_worker_lost_within_a_call_leaves_no_seam():
+async def test_a_worker_lost_within_a_call_leaves_no_gap():
     first = await FakeWorker("first", epoch=1, next_token=writing(TWO_CALLS), pause_at=30).start()
     second = await FakeWorker("second", epoch=2, next_token=writing(TWO_CALLS), pause_at=30).start()
     async with running_router(first, second) as router:
@@ -232,7 +232,7 @@ CONVERSATION = [
 
 
 def as_templates_take_it(messages):
-    """Returns OpenAI's messages as transformers' templates take them."""
+    """Returns OpenAI's messages in the form that transformers' templates take."""
     taken = json.loads(json.dumps(messages).replace('"developer"', '"system"'))
     for message in taken:
         if isinstance(message["content"], list):
@@ -242,7 +242,7 @@ def as_templates_take_it(messages):
     return taken
 
 
-async def test_a_conversation_with_tools_is_rendered_as_transformers_does(served):
+async def test_a_conversation_with_tools_is_rendered_as_by_transformers(served):
     reference = AutoTokenizer.from_pretrained(MODEL)
     await served.chat("x", messages=CONVERSATION, tools=[WEATHER, CLOCK])
     expected = reference.apply_chat_template(
@@ -254,7 +254,7 @@ async def test_a_conversation_with_tools_is_rendered_as_transformers_does(served
     assert list(served.worker.submits[0].token_ids) == expected
 
 
-async def test_each_turn_of_a_conversation_extends_the_prompt_of_the_last(served):
+async def test_each_turns_prompt_extends_the_previous_one(served):
     prompts = []
     for end in (2, 5, 7):
         await served.chat("x", messages=CONVERSATION[:end], tools=[WEATHER, CLOCK])
@@ -265,7 +265,7 @@ async def test_each_turn_of_a_conversation_extends_the_prompt_of_the_last(served
 
 
 @pytest.mark.parametrize("final", ["It is ", "It is\n\n", " It is", "It is"])
-async def test_an_open_final_message_is_rendered_as_transformers_does(served, final):
+async def test_an_open_final_message_is_rendered_as_by_transformers(served, final):
     messages = [*CONVERSATION, {"role": "assistant", "content": final}]
     body = {"messages": messages, "tools": [WEATHER, CLOCK], "continue_final_message": True, "max_tokens": 1}
     served.worker.next_token = lambda context, sampling: 300
@@ -278,7 +278,7 @@ async def test_an_open_final_message_is_rendered_as_transformers_does(served, fi
     assert list(served.worker.submits[0].token_ids) == expected
 
 
-async def test_a_prompt_without_the_beginning_of_an_answer(served):
+async def test_a_prompt_can_omit_the_beginning_of_an_answer(served):
     served.worker.next_token = lambda context, sampling: 300
     body = {"messages": HI, "add_generation_prompt": False, "max_tokens": 1}
     assert (await served.http.post("/v1/chat/completions", json=body)).status_code == 200
@@ -359,7 +359,7 @@ BAD = {
 }
 
 
-async def test_bad_chats_name_field_value_and_fix(served):
+async def test_bad_chats_are_refused_by_field_value_and_fix(served):
     for case, (fields, param, problem) in BAD.items():
         answer = await served.http.post("/v1/chat/completions", json={"messages": HI, **fields})
         assert answer.status_code == 400, case
@@ -369,14 +369,14 @@ async def test_bad_chats_name_field_value_and_fix(served):
     assert not served.worker.submits
 
 
-async def test_arguments_that_are_no_json_are_shown_as_they_are(served):
+async def test_arguments_that_are_not_json_are_rendered_unchanged(served):
     broken = {**CALL, "function": {"name": "now", "arguments": '{"city": "Pa'}}
     await served.chat("x", messages=[*HI, {**ANSWERED, "tool_calls": [broken]}, *HI])
     prompt = "".join(map(TOKENIZER.spelling.token_text, served.worker.submits[0].token_ids))
     assert r'"arguments": "{\"city\": \"Pa"' in prompt
 
 
-async def test_the_parsers_are_settings():
+async def test_the_parsers_can_be_configured():
     worker = await FakeWorker().start()
     async with (
         running_router(worker, tool_parser="none") as router,

@@ -1,4 +1,4 @@
-"""KV hints in HTTP bodies: every form becomes one object, and bad values name their field."""
+"""Tests KV hints in HTTP bodies: every form becomes one object, and bad values are refused by field."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def hints_of(**fields: Any) -> KvHints:
         ({"kv_hints": {"session": "s", "pin_s": 30, "priority": 2}}, KvHints(session="s", pin_s=30.0, priority=2)),
         ({"kv_hints": {"session": "s", "end_session": True, "only": True}}, KvHints("s", end_session=True, only=True)),
         ({"session_id": "s"}, KvHints(session="s")),
-        ({"prompt_cache_key": "key", "user": "u"}, KvHints()),  # neither is one conversation
+        ({"prompt_cache_key": "key", "user": "u"}, KvHints()),  # neither identifies one conversation
         ({"prompt_cache_retention": "24h"}, KvHints(pin_s=86_400.0)),
         ({"prompt_cache_retention": "in_memory"}, KvHints()),
         ({"nvext": {"agent_hints": {"priority": 50, "osl": 10}}}, KvHints(priority=9)),
@@ -67,7 +67,7 @@ def test_a_bad_hint_is_refused_by_its_field(fields: dict[str, Any], message: str
         hints_of(**fields)
 
 
-def test_a_hint_that_needs_a_session_may_get_its_name_from_a_header() -> None:
+def test_a_hint_that_needs_a_session_can_get_its_name_from_a_header() -> None:
     hints = hints_of(kv_hints={"end_session": True})
     with pytest.raises(InvalidInput, match=r"kv_hints\.end_session: needs a session; name it in kv_hints\.session or"):
         hints.check_session()
@@ -77,7 +77,7 @@ def test_a_hint_that_needs_a_session_may_get_its_name_from_a_header() -> None:
     assert read_hints({}, user="u").conversation == ""
 
 
-def test_the_longest_ttl_of_a_messages_body_counts() -> None:
+def test_the_longest_ttl_of_a_messages_body_is_used() -> None:
     mark = {"type": "ephemeral", "ttl": "5m"}
     body = {
         "system": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral", "ttl": "1h"}}],
@@ -90,7 +90,7 @@ def test_the_longest_ttl_of_a_messages_body_counts() -> None:
         longest_ttl_s({"cache_control": {"ttl": 5}})
 
 
-def test_answers_are_shown_unless_a_session_is_all_that_was_named() -> None:
+def test_hint_answers_are_shown_unless_only_a_session_was_given() -> None:
     def shown(*answers: HintAnswer) -> list[dict[str, Any]]:
         timing = common_pb2.Timing(hints=[hint_answer_to_wire(answer) for answer in answers])
         return answers_json(Output(0, "", [], timing=timing))

@@ -1,4 +1,4 @@
-"""Tests that no field of a body that would change the answer is ignored: it is obeyed, refused by name, or harmless."""
+"""Tests that every field of a body that could change the answer is obeyed, refused, or harmless."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.api.openai.requests import ChatBody, CompletionBody, parse_body
 
 DOCS = Path(__file__).resolve().parents[4] / "docs" / "openai.md"
 
-# What other servers' requests have, from the sources of their packages: openai 3.57, vllm 0.33, sglang 0.5.23.
+# Fields of other servers' requests, from the sources of their packages: openai 3.57, vllm 0.33, sglang 0.5.23.
 OPENAI_COMPLETION = """
     model prompt best_of echo frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed stop
     stream stream_options suffix temperature top_p user
@@ -63,7 +63,7 @@ PLAIN = {CompletionBody: {"prompt": "a"}, ChatBody: {"messages": [{"role": "user
 
 
 def refused_by(kind: type) -> dict[str, tuple[object, ...]]:
-    """Returns what a call refuses: a field that only the other one obeys is in the table too."""
+    """Returns what a call refuses; a field that only the other call obeys is in the table too."""
     return {name: neutrals for name, neutrals in REFUSED.items() if name not in kind.model_fields}
 
 
@@ -79,7 +79,7 @@ def test_every_field_of_a_peer_is_obeyed_refused_or_harmless(kind: type) -> None
 
 
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
-def test_a_refused_field_is_named_unless_its_value_asks_for_nothing(kind: type) -> None:
+def test_a_field_is_refused_unless_its_value_asks_for_nothing(kind: type) -> None:
     for name, neutrals in refused_by(kind).items():
         with pytest.raises(InvalidInput, match=rf"^{name}: = .* is not supported; leave it out"):
             parse(kind, **{name: {"asks": "for something"}})
@@ -96,7 +96,7 @@ def test_harmless_fields_are_accepted_and_unknown_ones_refused(kind: type) -> No
         parse(kind, stream_options={"include_usage": True, "include_obfuscation": False, "pace": 1})
 
 
-def test_true_is_not_one() -> None:
+def test_true_and_one_are_different_values() -> None:
     parse(CompletionBody, best_of=1)
     with pytest.raises(InvalidInput, match="best_of: = true is not supported"):
         parse(CompletionBody, best_of=True)
@@ -116,7 +116,7 @@ def test_fields_of_messages_and_parts_are_not_ignored() -> None:
         parse(ChatBody, messages=[{"role": "user", "content": [{"type": "text"}, {"type": "text", "weight": 2}]}])
 
 
-def test_a_parsed_answer_may_be_sent_back_as_openais_client_does() -> None:
+def test_a_parsed_answer_can_be_sent_back_as_openais_client_does() -> None:
     function = {"name": "f", "arguments": "{}", "parsed_arguments": {"a": 1}}
     answer = {"role": "assistant", "content": None, "parsed": None, "tool_calls": [{"id": "1", "function": function}]}
     user = {"role": "user", "content": "a"}
@@ -124,33 +124,33 @@ def test_a_parsed_answer_may_be_sent_back_as_openais_client_does() -> None:
     assert request.messages[1].tool_calls[0].arguments == "{}"
 
 
-def test_values_that_are_new_in_openais_client() -> None:
+def test_new_values_of_openais_client_are_accepted() -> None:
     assert parse(ChatBody, service_tier="fast").lane is parse(ChatBody, service_tier="priority").lane is not None
     [request] = parse(ChatBody, reasoning_effort="max").requests("id")
     assert json.loads(request.chat.template_arguments)["reasoning_effort"] == "max"
 
 
-def test_parts_of_text_are_joined_by_line_feeds() -> None:
+def test_text_parts_are_joined_by_line_feeds() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     [request] = parse(ChatBody, messages=[{"role": "user", "content": parts}]).requests("id")
     assert request.messages[0].content == "one\ntwo"
 
 
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
-def test_log_probabilities_of_prompts_may_be_streamed(kind: type) -> None:
+def test_prompt_log_probabilities_can_be_streamed(kind: type) -> None:
     for stream in (False, True):
         [request] = parse(kind, prompt_logprobs=1, stream=stream).requests("id")
         assert request.sampling.prompt_logprobs == 1
 
 
-def test_an_echo_asks_for_as_many_alternatives_as_the_output() -> None:
+def test_an_echo_has_as_many_alternatives_as_the_output() -> None:
     [request] = parse(CompletionBody, echo=True, logprobs=3, max_tokens=0).requests("id")
     assert (request.sampling.prompt_logprobs, request.sampling.logprobs, request.sampling.max_tokens) == (3, 3, 1)
     [request] = parse(CompletionBody, echo=True, max_tokens=2).requests("id")
     assert not request.sampling.HasField("prompt_logprobs")
 
 
-def test_the_most_specific_name_of_a_session_counts() -> None:
+def test_the_most_specific_session_name_is_used() -> None:
     assert parse(ChatBody, session_id="s", prompt_cache_key="k", user="u").session == "s"
     assert parse(ChatBody, prompt_cache_key="k", user="u").session == "k"
     assert parse(ChatBody, user="u").session == "u"

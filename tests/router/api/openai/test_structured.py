@@ -1,4 +1,4 @@
-"""Tests every form in which a body may ask for structured output, and that what is not obeyed is refused by name."""
+"""Tests every form in which a body may ask for structured output, and that unsupported requests are refused."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def with_options(**options: object) -> Grammar:
         ({"regex": "a+"}, Grammar(GrammarKind.REGEX, "a+")),
     ],
 )
-def test_each_form_is_a_grammar(fields: dict[str, Any], wanted: Grammar | None) -> None:
+def test_each_form_becomes_a_grammar(fields: dict[str, Any], wanted: Grammar | None) -> None:
     assert grammar_of(**fields) == wanted
 
 
@@ -128,7 +128,7 @@ def test_ebnf_is_translated(name: str) -> None:
         ({"ebnf": "root ::= " + "a" * 17000}, "ebnf: has more than 16384 bytes"),
     ],
 )
-def test_what_is_not_obeyed_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+def test_unsupported_forms_are_refused_by_field(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput) as raised:
         parse(**fields).requests("id")
     assert message in raised.value.message
@@ -178,11 +178,9 @@ async def test_the_grammar_reaches_the_worker(router, worker):
         ({"guided_grammar": "start: nothing"}, "guided_grammar", "unknown name"),
     ],
 )
-async def test_a_grammar_that_cannot_be_obeyed_is_refused_under_the_clients_name(
-    router, worker, fields, field, problem
-):
+async def test_an_unusable_grammar_is_refused_under_the_clients_field_name(router, worker, fields, field, problem):
     async with httpx.AsyncClient(base_url=router.http_url, timeout=60) as client:
-        for _ in range(2):  # the second time from memory
+        for _ in range(2):  # the second refusal comes from memory
             answer = await client.post("/v1/completions", json={"prompt": "a", **fields})
             assert answer.status_code == 400
             error = answer.json()["error"]

@@ -1,4 +1,4 @@
-"""The endpoint picker behind a real Envoy, and message by message as the Endpoint Picker Protocol has it."""
+"""Tests the endpoint picker behind a real Envoy, and message by message as the Endpoint Picker Protocol defines it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def num_inside(router: RunningRouter) -> int:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("mode", ["FULL_DUPLEX_STREAMED", "BUFFERED"])
-async def test_a_gateway_sends_prompts_to_the_engine_that_holds_them(tmp_path: Path, mode: str) -> None:
+async def test_a_gateway_sends_prompts_to_the_engine_that_has_them_cached(tmp_path: Path, mode: str) -> None:
     engines = [EngineDouble(f"engine-{number}") for number in range(3)]
     async with picking(*engines) as router:
         assert router.server.ports.picker is not None
@@ -163,7 +163,7 @@ async def first_response(router: RunningRouter, *messages: pb.ProcessingRequest)
 
 
 def picked(response: pb.ProcessingResponse) -> list[str]:
-    """Returns the endpoints, which header and metadata must name alike."""
+    """Returns the picked endpoints, on which header and metadata must agree."""
     option = next(
         option
         for option in response.request_headers.response.header_mutation.set_headers
@@ -189,7 +189,7 @@ async def test_only_endpoints_of_the_subset_are_picked() -> None:
         await until(lambda: num_inside(router) == 0)
 
 
-async def test_what_it_cannot_read_is_the_engines_to_judge() -> None:
+async def test_unreadable_requests_are_left_to_an_engine() -> None:
     engines = [EngineDouble(f"engine-{number}") for number in range(2)]
     async with picking(*engines) as router:
         for path, body in (
@@ -222,8 +222,8 @@ async def test_a_body_in_pieces_is_passed_on_whole() -> None:
         await until(lambda: num_inside(router) == 0)
 
 
-async def test_a_stream_is_of_one_request_and_leaves_nothing() -> None:
-    """Headers that came again would put another pick in the place of the first one, whose slot nobody gave back."""
+async def test_a_stream_carries_one_request_and_frees_its_slot() -> None:
+    """A second set of headers would replace the first pick, whose slot would then never be freed."""
     async with picking(EngineDouble()) as router, process_calls(router) as process:
         call = process()
         await call.write(headers_message())
@@ -239,7 +239,7 @@ async def test_a_stream_is_of_one_request_and_leaves_nothing() -> None:
         await until(lambda: num_inside(router) == 0)
 
 
-async def test_a_path_that_is_none_is_the_engines_to_judge() -> None:
+async def test_an_invalid_path_is_left_to_an_engine() -> None:
     async with picking(EngineDouble()) as router:
         assert len(picked(await first_response(router, headers_message("//[", ends=True)))) == 1
 
@@ -261,20 +261,20 @@ async def test_empty_parts_of_a_body_take_no_memory() -> None:
         assert exchange._parts == []
 
 
-async def test_too_large_a_body_is_refused_before_it_is_whole() -> None:
+async def test_too_large_a_body_is_refused_before_all_of_it_has_arrived() -> None:
     async with picking(EngineDouble(), limits={"request_bytes": 10_000}) as router:
         refused = await first_response(router, headers_message(), body_message(b"x" * 10_001, ends=False))
         assert refused.immediate_response.status.code == 413
 
 
-async def test_a_body_that_does_not_come_ends_the_call() -> None:
+async def test_a_body_that_never_arrives_ends_the_call() -> None:
     async with picking(EngineDouble(), limits={"body_timeout_s": 0.2}) as router, process_calls(router) as process:
         call = process()
         await call.write(headers_message())
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_health_has_the_names_of_the_protocol() -> None:
+async def test_health_uses_the_protocols_names() -> None:
     engine = EngineDouble()
     async with picking(engine) as router, make_channel(f"127.0.0.1:{router.server.ports.picker}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -293,7 +293,7 @@ async def test_health_has_the_names_of_the_protocol() -> None:
                 watch.cancel()
 
 
-async def test_before_its_own_workers_routers_are_picked() -> None:
+async def test_in_front_of_workers_a_router_is_picked() -> None:
     settings = {"port": 0, "router_endpoint": "10.0.0.5:8000", "fallbacks": 1}
     async with running_router(await FakeWorker().start(), endpoint_picker=settings) as router:
         body = body_message(json.dumps(completion()).encode())
@@ -304,7 +304,7 @@ async def test_before_its_own_workers_routers_are_picked() -> None:
         assert refused.immediate_response.status.code == 503
 
 
-def test_the_configuration_says_who_is_picked() -> None:
+def test_the_configuration_sets_what_is_picked() -> None:
     engine = {"url": "http://127.0.0.1:9"}
     for settings in (
         {"workers": ("127.0.0.1:1",), "endpoint_picker": {"port": 1}},

@@ -1,4 +1,4 @@
-"""An engine's block events become this router's page hashes, whatever names the engine gives its blocks."""
+"""Tests that an engine's block events become this router's page hashes, whatever names the engine gives its blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEDIA = ("GPU", "CPU", "STORAGE")
 
 
 class World:
-    """Applies events through names to an index."""
+    """Applies events through block names to an index."""
 
     def __init__(self) -> None:
         self.index, self.names = PrefixIndex(), BlockNames(SIZE, lambda: ROOT)
@@ -32,7 +32,7 @@ class World:
         assert self.index.pages_of(ENGINE) == len(self.names)
 
     def match(self, tokens: list[int], salt: bytes = ROOT) -> tuple[int, int]:
-        """Returns the leading pages that the engine holds, and those of them on the device."""
+        """Returns how many leading pages the engine holds, and how many of them on the device."""
         found = self.index.match(hash_pages(tokens, SIZE, salt)).get(ENGINE)
         return (found.num_pages, found.num_device_pages) if found else (0, 0)
 
@@ -60,7 +60,7 @@ def test_a_block_of_an_unknown_parent_waits_for_its_parent() -> None:
     assert world.match([1, 2, 3, 4, 5, 6]) == (3, 3)
 
 
-def test_a_block_counts_on_its_best_medium() -> None:
+def test_a_block_counts_in_its_fastest_tier() -> None:
     world = World()
     world.apply(run(1, [1, 2, 3, 4]), run(1, [1, 2, 3, 4], medium="CPU"), BlocksRemoved((2,), "GPU"))
     assert world.match([1, 2, 3, 4]) == (2, 1)
@@ -68,7 +68,7 @@ def test_a_block_counts_on_its_best_medium() -> None:
     assert world.match([1, 2, 3, 4]) == (1, 1)
 
 
-def test_adapters_images_and_salts_are_other_prompts() -> None:
+def test_adapters_images_and_salts_make_different_prompts() -> None:
     world, salt = World(), b"tenant's salt..."
     world.apply(
         run(1, [1, 2], lora_name="law", extra_keys=(("law",),)),
@@ -77,11 +77,11 @@ def test_adapters_images_and_salts_are_other_prompts() -> None:
         run(4, [1, 2, 3, 4], extra_keys=(None, (("image", 3),))),
     )
     assert world.match([1, 2], salt) == (1, 1)
-    assert world.match([1, 2, 3, 4]) == (1, 1)  # the image's block is another text
+    assert world.match([1, 2, 3, 4]) == (1, 1)  # the image's block has another text
     assert len(world.names) == 5
 
 
-def test_what_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_that_do_not_fit_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     world.apply(run(1, [1, 2], group=1), replace(run(2, [1, 2]), block_size=1, block_hashes=(2, 3)))
     world.apply(run(4, [1, 2], medium="TAPE"))

@@ -1,4 +1,4 @@
-"""Tests what is written to an engine and read from it: request fields, stream events, metrics; hostile answers."""
+"""Tests what is sent to an engine and read from it: request fields, stream events, metrics, and hostile answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def submit(sampling: SamplingParams, num_emitted: int = 0) -> worker_pb2.DecodeS
     return worker_pb2.DecodeSubmit(token_ids=tokens, num_prompt_tokens=3, sampling=wire.sampling_to_wire(sampling))
 
 
-def test_fields_have_the_engines_names() -> None:
+def test_request_fields_have_the_engines_names() -> None:
     sampling = SamplingParams(
         max_tokens=9, min_tokens=4, temperature=0.5, top_k=7, top_p=0.5, min_p=0.25, presence_penalty=1.0,
         seed=2**64 - 1, logit_bias={3: 1.5}, stop_token_ids=(8,), logprobs=2, bad_words=("no",),
@@ -46,10 +46,10 @@ def test_fields_have_the_engines_names() -> None:
     first = prefill_body(body)
     assert (first["max_tokens"], first["min_tokens"], first["stream"]) == (1, 0, False)
     assert not {"logprobs", "stream_options", "structured_outputs", "return_token_ids"} & first.keys()
-    assert first["cache_salt"] == "00ff"  # or the pages would be computed in another scope
+    assert first["cache_salt"] == "00ff"  # otherwise the pages would be computed in another scope
 
 
-def test_a_resumed_completion_asks_for_the_rest() -> None:
+def test_a_resumed_completion_requests_only_the_remaining_tokens() -> None:
     sampling = SamplingParams(max_tokens=9, min_tokens=4, temperature=1.0, seed=5)
     body = completion_body(submit(sampling, num_emitted=6), "tiny", "")
     assert (len(body["prompt"]), body["max_tokens"], body["min_tokens"], body["seed"]) == (9, 3, 0, 11)  # type: ignore[arg-type]
@@ -64,12 +64,12 @@ def test_a_resumed_completion_asks_for_the_rest() -> None:
         (SamplingParams(max_tokens=9, grammar=Grammar(GrammarKind.REGEX, "a")), 2, "cannot resume output"),
     ],
 )
-def test_what_an_engine_lacks_is_refused(sampling: SamplingParams, num_emitted: int, message: str) -> None:
+def test_options_that_an_engine_lacks_are_refused(sampling: SamplingParams, num_emitted: int, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         completion_body(submit(sampling, num_emitted), "tiny", "")
 
 
-def test_hints_are_refused_one_by_one_and_alone_by_name() -> None:
+def test_unsupported_hints_are_refused_and_a_request_of_hints_alone_fails() -> None:
     hints = common_pb2.KvHints(session="s", pin_s=3.0, prefetch_s=0.0)
     answers = refused_hints(hints, "engine-a")
     assert [answer.hint for answer in answers] == ["session", "pin_s", "prefetch"]
@@ -86,7 +86,7 @@ def event(**choice: object) -> bytes:
     return b"data: " + json.dumps({"choices": [choice]}).encode()
 
 
-def test_events_become_deltas() -> None:
+def test_stream_events_become_deltas() -> None:
     logprobs = {"token_logprobs": [-0.5], "top_logprobs": [{"token_id:7": -0.5, "token_id:9": -1}]}
     found = read_event(event(token_ids=[7], logprobs=logprobs, finish_reason="stop"), True)
     assert isinstance(found, worker_pb2.StepDelta)
@@ -122,18 +122,18 @@ def test_events_become_deltas() -> None:
         (event(token_ids=[1], logprobs={"token_logprobs": [10**400], "top_logprobs": [None]}), "not finite"),
     ],
 )
-def test_hostile_events_break_their_own_stream(line: bytes, message: str) -> None:
+def test_a_hostile_event_breaks_only_its_own_stream(line: bytes, message: str) -> None:
     with pytest.raises(BrokenStream, match=message):
         read_event(line, True)
 
 
-def test_a_token_of_no_probability_has_the_least_that_json_can_say() -> None:
+def test_a_token_of_zero_probability_gets_the_least_value_json_can_express() -> None:
     found = read_event(event(token_ids=[1], logprobs={"token_logprobs": [-math.inf], "top_logprobs": [None]}), True)
     assert isinstance(found, worker_pb2.StepDelta)
     assert found.logprobs[0].logprob == -9999.0
 
 
-def test_an_event_may_be_as_large_as_its_completion_needs() -> None:
+def test_the_size_of_an_event_is_bounded_by_its_completion() -> None:
     tops = {f"token_id:{150_000 + index}": -12.3456789012 for index in range(20)}
     choice = {
         "prompt_token_ids": list(range(100_000, 160_000)), "token_ids": [150_000] * 900, "text": "\\u2028" * 900,
@@ -151,7 +151,7 @@ NAMES = st.sampled_from(["choices", "token_ids", "usage", "logprobs"])
 
 
 @given(st.recursive(LEAVES, lambda each: st.lists(each) | st.dictionaries(NAMES, each)))
-def test_any_json_is_understood_or_breaks_the_stream(value: object) -> None:
+def test_any_json_is_parsed_or_breaks_the_stream(value: object) -> None:
     try:
         read_event(b"data: " + json.dumps(value).encode(), True)
     except BrokenStream:
@@ -175,7 +175,7 @@ def test_a_refusal_is_one_printable_line() -> None:
     assert "half ? and?another line" in to_status(error).message
 
 
-def test_a_prefill_without_parameters_is_a_broken_one() -> None:
+def test_a_prefill_without_transfer_parameters_is_an_error() -> None:
     assert transfer_params({"kv_transfer_params": {"a": 1}}) == {"a": 1}
     for answer in ([], {}, {"kv_transfer_params": None}):
         with pytest.raises(BrokenStream, match="configure its KV connector"):
@@ -210,12 +210,12 @@ def test_metrics_become_a_load_report() -> None:
     assert load.prefill_steps == StepTotals(2, 200, 0.0, 1.0)
     assert load.decode_steps == StepTotals(20, 40, 0.0, 1.0)  # 20 steps of 50 ms
     assert math.isclose(load.step_s, 0.05)
-    again = reader.load(read_metrics(SCRAPE % (0, 0, 0, 0, 0, 0)), 0, 0)  # a counter that went back
+    again = reader.load(read_metrics(SCRAPE % (0, 0, 0, 0, 0, 0)), 0, 0)  # a counter that fell
     assert again.decode_steps == load.decode_steps
 
 
 @pytest.mark.parametrize("value", ["e", "1-1", "1e308", "+Inf", "NaN", "-5"])
-def test_values_that_make_no_sense_are_passed_over(value: str) -> None:
+def test_implausible_values_are_ignored(value: str) -> None:
     names = ("num_requests_running", "kv_cache_usage_perc", "prefix_cache_hits_total", "iteration_tokens_total_count")
     text = "".join(f"vllm:{name} {value}\n" for name in names for _ in range(2))
     text += 'vllm:num_requests_waiting 3\nvllm:cache_config_info{num_gpu_blocks="4000000000"} 1\n'
@@ -224,13 +224,13 @@ def test_values_that_make_no_sense_are_passed_over(value: str) -> None:
     assert reader.load(read_metrics(text), 0, 0).num_waiting == 3
 
 
-def test_long_labels_are_read_in_time_in_proportion_to_them() -> None:
+def test_long_labels_are_read_in_linear_time() -> None:
     text = "vllm:cache_config_info{" + "a" * 1_000_000 + '="1",block_size="8"} 1\n'
-    assert read_metrics(text).block_size == 8  # two hours, if each letter began a label
+    assert read_metrics(text).block_size == 8  # two hours, if each letter started a label
 
 
 @given(st.text(max_size=300))
-def test_any_text_is_some_metrics(text: str) -> None:
+def test_any_text_is_parsed_as_metrics(text: str) -> None:
     lines = f'vllm:num_requests_running{text}\nvllm:cache_config_info{{block_size="{text}"}} 1.0\n{text} NaN\n'
     load = LoadReader().load(read_metrics(lines), 0, 0)
     assert load.free_pages <= load.total_pages

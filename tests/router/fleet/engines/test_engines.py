@@ -1,4 +1,5 @@
-"""A router before other engines: streams, prefixes by events, refusals, losses, and pairs by kv_transfer_params."""
+"""Tests a router in front of other engines: streams, prefixes by events, refusals, losses, and pairs by
+kv_transfer_params."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def held(router: RunningRouter, name: str) -> int:
     return router.server.fleet.index.pages_of(name)  # type: ignore[arg-type]
 
 
-async def test_streams_are_those_of_the_engine() -> None:
+async def test_streams_equal_the_engines_own() -> None:
     engine = EngineDouble(model="penstock-tiny")
     async with routed(engine) as router:
         messages = await ask(router, PROMPT, max_tokens=9, logprobs=1)
@@ -61,11 +62,11 @@ async def test_streams_are_those_of_the_engine() -> None:
         assert "cache_salt" not in body
 
 
-async def test_a_prefix_goes_to_the_engine_that_holds_it() -> None:
+async def test_a_prefix_is_sent_to_the_engine_that_holds_it() -> None:
     engines = [EngineDouble(f"engine-{number}") for number in range(3)]
     async with routed(*engines) as router:
         other = [token + 1 for token in PROMPT]
-        await engines[1]._cache(PROMPT, "")  # computed for somebody else
+        await engines[1]._cache(PROMPT, "")  # computed for another client
         await engines[2]._cache(other, "")
         await until(lambda: held(router, "engine-1") == held(router, "engine-2") == 5)
         for _ in range(4):
@@ -76,7 +77,7 @@ async def test_a_prefix_goes_to_the_engine_that_holds_it() -> None:
         await until(lambda: held(router, "engine-1") == 0)
 
 
-async def test_tenants_share_nothing_at_an_engine() -> None:
+async def test_tenants_share_no_prefix_at_an_engine() -> None:
     engine = EngineDouble()
     async with routed(engine) as router:
         for salt in ("", "mine", "mine"):
@@ -94,24 +95,24 @@ async def test_tenants_share_nothing_at_an_engine() -> None:
         assert index.match(hash_pages(PROMPT, BLOCK, root))[follower.worker_id].num_pages == 5
 
 
-async def test_a_lost_engine_leaves_no_seam() -> None:
+async def test_a_lost_engine_leaves_no_gap_in_the_stream() -> None:
     broken, whole = EngineDouble("engine-0", break_after=3), EngineDouble("engine-1")
     async with routed(broken, whole, policy="round-robin") as router:
-        for _ in range(2):  # one of the two begins at the broken engine
+        for _ in range(2):  # one of the two starts at the broken engine
             messages = await ask(router, PROMPT, max_tokens=8)
             assert tokens(messages) == expected(PROMPT, 8)
         resumed = [body for body in whole.bodies if len(body["prompt"]) > len(PROMPT)]  # type: ignore[arg-type]
         assert {(len(body["prompt"]), body["max_tokens"]) for body in resumed} == {(len(PROMPT) + 3, 5)}  # type: ignore[arg-type]
 
 
-async def test_the_holder_of_a_prefix_that_dies_gets_its_requests_no_more() -> None:
+async def test_a_dead_holder_of_a_prefix_gets_no_more_requests() -> None:
     holder, other = EngineDouble("engine-0", pause_at=2), EngineDouble("engine-1")
     async with routed(holder, other) as router:
         await holder._cache(PROMPT, "")
         await until(lambda: held(router, "engine-0") == 5)
         call = router.stub.Generate(request(token_ids=[*PROMPT, 30], temperature=0.0, max_tokens=6))
         messages = await read_tokens(call, 2)
-        await holder.stop()  # and it refuses connections from now on
+        await holder.stop()  # it refuses connections from now on
         messages += await collect(call)
         assert tokens(messages) == expected([*PROMPT, 30], 6)
         assert messages[-1].timing.decode_worker == "engine-1"
@@ -126,7 +127,7 @@ async def test_an_engine_that_refuses_is_passed_over() -> None:
         assert busy.bodies
 
 
-async def test_what_an_engine_refuses_for_good_reaches_the_client() -> None:
+async def test_a_permanent_refusal_reaches_the_client() -> None:
     engine = EngineDouble(refuse=400)
     async with routed(engine) as router:
         error = await failure(router.stub.Generate(request(token_ids=PROMPT)))
@@ -137,14 +138,14 @@ async def test_what_an_engine_refuses_for_good_reaches_the_client() -> None:
         assert "another engine" in error.message
 
 
-async def test_a_refusal_that_no_status_can_carry_ends_the_request() -> None:
+async def test_a_refusal_with_unencodable_text_ends_the_request() -> None:
     engine = EngineDouble(refuse=400, refusal="half a character: \ud800")
     async with routed(engine) as router:
         error = await failure(router.stub.Generate(request(token_ids=PROMPT)))
         assert "half a character: ?" in error.message
 
 
-async def test_an_answer_is_whole_with_its_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_is_complete_at_its_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_link, "_USAGE_S", 0.2)
     for trouble in ("never ends", "breaks at its end", "does not say that it ends", "goes on"):
         engine = EngineDouble(trouble=trouble)
@@ -156,7 +157,7 @@ async def test_an_answer_is_whole_with_its_last_token(monkeypatch: pytest.Monkey
             await until(lambda: engine.num_running == 0)  # noqa: B023
 
 
-async def test_compressed_answers_are_not_unpacked() -> None:
+async def test_compressed_answers_are_not_decompressed() -> None:
     engine, other = EngineDouble("engine-0", trouble="is compressed"), EngineDouble("engine-1")
     async with routed(engine, other, policy="round-robin") as router:
         for _ in range(2):
@@ -184,7 +185,7 @@ async def test_a_deadline_ends_a_request_at_the_engine() -> None:
         await until(lambda: engine.num_cancelled == 1)
 
 
-async def test_an_engine_that_starts_again_is_followed_again() -> None:
+async def test_a_restarted_engine_is_followed_again() -> None:
     engine = EngineDouble()
     async with routed(engine) as router:
         await ask(router, PROMPT, max_tokens=2)
@@ -203,16 +204,16 @@ async def test_an_engine_that_starts_again_is_followed_again() -> None:
         await until(lambda: held(router, "engine") == 5)
 
 
-async def test_lost_events_are_replayed_or_empty_the_picture() -> None:
+async def test_lost_events_are_replayed_or_clear_the_index() -> None:
     engine = EngineDouble()
     stored = [BlocksStored((number,), None, tuple(range(number, number + BLOCK)), BLOCK) for number in range(6)]
     async with routed(engine) as router:
         await engine.publish(stored[0])
         await until(lambda: held(router, "engine") == 1)
-        await engine.publish_payload(encode_batch(0.0, [stored[1]]), live=False)  # lost on its way
+        await engine.publish_payload(encode_batch(0.0, [stored[1]]), live=False)  # lost in transit
         await engine.publish(stored[2])
         await until(lambda: held(router, "engine") == 3)
-        await engine.publish_payload(b"\xc1")  # cannot be read: what it said is unknown
+        await engine.publish_payload(b"\xc1")  # unreadable, so its content is unknown
         await until(lambda: held(router, "engine") == 0)
         await engine.publish(stored[4])
         await until(lambda: held(router, "engine") == 1)
@@ -232,7 +233,7 @@ async def test_pairs_hand_over_by_kv_transfer_params() -> None:
         assert second["kv_transfer_params"]["remote_request_id"] == "prefill-0/0"  # type: ignore[index]
         assert messages[-1].timing.prefill_worker == "prefill-0"
         assert messages[-1].timing.prefill_cached_tokens == 0
-        await ask(router, PROMPT[: BLOCK - 1], max_tokens=2)  # too short to be worth it
+        await ask(router, PROMPT[: BLOCK - 1], max_tokens=2)  # too short to be worth a transfer
         assert len(prefill.bodies) == 1
         prefill.refuse = 500
         assert tokens(await ask(router, [*PROMPT, 25], max_tokens=4)) == expected([*PROMPT, 25], 4)
@@ -297,7 +298,7 @@ async def test_a_router_waits_for_an_engine() -> None:
         ({"a b": {"url": "http://h:1"}}, "engines.a b"),
     ],
 )
-def test_bad_settings_are_named(engines: dict[str, object], message: str) -> None:
+def test_bad_settings_are_refused_by_key(engines: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         RouterConfig.model_validate({"model": "m", "engines": engines})
 

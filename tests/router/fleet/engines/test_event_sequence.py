@@ -1,4 +1,4 @@
-"""Every batch is applied once and in order, or the loss is noticed: for any delivery of any publisher's life."""
+"""Tests that each batch of events is applied once and in order, or its loss is noticed, for any delivery."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from router.fleet.engines.event_sequence import EventSequence, Verdict
 
 
 def follow(sequence: EventSequence, lives: list[tuple[int, list[int], int]]) -> list[list[tuple[int, int]]]:
-    """Follows publishers one after the other. Each life is how many batches it sends, which of them are lost on their
-    way, and how many of the last ones it keeps for replays. Returns the pictures: each loss begins an empty one."""
+    """Follows publishers one after the other. Each life gives how many batches a publisher sends, which of them are
+    lost, and how many of the last ones it keeps for replays. Returns the applied batches since each loss."""
     pictures: list[list[tuple[int, int]]] = [[]]
     for life, (count, lost, kept) in enumerate(lives):
         for seq in range(count):
@@ -36,7 +36,7 @@ def _deliver(sequence: EventSequence, pictures: list, life: int, seq: int, repla
 
 
 @given(count=st.integers(0, 12), lost=st.lists(st.integers(0, 11)), kept=st.integers(0, 12), restarts=st.integers(0, 2))
-def test_a_picture_has_no_gaps(count: int, lost: list[int], kept: int, restarts: int) -> None:
+def test_applied_batches_have_no_gaps(count: int, lost: list[int], kept: int, restarts: int) -> None:
     lives = [(count, lost, kept)] * (restarts + 1)
     for picture in follow(EventSequence(), lives):
         seqs = [seq for _, seq in picture]
@@ -45,7 +45,7 @@ def test_a_picture_has_no_gaps(count: int, lost: list[int], kept: int, restarts:
 
 
 @given(lost=st.lists(st.integers(0, 10)))
-def test_nothing_is_lost_while_the_publisher_keeps_it(lost: list[int]) -> None:
+def test_nothing_is_lost_while_the_publisher_can_replay_it(lost: list[int]) -> None:
     pictures = follow(EventSequence(), [(12, lost, 12)])
     assert pictures == [[(0, seq) for seq in range(12)]]
 
@@ -57,13 +57,13 @@ def test_a_gap_without_replays_is_noticed() -> None:
     assert sequence.on_live(3) is Verdict.APPLY
 
 
-def test_an_answer_that_overlaps_live_batches_is_applied_once() -> None:
+def test_a_replay_that_overlaps_live_batches_is_applied_once() -> None:
     sequence = EventSequence()
     assert [sequence.on_replayed(seq) for seq in range(3)] == [Verdict.APPLY] * 3
     assert [sequence.on_live(seq) for seq in (1, 2, 3)] == [Verdict.DROP, Verdict.DROP, Verdict.APPLY]
 
 
-def test_a_publisher_that_starts_again_voids_everything() -> None:
+def test_a_restarted_publisher_voids_everything() -> None:
     sequence = EventSequence()
     for seq in range(4):
         sequence.on_live(seq)

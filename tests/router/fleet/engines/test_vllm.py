@@ -1,4 +1,4 @@
-"""A router before real vLLM servers on this machine's CPUs; PENSTOCK_VLLM_PYTHON names the interpreter that has one."""
+"""Tests a router in front of real vLLM servers on CPUs; PENSTOCK_VLLM_PYTHON names an interpreter with vLLM."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(not PYTHON, reason="PENSTOCK_VLLM_PYTHON names no interpreter with vLLM"),
 ]
-BLOCK = 32  # what vLLM's attention on CPUs takes
+BLOCK = 32  # the page size of vLLM's attention on CPUs
 START_S = 400.0
 PROMPTS = [[20 + (7 * i + 131 * number) % 1900 for i in range(5 * BLOCK + 3)] for number in range(4)]
 
@@ -38,7 +38,7 @@ def free_port() -> int:
 
 
 class VllmServer:
-    """A process, and its section of a router's configuration."""
+    """Runs a vLLM server and describes it for a router's configuration."""
 
     def __init__(self, folder: Path, name: str, *, connector: str = "") -> None:
         self.name = name
@@ -48,7 +48,7 @@ class VllmServer:
             "events": f"tcp://127.0.0.1:{events}",
             "replay": f"tcp://127.0.0.1:{replay}",
         }
-        # vLLM listens at a wildcard only: with another address its publisher connects, and nobody listens.
+        # vLLM binds only to a wildcard address; with another one its publisher connects instead, to nobody.
         publisher = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{events}"}
         words = ["--model", str(MODEL), "--served-model-name", MODEL.name, "--host", "127.0.0.1"]
         words += ["--port", str(self.port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
@@ -85,7 +85,7 @@ class VllmServer:
         self.process.wait(30)
 
     def answer(self, prompt: list[int], max_tokens: int) -> str:
-        """Asks the server itself."""
+        """Sends a request directly to the server."""
         body = {"model": MODEL.name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
         call = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/v1/completions",
@@ -128,16 +128,16 @@ def text(messages: list) -> str:
     return "".join(message.text for message in messages)
 
 
-async def test_two_servers_serve_what_they_would_serve_alone(servers: list[VllmServer]) -> None:
+async def test_two_servers_answer_as_each_alone(servers: list[VllmServer]) -> None:
     engines = {server.name: server.settings for server in servers}
     async with running_router(engines=engines, wait=False) as router:
         await all_serve(router, servers)
         index = router.server.fleet.index
-        # Streams are the servers' own.
+        # Streams equal those of the servers.
         for prompt in PROMPTS:
             messages = await ask(router, prompt)
             assert text(messages) == await asyncio.to_thread(servers[0].answer, prompt, 12)
-        # The router knows what only the second server holds. Where so short a prompt goes depends on measured costs.
+        # The router knows what only the second server holds. Measured costs decide where so short a prompt goes.
         fresh = [token + 1 for token in PROMPTS[0]]
         before = index.pages_of("vllm-1")  # type: ignore[arg-type]
         await asyncio.to_thread(servers[1].answer, fresh, 1)
@@ -147,17 +147,17 @@ async def test_two_servers_serve_what_they_would_serve_alone(servers: list[VllmS
         messages = await ask(router, [*fresh, 40])
         at_holder = messages[-1].timing.decode_worker == "vllm-1"
         assert messages[-1].timing.cached_tokens == (5 * BLOCK if at_holder else 0)
-        # Tenants' prefixes are apart.
+        # Tenants share no prefixes.
         wanted = request(token_ids=fresh, temperature=0.0, max_tokens=2)
         wanted.cache_salt = "mine"
         messages = await collect(router.stub.Generate(wanted, timeout=120))
         assert messages[-1].timing.cached_tokens == 0
-        # A client that leaves frees its sequence.
+        # The sequence of a client that leaves ends.
         call = router.stub.Generate(request(token_ids=fresh, temperature=0.0, max_tokens=800, ignore_eos=True))
         await read_tokens(call, 2)
         call.cancel()
         await until(lambda: all(worker.load.num_running == 0 for worker in router.server.fleet.followers))
-        # A server that is killed costs no stream.
+        # A killed server breaks no stream.
         call = router.stub.Generate(request(token_ids=fresh, temperature=0.0, max_tokens=200, ignore_eos=True))
         messages = await read_tokens(call, 3)
         busy = [worker.worker_id for worker in router.server.fleet.followers if worker.link.num_streams]  # type: ignore
@@ -188,7 +188,7 @@ async def test_a_pair_hands_over_by_nixl(tmp_path: Path) -> None:
 
 
 def _moved_tokens(server: VllmServer) -> float:
-    """Returns how many prompt tokens' KV the server has fetched from another."""
+    """Returns for how many prompt tokens the server has fetched KV from another."""
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
     wanted = "vllm:prompt_tokens_by_source_total"

@@ -1,4 +1,4 @@
-"""The schema of block events: vLLM's own bytes are understood, hostile bytes are refused."""
+"""Tests the schema of block events: vLLM's own bytes are parsed, hostile bytes are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.kv.block_events import (
     encode_batch,
 )
 
-# What msgspec made of vLLM 0.32's own KVEventBatch: three events are maps; and of the arrays of older publishers.
+# The bytes that msgspec makes of vLLM 0.32's own KVEventBatch: three events as maps; and arrays of older publishers.
 RECORDED = bytes.fromhex(
     "93cb41da4920401000009489a474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657392cfffffffffffffffff05b170617265"
     "6e745f626c6f636b5f68617368c0a9746f6b656e5f696473dc00206465666768696a6b6c6d6e6f707172737475767778797a7b7c7d7e7fcc80cc"
@@ -51,7 +51,7 @@ EVENTS = st.lists(
 )
 
 
-def test_batches_of_vllm_are_understood() -> None:
+def test_batches_of_vllm_are_parsed() -> None:
     assert decode_batch(RECORDED) == [
         BlocksStored((2**64 - 1, 5), None, tuple(range(100, 132)), 16, "GPU", group=0),
         BlocksStored((6,), 5, tuple(range(16)), 16, "CPU", "law", (("law", "salt"),), 0),
@@ -60,7 +60,7 @@ def test_batches_of_vllm_are_understood() -> None:
     ]
 
 
-def test_arrays_of_older_publishers_are_understood() -> None:
+def test_arrays_of_older_publishers_are_parsed() -> None:
     assert decode_batch(RECORDED_ARRAYS) == [
         BlocksStored((7,), 6, (1, 2), 2, None),
         BlocksRemoved((7,), None),
@@ -69,7 +69,7 @@ def test_arrays_of_older_publishers_are_understood() -> None:
 
 
 @given(EVENTS)
-def test_a_batch_survives_the_wire(events: list[BlockEvent]) -> None:
+def test_a_batch_survives_its_wire_format(events: list[BlockEvent]) -> None:
     assert decode_batch(encode_batch(1.0, events)) == events
 
 
@@ -105,13 +105,13 @@ STORED = {
         (msgpack.packb([1.0, [{**STORED, "group_idx": "0"}]]), "group_idx is not an integer"),
     ],
 )
-def test_hostile_batches_are_refused_by_name(payload: bytes, message: str) -> None:
+def test_hostile_batches_are_refused_by_field(payload: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         decode_batch(payload)
 
 
 @given(st.binary(max_size=200))
-def test_random_bytes_raise_nothing_but_value_errors(payload: bytes) -> None:
+def test_random_bytes_raise_only_value_errors(payload: bytes) -> None:
     for start in (b"", b"\x92\xcb" + bytes(8) + b"\x91"):
         try:
             decode_batch(start + payload)

@@ -1,4 +1,4 @@
-"""Configuration: every mistake is one line that names the file, the key, the value and the fix."""
+"""Tests configuration: every mistake is one line with the file, the key, the value and the fix."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.rpc.secret import ClusterSecrets
 from penstock.types import Lane, Role
 
 
-def test_a_toml_file_reads_as_it_is_documented(tmp_path: Path) -> None:
+def test_a_documented_toml_file_is_read(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
     file.write_text(
         'model = "/models/Llama"\n[prefill_pool]\nreplicas = 3\n'
@@ -40,7 +40,7 @@ def test_a_toml_file_reads_as_it_is_documented(tmp_path: Path) -> None:
     assert config.router_config("localhost:1").admin == "localhost:1"
 
 
-def test_a_pool_may_have_an_engine_that_differs(tmp_path: Path) -> None:
+def test_a_pool_can_have_engine_settings_of_its_own(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
     file.write_text('model = "m"\n[engine]\npage_size = 16\nnum_pages = 9\n[prefill_pool.engine]\npage_size = 64\n')
     config = load(ServeConfig, file)
@@ -97,7 +97,7 @@ def test_a_pool_may_have_an_engine_that_differs(tmp_path: Path) -> None:
         ("model = ", "give a readable TOML or JSON file"),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
+def test_mistakes_are_refused_by_key(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "serve.toml"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -116,7 +116,7 @@ def test_settings_at_their_limits_are_accepted() -> None:
     assert parse(TenantConfig, {"lane": "bulk", "max_lane": "bulk"}).lane is Lane.BULK
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config file .*nowhere\.toml: .*No such file"):
         load(ServeConfig, tmp_path / "nowhere.toml")
 
@@ -150,7 +150,7 @@ def test_beyond_loopback_a_process_without_credentials_is_refused(host: str) -> 
             parse(kind, {**data, "security": security})
 
 
-def test_settings_of_one_process_override_a_file_that_several_share(tmp_path: Path) -> None:
+def test_a_processs_own_settings_override_a_shared_file(tmp_path: Path) -> None:
     file = tmp_path / "router.json"
     file.write_text('{"model": "m", "admin": "head:1", "peer_host": "10.0.0.1"}')
     config = load_process(RouterConfig, file, "secret", {"peer_host": "10.0.0.2"})
@@ -161,7 +161,7 @@ def test_settings_of_one_process_override_a_file_that_several_share(tmp_path: Pa
 def test_a_plain_process_without_a_secret_ends_before_it_loads_anything(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The secret may be named on the command line, after the configuration."""
+    """The command line may give the secret's file, after the configuration."""
     engine = '{"model": "nowhere"}'
     worker = f'{{"worker_id": "w", "role": "decode", "engine": {engine}, "host": "0.0.0.0"}}'
     file = tmp_path / "process.json"
@@ -176,7 +176,8 @@ def test_a_plain_process_without_a_secret_ends_before_it_loads_anything(
 
 
 def test_key_files_have_the_same_path_in_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Actors have working directories of their own. Links stay as they are, since mounted secrets change by them."""
+    """Actors have working directories of their own. Links are not resolved, because mounted secrets change through
+    them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "real").mkdir()
@@ -206,7 +207,7 @@ def test_key_files_have_the_same_path_in_every_process(tmp_path: Path, monkeypat
     assert with_absolute_paths(nothing) == nothing
 
 
-def test_a_deployment_without_a_secret_makes_one_for_its_own_account(
+def test_a_deployment_without_a_secret_creates_one_for_its_own_account(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

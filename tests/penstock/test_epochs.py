@@ -1,4 +1,4 @@
-"""Tests that no two incarnations share an epoch, whatever the clocks of their machines show."""
+"""Tests that no two starts of a worker share an epoch, whatever the clocks of their machines show."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def test_epochs_are_unique_though_the_clock_stands_still(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("epochs", [(5, 9), (9, 5)])
-def test_a_router_that_restarts_is_heard_whatever_its_epoch_is(epochs: tuple[int, int]) -> None:
+def test_a_restarted_routers_reports_count_whatever_its_epoch(epochs: tuple[int, int]) -> None:
     load, worker = PeerInflight(), WorkerId("d")
-    for number, count in ((100, 1), (99, 7), (101, 2)):  # one report comes late
+    for number, count in ((100, 1), (99, 7), (101, 2)):  # a late report
         load.apply("peer:1", Epoch(epochs[0]), number, {worker: InflightWork(count)}, now_s=0.0)
     assert load.sent_to(worker, 0.0) == InflightWork(2)
     load.apply("peer:1", Epoch(epochs[1]), 1, {worker: InflightWork(3)}, now_s=0.0)

@@ -1,4 +1,4 @@
-"""Errors keep their type, field and hint across a process boundary."""
+"""Tests that errors keep their type, field and hint across a process boundary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_every_type_survives_the_wire(kind: type[errors.PenstockError]) -> None:
     assert (type(back), back.message) == (kind, "what went wrong")
 
 
-def test_bad_input_carries_its_field() -> None:
+def test_bad_input_keeps_its_field() -> None:
     status = errors.to_status(errors.InvalidInput("sampling.top_p", "is 2; give at most 1"))
     violation = error_details_pb2.BadRequest()
     assert any(packed.Unpack(violation) for packed in status.details)
@@ -40,14 +40,12 @@ def test_a_retry_hint_survives() -> None:
         (grpc.StatusCode.UNIMPLEMENTED, errors.InternalError),
     ],
 )
-def test_a_status_of_somebody_else_takes_the_type_of_its_code(
-    code: grpc.StatusCode, kind: type[errors.PenstockError]
-) -> None:
+def test_a_foreign_status_takes_the_type_of_its_code(code: grpc.StatusCode, kind: type[errors.PenstockError]) -> None:
     back = errors.from_status(status_pb2.Status(code=code.value[0], message="from afar"))
     assert type(back) is kind
 
 
-def test_http_and_grpc_status_agree_on_whose_fault_it_is() -> None:
+def test_http_and_grpc_status_agree_on_who_can_fix_the_error() -> None:
     for kind in (*errors._TYPES, errors.InvalidInput):
         caller_can_mend_it = (
             kind.code

@@ -1,4 +1,4 @@
-"""The event log: a follower that reads in any rhythm holds the worker's cache exactly."""
+"""Tests the event log: a follower that reads at any rate holds the worker's cache exactly."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ def test_a_follower_holds_the_cache(moves: list[tuple[str, int]], window: int) -
             assert next_seq == log.next_seq
 
 
-def test_a_new_follower_starts_with_a_snapshot_and_one_within_the_window_does_not() -> None:
+def test_a_new_follower_starts_with_a_snapshot_but_one_within_the_window_does_not() -> None:
     log = KvEventLog(window=2)
     for number in range(4):
         log.stored([page(number)])
     assert log.read(0).snapshot
-    assert log.read(1).snapshot  # fell out of the window
+    assert log.read(1).snapshot  # it fell out of the window
     batch = log.read(3)
     assert [event.hashes for event in batch.events] == [(page(2), page(3))]  # adjacent events of one kind are merged
     assert (batch.num_merged, batch.next_seq) == (1, 5)
-    assert log.read(99).snapshot  # of another incarnation
+    assert log.read(99).snapshot  # of another epoch
 
 
-def test_nothing_is_no_event() -> None:
+def test_an_empty_change_is_no_event() -> None:
     log = KvEventLog()
     log.stored([])
     log.removed([page(1)])
@@ -101,10 +101,10 @@ def test_a_page_without_a_known_parent_counts_as_a_stray() -> None:
     moves=st.lists(st.tuples(st.integers(0, 14), st.integers(0, NUM_RANKS)), max_size=60),
     unknown=st.sets(st.integers(0, 14), max_size=3),
 )
-def test_strays_are_counted_as_a_look_at_every_page_counts_them(
+def test_counted_strays_equal_those_found_by_scanning_every_page(
     moves: list[tuple[int, int]], unknown: set[int]
 ) -> None:
-    """Pages 0 to 14 as a binary tree: the children of page n are 2n + 1 and 2n + 2."""
+    """Pages 0 to 14 form a binary tree: the children of page n are 2n + 1 and 2n + 2."""
     places, ranks = PagePlaces(), dict[int, int]()
 
     def parent(number: int) -> PageHash | None:
@@ -127,7 +127,7 @@ def test_strays_are_counted_as_a_look_at_every_page_counts_them(
 
 
 @given(pages=st.lists(st.integers(0, 30), unique=True), at_once=st.integers(1, 9))
-def test_a_snapshot_in_parts_is_the_snapshot(pages: list[int], at_once: int) -> None:
+def test_the_parts_of_a_snapshot_add_up_to_it(pages: list[int], at_once: int) -> None:
     log = KvEventLog()
     log.stored([page(number) for number in pages])
     log.moved([page(number) for number in pages[::3]], KvEventKind.ON_HOST)

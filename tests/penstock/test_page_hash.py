@@ -1,4 +1,4 @@
-"""Page hashes: chained, seedless, salted, the same from any starting point."""
+"""Tests page hashes: chained, seedless, salted, and the same from any starting point."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=80)
 
 
 @given(tokens=TOKENS, page_size=st.integers(1, 20), known=st.integers(0, 10))
-def test_known_parents_change_nothing(tokens: list[int], page_size: int, known: int) -> None:
+def test_starting_from_a_known_parent_changes_no_hash(tokens: list[int], page_size: int, known: int) -> None:
     salt = make_salt("revision")
     whole = hash_pages(tokens, page_size, salt)
     assert len(whole) == len(tokens) // page_size
@@ -24,7 +24,7 @@ def test_known_parents_change_nothing(tokens: list[int], page_size: int, known: 
 
 
 @given(tokens=TOKENS, page_size=st.integers(1, 20))
-def test_next_pages_of_many_chains_are_each_the_next_of_its_own(tokens: list[int], page_size: int) -> None:
+def test_next_pages_of_many_chains_equal_those_of_each_chain(tokens: list[int], page_size: int) -> None:
     count = len(tokens) // page_size
     salts = [make_salt("revision", tenant=str(number)) for number in range(count)]
     known = [hash_pages(tokens, page_size, salt) for salt in salts]
@@ -45,7 +45,7 @@ def test_a_changed_token_changes_its_page_and_every_later_one(tokens: list[int],
     assert all(old != new for old, new in zip(before[page:], after[page:], strict=True))
 
 
-def test_salts_differ_by_revision_adapter_and_tenant_and_not_by_how_they_are_cut() -> None:
+def test_salts_differ_by_revision_adapter_and_tenant_but_not_by_how_their_text_is_split() -> None:
     salts = {
         make_salt("a"),
         make_salt("b"),

@@ -1,4 +1,4 @@
-"""Tickets: whatever was not signed here, or comes late, twice or at the wrong worker, does not get through."""
+"""Tests tickets: one that is not signed here, is late or used, or reaches the wrong worker, is refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def verifier(worker_id: str = "decode-0", epoch: int = 3) -> TicketVerifier:
     return TicketVerifier(WorkerId(worker_id), Epoch(epoch))
 
 
-def test_what_was_signed_is_what_comes_out() -> None:
+def test_a_verified_ticket_equals_the_signed_one() -> None:
     assert verifier().admit(KEY.sign(ticket()), SECRETS, ISSUED_S + 1) == (ticket(), SECRET)
 
 
@@ -59,14 +59,14 @@ def test_a_changed_byte_anywhere_is_refused(position: int, change: int) -> None:
 
 @given(st.binary(max_size=200))
 @settings(deadline=None)
-def test_made_up_bytes_are_refused(data: bytes) -> None:
+def test_random_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(Unauthenticated):
         verifier().admit(data, SECRETS, ISSUED_S)
 
 
 @given(st.integers(0, len(SIGNED) - 1), st.binary(max_size=40))
 @settings(deadline=None)
-def test_cut_or_lengthened_ones_are_refused(cut: int, more: bytes) -> None:
+def test_truncated_and_extended_tickets_are_refused(cut: int, more: bytes) -> None:
     with pytest.raises(Unauthenticated):
         verifier().admit(SIGNED[:cut], SECRETS, ISSUED_S)
     with pytest.raises(Unauthenticated):
@@ -79,7 +79,7 @@ def test_another_deployments_signature_is_refused() -> None:
         verifier().admit(other, SECRETS, ISSUED_S)
 
 
-def test_while_one_secret_replaces_another_tickets_of_both_are_accepted() -> None:
+def test_while_a_secret_is_replaced_tickets_of_both_are_accepted() -> None:
     newer = ClusterSecret("t" * 32)
     both = ClusterSecrets(newer, (newer, SECRET))
     assert verifier().admit(SIGNED, both, ISSUED_S) == (ticket(), SECRET)
@@ -89,25 +89,25 @@ def test_while_one_secret_replaces_another_tickets_of_both_are_accepted() -> Non
 
 
 @pytest.mark.parametrize("after_s", [-SKEW_S - 0.1, LIFETIME_S + SKEW_S + 0.1])
-def test_out_of_its_time_it_is_refused_and_a_fresh_one_would_do(after_s: float) -> None:
+def test_a_ticket_outside_its_lifetime_is_refused(after_s: float) -> None:
     with pytest.raises(Unavailable, match="past its time"):
         verifier().admit(SIGNED, SECRETS, ISSUED_S + after_s)
 
 
 @pytest.mark.parametrize("after_s", [-SKEW_S + 0.1, LIFETIME_S + SKEW_S - 0.1])
-def test_clocks_may_differ_a_little(after_s: float) -> None:
+def test_clocks_may_differ_slightly(after_s: float) -> None:
     assert verifier().admit(SIGNED, SECRETS, ISSUED_S + after_s)[0].id == "a"
 
 
 @pytest.mark.parametrize(("worker_id", "epoch"), [("decode-1", 3), ("decode-0", 4)])
-def test_another_worker_or_incarnation_refuses_it(worker_id: str, epoch: int) -> None:
+def test_another_worker_or_epoch_refuses_a_ticket(worker_id: str, epoch: int) -> None:
     with pytest.raises(Unavailable, match="decode-0"):
         verifier(worker_id, epoch).admit(SIGNED, SECRETS, ISSUED_S)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.floats(0, 3)), max_size=40))
 @settings(deadline=None)
-def test_each_gets_through_once_and_is_forgotten_when_it_could_not_any_more(steps: list[tuple[str, float]]) -> None:
+def test_each_ticket_is_accepted_once_and_forgotten_when_it_expires(steps: list[tuple[str, float]]) -> None:
     gate, now_s, used = verifier(), ISSUED_S, set()
     for name, passed_s in steps:
         now_s += passed_s
@@ -127,7 +127,7 @@ def test_each_gets_through_once_and_is_forgotten_when_it_could_not_any_more(step
 
 
 @given(st.floats(-1e6, 1e6))
-def test_clocks_shift_a_deadline_by_no_more_than_a_ticket_may_be_old(skew_s: float) -> None:
+def test_clock_skew_shifts_a_deadline_by_at_most_a_tickets_lifetime(skew_s: float) -> None:
     left_s = time_left_s(ticket(), ISSUED_S + skew_s)
     assert 60 - LIFETIME_S - SKEW_S <= left_s <= 60
 
@@ -138,7 +138,7 @@ def test_the_salt_is_not_in_the_ticket() -> None:
     assert page_salt(SECRET, "r1", "tenant:acme") != page_salt(SECRET, "r1", "tenant:other")
 
 
-def test_a_router_hears_of_its_own_tickets_and_after_a_broken_call_of_all_of_them() -> None:
+def test_a_router_gets_its_own_tickets_and_after_a_broken_call_all_of_them() -> None:
     now_s = [0.0]
     log = TicketLog(lambda: now_s[0])
     first, second, other = (worker_pb2.TicketState(id=name) for name in ("first", "second", "other"))

@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class BitFlipper(threading.Thread):
-    """Stands for faulty memory: flips one bit of the first page that is written."""
+    """Stands in for faulty memory: flips one bit of the first page that is written."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(daemon=True)
@@ -44,16 +44,16 @@ class BitFlipper(threading.Thread):
         while self.flipped is None and not self.stopping.wait(PAUSE_S):
             written_P = (self._bytes_PB[:, :64] != self._before_PB).any(axis=1).nonzero()[0]
             if len(written_P):
-                self._bytes_PB[written_P[0], 3] ^= 1 << 6  # an exponent's bit; its copy has long passed it
+                self._bytes_PB[written_P[0], 3] ^= 1 << 6  # a bit of the exponent; the copy has long passed it
                 self.flipped = int(written_P[0])
 
 
 @pytest.mark.parametrize("checksums", [True, False])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_a_flipped_bit_is_detected_and_its_hand_off_recomputed(
+async def test_a_flipped_bit_is_detected_and_its_prompt_recomputed(
     model: Path, transport: str, checksums: bool
 ) -> None:
-    """Without checksums nothing detects the flip, unless the logits overflow, which ends the request."""
+    """Without checksums nothing detects the flip, unless the logits overflow and end the request."""
     wanted = generate(Engine.load(EngineConfig(model=str(model), num_pages=64, num_threads=1)), PROMPT, GREEDY, SALT)
     transfer = {"transport": transport, "checksums": checksums}
     async with workers(

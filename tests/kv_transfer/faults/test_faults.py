@@ -1,7 +1,7 @@
 """Tests transfers between real processes that are killed, frozen or restarted at random points, and over failing links.
 
-Whatever happens, every transfer ends: its bytes are exact, or its owner is notified. Nothing else is written, no other
-peer is disturbed, and no thread, descriptor or open transfer is left.
+Every transfer must end: its bytes are exact, or its owner is notified. Nothing else is written, no other peer is
+disturbed, and no thread, descriptor or open transfer is left.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from tests.support.transfer.transfer_pair import PREFILL, Log, config, key, rece
 
 NUM_PAGES, PAGE_BYTES = 64, 128 * 1024
 NUM_MOVED = 24  # pages of a transfer
-NUM_TRANSFERS = 60  # of each test; each transport sees them from both ends
-NUM_RESTARTS = {"torch": 8, "nixl": 5}  # others: 12; a sender over NIXL takes a second to start
+NUM_TRANSFERS = 60  # transfers in each test; each transport sees them from both ends
+NUM_RESTARTS = {"torch": 8, "nixl": 5}  # 12 over shm; a sender over NIXL takes a second to start
 TRANSPORTS = [
     "shm",
     "torch",
     pytest.param("nixl", marks=pytest.mark.skipif(not nixl_agent.is_installed(), reason="NIXL is not installed")),
 ]
-LONGEST_PAUSE_S = 0.004  # before a fault: some transfers are over by then, most are in flight
-BETWEEN_MOVES_S = 0.01  # of a steady sender, so that it leaves the cores to others
-BOUND_S = 60.0  # for whatever must end; only a hang takes as long
+LONGEST_PAUSE_S = 0.004  # delay before a fault: some transfers have ended by then, most are in flight
+BETWEEN_MOVES_S = 0.01  # pause of a steady sender, which leaves the cores to others
+BOUND_S = 60.0  # deadline for whatever must end; only a hang takes as long
 
 Pages = list[PageId]
 
@@ -61,9 +61,9 @@ def nothing_left() -> Iterator[None]:
 
     threads, descriptors = count()
     yield
-    gc.collect()  # of the transfer ends themselves
+    gc.collect()  # threads of transfers end by themselves
     deadline_s = time.monotonic() + BOUND_S
-    bound = threads, descriptors + 6  # pipes to the process that forks; a leak would come with each transfer
+    bound = threads, descriptors + 6  # pipes to the process that forks; a leak would grow with each transfer
     while any(now > before for now, before in zip(count(), bound, strict=True)):
         assert time.monotonic() < deadline_s, (count(), bound, [thread.name for thread in threading.enumerate()])
         time.sleep(0.02)
@@ -74,7 +74,7 @@ def pick_pages(rng: random.Random, pool: range = range(NUM_PAGES)) -> tuple[Page
 
 
 def cut_pushes(rng: random.Random, src: Pages, dst: Pages) -> list[tuple[int, Pages, Pages]]:
-    """Cuts a transfer into pushes of random sizes."""
+    """Splits a transfer into pushes of random sizes."""
     cuts = [0, *sorted(rng.sample(range(1, NUM_MOVED), 3)), NUM_MOVED]
     return [(first, src[first:end], dst[first:end]) for first, end in pairwise(cuts)]
 
@@ -86,7 +86,7 @@ def faults(rng: random.Random, num_kills: int, num_freezes: int) -> dict[int, st
 
 
 def freeze(child: Child, rng: random.Random, longest_s: float = 0.05) -> None:
-    """Freezes a child for less than any time-out: no peer may notice."""
+    """Freezes a child for less than any timeout, so that no peer may notice."""
     child.signal(signal.SIGSTOP)
     time.sleep(rng.uniform(0, longest_s))
     child.signal(signal.SIGCONT)
@@ -192,8 +192,8 @@ def receivers_die_and_freeze(transport: str) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_sender_that_restarts_again_and_again_does_not_disturb_another(transport: str) -> None:
-    """Kills a worker within a transfer again and again; each successor has a new epoch and is served at once."""
+def test_a_sender_that_keeps_restarting_does_not_disturb_another(transport: str) -> None:
+    """Kills a worker within a transfer repeatedly; each successor has a new epoch and is served at once."""
     source, target = make_source(NUM_PAGES, PAGE_BYTES), make_target(NUM_PAGES, PAGE_BYTES)
     half, num_restarts = NUM_PAGES // 2, NUM_RESTARTS.get(transport, 12)
     rng, log, steady_log_error = random.Random(5), Log(), list[BaseException]()
@@ -246,20 +246,18 @@ def test_a_sender_that_restarts_again_and_again_does_not_disturb_another(transpo
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_sender_frozen_beyond_its_lease_writes_only_its_own_pages(transport: str) -> None:
     """Wakes the sender after its transfer has been closed. A staging transport writes nothing more; a one-sided one may
-    finish the writes that it had begun, which is why the pages stay fenced until the sender is done."""
+    finish the writes that it began, so the pages stay fenced until the sender is done."""
     source, target = make_source(NUM_PAGES, PAGE_BYTES), make_target(NUM_PAGES, PAGE_BYTES)
     rng, log = random.Random(41), Log()
-    # Undisturbed transfers must not take as long, whatever runs beside them; each round waits for it once.
+    # Longer than any undisturbed transfer on a busy machine; each round waits for it once.
     end = receiver(target, log, config(transport, timeout_s=2.5))
     try:
         with children(Child("sender", transport, 1, NUM_PAGES, PAGE_BYTES)) as (child,):
-            assert (
-                child.call("run", key(99), end.offer(PREFILL, Epoch(1)), []) == []
-            )  # connects before the clock matters
+            assert child.call("run", key(99), end.offer(PREFILL, Epoch(1)), []) == []  # connects before timing matters
             num_cut_short = 0
             for number in range(50):
                 if number >= 3 and num_cut_short:
-                    break  # three rounds, and more until a freeze has hit a copy in flight
+                    break  # three rounds, or more until a freeze has hit a copy in flight
                 target.zero_()
                 moving, (src, dst) = key(number), pick_pages(rng)
                 end.open(moving, dst)
@@ -300,10 +298,10 @@ def test_no_page_changes_after_a_frozen_receiver_has_lifted_its_fence() -> None:
             moving, (src, dst) = key(number), pick_pages(rng)
             offer = end.call("open", moving, dst)
             is_disturbed = number % 2 == 1
-            if number == 1:  # before the first push, so that the sender has to give up
+            if number == 1:  # before the first push, so that the sender must give up
                 end.signal(signal.SIGSTOP)
             origin.send("run", moving, offer, cut_pushes(rng, src, dst))
-            if is_disturbed:  # in the middle of it, unless the receiver is frozen already
+            if is_disturbed:  # in the middle of a push, unless the receiver is already frozen
                 time.sleep(rng.uniform(0, LONGEST_PAUSE_S))
                 end.signal(signal.SIGSTOP)
             errors = origin.reply()
@@ -321,7 +319,7 @@ def test_no_page_changes_after_a_frozen_receiver_has_lifted_its_fence() -> None:
 @pytest.mark.skipif(not nixl_agent.is_installed(), reason="NIXL is not installed")
 @pytest.mark.parametrize("page_bytes", [128, 4096, 64 * 1024, 1 << 20])
 def test_nixl_writes_pages_while_the_receiver_is_frozen(page_bytes: int) -> None:
-    """The sender moves all bytes itself, so a receiver that wakes has nothing to write late."""
+    """The sender moves all bytes itself, so a receiver that wakes has nothing to write."""
     rng, source = random.Random(44), make_source(NUM_PAGES, page_bytes)
     ends = children(
         Child("receiver", "nixl", 2, NUM_PAGES, page_bytes), Child("sender", "nixl", 1, NUM_PAGES, page_bytes)
@@ -381,7 +379,7 @@ def test_a_transfer_ends_when_its_link_loses_one_direction_or_is_cut(transport: 
     proxied = replace(offer, transports=((name, {**details, "port": proxy.port}),)).encode()
     src, dst = pick_pages(random.Random(1))
     try:
-        for number in range(2):  # the second one meets the fault
+        for number in range(2):  # the second transfer meets the fault
             if number:
                 proxy.cut() if fault == "cut" else proxy.lose(fault)
             end.open(key(number), dst)
@@ -392,7 +390,7 @@ def test_a_transfer_ends_when_its_link_loses_one_direction_or_is_cut(transport: 
             arrivals.wait(lambda: ended(arrivals, key(number)), BOUND_S)  # noqa: B023
             end.close(key(number))
         assert key(0) not in (*arrivals.failed_keys(), *pushes.failed_keys())
-        expected = {  # fails at (receiver, sender); shm is one-sided: each end misses only what it waits for
+        expected = {  # fails at (receiver, sender); shm is one-sided, so each end misses only what it waits for
             ("shm", TO_TARGET): (True, False),
             ("shm", TO_CLIENT): (False, False),
             ("torch", TO_TARGET): (True, True),
@@ -405,7 +403,7 @@ def test_a_transfer_ends_when_its_link_loses_one_direction_or_is_cut(transport: 
             assert failed == expected
         proxy.cut()
         deadline_s = time.monotonic() + BOUND_S
-        # Once both have noticed, the next transfer connects again.
+        # Once both ends have noticed, the next transfer connects again.
         while origin._links._receivers or not end.stats.num_lost_peers:
             assert time.monotonic() < deadline_s
             time.sleep(0.01)

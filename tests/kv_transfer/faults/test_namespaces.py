@@ -1,7 +1,7 @@
-"""Tests transfers between two network namespaces, which stand for hosts without RDMA.
+"""Tests transfers between two network namespaces, which stand in for hosts without RDMA.
 
-NIXL refuses, and torch survives a broken link. A wrong hardware address for the peer causes loss in one direction:
-frames leave and no host accepts them. Namespaces and virtual links need root.
+NIXL refuses, and torch survives a broken link. A wrong hardware address for the peer loses frames in one direction: no
+host accepts them. Namespaces and virtual links need root.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.transfer.transfer_pair import key
 NUM_PAGES, PAGE_BYTES = 64, 1 << 20
 NOBODY = "02:00:00:00:00:99"
 HOSTS = {"receiver": "10.77.0.1", "sender": "10.77.0.2"}
-AFTER_S = 1.0  # within which bytes that a kernel still holds arrive once the link works again
+AFTER_S = 1.0  # within this time, bytes that a kernel still holds arrive once the link works again
 NEEDED = os.geteuid() == 0 and shutil.which("ip") and shutil.which("nsenter")
 
 pytestmark = [
@@ -33,7 +33,7 @@ pytestmark = [
 
 
 class Net:
-    """Runs two children on one link, each in a network namespace of its own."""
+    """Runs two children on one link, each in its own network namespace."""
 
     def __init__(self, transport: str) -> None:
         self.ends = {

@@ -1,4 +1,4 @@
-"""Transfers between two processes, over each transport: bytes are exact, and either end may die."""
+"""Tests transfers between two processes over each transport: bytes are exact, and either end may die."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.processes
 NUM_PAGES, PAGE_BYTES = 96, 16 * 1024
 TRANSPORTS = [
     "shm",
-    "cuda_ipc",  # over the double
+    "cuda_ipc",  # with a double for the driver
     "torch",
     pytest.param("nixl", marks=pytest.mark.skipif(not nixl_agent.is_installed(), reason="NIXL is not installed")),
 ]
@@ -42,7 +42,7 @@ def pages(numbers: list[int]) -> list[PageId]:
 def test_a_transfer_fails_when_its_sender_dies_and_the_successor_is_served(transport: str) -> None:
     source, target = make_source(NUM_PAGES, PAGE_BYTES), make_target(NUM_PAGES, PAGE_BYTES, transport)
     log, rng = Log(), random.Random(3)
-    # A transport with a channel breaks with its peer; NIXL has no channel, so only a time-out shows the loss.
+    # A transport with a channel notices that its peer has gone; NIXL has no channel, so only a timeout shows the loss.
     end = receiver(target, log, config(transport, timeout_s=2.0 if transport == "nixl" else 10 * WAIT_S))
     try:
         first, second = (Child("sender", transport, epoch, NUM_PAGES, PAGE_BYTES) for epoch in (1, 3))
@@ -88,7 +88,7 @@ def move(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_receiver_that_freezes_or_dies_does_not_hold_up_another(transport: str) -> None:
+def test_a_receiver_that_freezes_or_dies_does_not_delay_another(transport: str) -> None:
     source = make_source(NUM_PAGES, PAGE_BYTES, transport)
     log = Log()
     origin = sender(source, log, config(transport, timeout_s=1.0))
@@ -119,7 +119,7 @@ def test_a_receiver_that_freezes_or_dies_does_not_hold_up_another(transport: str
             log.wait(lambda: {stuck, lost} <= set(log.done))
             assert set(log.failed_keys()) <= {stuck, lost}
             assert lost in log.failed_keys()
-            if transport == "torch":  # a one-sided write needs no help of a frozen peer and may well complete
+            if transport == "torch":  # a one-sided write needs no help from a frozen peer and may complete
                 assert stuck in log.failed_keys()
             os.kill(frozen.process.pid, signal.SIGCONT)
             assert len(log.done) == len(set(log.done)) == 6

@@ -1,4 +1,4 @@
-"""Tests page checksums: they depend on the bytes of one page alone, for every dtype."""
+"""Tests page checksums: they depend only on the bytes of one page, for every dtype."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def test_one_flipped_bit_changes_one_checksum() -> None:
     assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, True]
 
 
-def test_pages_of_odd_sizes_are_refused_by_name() -> None:
+def test_pages_of_odd_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="pages of 6 bytes; a page must be a multiple of 4 bytes"):
         page_checksums(torch.zeros(3, 6, dtype=torch.uint8), [PageId(0)])

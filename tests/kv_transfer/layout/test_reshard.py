@@ -1,4 +1,5 @@
-"""Tests KV moving between layouts: each value arrives at its place, and misfits are refused by field."""
+"""Tests KV that moves between layouts: each value arrives at its place, and incompatible layouts are refused by
+field."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ BASE = KVLayout(num_layers=4, num_kv_heads=4, page_size=16, head_dim=2, dtype="f
 
 
 def value(token: int, layer: int, kind: int, head: int, dim: int) -> float:
-    """Returns a value for one place in the sequence, whatever the layout; distinct, but not exact in every dtype."""
+    """Returns the value of one place in the sequence, whatever the layout; distinct, but not exact in every dtype."""
     return 1 + dim + 2 * (head + 4 * (kind + 2 * (layer + 4 * token)))
 
 
@@ -39,7 +40,7 @@ def dense(layout: KVLayout, num_tokens: int) -> torch.Tensor:
 
 
 def make_pool(layout: KVLayout, num_tokens: int, order: list[int]) -> torch.Tensor:
-    """Returns a pool with the sequence's pages at `order[i]`; everything else holds a value that no token has."""
+    """Returns a pool with the sequence's pages at `order[i]`; all other values occur in no token."""
     pool = torch.full(layout.shape(len(order) + 1), -7.0, dtype=getattr(torch, layout.dtype))
     for token, kv in enumerate(dense(layout, num_tokens)):
         pool[order[token // layout.page_size], :, :, :, token % layout.page_size] = kv
@@ -77,7 +78,7 @@ def test_runs_cover_each_token_once_and_stay_within_their_pages(plan: ReshardPla
             seen.append(token)
     assert seen == list(tokens)
     borders = {t for t in tokens if t % plan.source.page_size == 0 or t % plan.target.page_size == 0} | {first}
-    assert len(list(plan.token_runs(tokens))) == len(borders)  # no needless cuts
+    assert len(list(plan.token_runs(tokens))) == len(borders)  # no run is split without need
 
 
 def test_equal_layouts_move_whole_pages() -> None:
@@ -117,7 +118,7 @@ def test_repacked_pages_equal_a_dense_copy(
     (unused,) = set(range(len(parts) + 1)) - set(places)
     assert rows[unused].isnan().all()
     assert torch.equal(pool, before)
-    if not plan.whole_pages:  # whole pages are sent with the unused rest of the last one
+    if not plan.whole_pages:  # whole pages are sent with the unused rest of the last page
         found_sums = sent_checksums(plan, pool, tokens, [PageId(page) for page in order])
         assert found_sums == page_checksums(rows, [PageId(place) for place in places])
 
@@ -180,7 +181,7 @@ def test_staging_is_bounded_and_leaves_room_for_other_transfers() -> None:
     staging = Staging(plan, torch.zeros(source.shape(1)), lambda: asked.append(True))
     parts = page_slices(plan, range(16), [PageId(0)])
     first = [staging.stage(parts * 4, held) for held in (0, 4, 8, 12, 16)]
-    assert [rows is not None for rows in first] == [True, True, True, True, False]  # half of the rows, and no more
+    assert [rows is not None for rows in first] == [True, True, True, True, False]  # at most half of the rows
     other = staging.stage(parts * 16, 0)
     assert other is not None
     assert staging.stage(parts, 0) is None

@@ -47,7 +47,7 @@ LAYOUT = KVLayout(num_layers=3, num_kv_heads=12, page_size=4, head_dim=6, dtype=
 
 
 class Expected(Protocol):
-    """Returns the tokens of a single process."""
+    """Returns the tokens that a single process generates."""
 
     def __call__(self, sampling: SamplingParams, kv_dtype: str = "auto") -> list[int]: ...
 
@@ -98,7 +98,7 @@ def test_every_head_of_every_receiving_rank_is_sent_once(
 @pytest.mark.parametrize(
     ("page_heads", "heads"), [((0, 12), (4, 8)), ((6, 12), (9, 12)), ((3, 9), (4, 9)), ((0, 4), (0, 4))]
 )
-def test_the_rows_of_some_heads_equal_a_page_of_those_heads(
+def test_rows_of_some_heads_equal_a_page_of_those_heads(
     page_heads: tuple[int, int], heads: tuple[int, int], kv_dtype: str
 ) -> None:
     """Selects rows from pages of all heads and compares them with pages of some heads."""
@@ -135,12 +135,12 @@ def test_a_malformed_offer_of_several_ranks_is_refused() -> None:
         with pytest.raises(TransferError, match="offer"):
             split_offer(data)
     with pytest.raises(TransferError, match="offer"):
-        parse_offer(join_offers(2, 1, [b"one"]))  # it is not taken for the offer of a single rank
+        parse_offer(join_offers(2, 1, [b"one"]))  # it must not be taken for the offer of a single rank
     assert [shard.heads for shard in shard_layouts(LAYOUT, 3)] == [range(0, 4), range(4, 8), range(8, 12)]
 
 
-def test_a_call_to_an_end_that_was_closed_meanwhile_does_not_end_the_rank() -> None:
-    """A worker that stops closes its sender while its step loop still runs, and may be in the middle of a push."""
+def test_a_call_to_a_closed_end_does_not_end_the_rank() -> None:
+    """A stopping worker closes its sender while its step loop still runs, possibly in the middle of a push."""
     extension = RankTransfers(cast(WorkerRank, None)).extension
     for handlers in (extension.in_turn["end"], extension.at_once["end_at_once"]):
         assert handlers([7, "push_tokens", []]) is None
@@ -196,9 +196,7 @@ async def test_prefilled_prompts_transfer_between_different_numbers_of_ranks(
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
-async def test_a_peer_is_forgotten_by_every_rank_and_cut_off_from_every_rank(
-    ranks: tuple[int, int], model: Path
-) -> None:
+async def test_every_rank_forgets_a_peer_and_disconnects_it(ranks: tuple[int, int], model: Path) -> None:
     ends = [
         worker_config(role, model, engine={"tensor_parallel": count})
         for role, count in zip((Role.PREFILL, Role.DECODE), ranks, strict=True)
@@ -219,7 +217,7 @@ async def test_a_peer_is_forgotten_by_every_rank_and_cut_off_from_every_rank(
             async with asyncio.timeout(TIMEOUT_S):
                 while not await asyncio.to_thread(receiver.cut_off, source.epoch):  # noqa: ASYNC110 - no event says it
                     await asyncio.sleep(0.01)
-            # It is alive after all: its next pages come over the transport by which it cannot write on its own.
+            # The peer is alive after all: its next pages use the transport over which it cannot write on its own.
             other = [token + 1 for token in PROMPT]
             again = await calls.answer(calls.submit(other, GREEDY, [source]))
             assert again.timing is not None
@@ -230,7 +228,7 @@ async def test_a_peer_is_forgotten_by_every_rank_and_cut_off_from_every_rank(
 
 
 @pytest.mark.parametrize(("source_dtype", "target_dtype"), [("auto", "fp8"), ("int8", "auto")])
-async def test_kv_dtypes_are_converted_alike_for_every_number_of_ranks(
+async def test_kv_dtypes_are_converted_equally_for_every_number_of_ranks(
     source_dtype: str, target_dtype: str, model: Path
 ) -> None:
     """The tokens equal those of two workers with one rank each and the same two dtypes."""
@@ -291,7 +289,7 @@ async def test_cached_pages_are_handed_over_between_different_numbers_of_ranks(
 async def test_running_sequences_migrate_between_different_numbers_of_ranks_and_back(
     model: Path, expected: Expected
 ) -> None:
-    long = replace(SEEDED, max_tokens=400)  # runs until both migrations are done, on a slow machine too
+    long = replace(SEEDED, max_tokens=400)  # runs until both migrations are done, also on a slow machine
     local = {"placement": "local"}
     async with workers(
         worker_config(Role.DECODE, model, "split", engine={"tensor_parallel": 2}, decode=local),
@@ -325,8 +323,8 @@ async def _move(source: DecodeServer, target: DecodeServer) -> worker_pb2.Migrat
         await channel.close()
 
 
-async def test_a_split_worker_changes_its_role(model: Path, expected: Expected) -> None:
-    """Checks that its ranks keep their weights and pages and then receive transfers instead of sending them."""
+async def test_a_worker_of_two_ranks_flips_its_role(model: Path, expected: Expected) -> None:
+    """Its ranks keep their weights and pages and then receive transfers instead of sending them."""
     first = PrefillServer(worker_config(Role.PREFILL, model, engine={"tensor_parallel": 2}))
     await first.start()
     assert first.replica is not None

@@ -41,7 +41,7 @@ def test_a_landed_or_closed_transfer_does_not_fail() -> None:
     assert not table.fail(incoming), "its key belongs to another transfer"
 
 
-def test_pages_beyond_a_transfers_own_are_ignored() -> None:
+def test_pages_outside_a_transfer_are_ignored() -> None:
     table = ArrivalTable()
     table.open(KEY, PAGES, 10.0, 0.0)
     assert table.find(Arrival(KEY, 2, 2)) is None
@@ -53,7 +53,7 @@ def test_pages_beyond_a_transfers_own_are_ignored() -> None:
     assert incoming.fresh(Arrival(KEY, 0, 3)) == [0, 2]
 
 
-def test_incarnations_of_a_worker_stay_known_in_whatever_order_their_epochs_are() -> None:
+def test_earlier_epochs_of_a_worker_stay_known_whatever_their_order() -> None:
     """A worker whose clock stepped back, or whose epochs are random, is admitted like any other."""
     peers, worker = KnownPeers(), WorkerId("p")
     for epoch in (9, 3, 5, 1, 9, 3):
@@ -70,7 +70,7 @@ def test_incarnations_of_a_worker_stay_known_in_whatever_order_their_epochs_are(
     assert (peers.heads_of(Epoch(9)), peers.heads_of(Epoch(2))) == (range(9), None)
 
 
-def test_the_heads_of_a_forgotten_peer_are_an_error_and_not_a_whole_page() -> None:
+def test_asking_for_the_heads_of_a_forgotten_peer_is_an_error() -> None:
     peers = KnownPeers()
     peer = Peer(WorkerId("p"), Epoch(1))
     peers.admit(peer, range(2))

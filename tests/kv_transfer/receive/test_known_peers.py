@@ -1,4 +1,4 @@
-"""Tests for how long a receiver looks for peers on transports that must be polled."""
+"""Tests how long a receiver polls for peers on transports that need polling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def known() -> KnownPeers:
     return peers
 
 
-def test_a_peer_is_expected_until_it_comes_or_time_is_up() -> None:
+def test_a_peer_is_expected_until_it_connects_or_times_out() -> None:
     peers = known()
     peers.expect(PEER.epoch, 10.0)
     assert peers.any_expected(9.0)
@@ -25,14 +25,14 @@ def test_a_peer_is_expected_until_it_comes_or_time_is_up() -> None:
     assert not peers.any_expected(11.0)
 
 
-def test_a_peer_whose_pages_are_announced_is_not_polled_for_until_its_connection_ends() -> None:
+def test_a_peer_that_announces_pages_is_not_polled_for_until_its_connection_ends() -> None:
     peers = known()
     peers.expect(PEER.epoch, 10.0)
     peers.has_announced(PEER.epoch)
     assert peers.announces(PEER.epoch)
     peers.expect(PEER.epoch, 20.0)  # the next offer
     assert not peers.any_expected(1.0)
-    peers.has_left(PEER.epoch, 15.0)  # it may come back by any transport
+    peers.has_left(PEER.epoch, 15.0)  # it may return over any transport
     assert not peers.announces(PEER.epoch)
     assert peers.any_expected(14.0)
 

@@ -42,7 +42,7 @@ class FakeLink:
     gains_from_layer_groups: bool = False
     posted: list[tuple[Arrival, FakePush]] = field(default_factory=list)
     dead: TransferError | None = None
-    refused: TransferKey | None = None  # its pushes cannot be posted
+    refused: TransferKey | None = None  # the transfer whose pushes cannot be posted
 
     def push(
         self,
@@ -123,7 +123,7 @@ def drain(send_queue: SendQueue, link: FakeLink, now_s: float = 0.0) -> None:
         send_queue.reap(now_s)
 
 
-def test_interactive_pages_go_first_and_bulk_last() -> None:
+def test_interactive_pages_are_sent_first_and_bulk_pages_last() -> None:
     send_queue, link, (bulk, standard, interactive) = make(3)
     bulk.lane, interactive.lane = Lane.BULK, Lane.INTERACTIVE
     for transfer in (bulk, standard, interactive):
@@ -146,7 +146,7 @@ def test_bulk_pushes_leave_room_for_other_lanes() -> None:
 
 
 def test_an_overtaken_lane_is_served_after_its_handicap() -> None:
-    """Queues more interactive pages than the link takes: a standard page waits for its handicap and no longer."""
+    """Queues more interactive pages than the link takes; a standard page waits for its handicap and no longer."""
     send_queue, link, (standard, interactive) = make(2)
     interactive.lane = Lane.INTERACTIVE
     window = MAX_INFLIGHT_BYTES // PAGE_BYTES
@@ -162,7 +162,7 @@ def test_an_overtaken_lane_is_served_after_its_handicap() -> None:
     assert HANDICAP_BYTES[Lane.STANDARD] <= rounds * MAX_INFLIGHT_BYTES <= HANDICAP_BYTES[Lane.STANDARD] * 2
 
 
-def test_ready_pages_do_not_wait_for_more_urgent_unready_ones() -> None:
+def test_ready_pages_overtake_more_urgent_unready_ones() -> None:
     send_queue, link, (standard, interactive) = make(2)
     interactive.lane = Lane.INTERACTIVE
     events = [FakeReadyEvent(), FakeReadyEvent(), FakeReadyEvent()]
@@ -205,7 +205,7 @@ def test_an_aborted_transfer_ends_after_its_writes_in_flight() -> None:
     assert send_queue.pop_over() == [aborted]
 
 
-def test_a_failed_push_fails_its_transfer_alone() -> None:
+def test_a_failed_push_fails_only_its_transfer() -> None:
     send_queue, link, (failing, other) = make(2)
     for transfer in (failing, other):
         send_queue.add(item(transfer, 0, 1))
@@ -218,7 +218,7 @@ def test_a_failed_push_fails_its_transfer_alone() -> None:
     assert other.error is None
 
 
-def test_a_push_that_cannot_be_posted_ends_its_transfer_alone() -> None:
+def test_a_push_that_cannot_be_posted_ends_only_its_transfer() -> None:
     send_queue, link, (refused, other) = make(2)
     link.refused = refused.key
     for transfer in (refused, other):
@@ -230,8 +230,8 @@ def test_a_push_that_cannot_be_posted_ends_its_transfer_alone() -> None:
     assert send_queue.transfers == {other.key: other}
 
 
-def test_pages_behind_unready_ones_of_their_stream_are_not_asked_for() -> None:
-    """Chunks complete in the order in which they were queued, and to ask whether one has costs a call to the device."""
+def test_pages_behind_unready_ones_of_their_stream_are_not_queried() -> None:
+    """Chunks complete in the order in which they were queued, and each query costs a call to the device."""
     send_queue, link, (transfer, urgent) = make(2)
     urgent.lane = Lane.INTERACTIVE
     early, late = FakeReadyEvent(), FakeReadyEvent(ready=True)
@@ -309,7 +309,7 @@ def test_a_stall_needs_a_write_in_flight() -> None:
 
 
 def test_writes_that_end_at_once_make_room_for_the_next() -> None:
-    """A write that ends while it is posted wakes no thread, so posting continues until nothing more can start."""
+    """A write that ends while it is posted wakes no thread, so posting must continue until nothing more can start."""
     send_queue, link, (transfer,) = make()
     limit = MAX_INFLIGHT_BYTES // PAGE_BYTES
     send_queue.add(item(transfer, 0, 3 * limit))

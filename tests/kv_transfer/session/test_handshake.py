@@ -38,7 +38,7 @@ def problem_of(data: bytes) -> str | None:
     return None
 
 
-def test_an_offer_survives_the_network() -> None:
+def test_an_offer_survives_its_wire_format() -> None:
     assert parse_offer(OFFER.encode()) == OFFER
 
 
@@ -75,7 +75,7 @@ def test_an_offer_survives_the_network() -> None:
         (changed(transports=[["torch", {}]] * 17), "transports"),
     ],
 )
-def test_a_malformed_offer_names_the_field(data: bytes, problem: str) -> None:
+def test_a_malformed_offer_is_refused_by_field(data: bytes, problem: str) -> None:
     with pytest.raises(TransferError, match=problem):
         parse_offer(data)
 
@@ -106,14 +106,14 @@ class FakeTransport:
         return self._suitable
 
 
-def test_transports_in_common_keep_the_receivers_order() -> None:
+def test_common_transports_keep_the_receivers_order() -> None:
     assert common_transports(OFFER, {"nixl": FakeTransport(), "torch": FakeTransport()}) == ["torch", "nixl"]  # type: ignore[dict-item]
     assert common_transports(OFFER, {"nixl": FakeTransport(), "torch": FakeTransport(False)}) == ["nixl"]  # type: ignore[dict-item]
     with pytest.raises(TransferError, match=r"receiver has \['torch', 'nixl'\], this sender \['shm'\]"):
         common_transports(OFFER, {"shm": FakeTransport()})  # type: ignore[dict-item]
 
 
-def test_a_notice_survives_the_network_and_a_malformed_one_is_refused() -> None:
+def test_a_notice_survives_its_wire_format_and_a_malformed_one_is_refused() -> None:
     arrival = Arrival(key(3), 4, 5)
     assert parse_notice(msgpack.unpackb(msgpack.packb(notice(arrival)))) == arrival
     good = notice(arrival)

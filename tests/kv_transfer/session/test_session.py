@@ -58,7 +58,7 @@ def test_a_frozen_sender_keeps_the_fence_forever() -> None:
     assert life.on_sender_dead() == (Effect.CLOSE, Effect.LIFT)
 
 
-def test_a_late_sign_of_life_does_not_shorten_the_lease() -> None:
+def test_a_late_heartbeat_does_not_shorten_the_lease() -> None:
     lease = Lease(LEASE_S, 5.0)
     lease.renew(3.0)
     assert lease.deadline_s == 5.0 + LEASE_S
@@ -103,7 +103,7 @@ def test_pages_that_the_manifest_leaves_out_are_not_awaited() -> None:
 
 def test_the_first_manifest_after_the_reservation_counts() -> None:
     life = TransferSession(key(1), Lease(LEASE_S, 0.0))
-    life.on_manifest(manifest(1))  # of nothing: no page is reserved for it
+    life.on_manifest(manifest(1))  # empty, because no page is reserved for it
     life.on_reserved([PageId(page) for page in range(3)], 0.0)
     assert life.on_arrival(0, 1, 1.0) == ()
     life.on_manifest(manifest(2))
@@ -112,7 +112,7 @@ def test_the_first_manifest_after_the_reservation_counts() -> None:
     assert life.manifest == manifest(2)
 
 
-def test_a_repeated_arrival_is_no_sign_of_life() -> None:
+def test_a_repeated_arrival_does_not_extend_the_lease() -> None:
     life = session(2)
     life.on_arrival(0, 1, 1.0)
     life.on_arrival(0, 1, 5.0)
@@ -127,7 +127,7 @@ def test_pages_are_admitted_only_once_they_are_verified() -> None:
     assert life.phase is Phase.LANDED
 
 
-def test_a_transfer_that_never_got_pages_has_no_fence() -> None:
+def test_a_transfer_without_pages_has_no_fence() -> None:
     life = TransferSession(key(1), Lease(LEASE_S, 0.0))
     assert life.on_abort() == (Effect.CANCEL,)
     assert life.on_reserved([PageId(1)], 0.0) == ()
@@ -136,23 +136,24 @@ def test_a_transfer_that_never_got_pages_has_no_fence() -> None:
 
 
 class Transfer(RuleBasedStateMachine):
-    """Models a sender that writes each page once at most, a transport that repeats and reorders notices, an owner."""
+    """Models an owner, a sender that writes each page at most once, and a transport that repeats and reorders
+    notices."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
         self.session = TransferSession(key(1), Lease(LEASE_S, 0.0))
-        self.last_sign_s = 0.0  # of life from the sender, while it may give one
+        self.last_sign_s = 0.0  # the last sign of life from the sender, while it can give one
         self.effects: list[Effect] = []
         self.num_pages = 0
         self.unwritten: set[int] = set()  # pages that the sender may still write
-        self.noticed: list[int] = []  # written: their notices may come at any time, any number of times
+        self.noticed: list[int] = []  # written pages, whose notices may arrive at any time, any number of times
         self.delivered: set[int] = set()
         self.sender_alive = True
         self.sender_closed = False
         self.manifest_sent = False
         self.reserved = self.expired = False
-        self.left_out = 0  # pages at the end that the manifest does not hold, and the sender does not write
+        self.left_out = 0  # pages at the end that the manifest omits and the sender does not write
 
     def seen(self, effects: tuple[Effect, ...]) -> None:
         assert list(effects) == sorted(effects, key=list(Effect).index)
@@ -265,13 +266,13 @@ class Transfer(RuleBasedStateMachine):
             assert Effect.VERIFY in self.effects
 
     @invariant()
-    def time_alone_lifts_nothing(self) -> None:
+    def time_alone_lifts_no_fence(self) -> None:
         to_come = set(range(self.num_pages - self.left_out))
         if self.sender_alive and not self.sender_closed and not self.delivered >= to_come:
             assert not {Effect.LIFT, Effect.CLOSE} & set(self.effects)
 
     def teardown(self) -> None:
-        """Ends the request and the sender, after which the session must be releasable."""
+        """Ends the request and the sender; the session must then be releasable."""
         self.unwritten = set()
         self.seen(self.session.on_abort())
         self.seen(self.session.on_closed())

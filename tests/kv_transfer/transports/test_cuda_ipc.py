@@ -76,7 +76,7 @@ def test_memory_other_than_the_receivers_pool_is_closed_again(broken: str, drive
     end[:32] = torch.tensor(list(mark), dtype=torch.uint8)
     greeting: list[object] = [handle, offset, NUM_PAGES * PAGE_BYTES + TRAILER_BYTES, mark]
     sending = cuda_ipc.make_sender(PageBuffer(own), config("cuda_ipc"), lambda: None)
-    sending._open_pool(greeting, NUM_PAGES).close()  # the correct greeting opens
+    sending._open_pool(greeting, NUM_PAGES).close()  # the correct greeting opens the pool
     expected = {
         "mark": (3, b"x" * 32, "another process's"),
         "size": (2, NUM_PAGES * PAGE_BYTES, r"offer\.num_pages: 6 of 4096"),
@@ -99,7 +99,7 @@ def test_a_pool_on_a_cpu_cannot_use_cuda_ipc() -> None:
 
 
 def test_auto_prefers_cuda_ipc_and_falls_back(driver: DriverDouble) -> None:
-    """Offers a handle that cannot be opened, as across containers: the next transport carries the transfer."""
+    """Offers a handle that cannot be opened, as across containers; the next transport carries the transfer."""
     source, target = pool().fill_(3), pool()
     arrivals, pushes = Log(), Log()
     to, origin = receiver(target, arrivals, config("auto")), sender(source, pushes, config("auto"))
@@ -125,7 +125,7 @@ def test_auto_prefers_cuda_ipc_and_falls_back(driver: DriverDouble) -> None:
 
 
 class FakeLibrary:
-    """Stands for libcuda as far as `CudaDriver` calls it, with one allocation of 1 MiB at 1 << 20."""
+    """Stands in for libcuda as far as `CudaDriver` calls it, with one allocation of 1 MiB at 1 << 20."""
 
     def __init__(self, failing: str = "") -> None:
         self.calls: list[str] = []
@@ -163,7 +163,7 @@ class FakeTensor:
         return (1 << 20) + 512
 
 
-def test_a_handle_names_the_allocation_and_the_offset_in_it() -> None:
+def test_a_handle_identifies_the_allocation_and_the_offset_in_it() -> None:
     library = FakeLibrary()
     handle, offset = cuda_driver.CudaDriver(library).export(FakeTensor())  # type: ignore[arg-type]
     assert (handle, offset) == (bytes(range(64)), 512)
@@ -171,7 +171,7 @@ def test_a_handle_names_the_allocation_and_the_offset_in_it() -> None:
     assert library.calls.count("cuDevicePrimaryCtxRetain") == library.calls.count("cuDevicePrimaryCtxRelease_v2") == 1
 
 
-def test_memory_of_another_device_is_read_in_the_own_ones_context() -> None:
+def test_memory_of_another_device_is_read_in_this_devices_context() -> None:
     library = FakeLibrary()
     remote = FakeTensor()
     remote.device = torch.device("cuda", 0)
@@ -180,7 +180,7 @@ def test_memory_of_another_device_is_read_in_the_own_ones_context() -> None:
 
 
 def test_no_tensor_of_the_opened_memory_reaches_a_kernel(driver: DriverDouble, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch places it on the device that owns it, where kernels of this process must not be launched."""
+    """Torch places it on the device that owns it, where this process must not launch kernels."""
     target, copied = pool(), list[torch.Tensor]()
     handle, offset = driver.export(target)
     end = trailer(target)
@@ -189,7 +189,7 @@ def test_no_tensor_of_the_opened_memory_reaches_a_kernel(driver: DriverDouble, m
     monkeypatch.setattr(PageBuffer, "copy_from", lambda self, source, *pages: copied.append(source.tensor))
     sending = cuda_ipc.make_sender(PageBuffer(own := pool()), config("cuda_ipc"), lambda: None)
     opened = sending._open_pool([handle, offset, NUM_PAGES * PAGE_BYTES + TRAILER_BYTES, b"\t" * 32], NUM_PAGES)
-    assert copied == []  # the mark is read by the driver
+    assert copied == []  # the driver reads the mark
     opened.write(PageBuffer(own), [PageId(0)], [PageId(1)])
     assert [tensor.data_ptr() for tensor in copied] == [own.data_ptr()]
     opened.close()
@@ -218,7 +218,7 @@ def test_an_offset_outside_the_allocation_is_unmapped_and_refused() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_two_processes_transfer_pages_on_one_device() -> None:
     """Moves scattered pages, then kills the sender and serves its successor. A receiver that dies during writes fails
-    its own transfer only."""
+    only its own transfer."""
     source = make_source(64, 1 << 20)
     target = allocate_pool((64, 1 << 20), torch.uint8, torch.device("cuda"))
     log, rng = Log(), random.Random(5)

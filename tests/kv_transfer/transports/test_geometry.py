@@ -1,6 +1,6 @@
 """Tests transfers between different page sizes and shares of the heads, over every transport.
 
-Tokens stay the same; layouts that do not fit are refused by field, and their prompts are computed locally.
+Tokens stay the same; incompatible layouts are refused by field, and their prompts are computed locally.
 """
 
 from __future__ import annotations
@@ -92,15 +92,15 @@ async def test_two_page_sizes_give_the_tokens_of_one_process(
                 assert {timing.prefill_worker for timing in timings} == {"prefill"}
                 moved = [timing.pages_moved for timing in timings]
                 if not again:
-                    alone = (0, 1, 3, 4, 5)  # the others share pages, in an order that is not fixed
+                    alone = (0, 1, 3, 4, 5)  # the others share pages, in no fixed order
                     assert [moved[i] for i in alone] == [-(-len(prompts[i]) // decode_size) for i in alone]
-                else:  # only what the decode worker's own full pages do not hold
+                else:  # only pages that the decode worker does not hold in full
                     assert moved == [-(-len(p) // decode_size) - (len(p) - 1) // decode_size for p in prompts]
             assert decode.worker._transfers.num_mismatches == 0
         await wait_until_empty(prefill, decode)
 
 
-async def test_a_prefix_cached_by_the_prefill_worker_alone_is_sent(model: Path, reference: Engine) -> None:
+async def test_a_prefix_cached_only_by_the_prefill_worker_is_sent(model: Path, reference: Engine) -> None:
     prompt = make_prompts(seed=1)[2]
     (wanted,) = wanted_from(reference, [prompt], GREEDY)
     async with workers(
@@ -124,7 +124,7 @@ async def test_preemption_with_two_page_sizes_loses_no_token(model: Path, refere
         worker_config(Role.DECODE, model, engine={"page_size": 24, "num_pages": 10, "prefix_caching": False}),
     ) as (prefill, decode):
         async with caller(decode) as router:
-            for _ in range(50):  # until three of them run at once, as they do unless their prefills come late
+            for _ in range(50):  # repeats until three of them run at once, which happens unless their prefills are late
                 streams = [router.submit(prompt, sampling, [prefill]) for prompt in prompts]
                 answers = [await router.answer(stream) for stream in streams]
                 assert [answer.token_ids for answer in answers] == wanted
@@ -244,7 +244,7 @@ def tokens_of(pool: torch.Tensor, pages: list[PageId], num_tokens: int) -> torch
 
 @pytest.mark.parametrize("transport", ["shm", "torch", "nixl"])
 def test_one_sender_serves_receivers_that_hold_half_the_heads_each(transport: str) -> None:
-    """Stands for a prefill worker and a decode worker with two ranks and larger pages."""
+    """A prefill worker sends to a decode worker with two ranks and larger pages."""
     if transport == "nixl" and not nixl_agent.is_installed():
         pytest.skip("NIXL is not installed")
     with ends(transport) as made:
@@ -377,6 +377,6 @@ def test_an_incompatible_offer_is_refused_by_field(changes: dict[str, object], p
 
 
 def test_hashes_of_two_page_sizes_are_disjoint() -> None:
-    """A router keeps workers of both page sizes in one index."""
+    """A router indexes workers of both page sizes together."""
     tokens = list(range(2, 260))
     assert not set(hash_pages(tokens, 16, SALT)) & set(hash_pages(tokens, 64, SALT))

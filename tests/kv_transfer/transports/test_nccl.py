@@ -1,7 +1,7 @@
 """Tests the NCCL branch of the torch.distributed transport: pushes overlap, and a silent or lost peer blocks nobody.
 
-NCCL and streams are fakes that behave like the real ones: calls return at once, and what they started completes when
-the peer answers or the communicator is aborted.
+NCCL and streams are fakes that behave like the real ones: calls return at once, and their work completes when the peer
+answers or the communicator is aborted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STAGED = PageBuffer(torch.zeros(2, 8))
 
 
 class FakeEvent:
-    """Occurs when the peer has answered the calls before it, or the communicator is aborted."""
+    """Occurs once the peer has answered the calls before it, or the communicator is aborted."""
 
     def __init__(self, rest: threading.Event) -> None:
         self._rest = rest
@@ -39,7 +39,7 @@ class FakeEvent:
 
 
 class FakeNccl:
-    """Stands for a process group, and for the streams that its calls run on."""
+    """Stands in for a process group and the streams that its calls run on."""
 
     def __init__(self) -> None:
         self.rest = threading.Event()
@@ -123,7 +123,7 @@ def test_an_abort_from_another_thread_frees_the_waiting_call_without_blocking(fa
     thread = threading.Thread(target=send)
     thread.start()
     group.abort()
-    group.abort()  # again: harmless
+    group.abort()  # a second abort does nothing
     thread.join(WAIT_S)
     assert len(errors) == 1
     assert fake.aborted_by == ["kv-abort"]
@@ -131,7 +131,7 @@ def test_an_abort_from_another_thread_frees_the_waiting_call_without_blocking(fa
 
 def test_one_watchdog_serves_all_calls_of_a_group_and_ends_with_it(fake: FakeNccl) -> None:
     fake.rest.set()
-    before = watchdogs()  # of earlier tests, which may end at any moment
+    before = watchdogs()  # watchdogs of earlier tests, which may end at any moment
     group = group_of(timeout_s=WAIT_S)
     for _ in range(20):
         group.start_send(STAGED).wait()
@@ -163,7 +163,7 @@ def test_copies_and_nccl_have_streams_of_high_priority(fake: FakeNccl) -> None:
 
 
 class QuietChannel(Channel):
-    """A receiver that acknowledges nothing, and notes what is announced."""
+    """Stands in for a receiver that acknowledges nothing, and records what is announced."""
 
     def __init__(self) -> None:
         self.notices: list[object] = []
@@ -180,8 +180,8 @@ class QuietChannel(Channel):
         self._hung_up.set()
 
 
-def test_a_push_is_packed_and_sent_while_another_travels_and_the_third_waits(fake: FakeNccl) -> None:
-    """Two staging tensors: the third push would overwrite what the first still sends."""
+def test_a_push_is_packed_while_another_travels_and_the_third_waits(fake: FakeNccl) -> None:
+    """There are two staging tensors, so the third push would overwrite what the first still sends."""
     from kv_transfer.transports.transport import Arrival
 
     pages, channel = PageBuffer(torch.arange(64, dtype=torch.int64).view(8, 8)), QuietChannel()

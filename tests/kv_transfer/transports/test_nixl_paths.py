@@ -56,7 +56,7 @@ def test_nixl_is_refused_where_neither_rdma_nor_cma_works(monkeypatch: pytest.Mo
         nixl_agent.NixlAgent(receiver(make_target(4, 64), Log(), config("torch"))._pages, config("nixl"))
 
 
-def test_a_fence_outlives_its_sender_where_bytes_may_be_in_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fence_outlives_its_sender_while_bytes_may_be_in_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """The callback follows a poll that starts after the last packet must have arrived."""
     polls: list[float] = []
     polled = {"stray_s": 0.2, "poll": lambda self: polls.append(0.0) or [], "heard_from": lambda self: frozenset()}  # type: ignore[func-returns-value]
@@ -93,7 +93,7 @@ def test_without_stray_writes_the_fence_is_lifted_at_once() -> None:
         ("13.0", ["nixl"], "nixl"),
     ],
 )
-def test_the_build_of_nixl_is_that_of_torchs_cuda(
+def test_the_build_of_nixl_matches_torchs_cuda(
     cuda: str | None, installed: list[str], chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -101,8 +101,8 @@ def test_the_build_of_nixl_is_that_of_torchs_cuda(
     assert nixl_agent.module_name() == chosen
 
 
-def test_a_build_of_nixl_for_another_cuda_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would load, and register no GPU memory: its UCX has modules for a CUDA that is not there."""
+def test_a_build_of_nixl_for_another_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would load but register no GPU memory, because its UCX has modules for a CUDA that is absent."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name == "nixl_cu12" else None)
     assert nixl_agent.is_installed(), "so that the transports say why it is left out"
@@ -114,14 +114,14 @@ def test_a_build_of_nixl_for_another_cuda_is_refused_by_name(monkeypatch: pytest
         nixl_agent.module_name()
 
 
-def test_what_nixl_and_ucx_say_of_a_failure_is_logged() -> None:
+def test_error_messages_of_nixl_and_ucx_are_logged() -> None:
     _configure_ucx(uses_rdma=True)
     assert (os.environ["UCX_LOG_LEVEL"], os.environ["NIXL_LOG_LEVEL"]) == ("error", "ERROR")
 
 
 @pytest.mark.skipif(not nixl_agent.is_installed(), reason="NIXL is not installed")
-def test_a_transfer_that_moves_no_bytes_is_found_at_connect() -> None:
-    """The receiver's probe holds other bytes than it says, as if the read had ended without effect."""
+def test_a_transfer_that_moves_no_bytes_is_detected_at_connect() -> None:
+    """The receiver's probe holds other bytes than it announces, as if the read had ended without effect."""
     to, origin = receiver(make_target(4, 64), Log(), config("nixl")), None
     try:
         (transport,) = to._transports
@@ -140,7 +140,7 @@ def test_a_transfer_that_moves_no_bytes_is_found_at_connect() -> None:
         to.shutdown()
 
 
-def test_an_agent_of_gpu_memory_says_what_ucx_needs() -> None:
+def test_an_agent_for_gpu_memory_sets_what_ucx_needs() -> None:
     agent = object.__new__(nixl_agent.NixlAgent)
     agent.memory = "VRAM"
     assert all(name in agent.advice for name in ("UCX_TLS", "cuda_copy", "UCX_MODULE_DIR", "transfer.transport"))

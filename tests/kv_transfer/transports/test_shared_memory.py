@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def open_pools() -> list[str]:
-    """Lists this process's descriptors on pools."""
+    """Returns this process's descriptors of pools."""
     folder = Path("/proc/self/fd")
     links = [os.readlink(file) for file in folder.iterdir() if file.is_symlink()]
     return [link for link in links if FILE_NAME in link]
@@ -120,7 +120,7 @@ def test_shared_memory_is_not_tried_for_a_receiver_on_another_host() -> None:
             end.shutdown()
 
 
-def test_an_unshared_pool_is_offered_over_other_transports_only() -> None:
+def test_an_unshared_pool_is_offered_only_over_other_transports() -> None:
     plain = torch.zeros(4, 512)
     end = receiver(plain, Log(), config("auto"))
     try:
@@ -202,7 +202,7 @@ def test_a_copy_that_fails_ends_its_link_at_once(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_late_duplicate_on_a_staging_transport_writes_nothing() -> None:
-    """A landed page may be shared already, so a duplicate is acknowledged and dropped, index by index."""
+    """A landed page may already be shared, so a duplicate is acknowledged and dropped, index by index."""
     target = allocate_pool((6, 64), torch.uint8, CPU)
     log = Log()
     end = receiver(target, log, config("torch"))

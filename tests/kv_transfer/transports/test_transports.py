@@ -26,7 +26,7 @@ from tests.support.transfer.transfer_pair import PREFILL, Log, config, key, rece
 NUM_PAGES = 48
 TRANSPORTS = [
     "shm",
-    "cuda_ipc",  # over the double
+    "cuda_ipc",  # with a double for the driver
     "torch",
     pytest.param("nixl", marks=pytest.mark.skipif(not nixl_agent.is_installed(), reason="NIXL is not installed")),
 ]
@@ -91,7 +91,7 @@ def test_interleaved_transfers_of_scattered_pages_are_exact(pair: Pair) -> None:
     rng = random.Random(7)
     offer = pair.offer()
     taken_src, taken_dst = rng.sample(range(NUM_PAGES), NUM_PAGES), rng.sample(range(NUM_PAGES), NUM_PAGES)
-    pushes: dict[int, list[int]] = {number: list(range(8)) for number in range(6)}  # transfer -> indexes left
+    pushes: dict[int, list[int]] = {number: list(range(8)) for number in range(6)}  # transfer -> remaining indexes
     for number in pushes:
         pair.receiver.open(key(number), pages(taken_dst[number * 8 : number * 8 + 8]))
         pair.sender.open(key(number), offer)
@@ -123,8 +123,8 @@ def test_pages_sent_by_layers_are_announced_with_their_last_layers(pair: Pair, n
     pair.receiver.open(moving, dst)
     pair.sender.open(moving, pair.offer())
     pair.sender.push_tokens(moving, 0, range(1), src, dst[:1])
-    pair.arrivals.wait(lambda: pair.arrivals.landed.get(moving) == {0})  # there is a link
-    assert pair.sender.num_layer_groups(moving) == 1  # one layer cannot be cut
+    pair.arrivals.wait(lambda: pair.arrivals.landed.get(moving) == {0})  # the link exists
+    assert pair.sender.num_layer_groups(moving) == 1  # a single layer cannot be split
     direct = pair.sender.transports[0] in ("shm", "cuda_ipc")
     for number in range(num_groups if direct else 1):
         assert pair.arrivals.landed[moving] == {0}
@@ -149,7 +149,7 @@ def test_a_transfer_without_pushes_is_done_when_finished(pair: Pair) -> None:
 
 
 def test_connecting_needs_no_open_transfer() -> None:
-    """A prefill worker connects on the first request; the receiver opens the transfer when the prefill starts."""
+    """A prefill worker connects at the first request; the receiver opens the transfer when the prefill starts."""
     for transport in nixl_agent.is_installed() * ["nixl"] + ["shm", "torch"]:
         source, target = make_pools()
         arrivals, pushes, settings = Log(), Log(), config(transport, connect_timeout_s=60.0)
@@ -159,7 +159,7 @@ def test_connecting_needs_no_open_transfer() -> None:
                 origin.open(key(number), to.offer(PREFILL, Epoch(1)))
                 origin.finish(key(number))
                 pushes.wait(lambda: len(pushes.done) == number + 1)  # noqa: B023
-            deadline_s = time.monotonic() + 50.0  # below the time-out of a connection
+            deadline_s = time.monotonic() + 50.0  # below the timeout of a connection
             while not origin.stats.num_connects:
                 assert time.monotonic() < deadline_s
                 time.sleep(0.01)
@@ -180,7 +180,7 @@ def test_nothing_is_pushed_after_an_abort(pair: Pair) -> None:
     pair.pushes.wait(lambda: pair.pushes.done == [key(21)])
     assert not pair.target[2:4].any()
     assert pair.arrivals.landed[key(21)] == {0}
-    assert pair.pushes.failed == []  # an abort is no failure
+    assert pair.pushes.failed == []  # an abort is not a failure
     pair.receiver.close(key(21))
 
 
@@ -190,7 +190,7 @@ def test_arrivals_of_a_transfer_that_is_not_open_are_ignored(pair: Pair) -> None
     late = pair.receiver.stats.num_late_arrivals
     pair.receiver.open(key(30), pages([7]))
     pair.receiver.close(key(30))
-    pair.receiver.close(key(30))  # again: harmless
+    pair.receiver.close(key(30))  # a second close does nothing
     pair.receiver.open(key(31), pages([8]))
     for number, first in ((30, 0), (31, 1), (32, 0)):
         pair.sender.open(key(number), pair.offer())
@@ -252,8 +252,8 @@ def test_invalid_pushes_are_refused(pair: Pair) -> None:
             pair.sender.push(key(52), first, pages(src), pages(dst))
 
 
-def test_a_forgotten_incarnation_fails_and_another_one_takes_over(pair: Pair) -> None:
-    """The forgotten one's open transfers fail at once, those of the other incarnation arrive."""
+def test_a_forgotten_epoch_fails_and_another_takes_over(pair: Pair) -> None:
+    """Open transfers of the forgotten epoch fail at once; those of the other one arrive."""
     worker = PREFILL
     pair.offer()
     pair.receiver.open(key(60), pages([1, 2]))
@@ -276,7 +276,8 @@ def test_a_forgotten_incarnation_fails_and_another_one_takes_over(pair: Pair) ->
 
 
 def test_a_stalled_transfer_fails_once(pair: Pair) -> None:
-    """A receiver without a page within timeout_s reports the failure once and keeps the transfer until it is closed."""
+    """A receiver that gets no page within timeout_s reports the failure once and keeps the transfer until it is
+    closed."""
     log = Log()
     impatient = receiver(torch.zeros_like(pair.target), log, config("torch", timeout_s=0.1))
     try:

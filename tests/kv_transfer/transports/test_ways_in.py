@@ -1,4 +1,4 @@
-"""Tests when an incarnation can no longer write into a pool: never by time alone, and certainly after the proofs."""
+"""Tests when an epoch can no longer write into a pool: never after time alone, but certainly after each proof."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def run(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_peer_that_never_connected_has_no_way_and_gets_none(transport: str) -> None:
-    """A sender that was frozen since its offer was made wakes up, and finds every way shut but the two-sided one."""
+def test_a_peer_that_never_connected_cannot_write_after_it_is_forgotten(transport: str) -> None:
+    """A sender frozen since its offer was made wakes up, and can connect only over the two-sided transport."""
     source, target, log = make_source(NUM_PAGES, PAGE_BYTES), make_target(NUM_PAGES, PAGE_BYTES), Log()
     to, origin = receiver(target, Log(), config("auto")), sender(source, log, config(transport))
     try:
@@ -67,13 +67,13 @@ def test_a_peer_that_never_connected_has_no_way_and_gets_none(transport: str) ->
         assert to.cut_off(SENDER)
         assert [name for name, _ in parse_offer(to.offer(PREFILL, SENDER)).transports] == ["torch"]
         assert to.cut_off(SENDER)
-        assert len(parse_offer(to.offer(PREFILL, Epoch(5))).transports) == len(TRANSPORTS)  # another incarnation
+        assert len(parse_offer(to.offer(PREFILL, Epoch(5))).transports) == len(TRANSPORTS)  # another epoch
     finally:
         origin.shutdown()
         to.shutdown()
 
 
-def test_where_only_a_one_sided_transport_is_configured_the_offer_is_an_error() -> None:
+def test_if_only_a_one_sided_transport_is_configured_the_offer_is_an_error() -> None:
     to = receiver(make_target(NUM_PAGES, PAGE_BYTES), Log(), config("shm"))
     try:
         to.cut_off(SENDER)
@@ -84,7 +84,7 @@ def test_where_only_a_one_sided_transport_is_configured_the_offer_is_an_error() 
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_connected_peer_has_a_way_until_it_closes_its_link(transport: str) -> None:
+def test_a_connected_peer_can_write_until_it_closes_its_link(transport: str) -> None:
     source, target, log = make_source(NUM_PAGES, PAGE_BYTES), make_target(NUM_PAGES, PAGE_BYTES), Log()
     to, origin = receiver(target, Log(), config(transport)), sender(source, log, config(transport))
     try:
@@ -100,7 +100,7 @@ def test_a_connected_peer_has_a_way_until_it_closes_its_link(transport: str) -> 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("transport", ONE_SIDED)
-def test_a_frozen_process_keeps_its_way_even_if_it_is_forgotten_and_a_killed_one_does_not(transport: str) -> None:
+def test_a_frozen_peer_can_write_even_if_forgotten_but_a_killed_one_cannot(transport: str) -> None:
     target = make_target(NUM_PAGES, PAGE_BYTES)
     to = receiver(target, Log(), config(transport))
     try:
@@ -119,8 +119,8 @@ def test_a_frozen_process_keeps_its_way_even_if_it_is_forgotten_and_a_killed_one
 
 
 @pytest.mark.parametrize("transport", ONE_SIDED)
-def test_a_peer_that_is_forgotten_ends_its_link_itself(transport: str) -> None:
-    """The receiver hangs up, a live sender notices, stops, and closes: so the way is gone without its death."""
+def test_a_forgotten_peer_ends_its_link_itself(transport: str) -> None:
+    """The receiver hangs up; a live sender notices, stops and closes, which proves the end without its death."""
     source, target, log = make_source(NUM_PAGES, PAGE_BYTES), make_target(NUM_PAGES, PAGE_BYTES), Log()
     to, origin = receiver(target, Log(), config(transport)), sender(source, log, config(transport))
     try:
@@ -134,7 +134,7 @@ def test_a_peer_that_is_forgotten_ends_its_link_itself(transport: str) -> None:
 
 
 class SlowPool:
-    """Implements `link.MappedPool`: a write lasts until the test lets it end."""
+    """Implements `link.MappedPool`; a write lasts until the test ends it."""
 
     num_pages = NUM_PAGES
 
@@ -155,7 +155,7 @@ class SlowPool:
 
 
 class WatchedChannel(Channel):
-    """A channel whose other end is gone at once, and that notes its closing."""
+    """Stands in for a channel whose other end has gone, and records when it is closed."""
 
     def __init__(self) -> None:
         self.is_closed = threading.Event()
@@ -168,7 +168,7 @@ class WatchedChannel(Channel):
     def send(self, frame: list[object]) -> None: ...
 
     def has_room(self) -> bool:
-        return False  # so that the copying thread copies
+        return False  # makes the copying thread copy
 
     def close(self) -> None:
         self.is_closed.set()
@@ -198,8 +198,8 @@ def _has_failed(link: MappedLink) -> bool:
 
 
 @pytest.mark.skipif(not nixl_agent.is_installed(), reason="NIXL is not installed")
-def test_over_rdma_only_the_withdrawn_memory_is_a_proof_and_live_peers_connect_again() -> None:
-    """There is no RDMA here: the receiver treats its CMA links as if they crossed machines."""
+def test_over_rdma_only_withdrawn_memory_is_a_proof_and_live_peers_reconnect() -> None:
+    """There is no RDMA here; the receiver treats its CMA links as if they crossed machines."""
     source, target, log = make_source(NUM_PAGES, PAGE_BYTES), make_target(NUM_PAGES, PAGE_BYTES), Log()
     to = receiver(target, Log(), config("nixl"))
     (transport,) = to._transports
@@ -231,8 +231,8 @@ def test_over_rdma_only_the_withdrawn_memory_is_a_proof_and_live_peers_connect_a
 # Forgetting a peer while its pages land.
 
 
-def test_pages_that_land_after_their_sender_was_forgotten_go_where_they_belong_or_are_an_error() -> None:
-    """The rows are those of the connection: what a forgotten peer sends is never taken for whole pages."""
+def test_pages_that_land_after_their_sender_was_forgotten_reach_their_place_or_fail() -> None:
+    """The rows belong to the connection, so a forgotten peer's pages are never taken for whole pages."""
     target = make_target(NUM_PAGES, PAGE_BYTES)
     end = receiver(target, Log(), config("torch"))
     try:
@@ -249,7 +249,7 @@ def test_pages_that_land_after_their_sender_was_forgotten_go_where_they_belong_o
         with pytest.raises(TransferError, match="1 staged pages of 2048 bytes; want 2 of 2048"):
             end.land(Arrival(key(1), 0, 2), half, rows)
         assert not target.any()
-        if end.land(Arrival(key(1), 0, 1), half, rows):  # unless the transfer has failed by now
+        if end.land(Arrival(key(1), 0, 1), half, rows):  # unless the transfer has already failed
             assert not target[2, : PAGE_BYTES // 2].any()
             assert target[2, PAGE_BYTES // 2 :].all()
         target[2] = 0
@@ -258,7 +258,7 @@ def test_pages_that_land_after_their_sender_was_forgotten_go_where_they_belong_o
         end.shutdown()
 
 
-def test_two_threads_that_land_and_forget_raise_nothing_and_write_nothing_elsewhere() -> None:
+def test_concurrent_landing_and_forgetting_raises_nothing_and_writes_nothing_elsewhere() -> None:
     target = make_target(NUM_PAGES, PAGE_BYTES)
     end = receiver(target, Log(), config("torch"))
     half, rows = PageBuffer(torch.ones(1, PAGE_BYTES // 2, dtype=torch.uint8)), PageRows(2, (1,))

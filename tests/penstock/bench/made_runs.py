@@ -1,4 +1,4 @@
-"""Runs made of random numbers, for tests of figures and reports."""
+"""Makes runs of random numbers for tests of figures and reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.bench.results.slo import parse_slo
 @st.composite
 def request_records(draw: st.DrawFn) -> RequestRecord:
     ending = draw(st.sampled_from(Ending))
-    times = st.integers(0, 10_000_000).map(lambda ticks: ticks / 1e6)  # as in the file, whole microseconds
+    times = st.integers(0, 10_000_000).map(lambda ticks: ticks / 1e6)  # whole microseconds, as in the file
     has_begun = ending in (Ending.COMPLETE, Ending.SHORT) or draw(st.booleans())
     gaps = tuple(draw(st.lists(times, max_size=5))) if has_begun else ()
     prompt = draw(st.none() | st.integers(1, 5000))
@@ -58,7 +58,7 @@ def steady_result(ttft_s: float, itl_s: float, seed: int, *, count: int = 200, n
         gaps = tuple(vary(itl_s) for _ in range(9))
         first_s = vary(ttft_s)
         e2e_s, sent_s = first_s + sum(gaps), number * 0.1
-        lengths = (100, 10, 100, 50, 10)  # planned prompt and answer, prompt, cached, answer
+        lengths = (100, 10, 100, 50, 10)  # planned prompt and answer; actual prompt, cached tokens, answer
         requests.append(RequestRecord(number, "", sent_s, sent_s, Ending.COMPLETE, "", first_s, e2e_s, gaps, *lengths))
     slos = [parse_slo("ttft=1,tpot=0.1")]
     run = RunRecord(tuple(requests), count * 0.1 + 1, (0.0001,) * 50)

@@ -1,4 +1,5 @@
-"""Tests the loops with an endpoint that answers at once, and the HTTP endpoint with servers that fail in every way."""
+"""Tests the load loops with an endpoint that answers at once, and the HTTP endpoint with servers that fail in every
+way."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ PATIENCE_S = 30.0
 
 
 class InstantEndpoint:
-    """Answers when it is allowed to, and notes what it got and when."""
+    """Answers once it is allowed to, and records what it got and when."""
 
     def __init__(self) -> None:
         self.sent: list[int] = []
@@ -70,7 +71,7 @@ def singles(count: int, gap_s: float = 0.0) -> LoadPlan:
     return LoadPlan(tuple(Chain(number * gap_s, (request(number),)) for number in range(count)))
 
 
-async def test_the_open_loop_waits_for_no_answer() -> None:
+async def test_the_open_loop_does_not_wait_for_answers() -> None:
     endpoint, counts = InstantEndpoint(), LiveCounts(200)
     endpoint.may_answer.clear()
     running = asyncio.create_task(run_plan(singles(200), endpoint, WRITER, counts=counts))
@@ -87,13 +88,13 @@ async def test_the_open_loop_waits_for_no_answer() -> None:
     assert run.lags_s or run.elapsed_s < 0.1
 
 
-async def test_requests_are_sent_when_due_and_never_before() -> None:
+async def test_requests_are_sent_when_due_and_never_earlier() -> None:
     run = await run_plan(singles(20, gap_s=0.01), InstantEndpoint(), WRITER)
     assert all(each.late_s >= -0.0005 for each in run.requests)
     assert [each.due_s for each in run.requests] == pytest.approx([0.01 * number for number in range(20)])
 
 
-async def test_the_closed_loop_keeps_so_many_in_flight() -> None:
+async def test_the_closed_loop_keeps_a_fixed_number_in_flight() -> None:
     endpoint = InstantEndpoint()
     run = await run_plan(singles(30), endpoint, WRITER, concurrency=4)
     assert endpoint.most_in_flight == 4
@@ -117,7 +118,7 @@ async def test_clients_leave_after_their_tokens() -> None:
     assert len(run.requests[0].gaps_s) == 1
 
 
-async def test_an_interrupted_run_keeps_what_has_ended() -> None:
+async def test_an_interrupted_run_keeps_its_ended_requests() -> None:
     endpoint = InstantEndpoint()
     endpoint.may_answer.clear()
     running = asyncio.create_task(run_plan(singles(3), endpoint, WRITER))
@@ -134,7 +135,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class OpenAiServer:
-    """A server whose answers the test chooses."""
+    """Runs a server whose answers the test chooses."""
 
     def __init__(self, handler: Handler) -> None:
         app = web.Application()
@@ -183,7 +184,7 @@ WHOLE = (piece("a"), piece("b", "length"), USAGE, "[DONE]")
 
 
 async def ask(handler: Handler, form: RequestForm | None = None, **more: Any) -> StreamLog:
-    """Sends one request of two tokens to a server with that handler."""
+    """Sends one request of two tokens to a server with this handler."""
     asked = LoadRequest(0, BLOCK, 2, lane=Lane.BULK, cancel_after=more.pop("cancel_after", None))
     async with OpenAiServer(handler) as url:
         endpoint = OpenAiEndpoint(url, form or RequestForm("it"), timeout_s=more.pop("timeout_s", PATIENCE_S), **more)
@@ -279,7 +280,7 @@ async def test_every_failure_has_its_kind(handler: Handler, ending: Ending, deta
     assert detail in log.detail
 
 
-async def test_leaving_and_waiting_end_the_connection() -> None:
+async def test_leaving_and_timeouts_end_the_connection() -> None:
     gone = asyncio.Event()
 
     async def hang(request: web.Request) -> web.StreamResponse:
@@ -310,7 +311,7 @@ async def test_leaving_and_waiting_end_the_connection() -> None:
         await impatient.close()
 
 
-async def test_nobody_at_the_address_is_a_failed_connection() -> None:
+async def test_an_address_without_a_server_is_a_failed_connection() -> None:
     endpoint = OpenAiEndpoint("127.0.0.1:1", RequestForm("it"))
     log = StreamLog()
     await endpoint.send(endpoint.encode(request(0), WRITER), log)
@@ -338,7 +339,7 @@ async def test_nobody_at_the_address_is_a_failed_connection() -> None:
         ([DeadlineExceeded("too late")], Ending.TIMEOUT, 0),
     ],
 )
-async def test_streams_of_our_own_api_are_judged_alike(script: list[object], ending: Ending, num_pieces: int) -> None:
+async def test_streams_of_our_own_api_are_judged_equally(script: list[object], ending: Ending, num_pieces: int) -> None:
     with FakeServer(FakeInference(script)) as server:
         endpoint = GrpcEndpoint(server.address, timeout_s=PATIENCE_S)
         log = StreamLog()
@@ -360,7 +361,7 @@ def test_urls_are_completed() -> None:
         base_url("ftp://here")
 
 
-async def test_messages_become_one_text_where_there_is_no_chat() -> None:
+async def test_messages_become_one_text_without_a_chat() -> None:
     prompt = PromptMessages(({"role": "system", "content": "s"}, {"role": "user", "content": "q"}))
     endpoint = OpenAiEndpoint("http://nowhere", RequestForm("it"))
     data, _, _ = endpoint.encode(LoadRequest(0, prompt, 2), WRITER)
@@ -368,7 +369,7 @@ async def test_messages_become_one_text_where_there_is_no_chat() -> None:
     await endpoint.close()
 
 
-async def test_a_sweep_measures_every_point_with_prompts_of_its_own() -> None:
+async def test_each_point_of_a_sweep_has_its_own_prompts() -> None:
     prompts: list[str] = []
 
     async def count_words(request: web.Request) -> web.StreamResponse:
@@ -406,7 +407,7 @@ async def test_a_server_that_refuses_the_first_request_is_reported_at_once() -> 
         await endpoint.close()
 
 
-async def test_progress_is_a_line_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_progress_is_a_line_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     counts = LiveCounts(10, sent=4, done=3, failed=1, tokens=50)
     async with ShownProgress("2 requests/s", counts) as shown:
         assert shown.line().startswith("2 requests/s: 3 of 10 done, 1 in flight, 1 failed, ")

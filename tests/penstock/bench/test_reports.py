@@ -1,4 +1,4 @@
-"""Tests that every result can be reported, as text and as a page that loads nothing."""
+"""Tests that every result can be reported as text, and as a page that loads nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests figures, SLOs, the file of a result, and comparisons, by random runs and by known differences."""
+"""Tests figures, SLOs, result files and comparisons with random runs and known differences."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SLO = parse_slo("ttft=1,tpot=0.5")
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=50), st.floats(0.001, 1))
-def test_a_quantile_is_the_least_value_that_its_share_does_not_exceed(values: list[float], share: float) -> None:
+def test_a_quantile_is_the_least_value_that_covers_its_share(values: list[float], share: float) -> None:
     ordered = sorted(values)
     found = quantile(ordered, share)
     assert found in ordered
@@ -45,7 +45,7 @@ def test_quantiles_ascend(values: list[float]) -> None:
 
 
 @given(run_records())
-def test_every_failure_is_a_miss_and_nothing_is_lost(run: RunRecord) -> None:
+def test_every_failure_is_a_miss_and_no_request_is_lost(run: RunRecord) -> None:
     figures = figures_of(run, [SLO])
     (slo,) = figures.slos
     cancelled = figures.endings.get("cancelled", 0)
@@ -63,7 +63,7 @@ def test_every_failure_is_a_miss_and_nothing_is_lost(run: RunRecord) -> None:
 
 
 @given(run_records())
-def test_a_file_holds_the_same_result(run: RunRecord) -> None:
+def test_a_result_survives_its_file(run: RunRecord) -> None:
     run = replace(run, requests=tuple(replace(each, number=number) for number, each in enumerate(run.requests)))
     result = replace(steady_result(1, 1, 0, count=2), points=[make_point("it", {"rate": 2.0}, run, [SLO])], slos=[SLO])
     text = json.dumps(to_json(result))
@@ -75,7 +75,7 @@ def test_a_file_holds_the_same_result(run: RunRecord) -> None:
     assert [row["detail"] for row in rows] == [request.detail for request in run.requests]
 
 
-def test_files_that_are_no_results_are_named(tmp_path: Path) -> None:
+def test_files_without_results_are_refused_by_path(tmp_path: Path) -> None:
     data = to_json(steady_result(1, 1, 0, count=2))
     cases: list[tuple[object, str]] = [
         ([], "is not a result of `penstock bench run`"),
@@ -115,7 +115,7 @@ def test_malformed_slos_are_refused(text: str) -> None:
         parse_slo(text)
 
 
-def test_the_generator_warns_about_its_own_error() -> None:
+def test_the_load_generator_warns_about_its_own_lateness() -> None:
     run = steady_result(1.0, 0.02, 0).points[0].run
     assert not figures_of(run, []).generator.warnings
     late = tuple(replace(each, due_s=each.sent_s - 0.2) for each in run.requests)
@@ -132,7 +132,7 @@ def test_a_resample_has_as_many_requests_as_the_run(size: int, seed: int) -> Non
     assert sum(counts) == size
 
 
-def test_a_known_difference_is_shown_and_noise_is_not() -> None:
+def test_a_known_difference_is_reported_and_noise_is_not() -> None:
     a, same, slower = steady_result(0.2, 0.02, 1), steady_result(0.2, 0.02, 2), steady_result(0.2, 0.026, 3)
     (beside_same,) = compare(a, same, resamples=300)
     verdicts = {each.figure: each.verdict for each in beside_same.ratios}
@@ -150,7 +150,7 @@ def test_a_known_difference_is_shown_and_noise_is_not() -> None:
     assert {each.figure: each.verdict for each in turned.ratios}["ITL p50"] == "better"
 
 
-def test_intervals_hold_the_truth_about_as_often_as_they_promise() -> None:
+def test_intervals_cover_the_truth_about_as_often_as_they_claim() -> None:
     held = 0
     for seed in range(40):
         a, b = steady_result(0.2, 0.02, 2 * seed, count=30), steady_result(0.2, 0.02, 2 * seed + 1, count=30)
@@ -165,6 +165,6 @@ def test_too_few_requests_are_not_compared() -> None:
     assert {each.verdict for each in point.ratios} == {"cannot be compared"}
 
 
-def test_points_of_other_names_are_left_out() -> None:
+def test_points_of_other_names_are_not_compared() -> None:
     a = steady_result(0.2, 0.02, 1)
     assert compare(a, replace(a, points=[replace(a.points[0], name="other")])) == []

@@ -1,4 +1,4 @@
-"""Tests by random sources what plans promise: times, order, shares, and prompts that share what their ids do."""
+"""Tests with random sources what plans guarantee: times, order, shares, and prompts that share what their ids share."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_plan_has_every_draft_once_and_conversations_stay_in_order(
 
 
 @given(drafts(), st.floats(0.5, 4))
-def test_recorded_times_keep_their_gaps_at_every_speed(found: tuple[Draft, ...], speed: float) -> None:
+def test_recorded_times_keep_their_proportions_at_every_speed(found: tuple[Draft, ...], speed: float) -> None:
     plan = schedule(Source("it", found), Arrivals(speed=speed), Extras(), 0)
     times = sorted(draft.arrival_s / speed for draft in found)
     planned = []
@@ -79,7 +79,7 @@ def test_recorded_times_keep_their_gaps_at_every_speed(found: tuple[Draft, ...],
     assert sorted(planned) == pytest.approx(times)
 
 
-def test_the_options_do_not_disturb_each_other() -> None:
+def test_the_options_are_independent() -> None:
     source = Source("it", tuple(Draft(BLOCK, 5) for _ in range(200)))
     plain = schedule(source, Arrivals(rate=5.0), Extras({Lane.BULK: 1.0, Lane.STANDARD: 3.0}), 1)
     leaving = schedule(source, Arrivals(rate=5.0), Extras({Lane.BULK: 1.0, Lane.STANDARD: 3.0}, 0.3, 7), 1)
@@ -146,7 +146,7 @@ def test_prompts_have_their_length(num_tokens: int, words_per_token: float) -> N
 
 
 @pytest.mark.parametrize("name", MIXES)
-def test_a_mix_has_the_lengths_that_were_requested_and_depends_on_its_seed_alone(name: str) -> None:
+def test_a_mix_has_the_requested_lengths_and_depends_only_on_its_seed(name: str) -> None:
     sizes = MixSizes(800, 50, think_s=2.0)
     source = mix_source({name: 1.0}, sizes, 300, seed=5)
     assert source == mix_source({name: 1.0}, sizes, 300, seed=5) != mix_source({name: 1.0}, sizes, 300, seed=6)
@@ -172,7 +172,7 @@ def test_turns_of_a_conversation_extend_each_other_and_wait() -> None:
         assert after.runs[: len(before.runs)] == before.runs
 
 
-def test_what_does_not_fit_is_replaced_and_counted() -> None:
+def test_requests_that_do_not_fit_are_replaced_and_counted() -> None:
     source = mix_source({"bulk": 1.0}, MixSizes(500, 50), 100, 0, max_context=1000)
     assert len(source.drafts) == 100
     assert all(draft.lane is Lane.BULK for draft in source.drafts)
@@ -188,7 +188,7 @@ def test_mixes_are_read_by_name_and_share() -> None:
             parse_mix(wrong)
 
 
-def test_a_trace_is_scaled_and_says_what_it_lost(tmp_path: Path) -> None:
+def test_a_scaled_trace_reports_what_it_lost(tmp_path: Path) -> None:
     rows = [
         {
             "timestamp": 10 * number,
@@ -210,7 +210,7 @@ def test_a_trace_is_scaled_and_says_what_it_lost(tmp_path: Path) -> None:
         trace_source(file, max_context=5)
 
 
-def test_datasets_are_read_in_every_shape(tmp_path: Path) -> None:
+def test_datasets_are_read_in_every_format(tmp_path: Path) -> None:
     plain = tmp_path / "plain.jsonl.gz"
     rows = [
         {"prompt": "one", "max_tokens": 7},
@@ -243,7 +243,7 @@ def test_datasets_are_read_in_every_shape(tmp_path: Path) -> None:
         ("\n", "has no rows"),
     ],
 )
-def test_malformed_datasets_are_named(tmp_path: Path, text: str, message: str) -> None:
+def test_malformed_datasets_are_refused_by_path(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "d.jsonl"
     file.write_text(text)
     with pytest.raises(InvalidInput, match=message):

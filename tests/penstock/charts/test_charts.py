@@ -1,4 +1,4 @@
-"""Charts are well-formed SVG whatever they are given, and points keep their order on every axis."""
+"""Tests that charts are well-formed SVG for any input, and that points keep their order on every axis."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ points = st.lists(st.tuples(values, values), max_size=20)
 
 
 def inside(image: ElementTree.Element) -> None:
-    """Asserts that nothing stands outside the image."""
+    """Checks that nothing lies outside the image."""
     width, height = float(image.attrib["width"]), float(image.attrib["height"])
     for each in image.iter():
         assert all(0 <= float(each.get(name, 0)) <= width for name in X_SIDES)
@@ -69,7 +69,7 @@ def test_a_step_keeps_its_value_until_the_next_point() -> None:
     assert [first[1] == after[1] for first, after in pairwise(found)] == [True, False, True, False]
 
 
-def test_a_line_of_one_point_is_a_dot_and_a_long_one_has_few() -> None:
+def test_a_line_of_one_point_is_a_dot_and_a_long_one_is_thinned() -> None:
     def draw(count: int) -> str:
         return render_svg(Chart("t", Axis("x"), Axis("y"), [Series("s", [(x, x) for x in range(count)])]))
 
@@ -80,7 +80,7 @@ def test_a_line_of_one_point_is_a_dot_and_a_long_one_has_few() -> None:
     assert found[-1] == (464.0, 34.0), "the last point stays"
 
 
-def test_labels_stand_two_in_a_row_if_they_are_short() -> None:
+def test_short_labels_share_a_row_in_pairs() -> None:
     def rows(*labels: str) -> int:
         chart = Chart("t", Axis("x"), Axis("y"), [Series(label, [(0, 0), (1, 1)]) for label in labels])
         return (int(ElementTree.fromstring(render_svg(chart)).attrib["height"]) - chart.height) // 16
@@ -98,7 +98,7 @@ def test_a_narrow_logarithmic_axis_has_even_ticks() -> None:
     assert Scale(Axis("x", log=True), [1.0, 100.0], 0, 100).ticks() == pytest.approx([1, 2, 5, 10, 20, 50, 100])
 
 
-def test_a_cumulative_line_ends_at_all_values() -> None:
+def test_a_cumulative_line_ends_with_all_values() -> None:
     assert cumulative_points([3, 1, 2]) == [(1, 1 / 3), (2, 2 / 3), (3, 1.0)]
     assert cumulative_points([]) == []
     found = cumulative_points(range(10_000))
@@ -115,7 +115,7 @@ def test_bars_of_a_row_share_a_scale() -> None:
     ElementTree.fromstring(render_bars(BarChart("t", ("seen", "expected"), [])))
 
 
-def test_a_page_escapes_what_it_is_given() -> None:
+def test_a_page_escapes_its_input() -> None:
     table = ReportTable(("x", "<y>"), [("1", "1"), ("<z>", "-2 %")])
     section = ReportSection("b", ["c & d"], ["<w>"], [table], code="[e]")
     page = render_html(HtmlReport("<a>", (section,), paragraphs=["<p>1"]))

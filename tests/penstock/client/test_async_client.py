@@ -1,4 +1,4 @@
-"""The asyncio client against a scripted server: what differs from the blocking one."""
+"""Tests the asyncio client against a scripted server, where it differs from the blocking one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def cancelled(service: FakeInference) -> bool:
     return await asyncio.to_thread(service.cancelled.wait, 5)
 
 
-async def test_streams_side_by_side() -> None:
+async def test_streams_run_side_by_side() -> None:
     service = FakeInference(*(say("a", "b") for _ in range(4)))
     with FakeServer(service) as server:
         async with AsyncClient(server.address) as client:
@@ -28,7 +28,7 @@ async def test_streams_side_by_side() -> None:
     assert [result.text for result in results] == ["ab"] * 4
 
 
-async def test_retries_go_on_after_what_has_come_at_the_next_router() -> None:
+async def test_a_retry_continues_at_the_next_router_after_the_received_tokens() -> None:
     first, second = say("a", "b")
     service = FakeInference([Unavailable("busy")], say("ok"), [first, Unavailable("gone")])
     other = FakeInference([second])
@@ -41,7 +41,7 @@ async def test_retries_go_on_after_what_has_come_at_the_next_router() -> None:
     assert len(service.requests) == 3
 
 
-async def test_typed_errors_and_deadline() -> None:
+async def test_errors_are_typed_and_the_deadline_holds() -> None:
     with FakeServer(FakeInference([ModelNotFound("no model 'x'")], [HANG], say("a", "b")[:1])) as server:
         async with AsyncClient(server.address) as client:
             with pytest.raises(ModelNotFound, match="no model 'x'"):
@@ -88,7 +88,7 @@ async def test_cancelling_the_task_cancels_the_call() -> None:
             assert await cancelled(service)
 
 
-async def test_a_forgotten_stream_is_cancelled() -> None:
+async def test_an_abandoned_stream_is_cancelled() -> None:
     service = FakeInference([say("a", "b")[0], HANG])
     with FakeServer(service) as server:
         async with AsyncClient(server.address) as client:
@@ -98,7 +98,7 @@ async def test_a_forgotten_stream_is_cancelled() -> None:
             assert await cancelled(service)
 
 
-async def test_tokenize_and_list_models() -> None:
+async def test_texts_are_tokenized_and_models_listed() -> None:
     with FakeServer(FakeInference([Unavailable("starting")])) as server:
         async with AsyncClient(server.address, retry=QUICK) as client:
             assert (await client.tokenize("two words")).tokens == ("two", "words")

@@ -1,4 +1,4 @@
-"""The blocking client against a scripted server: chunks, errors, retries, deadlines, cancellation."""
+"""Tests the blocking client against a scripted server: chunks, errors, retries, deadlines, cancellation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ QUICK = RetryPolicy(max_attempts=3, initial_s=0.01, max_s=0.02, connect_s=0.3)
 HANG = FakeInference.HANG
 
 
-def test_chunks_carry_text_tokens_and_the_last_one_usage_and_timing() -> None:
+def test_chunks_carry_text_and_tokens_and_the_last_one_usage_and_timing() -> None:
     with FakeServer(FakeInference(say("Once", " upon"))) as server, Client(server.address) as client:
         first, last = list(client.generate("Hello"))
     assert (first.text, first.token_ids, first.finish_reason, first.usage) == ("Once", (100,), None, None)
@@ -48,7 +48,7 @@ def test_chunks_carry_text_tokens_and_the_last_one_usage_and_timing() -> None:
     assert (last.timing.prefill_ms, last.timing.decode_worker, last.timing.pages_moved) == (20.0, "decode-1", 3)
 
 
-def test_complete_returns_every_completion_whole() -> None:
+def test_complete_returns_every_completion() -> None:
     script = [*say("a", "b", last=False), *say("c", index=1)]
     with FakeServer(FakeInference(script)) as server, Client(server.address) as client:
         result = client.complete("Hello", n=2)
@@ -57,7 +57,7 @@ def test_complete_returns_every_completion_whole() -> None:
     assert (result.request_id, result.model) == ("r", "fake")
 
 
-def test_only_the_options_given_are_sent() -> None:
+def test_only_the_given_options_are_sent() -> None:
     service = FakeInference(say("x"), say("x"), say("x"))
     with FakeServer(service) as server, Client(server.address) as client:
         client.complete("Hello", temperature=0, stop="end", logit_bias={5: -1.5})
@@ -73,7 +73,7 @@ def test_only_the_options_given_are_sent() -> None:
     assert (chat.model, chat.request_id) == ("m", "mine")
 
 
-def test_a_chat_is_sent_with_its_tools_and_what_its_template_takes() -> None:
+def test_a_chat_is_sent_with_its_tools_and_template_arguments() -> None:
     function = {"name": "now", "description": "Returns the time.", "parameters": {"type": "object"}}
     call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     messages = [
@@ -125,7 +125,7 @@ def test_a_chat_is_sent_with_its_tools_and_what_its_template_takes() -> None:
         ("x", {"seed": "abc"}, "seed: = 'abc'"),
     ],
 )
-def test_what_no_server_could_read_is_refused_by_name(prompt: object, options: dict[str, object], message: str) -> None:
+def test_unencodable_arguments_are_refused_by_name(prompt: object, options: dict[str, object], message: str) -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(InvalidInput, match=message):
         client.generate(prompt, **options)  # type: ignore[arg-type]
 
@@ -144,7 +144,7 @@ def test_errors_keep_their_type_across_the_wire() -> None:
     assert isinstance(caught.value, InternalError)
 
 
-def test_unavailable_before_the_first_token_is_tried_again_after_the_servers_delay() -> None:
+def test_unavailable_before_the_first_token_is_retried_after_the_servers_delay() -> None:
     service = FakeInference([Unavailable("busy", retry_after_s=0.3)], [Unavailable("busy")], say("ok"))
     with FakeServer(service) as server, Client(server.address, retry=QUICK) as client:
         started_s = time.monotonic()
@@ -153,7 +153,7 @@ def test_unavailable_before_the_first_token_is_tried_again_after_the_servers_del
     assert len(service.requests) == 3
 
 
-def test_unavailable_after_the_first_token_goes_on_after_it_with_the_same_seed() -> None:
+def test_unavailable_after_the_first_token_continues_after_it_with_the_same_seed() -> None:
     first, second = say("a", "b")
     service = FakeInference([first, Unavailable("gone")], [second])
     with FakeServer(service) as server, Client(server.address, retry=QUICK) as client:
@@ -166,7 +166,7 @@ def test_unavailable_after_the_first_token_goes_on_after_it_with_the_same_seed()
     ]
 
 
-def test_a_stream_that_has_ended_is_not_begun_again() -> None:
+def test_an_ended_stream_is_not_restarted() -> None:
     whole = say("a", "b")
     service = FakeInference([*whole, Unavailable("gone")], say("never"))
     with FakeServer(service) as server, Client(server.address, retry=QUICK) as client:
@@ -177,7 +177,7 @@ def test_a_stream_that_has_ended_is_not_begun_again() -> None:
     assert len(service.requests) == 1
 
 
-def test_calls_go_on_at_the_next_router_and_stay_there() -> None:
+def test_calls_continue_at_the_next_router_and_stay_there() -> None:
     first, second = say("a", "b")
     dead, alive = FakeInference([first, Unavailable("gone")]), FakeInference([second], say("ok"))
     with FakeServer(dead) as one, FakeServer(alive) as other:
@@ -192,7 +192,7 @@ def test_a_client_without_a_router_is_refused() -> None:
         Client([])
 
 
-def test_attempts_are_counted_and_overload_is_not_answered_with_more_load() -> None:
+def test_attempts_are_bounded_and_overload_is_not_retried() -> None:
     service = FakeInference(
         *([Unavailable("busy")] for _ in range(3)), [Overloaded("full", retry_after_s=0.01)], say("x")
     )
@@ -205,8 +205,8 @@ def test_attempts_are_counted_and_overload_is_not_answered_with_more_load() -> N
     assert len(service.requests) == 4
 
 
-def test_a_client_whose_calls_all_fail_soon_stops_trying_again() -> None:
-    """Ten retries are always allowed in ten seconds; beyond, only successes earn more."""
+def test_a_client_whose_calls_all_fail_soon_stops_retrying() -> None:
+    """Ten retries in ten seconds are always allowed; beyond that, only successes earn more."""
     service = FakeInference(*[[Unavailable("down")] for _ in range(30)])
     with FakeServer(service) as server, Client(server.address, retry=QUICK) as client:
         for _ in range(8):
@@ -215,7 +215,7 @@ def test_a_client_whose_calls_all_fail_soon_stops_trying_again() -> None:
     assert len(service.requests) == 8 + 10
 
 
-def test_a_lane_is_sent_and_a_bad_one_is_refused_by_name() -> None:
+def test_a_lane_is_sent_and_an_unknown_one_is_refused() -> None:
     service = FakeInference(say("x"), say("x"), say("x"))
     with FakeServer(service) as server, Client(server.address) as client:
         client.complete("Hello", lane=Lane.BULK)
@@ -230,18 +230,18 @@ def test_a_lane_is_sent_and_a_bad_one_is_refused_by_name() -> None:
     ]
 
 
-def test_nobody_listening_is_unavailable() -> None:
+def test_an_address_without_a_server_is_unavailable() -> None:
     with Client("127.0.0.1:1", retry=QUICK) as client:
         with pytest.raises(Unavailable, match="refused"):
             client.complete("Hello", timeout_s=1.5)
         with pytest.raises(Unavailable, match="refused"):
-            client.complete("Hello")  # no deadline: connect_s bounds it
+            client.complete("Hello")  # without a deadline, connect_s bounds it
 
 
-def test_a_refused_connection_is_tried_again_until_somebody_listens() -> None:
-    """Refusals count neither as attempts nor for the budget: there are far more than both would allow."""
+def test_a_refused_connection_is_retried_until_a_server_listens() -> None:
+    """Refusals count neither as attempts nor against the budget, and there are far more than both would allow."""
     service = FakeInference(say("ok"))
-    with socket.socket() as reserved:  # bound and not listening: connections are refused, and nobody takes the port
+    with socket.socket() as reserved:  # bound but not listening, so connections are refused and nobody takes the port
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
@@ -285,7 +285,7 @@ def test_failures_are_classified(code: str, details: str, metadata: Any, failure
     assert failure_of(Failed()) is failure
 
 
-def test_the_first_attempt_after_a_broken_connection_is_free_and_a_refused_one_waits_for_the_deadline() -> None:
+def test_the_first_attempt_after_a_broken_connection_is_free_and_a_refused_one_lasts_to_the_deadline() -> None:
     budget = RetryBudget(reserve=0.0)
     broken = Attempts(QUICK, deadline_s=10.0, budget=budget)
     assert broken.next_delay_s(Unavailable("reset"), 0.0, lambda: 0.5, Failure.BROKEN) == 0.005
@@ -306,10 +306,10 @@ def test_one_deadline_bounds_the_call_and_its_retries() -> None:
     with FakeServer(service) as server, Client(server.address, retry=QUICK) as client:
         with pytest.raises(DeadlineExceeded):
             client.complete("Hello", timeout_s=1.0)
-        with pytest.raises(Unavailable, match="later"):  # without waiting for a retry after the deadline
+        with pytest.raises(Unavailable, match="later"):  # it does not wait for a retry after the deadline
             client.complete("Hello", timeout_s=60)
     assert service.time_left_s[0] is not None
-    assert service.time_left_s[0] <= 1.01  # the deadline that the call named, which gRPC rounds up, not the default one
+    assert service.time_left_s[0] <= 1.01  # the call's own deadline, which gRPC rounds up, not the default one
 
 
 def test_leaving_the_block_cancels_the_call() -> None:
@@ -324,7 +324,7 @@ def test_leaving_the_block_cancels_the_call() -> None:
             stream.complete()
 
 
-def test_a_forgotten_stream_is_cancelled() -> None:
+def test_an_abandoned_stream_is_cancelled() -> None:
     service = FakeInference([say("a", "b")[0], HANG])
     with FakeServer(service) as server, Client(server.address) as client:
         for _chunk in client.generate("Hello"):
@@ -333,13 +333,13 @@ def test_a_forgotten_stream_is_cancelled() -> None:
         assert service.cancelled.wait(60)
 
 
-def test_a_stream_cut_short_is_an_error_and_not_a_short_answer() -> None:
+def test_a_truncated_stream_is_an_error_and_not_a_short_answer() -> None:
     service = FakeInference(say("a", "b")[:1])
     with FakeServer(service) as server, Client(server.address) as client, pytest.raises(InternalError, match="finish"):
         client.complete("Hello")
 
 
-def test_tokenize_and_list_models() -> None:
+def test_texts_are_tokenized_and_models_listed() -> None:
     with FakeServer(FakeInference([Unavailable("starting")])) as server, Client(server.address, retry=QUICK) as client:
         assert client.tokenize("two words").tokens == ("two", "words")
         assert client.tokenize([{"role": "user", "content": "hi"}]).token_ids == (0,)

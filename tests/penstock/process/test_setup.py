@@ -1,4 +1,4 @@
-"""Tests what a process sets up once."""
+"""Tests what each process sets up at its start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from penstock.process.setup import favour_event_loop, return_freed_memory
 
 
-def test_threads_give_way_to_the_event_loop_within_half_a_millisecond() -> None:
+def test_threads_yield_to_the_event_loop_within_half_a_millisecond() -> None:
     before_s = sys.getswitchinterval()
     try:
         favour_event_loop()
@@ -21,14 +21,14 @@ def test_threads_give_way_to_the_event_loop_within_half_a_millisecond() -> None:
 
 @pytest.mark.processes
 def test_freed_blocks_of_a_megabyte_leave_the_process() -> None:
-    """Runs in a process of its own: threads that other tests have left allocate, too."""
+    """Runs in a process of its own, because threads that other tests have left allocate, too."""
     code = "from tests.penstock.process.test_setup import check_freed_blocks; check_freed_blocks()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def check_freed_blocks() -> None:
     return_freed_memory()
-    for size in (1 << 20, 30 << 20, 1 << 20):  # by itself glibc keeps those of the last size after the second
+    for size in (1 << 20, 30 << 20, 1 << 20):  # by default glibc keeps blocks of the previous size after the second
         before = resident_bytes()
         blocks = [bytearray(size) for _ in range(60 << 20 >> size.bit_length() - 1)]
         kept = bytearray(1000)  # above them on the heap

@@ -1,4 +1,4 @@
-"""Tests who keeps, cancels and awaits background tasks."""
+"""Tests how background tasks are kept, cancelled and awaited."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ async def test_a_task_is_kept_until_it_ends() -> None:
     assert len(tasks) == 0
 
 
-async def test_close_cancels_and_waits_for_clean_up() -> None:
+async def test_close_cancels_tasks_and_waits_for_their_cleanup() -> None:
     tasks, cleaned = TaskSet(), []
 
     async def work(name: str) -> None:
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0)  # cleaning up may take turns of the loop
+            await asyncio.sleep(0)  # cleanup may take several turns of the loop
             cleaned.append(name)
 
     for name in ("a", "b"):
@@ -45,7 +45,7 @@ async def test_close_cancels_and_waits_for_clean_up() -> None:
     assert len(tasks) == 0
 
 
-async def test_a_failure_reaches_whoever_awaits_the_task_and_does_not_stop_the_others() -> None:
+async def test_a_failure_is_raised_to_the_awaiter_and_does_not_stop_other_tasks() -> None:
     tasks, finished = TaskSet(), []
 
     async def fail() -> None:

@@ -1,4 +1,4 @@
-"""Tests what clients say of servers that are no Penstock's, that are silent, or whose certificates differ."""
+"""Tests the errors of clients whose server is not Penstock's, is silent, or has a certificate that does not fit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def plain() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def secured(authority: Authority) -> Iterator[int]:
-    """Yields the port of one whose certificate names `localhost`."""
+    """Yields the port of a server whose certificate is for `localhost`."""
     made = authority.issue("server", "DNS:localhost")
     assert made.cert_file is not None
     assert made.key_file is not None
@@ -52,7 +52,7 @@ def secured(authority: Authority) -> Iterator[int]:
 
 
 def failure(address: str, tls: ClientTls | None = None, timeout_s: float = 30.0) -> PenstockError:
-    """Returns the error of a stream, after that of a unary call, which is the same."""
+    """Returns the error of a stream, after checking that a unary call has the same one."""
     found = []
     with Client(address, retry=NO_RETRY, tls=tls) as client:
         with pytest.raises(PenstockError) as caught:
@@ -65,7 +65,7 @@ def failure(address: str, tls: ClientTls | None = None, timeout_s: float = 30.0)
     return found[1]
 
 
-def test_nobody_listens() -> None:
+def test_an_address_without_a_server_is_reported() -> None:
     error = failure("127.0.0.1:1")
     assert type(error) is Unavailable
     assert error.message == (
@@ -74,7 +74,7 @@ def test_nobody_listens() -> None:
     )
 
 
-def test_a_server_without_the_service(plain: int) -> None:
+def test_a_server_without_the_service_is_reported(plain: int) -> None:
     error = failure(f"127.0.0.1:{plain}")
     assert type(error) is ConfigError
     assert error.message == (
@@ -82,7 +82,7 @@ def test_a_server_without_the_service(plain: int) -> None:
     )
 
 
-def test_an_http_server() -> None:
+def test_an_http_server_is_reported() -> None:
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         error = failure(f"127.0.0.1:{server.server_port}")
@@ -91,7 +91,7 @@ def test_an_http_server() -> None:
     assert error.message == f"127.0.0.1:{server.server_port} speaks HTTP, not gRPC; {FIX}"
 
 
-def test_a_server_that_says_nothing() -> None:
+def test_a_silent_server_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         error = failure(address, timeout_s=0.3)
@@ -99,17 +99,17 @@ def test_a_server_that_says_nothing() -> None:
     assert error.message == f"{address} did not end the call before its deadline; look at the server, or {FIX}"
 
 
-def test_a_url_in_place_of_an_address() -> None:
+def test_a_url_in_place_of_an_address_is_reported() -> None:
     assert failure("http://localhost:50051").message == f"http://localhost:50051 is not of the form host:port; {FIX}"
 
 
-def test_one_side_has_tls(plain: int, secured: int, authority: Authority) -> None:
+def test_tls_at_only_one_end_is_reported(plain: int, secured: int, authority: Authority) -> None:
     encrypted = failure(f"localhost:{plain}", ClientTls(authority.ca))
     assert encrypted.message == f"localhost:{plain} does not speak TLS; call it without TLS"
     assert "call it with TLS if it has a certificate" in failure(f"localhost:{secured}").message
 
 
-def test_certificates_that_do_not_fit(
+def test_certificates_that_do_not_fit_are_reported(
     secured: int, authority: Authority, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     other = Authority(tmp_path_factory.mktemp("other"))

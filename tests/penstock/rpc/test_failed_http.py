@@ -1,4 +1,4 @@
-"""Tests the errors of HTTP requests: each names the URL, the cause and the fix."""
+"""Tests the errors of HTTP requests: each has the URL, the cause and the fix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ URL, ADVICE = "http://here:8000/v1", "give another URL"
 
 
 def wrapped(cause: Exception) -> Exception:
-    """Returns the cause as libraries raise it: inside an error of their own."""
+    """Returns the cause inside an error of another type, as libraries raise it."""
     try:
         try:
             raise cause
@@ -46,7 +46,7 @@ def wrapped(cause: Exception) -> Exception:
         (ValueError("something new"), Unavailable, "connection failed"),
     ],
 )
-def test_a_request_without_an_answer_says_why(cause: Exception, kind: type[PenstockError], words: str) -> None:
+def test_a_request_without_an_answer_states_the_cause(cause: Exception, kind: type[PenstockError], words: str) -> None:
     found = failed_http(wrapped(cause), URL, ADVICE)
     assert type(found) is kind
     assert found.message.startswith(URL)
@@ -63,13 +63,13 @@ def test_a_request_without_an_answer_says_why(cause: Exception, kind: type[Penst
         (503, Unavailable, f"{URL} failed with status 503: no key; look at the server's log"),
     ],
 )
-def test_an_answer_that_refuses_is_repeated(status: int, kind: type[PenstockError], words: str) -> None:
+def test_the_text_of_a_refusal_is_shown(status: int, kind: type[PenstockError], words: str) -> None:
     found = refused_http(status, '{"error": {"message": "no key"}}', URL, ADVICE)
     assert (type(found), found.message) == (kind, words)
     assert refused_http(status, " \n", URL, ADVICE).message == words.replace(": no key", "")
 
 
-def test_a_long_page_is_cut() -> None:
+def test_a_long_page_is_shortened() -> None:
     assert len(refused_http(500, "x " * 5000, URL, ADVICE).message) < 400
 
 
@@ -79,7 +79,7 @@ def test_an_answer_cannot_control_the_terminal() -> None:
     assert "here" in found.message
 
 
-def test_a_password_in_a_url_is_not_repeated() -> None:
+def test_a_password_in_a_url_is_not_shown() -> None:
     url = "https://me:p@ss@here:8000/v1?at=a@b"
     for error in (failed_http(TimeoutError(), url, ADVICE), refused_http(500, "", url, ADVICE)):
         assert error.message.startswith("https://here:8000/v1?at=a@b ")

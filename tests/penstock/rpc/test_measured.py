@@ -1,4 +1,4 @@
-"""Figures of other processes that nobody can have measured: NaN, infinite, negative, absurd."""
+"""Tests figures from other processes that cannot be measurements: NaN, infinite, negative or absurd."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FALSE = [math.nan, math.inf, -math.inf, -1.0, 1e300]
 
 
 @pytest.mark.parametrize("value", FALSE)
-def test_a_false_figure_is_cleared_and_the_others_stay(value):
+def test_an_invalid_figure_is_cleared_and_the_others_stay(value):
     timing = common_pb2.Timing(
         queue_ms=value,
         prefill_ms=2.0,
@@ -38,7 +38,7 @@ def test_a_false_figure_is_cleared_and_the_others_stay(value):
 
 
 @pytest.mark.parametrize("value", FALSE)
-def test_a_report_reads_as_one_without_its_false_figures(value):
+def test_a_report_with_invalid_figures_reads_as_one_without_them(value):
     sent = WorkerLoad(
         num_running=3,
         prefill_tokens_per_s=value,
@@ -61,11 +61,11 @@ def test_a_report_reads_as_one_without_its_false_figures(value):
         requests=RequestTotals(5, 1, 0.0, 2.0, 40),
         metrics={"good": 1.0},
     )
-    assert message.SerializeToString() == before  # others may read it too
+    assert message.SerializeToString() == before  # others may read the original
 
 
-def test_no_double_of_a_report_is_missed_by_the_quick_look():
-    """A new field of `Load` that `load_from_wire` does not look at would pass with any value."""
+def test_every_double_of_a_report_is_checked():
+    """A new field of `Load` that `load_from_wire` does not check could hold any value."""
     for path in _doubles(worker_pb2.Load.DESCRIPTOR):
         load = worker_pb2.Load()
         part = load
@@ -75,14 +75,14 @@ def test_no_double_of_a_report_is_missed_by_the_quick_look():
         assert wire.load_from_wire(load) == WorkerLoad(), path
 
 
-def test_the_controller_keeps_no_false_figure():
+def test_the_controller_keeps_no_invalid_figure():
     reports, incarnation = LoadReportStore(Pools(ServeConfig(model="m"), {}, {})), Incarnation(WorkerId("decode-0"), 1)
     reports.note(incarnation, worker_pb2.Load(num_running=2, step_s=math.nan, metrics={"bad": math.inf, "good": 1.0}))
     assert reports.get(incarnation) == worker_pb2.Load(num_running=2, metrics={"good": 1.0})
 
 
 @pytest.mark.parametrize("value", FALSE)
-def test_a_migrated_sequence_brings_no_false_times(value):
+def test_a_migrated_sequence_brings_no_invalid_times(value):
     timing = common_pb2.Timing(queue_ms=value, decode_ms=value, preempted_ms=[value], migration_pause_ms=value)
     sampling = wire.sampling_to_wire(SamplingParams(max_tokens=4))
     state = worker_pb2.SequenceState(token_ids=[1, 2], num_prompt_tokens=1, sampling=sampling, timing=timing)

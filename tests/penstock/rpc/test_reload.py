@@ -1,4 +1,4 @@
-"""Tests that files of keys are read again when they change, and that a bad one leaves what was read before in force."""
+"""Tests that key files are read again when they change, and that a bad file leaves the previous content in force."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def watched(path: Path) -> WatchedFiles[ClusterSecrets]:
     return WatchedFiles("secret_file", (str(path), ""), lambda: ClusterSecrets.read(str(path), "secret_file"))
 
 
-def test_a_file_that_is_the_same_is_not_read_again(tmp_path: Path) -> None:
+def test_an_unchanged_file_is_not_read_again(tmp_path: Path) -> None:
     write_secret(tmp_path / "secret", FIRST)
     files = watched(tmp_path / "secret")
     before = files.value
@@ -54,7 +54,9 @@ def test_a_changed_file_is_read_again(tmp_path: Path, way: str) -> None:
     assert files.version == 2
 
 
-def test_a_bad_file_is_refused_once_and_a_good_one_ends_that(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bad_file_is_refused_once_and_a_good_one_replaces_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "secret"
     write_secret(path, FIRST)
     files = watched(path)
@@ -75,7 +77,7 @@ def test_a_bad_file_is_refused_once_and_a_good_one_ends_that(tmp_path: Path, cap
     assert (files.problem, files.value.current.reveal()) == ("", SECOND.reveal())
 
 
-def test_files_that_change_while_they_are_read_are_read_once_more(tmp_path: Path) -> None:
+def test_files_that_change_while_they_are_read_are_read_again(tmp_path: Path) -> None:
     """A certificate may be in place before its key is."""
     pair = [tmp_path / "cert", tmp_path / "key"]
     writes = iter([lambda: pair[1].write_text("new key"), lambda: None])
@@ -96,7 +98,7 @@ def test_files_that_change_while_they_are_read_are_read_once_more(tmp_path: Path
     assert files.value == ["new cert", "new key"]
 
 
-async def test_one_task_looks_at_every_file(tmp_path: Path) -> None:
+async def test_one_task_watches_every_file(tmp_path: Path) -> None:
     seen: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
     watcher = FileWatcher(lambda files: seen.put_nowait((files.setting, bool(files.problem))))
     paths = {name: tmp_path / name for name in ("a", "b")}

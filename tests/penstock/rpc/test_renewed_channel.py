@@ -1,4 +1,4 @@
-"""Tests a channel whose credentials are renewed: new calls use the new ones, running calls end on the old ones."""
+"""Tests a channel whose credentials are renewed: new calls use the new ones, running calls end with the old ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.router.router_fakes import until
 
 @pytest.fixture(name="address")
 async def _address() -> AsyncIterator[str]:
-    """Yields the address of a server that sends back what it is sent."""
+    """Yields the address of a server that echoes its input."""
 
     async def echo(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         async for request in requests:
@@ -36,7 +36,7 @@ async def _address() -> AsyncIterator[str]:
     await server.stop(None)
 
 
-async def test_running_calls_keep_the_channel_that_they_began_on(address: str) -> None:
+async def test_running_calls_keep_the_channel_on_which_they_started(address: str) -> None:
     version, opened = 1, []
 
     def dial() -> grpc.aio.Channel:
@@ -51,7 +51,7 @@ async def test_running_calls_keep_the_channel_that_they_began_on(address: str) -
         assert await call(b"x") == b"x"
         assert len(opened) == 1
         version = 2
-        assert await call(b"y") == b"y"  # the same callable, as stubs keep it
+        assert await call(b"y") == b"y"  # the same callable, since stubs keep it
         assert (len(opened), channel.num_open) == (2, 2)
         await stream.write(b"2")
         assert await stream.read() == b"2"

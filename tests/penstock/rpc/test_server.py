@@ -1,4 +1,4 @@
-"""Tests how a call of a gRPC server ends when its handler fails and when its client takes no status."""
+"""Tests how a gRPC call ends when its handler fails and when its client takes no status."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from penstock.rpc.server import abort, typed_errors
 
 
 class UnwritableContext:
-    """The context of a call whose earlier messages are stuck: nothing more can be sent."""
+    """Stands in for the context of a call whose earlier messages are stuck, so that nothing more can be sent."""
 
     async def abort(self, *args, **kwargs):
         raise grpc.aio.InternalError("Failed 'execute_batch': TOO_MANY_OPERATIONS")
 
 
-async def test_a_call_that_takes_no_status_ends_without_one(caplog):
+async def test_a_call_whose_status_cannot_be_sent_ends_without_one(caplog):
     caplog.set_level(logging.INFO)
     with pytest.raises(asyncio.CancelledError):
         await abort(UnwritableContext(), InvalidInput("n", "is 0; it must be at least 1"))
     assert "is 0; it must be at least 1" in caplog.text
 
 
-async def test_a_write_to_a_client_that_is_gone_is_no_failure_of_the_handler(caplog):
+async def test_a_write_to_a_client_that_has_left_is_no_failure_of_the_handler(caplog):
     caplog.set_level(logging.INFO)
     with pytest.raises(asyncio.CancelledError):
         async with typed_errors(UnwritableContext()):

@@ -1,4 +1,4 @@
-"""Tests detokenizers and stop strings, however the text is cut into tokens and pieces."""
+"""Tests detokenizers and stop strings, however the text is split into tokens and pieces."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _cut(items, borders):
 
 @given(token_ids=BYTE_LEVEL_IDS, borders=st.lists(st.integers(0, 1000), max_size=10))
 @examples(200)
-def test_pieces_of_byte_level_text_make_the_whole(token_ids, borders):
+def test_pieces_of_byte_level_text_add_up_to_the_whole(token_ids, borders):
     detokenizer = BYTE_LEVEL.detokenizer()
     pieces = [detokenizer.add(part) for part in _cut(token_ids, borders)] + [detokenizer.finish()]
     assert "".join(pieces) == BYTE_LEVEL.decode(token_ids)
@@ -70,7 +70,7 @@ def test_pieces_of_byte_level_text_make_the_whole(token_ids, borders):
 
 @given(text=st.text(max_size=40), borders=st.lists(st.integers(0, 1000), max_size=10))
 @examples(100)
-def test_no_piece_of_valid_text_holds_half_a_character(text, borders):
+def test_no_piece_of_valid_text_holds_part_of_a_character(text, borders):
     text = text.replace("\ufffd", "?")
     token_ids = _COMPILED.encode(text, add_special_tokens=False).ids
     for detokenizer in (BYTE_LEVEL.detokenizer(), WindowDetokenizer(BYTE_LEVEL.decode, frozenset({0, 1}))):
@@ -81,13 +81,13 @@ def test_no_piece_of_valid_text_holds_half_a_character(text, borders):
 
 @given(token_ids=BYTE_LEVEL_IDS, borders=st.lists(st.integers(0, 1000), max_size=10))
 @examples(100)
-def test_pieces_with_special_tokens_make_the_whole(token_ids, borders):
+def test_pieces_with_special_tokens_add_up_to_the_whole(token_ids, borders):
     detokenizer = BYTE_LEVEL.detokenizer(keep_special_tokens=True)
     pieces = [detokenizer.add(part) for part in _cut(token_ids, borders)] + [detokenizer.finish()]
     assert "".join(pieces) == BYTE_LEVEL.decode_all(token_ids)
 
 
-def test_special_tokens_are_kept_where_they_are_asked_for():
+def test_special_tokens_are_kept_on_request():
     for spelling, start in ((BYTE_LEVEL, 0), (BYTE_FALLBACK, 1)):
         the = spelling._compiled.get_vocab()["a"]
         kept, plain = spelling.detokenizer(keep_special_tokens=True), spelling.detokenizer()
@@ -115,7 +115,7 @@ _FALLBACK_GROUPS = st.one_of(st.sampled_from(_CHARACTERS), st.integers(259, 266)
 
 @given(groups=st.lists(_FALLBACK_GROUPS, max_size=30), borders=st.lists(st.integers(0, 1000), max_size=10))
 @examples(150)
-def test_pieces_of_byte_fallback_text_make_the_whole(groups, borders):
+def test_pieces_of_byte_fallback_text_add_up_to_the_whole(groups, borders):
     token_ids = [token_id for group in groups for token_id in group]
     detokenizer = BYTE_FALLBACK.detokenizer()
     pieces = [detokenizer.add(part) for part in _cut(token_ids, borders)]
@@ -123,7 +123,7 @@ def test_pieces_of_byte_fallback_text_make_the_whole(groups, borders):
     assert "".join(pieces) + detokenizer.finish() == BYTE_FALLBACK.decode(token_ids)
 
 
-def test_bytes_that_are_no_text_cannot_grow_the_window():
+def test_invalid_utf8_cannot_grow_the_window():
     detokenizer = WindowDetokenizer(BYTE_LEVEL.decode, frozenset())
     invalid = _COMPILED.token_to_id("Ģ")  # byte 0x80
     shown = "".join(detokenizer.add([invalid]) for _ in range(1000)) + detokenizer.finish()
@@ -131,7 +131,7 @@ def test_bytes_that_are_no_text_cannot_grow_the_window():
     assert len(detokenizer._window) <= 16
 
 
-def test_an_unfinished_character_waits_and_shows_at_the_end():
+def test_an_unfinished_character_is_held_and_shown_at_the_end():
     smile = _COMPILED.encode("🙂", add_special_tokens=False).ids
     detokenizer = BYTE_LEVEL.detokenizer()
     first = BYTE_LEVEL.token_bytes(smile[0])
@@ -157,7 +157,7 @@ def _expected(text, stops):
     borders=st.lists(st.integers(0, 1000), max_size=12),
 )
 @examples(250)
-def test_stop_strings_match_wherever_the_text_is_cut(text, stops, borders):
+def test_stop_strings_match_however_the_text_is_split(text, stops, borders):
     matcher = StopMatcher(StopStrings(stops))
     pieces = [matcher.add(part) for part in _cut(text, borders)]
     shown = "".join(pieces) + ("" if matcher.stopped else matcher.finish())
@@ -169,7 +169,7 @@ def test_stop_strings_match_wherever_the_text_is_cut(text, stops, borders):
 
 @given(text=st.text("ab", max_size=30), stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
 @examples(100)
-def test_text_waits_no_longer_than_it_must(text, stops):
+def test_text_is_held_no_longer_than_needed(text, stops):
     matcher = StopMatcher(StopStrings(stops))
     shown = ""
     for position, char in enumerate(text):
@@ -182,7 +182,7 @@ def test_text_waits_no_longer_than_it_must(text, stops):
 
 @given(text=st.text("ab", max_size=24), stops=st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4))
 @examples(150)
-def test_a_match_is_the_same_at_every_cut_of_the_text(text, stops):
+def test_a_match_is_the_same_at_every_split_of_the_text(text, stops):
     compiled = StopStrings(stops)
     for cut in range(len(text) + 1):
         matcher = StopMatcher(compiled)
@@ -192,7 +192,7 @@ def test_a_match_is_the_same_at_every_cut_of_the_text(text, stops):
 
 @given(token_ids=BYTE_LEVEL_IDS, stops=st.lists(st.text("the ca日🙂", min_size=1, max_size=4), min_size=1, max_size=3))
 @examples(100)
-def test_a_resumed_completion_goes_on_as_if_it_had_not_broken_off(token_ids, stops):
+def test_a_resumed_completion_continues_as_if_uninterrupted(token_ids, stops):
     sampling = SamplingParams(max_tokens=100, min_tokens=len(token_ids) // 3, stop=tuple(stops))
     compiled = StopStrings(stops)
     whole = CompletionText(BYTE_LEVEL, sampling, compiled)
@@ -209,7 +209,7 @@ def test_a_resumed_completion_goes_on_as_if_it_had_not_broken_off(token_ids, sto
 
 
 class _CountedSteps(dict):
-    """The edges of all states; counts how often they are looked up."""
+    """Holds the edges of all states, and counts lookups."""
 
     num_lookups = 0
 
@@ -218,8 +218,8 @@ class _CountedSteps(dict):
         return super().get(char, default)
 
 
-def test_crafted_stop_strings_cost_two_steps_a_character_at_most():
-    """Sixteen stop strings that all but match at every character cost a comparison of each prefix before."""
+def test_crafted_stop_strings_take_at_most_two_steps_per_character():
+    """Sixteen stop strings that almost match at each character would otherwise need a comparison for each prefix."""
     compiled = StopStrings(["a" * (255 - rank) + "b" for rank in range(16)])
     assert len(compiled._edges) <= 16 * 256
     compiled._edges = _CountedSteps(compiled._edges)
@@ -231,7 +231,7 @@ def test_crafted_stop_strings_cost_two_steps_a_character_at_most():
     assert _CountedSteps.num_lookups <= 2 * len(text)
 
 
-def test_resuming_follows_the_tail_of_the_text_alone():
+def test_resuming_reads_only_the_tail_of_the_text():
     compiled = StopStrings(["the mat"])
     compiled._edges = _CountedSteps(compiled._edges)
     text = CompletionText(BYTE_LEVEL, SamplingParams(max_tokens=10_000, stop=("the mat",)), compiled)

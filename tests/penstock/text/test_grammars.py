@@ -1,4 +1,4 @@
-"""Tests that grammars compile within their bounds, and that what is refused is refused by name."""
+"""Tests that grammars compile within their bounds, and that unsupported ones are refused with the reason."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def _compiler() -> GrammarCompiler:
         ),
     ],
 )
-def test_what_cannot_be_obeyed_is_named(compiler: GrammarCompiler, grammar: Grammar, problem: str) -> None:
+def test_unsupported_grammars_are_refused_with_the_reason(
+    compiler: GrammarCompiler, grammar: Grammar, problem: str
+) -> None:
     with pytest.raises(InvalidInput) as raised:
         compiler.compile(grammar)
     assert raised.value.field == "sampling.grammar"
@@ -63,13 +65,13 @@ def test_every_kind_compiles(compiler: GrammarCompiler) -> None:
         assert not compiler.compile(grammar).is_error()
 
 
-def test_a_lark_grammar_takes_a_special_token_for_its_name(compiler: GrammarCompiler) -> None:
+def test_a_lark_grammar_can_use_a_special_token_by_name(compiler: GrammarCompiler) -> None:
     matcher = compiler.compile(Grammar(GrammarKind.LARK, 'start: "a" <|user|> "b"'))
     assert matcher.consume_tokens([*encode("a"), *encode("<|user|>"), *encode("b")])
     assert matcher.is_accepting()
 
 
-UNBOUNDED = {"multiples", "many multiples", "optional classes"}  # which only the router's processes bound
+UNBOUNDED = {"multiples", "many multiples", "optional classes"}  # only the router's processes bound it
 
 
 @pytest.mark.parametrize("name", sorted(HOSTILE.keys() - UNBOUNDED - CHEAP))
@@ -80,7 +82,7 @@ def test_a_hostile_grammar_is_refused_and_remembered(compiler: GrammarCompiler, 
         compiler.cached(hostile(name))  # without compiling
 
 
-def test_as_many_choices_as_one_row_holds_are_obeyed(compiler: GrammarCompiler) -> None:
+def test_as_many_choices_as_fit_one_row_compile(compiler: GrammarCompiler) -> None:
     texts = [f"number {rank}" for rank in range(1900)]
     matcher = compiler.compile(Grammar(GrammarKind.CHOICE, json.dumps(texts)))
     assert matcher.consume_tokens(encode(texts[-1])), matcher.get_error()
@@ -89,7 +91,7 @@ def test_as_many_choices_as_one_row_holds_are_obeyed(compiler: GrammarCompiler) 
         compiler.compile(Grammar(GrammarKind.CHOICE, json.dumps([*texts, "another"])))
 
 
-def test_a_checkpoint_without_a_tokenizer_has_nothing_to_prepare(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_tokenizer_prepares_nothing(tmp_path: Path) -> None:
     compiler = GrammarCompiler(tmp_path, VOCAB_SIZE, EOS)
     compiler.prepare()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: is missing, and grammars need it"):
@@ -116,7 +118,7 @@ def test_matchers_of_one_grammar_share_no_state(compiler: GrammarCompiler) -> No
     assert second.rollback(0)
 
 
-def test_threads_that_compile_at_once_agree(compiler: GrammarCompiler) -> None:
+def test_concurrent_compilations_agree(compiler: GrammarCompiler) -> None:
     found: list[object] = []
     threads = [threading.Thread(target=lambda: found.append(compiler.compile(schema({})))) for _ in range(4)]
     for thread in threads:
@@ -127,7 +129,7 @@ def test_threads_that_compile_at_once_agree(compiler: GrammarCompiler) -> None:
     assert compiler.num_bytes < 2 * grammars._ENTRY_BYTES
 
 
-def test_white_space_of_json_is_bounded() -> None:
+def test_white_space_in_json_is_bounded() -> None:
     assert "whitespace_pattern" in to_llguidance(schema({"type": "object"}), {})
     own = to_llguidance(schema({"type": "object", "x-guidance": {"whitespace_flexible": False}}), {})
     assert "whitespace_flexible" in own

@@ -20,7 +20,7 @@ FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 NUMBER, TEXT = {"type": "integer"}, {"type": "string", "maxLength": 3}
 COLORS = {"$defs": {"color": {"enum": ["red", "blue"], "title": "Color"}}}
 AB = {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}}
-# Schema, texts that it allows, texts that it does not.
+# Each row: a schema, texts that it allows, and texts that it does not.
 CASES: dict[str, tuple[dict[str, object], list[str], list[str]]] = {
     "counts": ({"type": "array", "items": NUMBER, "minItems": 1.0, "maxItems": 2.0}, ["[1]"], ["[]", "[1, 2, 3]"]),
     "if": ({**NUMBER, "if": {"minimum": 3}}, ["1", "5"], ['"a"']),
@@ -100,7 +100,8 @@ def allows(matcher: LLMatcher, text: str) -> bool:
 
 
 def random_output(matcher: LLMatcher, rng: random.Random) -> str | None:
-    """Returns an output of random tokens, which ends half of the times when it may; None if it grows too long."""
+    """Returns an output of random tokens, which ends half of the times that it may. Returns None if it grows too
+    long."""
     words, output = np.zeros(VOCAB_SIZE // 32, np.int32), list[int]()
     for _ in range(300):
         if matcher.is_stopped() or (matcher.is_accepting() and rng.random() < 0.5):
@@ -132,12 +133,12 @@ def test_a_schema_is_obeyed_without_its_keyword(case: str) -> None:
 
 
 @pytest.mark.parametrize("keyword", UNWRITTEN)
-def test_a_keyword_that_cannot_be_written_otherwise_is_named(keyword: str) -> None:
+def test_a_keyword_that_cannot_be_rewritten_is_refused_by_name(keyword: str) -> None:
     with pytest.raises(InvalidInput, match=keyword):
         compiler().compile(schema(UNWRITTEN[keyword]))
 
 
-def test_what_is_no_schema_stays_as_it_is() -> None:
+def test_values_that_are_no_schema_stay_unchanged() -> None:
     values = {"enum": [{"maxItems": 1.0, "then": 1}], "const": {"then": 1}, "default": {"not": False}}
     assert in_known_keywords(values) == values
 
@@ -160,11 +161,11 @@ _JSON = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["a", "allOf", "properties", "propertyNames", *UNWRITTEN]), _JSON, max_size=5))
-def test_what_is_malformed_does_no_harm(value: dict[str, object]) -> None:
+def test_malformed_schemas_raise_nothing(value: dict[str, object]) -> None:
     json.dumps(in_known_keywords(value))
 
 
-def test_the_names_of_one_list_are_written_a_bounded_number_of_times() -> None:
+def test_property_names_are_repeated_a_bounded_number_of_times() -> None:
     names = {"enum": [f"name{number}" for number in range(1000)]}
     objects = {f"o{number}": {"propertyNames": {"$ref": "#/$defs/names"}} for number in range(50)}
     written = json.dumps(in_known_keywords({"$defs": {"names": names}, "properties": objects}))

@@ -1,4 +1,4 @@
-"""Tests that closed schemas allow no properties that they do not name, and nothing that the given ones forbid."""
+"""Tests that closed schemas allow no unlisted properties, and nothing that the given ones forbid."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VALUES = st.recursive(
 
 
 @given(SCHEMAS, VALUES)
-def test_what_the_closed_schema_allows_the_given_one_allows(schema: dict[str, object], value: object) -> None:
+def test_the_given_schema_allows_what_the_closed_one_allows(schema: dict[str, object], value: object) -> None:
     if jsonschema.Draft202012Validator(closed(schema)).is_valid(value):
         assert jsonschema.Draft202012Validator(schema).is_valid(value)
 
@@ -60,6 +60,6 @@ def test_objects_inside_objects_and_lists_are_closed() -> None:
         {"required": ["b"]},
     ],
 )
-def test_a_schema_that_means_more_than_it_names_stays_open(more: dict[str, object]) -> None:
+def test_a_schema_whose_keywords_allow_more_properties_stays_open(more: dict[str, object]) -> None:
     schema = {"properties": {"a": {}}, **more}
     assert closed(schema) == schema

@@ -1,4 +1,4 @@
-"""Tests which outputs structural tags allow, and that what is not obeyed is refused by name and place."""
+"""Tests which outputs structural tags allow, and that unsupported tags are refused with their place."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def constant(value: str) -> dict[str, Any]:
 
 
 def allows(tag: dict[str, Any], text: str) -> bool:
-    """Returns whether the whole text is an output that the tag allows, as the worker would find token by token."""
+    """Returns whether the whole text is an output that the tag allows, checked token by token as in the worker."""
     matcher = compiler().compile(Grammar(GrammarKind.STRUCTURAL_TAG, json.dumps(tag)))
     token_ids = encode(text)
     return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
@@ -116,7 +116,7 @@ def test_structures_follow_their_triggers(text: str, wanted: bool) -> None:
         ),
     ],
 )
-def test_formats(form: dict[str, Any], allowed: list[str], refused: list[str]) -> None:
+def test_formats_allow_their_texts(form: dict[str, Any], allowed: list[str], refused: list[str]) -> None:
     tag = {"type": "structural_tag", "format": form}
     assert [text for text in allowed if not allows(tag, text)] == []
     assert [text for text in refused if allows(tag, text)] == []
@@ -172,7 +172,7 @@ def test_special_tokens_are_written_as_tokens() -> None:
         ({"format": sequence(*[sequence(*[constant("a")] * 30)] * 30)}, "is one of more than 512 parts"),
     ],
 )
-def test_what_is_not_obeyed_is_refused_by_place(tag: Any, problem: str) -> None:
+def test_unsupported_tags_are_refused_with_their_place(tag: Any, problem: str) -> None:
     source = tag if isinstance(tag, str) else json.dumps(tag)
     with pytest.raises(InvalidInput) as raised:
         structural_tag_to_lark(source, {}, "structural_tag", " ?")

@@ -1,4 +1,4 @@
-"""Tests the readers of trace files: formats, ticks, what covers a prompt, and messages that name the line."""
+"""Tests the readers of trace files: formats, ticks, runs that cover a prompt, and errors that give the line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_hash_ids_become_runs_that_cover_the_prompt(tmp_path: Path, name: str) -
     assert unknown.block_tokens == 700
 
 
-def test_agents_sessions_have_runs_and_follow_each_other(tmp_path: Path) -> None:
+def test_sessions_of_agents_have_runs_and_follow_each_other(tmp_path: Path) -> None:
     text = rows(row(0, session=3, agent="main", hash_runs=[[5, 2], [40, 8]], tenant="blue", lane="bulk"))
     trace = read_trace(write(tmp_path / "agents.jsonl", text))
     (record,) = trace.records
@@ -78,9 +78,7 @@ def test_azure_csv_has_dates_and_burstgpt_seconds(tmp_path: Path) -> None:
     assert (only.num_input_tokens, only.num_output_tokens) == (472, 18)
 
 
-def test_a_trace_is_found_in_the_folder_that_the_environment_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_is_found_in_the_configured_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "here.jsonl", rows(row(0)))
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     assert len(read_trace("here.jsonl").records) == 1
@@ -100,6 +98,6 @@ def test_a_trace_is_found_in_the_folder_that_the_environment_names(
         ("bad.csv", "timestamp,input_length,output_length\n1,x,2\n", r"bad\.csv:2: ValueError"),
     ],
 )
-def test_a_malformed_line_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_a_malformed_line_is_refused_by_number(tmp_path: Path, name: str, text: str, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         read_trace(write(tmp_path / name, text))

@@ -1,4 +1,4 @@
-"""Tests by random records that scaling keeps order, sharing and the covering of prompts."""
+"""Tests with random records that scaling keeps order, sharing, and the cover of each prompt."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_runs_hold_the_same_ids(ids: list[int]) -> None:
 
 
 @given(st.lists(records(), max_size=8), st.integers(1, 6000))
-def test_what_does_not_fit_is_counted(found: list[TraceRecord], max_tokens: int) -> None:
+def test_requests_that_do_not_fit_are_counted(found: list[TraceRecord], max_tokens: int) -> None:
     kept, num_dropped = split_longer(found, max_tokens)
     assert len(kept) + num_dropped == len(found)
     assert all(record.num_tokens <= max_tokens for record in kept)
@@ -58,7 +58,7 @@ def test_a_faster_trace_has_the_same_order(found: list[TraceRecord], factor: flo
     assert not faster or faster[-1].arrival_s == pytest.approx(ordered[-1].arrival_s / factor)
 
 
-def test_factors_are_above_zero() -> None:
+def test_factors_must_be_above_zero() -> None:
     with pytest.raises(InvalidInput, match="input factor: is 0; give a number above 0"):
         scale_lengths([], 0.0)
     with pytest.raises(InvalidInput, match="rate factor: is -1; give a number above 0"):

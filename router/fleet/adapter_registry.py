@@ -30,7 +30,7 @@ class AdapterRegistry:
 
     @property
     def all(self) -> list[AdapterRef]:
-        """The adapters, sorted by name."""
+        """Returns the adapters, sorted by name."""
         return [adapter for _, adapter in sorted(self._look_up().items())]
 
 

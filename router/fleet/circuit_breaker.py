@@ -1,7 +1,7 @@
 """Withholds requests from workers and links that failed recently (circuit breakers). Pure.
 
 A breaker opens after several failures in a row, or when most of the recent outcomes are failures. After a rest, which
-grows each time the breaker soon opens again, a single trial request is let through, and its success closes the breaker.
+doubles if the breaker reopens before slow start ends, a single trial request is sent; its success closes the breaker.
 The worker's share of requests then grows gradually to 1 (slow start), so that its cold caches are not flooded. If more
 than half of the candidates are open, the fault is probably elsewhere and breakers are ignored (Envoy's panic threshold:
 https://www.envoyproxy.io/docs/envoy/latest/intro/arch_overview/upstream/load_balancing/panic_threshold).

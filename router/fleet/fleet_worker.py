@@ -85,7 +85,7 @@ class FleetWorker(ABC):
     @property
     @abstractmethod
     def link(self) -> TokenLink | None:
-        """Carries requests to the worker and tokens back. None for a prefill worker, or while its role is unknown."""
+        """Returns the link that carries requests and tokens; None for a prefill worker or while the role is unknown."""
 
     @property
     def takes_work(self) -> bool:
@@ -110,7 +110,7 @@ class FleetWorker(ABC):
 
     @abstractmethod
     def request_snapshot(self) -> None:
-        """Requests a list of all pages that the worker holds, because the index is wrong about them."""
+        """Requests a snapshot of the pages that the worker holds, because the index is wrong about them."""
 
     @abstractmethod
     async def _run(self) -> None:

@@ -38,9 +38,9 @@ class Suspicion:
 
     def on_worker_lost(self, num_emitted: int) -> bool:
         """Returns whether the completion has received no token since the previous worker was lost."""
-        again = self._tokens_at_loss == num_emitted
+        made_no_progress = self._tokens_at_loss == num_emitted
         self._tokens_at_loss = num_emitted
-        return again
+        return made_no_progress
 
 
 class Quarantine:

@@ -2,8 +2,8 @@
 
 Each ticket has a holder that is notified of its stream's progress. An unused ticket ends with its lifetime. Once a
 ticket is used, its worker sends ticket states with its events; each state is complete, so a broken call loses nothing.
-The tickets of a worker that stays unreachable are soon given up. A ticket whose deadline passes without a report is no
-sign against its worker: the client may read too slowly for the stream to end.
+The tickets of a worker that stays unreachable are soon given up. A ticket whose deadline passes without a report says
+nothing about its worker: the client may read too slowly for the stream to end.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TicketHolder(Protocol):
         ...
 
     def on_silence(self, why: Silence) -> None:
-        """Is called once the ticket is no longer followed, although its stream's end was not reported."""
+        """Receives the reason why the ticket is no longer followed, although no end of its stream was reported."""
         ...
 
 

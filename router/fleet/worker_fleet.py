@@ -95,7 +95,7 @@ class WorkerFleet:
 
     @property
     def leaving(self) -> tuple[FleetWorker, ...]:
-        """The retired workers that still serve requests of this router."""
+        """Returns the retired workers that still serve requests of this router."""
         return tuple(self._retiring.values())
 
     def find(self, worker_id: str, epoch: int) -> FleetWorker | None:

@@ -154,7 +154,7 @@ class _CountCheck:
         self._num_numbers = 0
 
     def check(self, kind: Descriptor, start: int, end: int, path: str = "") -> None:
-        """Raises InvalidInput, DecodeError or _TooManyFields."""
+        """Checks the message of this kind in data[start:end]. Raises InvalidInput, DecodeError or _TooManyFields."""
         for number, begin, finish in self._reader.delimited(start, end):
             field = kind.fields_by_number.get(number)
             if field is None:

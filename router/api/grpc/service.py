@@ -1,4 +1,4 @@
-"""The public gRPC service: translates between messages and `router.dispatch`, and nothing else."""
+"""Implements the public gRPC service, which only translates between messages and `router.dispatch`."""
 
 from __future__ import annotations
 

@@ -122,11 +122,11 @@ class GenerationCalls:
         preparer, accepted_s = self._preparer, time.monotonic()
         async with preparer.until(preparer.deadline_s(read_timeout_s(http.headers))):
             read = functools.partial(self._read, dialect, raw, tenant)
-            body, response, parsing, wanted = await self.parse(raw, tenant, read, off_loop=dialect.reads_more)
+            body, response, parsing, wire_requests = await self.parse(raw, tenant, read, off_loop=dialect.reads_more)
         del raw, read
         held.close()
         name_request(http.scope, body.caller_id)
-        requests = await self._prepare(http, body, tenant, wanted, parsing, accepted_s, lane)
+        requests = await self._prepare(http, body, tenant, wire_requests, parsing, accepted_s, lane)
         response.begin(requests)
         totals = CallTotals(sum(len(request.token_ids) for request in requests))
         parsed = ParsedOutputs(parsing, [request.token_ids for request in requests], requests[0].sampling.n)
@@ -157,7 +157,7 @@ class GenerationCalls:
         http: Request,
         body: DialectBody,
         tenant: Tenant,
-        wanted: list[inference_pb2.GenerateRequest],
+        wire_requests: list[inference_pb2.GenerateRequest],
         parsing: OutputParsing,
         accepted_s: float,
         lane: Lane | None,
@@ -167,9 +167,9 @@ class GenerationCalls:
         hints = read_hints(http.headers, body.session)
         wire_lane = read_lane(http.headers, body.lane) if lane is None else lane_to_wire(lane)
         sampled = preparer.begin_trace(http.headers)
-        check_completions(wanted, preparer.limits)
+        check_completions(wire_requests, preparer.limits)
         requests = []
-        for wire in wanted:
+        for wire in wire_requests:
             wire.lane = wire_lane
             preparing = preparer.prepare(
                 wire, tenant, timeout_s, body.default_max_tokens, hints, accepted_s, parsing.complete_sampling, sampled

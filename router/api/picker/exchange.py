@@ -17,7 +17,7 @@ from router.api.http.error_answers import openai_error
 from router.api.limits import HeldBytes, check_body
 from router.api.picker.call_reading import ProxiedCall
 from router.api.picker.messages import (
-    names_endpoint,
+    name_endpoint,
     read_headers,
     read_served,
     read_subset,
@@ -110,7 +110,7 @@ class PickExchange:
         if message.request_headers.end_of_stream or self._request_mode in _WITHOUT_WHOLE_BODY:
             self._pick = await self._picker.pick(self._call(b""))
             response = pb.ProcessingResponse()
-            names_endpoint(response, response.request_headers.response, self._pick.headers)
+            name_endpoint(response, response.request_headers.response, self._pick.headers)
             return [response]
         return [] if self._request_mode == pb.FULL_DUPLEX_STREAMED else [unchanged("request_headers")]
 
@@ -136,9 +136,9 @@ class PickExchange:
         headers = pick.headers if pick.body is None else {**pick.headers, "content-length": str(len(pick.body))}
         response = pb.ProcessingResponse()
         if self._request_mode == pb.FULL_DUPLEX_STREAMED:
-            names_endpoint(response, response.request_headers.response, headers)
+            name_endpoint(response, response.request_headers.response, headers)
             return [response, *streamed_body(body if pick.body is None else pick.body, of_request=True, ends=ends)]
-        names_endpoint(response, response.request_body.response, headers)
+        name_endpoint(response, response.request_body.response, headers)
         if pick.body is not None:
             response.request_body.response.body_mutation.body = pick.body
         return [response]

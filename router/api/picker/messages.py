@@ -53,7 +53,7 @@ def read_served(request: pb.ProcessingRequest) -> str:
     return metadata[_SCOPE].fields[SERVED].string_value if _SCOPE in metadata else ""
 
 
-def sets_headers(values: Mapping[str, str]) -> pb.HeaderMutation:
+def header_mutation(values: Mapping[str, str]) -> pb.HeaderMutation:
     mutation = pb.HeaderMutation()
     for name, value in values.items():
         option = mutation.set_headers.add(append_action=pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD)
@@ -61,12 +61,12 @@ def sets_headers(values: Mapping[str, str]) -> pb.HeaderMutation:
     return mutation
 
 
-def names_endpoint(response: pb.ProcessingResponse, common: pb.CommonResponse, headers: Mapping[str, str]) -> None:
+def name_endpoint(response: pb.ProcessingResponse, common: pb.CommonResponse, headers: Mapping[str, str]) -> None:
     """Makes `response`, to a request's headers or body, send the request to the endpoints in `headers`.
 
     `common` is the part of `response` that sets headers.
     """
-    common.header_mutation.CopyFrom(sets_headers(headers))
+    common.header_mutation.CopyFrom(header_mutation(headers))
     common.clear_route_cache = True  # else the gateway keeps the route that it chose before
     destination = Struct()
     destination.update({DESTINATION: headers[DESTINATION]})
@@ -102,7 +102,7 @@ def refusal(error: PenstockError, shape: ErrorShape) -> pb.ProcessingResponse:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
     immediate = pb.ImmediateResponse(
         status=pb.HttpStatus(code=status),
-        headers=sets_headers(headers),
+        headers=header_mutation(headers),
         body=json.dumps(body).encode(),
         details=error.reason.lower(),
     )

@@ -32,7 +32,7 @@ class BrokenStream(Exception):
 
 
 def max_event_bytes(num_prompt_tokens: int, max_tokens: int, num_alternatives: int) -> int:
-    """Returns the size limit for an event of a completion. It is tight since parsed JSON takes many times its size."""
+    """Returns the maximum size of one event of a completion, kept low since parsed JSON takes many times its size."""
     per_token = _TOKEN_BYTES + _TOP_BYTES * num_alternatives
     return min(MAX_EVENT_BYTES, _EVENT_BYTES + _PROMPT_TOKEN_BYTES * num_prompt_tokens + per_token * max_tokens)
 

@@ -95,7 +95,7 @@ class EngineLink:
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of the requests that have no first token yet."""
+        """Returns the prompt tokens of the requests that have no first token yet."""
         return sum(len(call.submit.token_ids) for call in self._calls.values() if not call.first_token_s)
 
     def submit(self, command: worker_pb2.DecodeCommand, deliver: Deliver) -> int:

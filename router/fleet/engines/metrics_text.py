@@ -31,7 +31,7 @@ class EngineMetrics:
 
     @property
     def started_s(self) -> float:
-        """When the process started, in seconds since the epoch of Unix time; 0 if it does not say."""
+        """Returns when the process started (Unix time); 0 if it does not say."""
         return self.values.get("process_start_time_seconds", 0.0)
 
 

@@ -47,5 +47,5 @@ class LineAnswers:
         except Exception as error:
             problem = internal_error(error)
         shape = next((each for start, each in self._shapes.items() if endpoint.startswith(start)), openai_error)
-        status, shown = shape(problem)
-        return status, request_id, shown
+        status, answer_body = shape(problem)
+        return status, request_id, answer_body

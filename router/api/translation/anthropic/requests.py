@@ -37,7 +37,7 @@ class MessagesBody(ChatTranslation):
     """The body of POST /v1/messages."""
 
     def __init__(self, chat: ChatBody, max_tokens: int, omits_thinking: bool) -> None:
-        """`omits_thinking` leaves the thinking out of the answer, except for its signature."""
+        """`omits_thinking` sends the thinking only in its signature, in an opaque form."""
         super().__init__(chat)
         self.max_tokens = max_tokens
         self.omits_thinking = omits_thinking

@@ -23,8 +23,8 @@ _ALMOST = 1e-6  # share of a step that counts as none
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """A request on its way through both workers."""
+class CoarseSequence:
+    """A request that passes through a prefill and a decode worker."""
 
     outcome: Outcome
     target: CoarseDecode | None = None
@@ -56,20 +56,20 @@ class CoarseDecode:
         self, sim: Simulation, name: str, costs: DecodeCosts, config: DecodeConfig, page_size: int, num_pages: int
     ) -> None:
         self.worker_id = WorkerId(name)
-        self.on_end: Callable[[Job], None] = lambda job: None
+        self.on_end: Callable[[CoarseSequence], None] = lambda sequence: None
         self._sim = sim
         self._costs = costs
         self._config = config
         self._page_size = page_size
         self._pages = num_pages
-        self._held: set[Job] = set()
-        self._waiting: deque[Job] = deque()  # for pages
-        self._running: dict[Job, None] = {}  # in the order of arrival
-        self._ends: list[tuple[float, int, Job]] = []
+        self._held: set[CoarseSequence] = set()
+        self._waiting: deque[CoarseSequence] = deque()  # wait for pages
+        self._running: dict[CoarseSequence, None] = {}  # in the order of arrival
+        self._ends: list[tuple[float, int, CoarseSequence]] = []
         self._number = 0
         self._steps = 0.0
-        self._context = 0.0  # tokens of all running jobs
-        self._reserved = 0.0  # pages of jobs that have them and do not run yet
+        self._context = 0.0  # tokens of all running sequences
+        self._reserved = 0.0  # pages of sequences that have them and do not run yet
         self._stall_s = 0.0  # time left for recomputing KV
         self._totals = (0.0, 0.0, 0.0, 0.0)  # steps, tokens, contexts, seconds
         self._since_s = 0.0
@@ -82,7 +82,11 @@ class CoarseDecode:
     def price(self, num_tokens: int) -> tuple[bool, float]:
         """Returns whether another request would wait for pages, and how long steps would be with it."""
         self._advance()
-        tokens = sum(job.num_input for job in self._held if job not in self._running) + self._context + num_tokens
+        tokens = (
+            sum(sequence.num_input for sequence in self._held if sequence not in self._running)
+            + self._context
+            + num_tokens
+        )
         step_s = self._costs.step_s + (len(self._held) + 1) * self._costs.sequence_s + tokens * self._costs.kv_token_s
         room = (1 - self._config.watermark) * self._pages * self._page_size
         return tokens > room or len(self._held) >= self._config.max_batch_sequences, step_s
@@ -99,54 +103,56 @@ class CoarseDecode:
             decode_steps=StepTotals(int(steps), int(tokens), contexts, seconds),
         )
 
-    def expect(self, job: Job) -> None:
-        """Accepts a job whose prompt a prefill worker will compute."""
-        self._held.add(job)
+    def expect(self, sequence: CoarseSequence) -> None:
+        """Accepts a sequence whose prompt a prefill worker will compute."""
+        self._held.add(sequence)
 
-    def reserve(self, job: Job) -> None:
-        """Queues the job for pages: its first chunk is about to be computed."""
-        self._waiting.append(job)
+    def reserve(self, sequence: CoarseSequence) -> None:
+        """Queues the sequence for pages: its first chunk is about to be computed."""
+        self._waiting.append(sequence)
         self._change()
 
-    def join(self, job: Job) -> None:
-        """Marks the job's prompt as computed."""
-        job.is_computed, job.context = True, job.num_input
-        if job.left <= 0:
-            self._forget(job)
+    def join(self, sequence: CoarseSequence) -> None:
+        """Marks the sequence's prompt as computed."""
+        sequence.is_computed, sequence.context = True, sequence.num_input
+        if sequence.left <= 0:
+            self._forget(sequence)
         self._change()
 
-    def movable(self) -> list[tuple[Job, MigratableSequence]]:
-        """Returns the running jobs as a worker reports them for migration."""
+    def movable(self) -> list[tuple[CoarseSequence, MigratableSequence]]:
+        """Returns the running sequences as a worker reports them for migration."""
         self._advance()
         found = []
-        for index, job in enumerate(self._running):
-            generated = job.num_generated + self._steps - job.joined_at
-            left = job.outcome.request.num_output_tokens - 1 - generated
-            found.append((job, MigratableSequence(RequestId(str(index)), int(job.num_input + generated), int(left))))
+        for index, sequence in enumerate(self._running):
+            generated = sequence.num_generated + self._steps - sequence.joined_at
+            left = sequence.outcome.request.num_output_tokens - 1 - generated
+            found.append(
+                (sequence, MigratableSequence(RequestId(str(index)), int(sequence.num_input + generated), int(left)))
+            )
         return found
 
-    def migrate(self, job: Job, target: CoarseDecode) -> None:
+    def migrate(self, sequence: CoarseSequence, target: CoarseDecode) -> None:
         """Migrates a running sequence with its KV to another worker, without the pause for its last pages."""
         self._advance()
-        generated = job.num_generated + self._steps - job.joined_at
-        self._leave(job)
-        job.num_generated = generated
-        self._held.discard(job)
+        generated = sequence.num_generated + self._steps - sequence.joined_at
+        self._leave(sequence)
+        sequence.num_generated = generated
+        self._held.discard(sequence)
         self._change()
-        job.target = target
-        target.expect(job)
-        target.reserve(job)
+        sequence.target = target
+        target.expect(sequence)
+        target.reserve(sequence)
 
-    def _forget(self, job: Job) -> None:
-        self._held.discard(job)
-        if job.has_pages and job not in self._running:
-            self._reserved -= self._need(job)
-        if job in self._waiting:
-            self._waiting.remove(job)
-        self.on_end(job)
+    def _forget(self, sequence: CoarseSequence) -> None:
+        self._held.discard(sequence)
+        if sequence.has_pages and sequence not in self._running:
+            self._reserved -= self._need(sequence)
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        self.on_end(sequence)
 
-    def _need(self, job: Job) -> float:
-        return math.ceil((job.num_input + job.num_generated) / self._page_size)
+    def _need(self, sequence: CoarseSequence) -> float:
+        return math.ceil((sequence.num_input + sequence.num_generated) / self._page_size)
 
     def _used(self) -> float:
         return self._reserved + self._context / self._page_size + len(self._running) / 2
@@ -179,52 +185,54 @@ class CoarseDecode:
         self._end_finished()
         self._make_room()
         self._grant()
-        for job in [each for each in self._held if each.is_computed and each.has_pages and each not in self._running]:
-            self._start(job)
+        for sequence in [
+            each for each in self._held if each.is_computed and each.has_pages and each not in self._running
+        ]:
+            self._start(sequence)
         self._wait()
 
     def _end_finished(self) -> None:
         while self._ends and (self._ends[0][2].stopped or self._ends[0][0] <= self._steps + _ALMOST):
-            at, _, job = heapq.heappop(self._ends)
-            if job in self._running and at == job.joined_at + job.left:
-                self._leave(job)
-                self._forget(job)
+            at, _, sequence = heapq.heappop(self._ends)
+            if sequence in self._running and at == sequence.joined_at + sequence.left:
+                self._leave(sequence)
+                self._forget(sequence)
 
-    def _leave(self, job: Job) -> None:
-        del self._running[job]
-        self._context -= job.num_input + job.num_generated + self._steps - job.joined_at
-        job.has_pages = False
+    def _leave(self, sequence: CoarseSequence) -> None:
+        del self._running[sequence]
+        self._context -= sequence.num_input + sequence.num_generated + self._steps - sequence.joined_at
+        sequence.has_pages = False
 
     def _make_room(self) -> None:
         while self._used() > self._pages and len(self._running) > 1:
-            job = next(reversed(self._running))
-            generated = job.num_generated + self._steps - job.joined_at
-            self._leave(job)
-            job.num_generated, job.stopped = generated, True
-            self._waiting.appendleft(job)
+            sequence = next(reversed(self._running))
+            generated = sequence.num_generated + self._steps - sequence.joined_at
+            self._leave(sequence)
+            sequence.num_generated, sequence.stopped = generated, True
+            self._waiting.appendleft(sequence)
 
     def _grant(self) -> None:
         watermark = self._config.watermark * self._pages
         while self._waiting:
-            job = self._waiting[0]
+            sequence = self._waiting[0]
             keep = watermark if self._running else 0.0
             holding = sum(each.has_pages for each in self._held)
-            if self._used() + self._need(job) + keep > self._pages or holding >= self._config.max_batch_sequences:
+            if self._used() + self._need(sequence) + keep > self._pages or holding >= self._config.max_batch_sequences:
                 return
             self._waiting.popleft()
-            job.has_pages = True
-            self._reserved += self._need(job)
+            sequence.has_pages = True
+            self._reserved += self._need(sequence)
 
-    def _start(self, job: Job) -> None:
-        self._reserved -= self._need(job)
-        if job.stopped:
-            self._stall_s += self._costs.chunk.chunk_s(job.num_input + int(job.num_generated), 0)
-            job.stopped = False
-        self._running[job] = None
-        self._context += job.num_input + job.num_generated
-        job.joined_at = self._steps
+    def _start(self, sequence: CoarseSequence) -> None:
+        self._reserved -= self._need(sequence)
+        if sequence.stopped:
+            self._stall_s += self._costs.chunk.chunk_s(sequence.num_input + int(sequence.num_generated), 0)
+            sequence.stopped = False
+        self._running[sequence] = None
+        self._context += sequence.num_input + sequence.num_generated
+        sequence.joined_at = self._steps
         self._number += 1
-        heapq.heappush(self._ends, (job.joined_at + job.left, self._number, job))
+        heapq.heappush(self._ends, (sequence.joined_at + sequence.left, self._number, sequence))
 
     def _wait(self) -> None:
         if self._timer is not None:

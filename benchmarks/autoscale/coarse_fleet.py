@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 
-from benchmarks.autoscale.coarse_decode import CoarseDecode, Job
+from benchmarks.autoscale.coarse_decode import CoarseDecode, CoarseSequence
 from benchmarks.autoscale.coarse_prefill import CoarsePrefill
 from cluster.scaling.signals import WorkerSignal
 from penstock.types import Role
@@ -34,7 +34,7 @@ class CoarseFleet:
         self._epochs: dict[str, int] = {}
         self._next_epoch = count(1)
         self._retired: set[str] = set()
-        self._unplaced: list[Job] = []
+        self._unplaced: list[CoarseSequence] = []
         self._num_ended = 0
         for name, role in spec.names.items():
             self.add_worker(name, role)
@@ -42,7 +42,7 @@ class CoarseFleet:
     def submit(self, request: TraceRequest) -> Outcome:
         outcome = Outcome(request)
         self.outcomes.append(outcome)
-        self.sim.at(request.arrival_s, lambda: self._place(Job(outcome)))
+        self.sim.at(request.arrival_s, lambda: self._place(CoarseSequence(outcome)))
         return outcome
 
     def run(self) -> None:
@@ -73,8 +73,8 @@ class CoarseFleet:
             self._workers[name] = decode
         self._epochs[name] = next(self._next_epoch)
         unplaced, self._unplaced = self._unplaced, []
-        for job in unplaced:
-            self._place(job)
+        for sequence in unplaced:
+            self._place(sequence)
 
     def retire(self, name: str) -> None:
         self._retired.add(name)
@@ -93,32 +93,32 @@ class CoarseFleet:
 
     # Requests.
 
-    def _place(self, job: Job) -> None:
+    def _place(self, sequence: CoarseSequence) -> None:
         candidates = [worker for name, worker in self._workers.items() if name not in self._retired]
         prefill = [worker for worker in candidates if isinstance(worker, CoarsePrefill)]
         decode = [worker for worker in candidates if isinstance(worker, CoarseDecode)]
         if not prefill or not decode:
-            self._unplaced.append(job)
+            self._unplaced.append(sequence)
             return
-        num_tokens = job.num_input
-        job.target = min(decode, key=lambda worker: worker.price(num_tokens))
-        job.target.expect(job)
-        min(prefill, key=lambda worker: worker.wait_s(job)).submit(job)
+        num_tokens = sequence.num_input
+        sequence.target = min(decode, key=lambda worker: worker.price(num_tokens))
+        sequence.target.expect(sequence)
+        min(prefill, key=lambda worker: worker.wait_s(sequence)).submit(sequence)
 
-    def _on_begun(self, job: Job) -> None:
-        assert job.target is not None
-        self.sim.after(0.0, lambda: job.target.reserve(job))  # type: ignore[union-attr]
+    def _on_begun(self, sequence: CoarseSequence) -> None:
+        assert sequence.target is not None
+        self.sim.after(0.0, lambda: sequence.target.reserve(sequence))  # type: ignore[union-attr]
 
-    def _on_computed(self, job: Job) -> None:
-        job.outcome.first_token_s = self.sim.now_s
+    def _on_computed(self, sequence: CoarseSequence) -> None:
+        sequence.outcome.first_token_s = self.sim.now_s
         link = self._spec.link_costs
         # Earlier chunks were transferred while later ones were computed.
-        exposed = min(job.num_input - job.outcome.cached_tokens, self._chunk_tokens)
+        exposed = min(sequence.num_input - sequence.outcome.cached_tokens, self._chunk_tokens)
         transfer_s = exposed * link.token_bytes / link.bytes_per_s + 2 * link.latency_s
-        self.sim.after(transfer_s, lambda: job.target.join(job))  # type: ignore[union-attr]
+        self.sim.after(transfer_s, lambda: sequence.target.join(sequence))  # type: ignore[union-attr]
 
-    def _on_end(self, job: Job) -> None:
-        outcome = job.outcome
+    def _on_end(self, sequence: CoarseSequence) -> None:
+        outcome = sequence.outcome
         outcome.num_tokens = outcome.request.num_output_tokens
         outcome.end_s = self.sim.now_s if outcome.num_tokens > 1 else outcome.first_token_s
         outcome.num_ends = 1

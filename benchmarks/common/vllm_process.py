@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common.process_group import ROOT, PipedProcess
-from benchmarks.engine.workload import Ask
+from benchmarks.engine.workload import RequestBurst
 
 _VARIABLE, _PRELOAD = "PENSTOCK_VLLM_PYTHON", "PENSTOCK_VLLM_PRELOAD"
 _START_TIMEOUT_S, _ANSWER_TIMEOUT_S = 900.0, 300.0
@@ -144,10 +144,10 @@ class VllmEngine(PipedProcess):
         self.start_s = time.perf_counter() - started_s
         self.pause()
 
-    def answer(self, ask: Ask) -> float:
+    def answer(self, burst: RequestBurst) -> float:
         """Returns the seconds that vLLM took."""
         self.resume()
-        self.write_line(json.dumps(ask.to_json()))
+        self.write_line(json.dumps(burst.to_json()))
         took_s = float(self.read_line(_ANSWER_TIMEOUT_S))
         self.pause()
         return took_s

@@ -42,8 +42,8 @@ from benchmarks.engine.workload import (
     REQUESTS_NAME,
     Answer,
     LoopWorkload,
-    ask_in_turns,
     loop_workloads,
+    time_in_turns,
 )
 from engine.engine import Engine
 from engine.models.config import ModelConfig
@@ -189,7 +189,7 @@ def whole_loop(
     if workload.name == REQUESTS_NAME:
         answers[BATCHING] = hf.answer
         rounds = min(2, rounds)
-    return ask_in_turns(workload, answers, rounds)
+    return time_in_turns(workload, answers, rounds)
 
 
 def measure(

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, cast
 
-from benchmarks.engine.workload import BATCH_TOKENS, BATCHES, Ask
+from benchmarks.engine.workload import BATCH_TOKENS, BATCHES, RequestBurst
 from benchmarks.steps.null_engine import NullTransfers
 from decode_worker.draft_model import DraftModel
 from decode_worker.events import DecodeEvents
@@ -58,9 +58,9 @@ class EngineLoop:
         self._deltas: queue.SimpleQueue[list[Delta] | BaseException] = queue.SimpleQueue()
         self._loop.start()
 
-    def answer(self, ask: Ask) -> float:
+    def answer(self, burst: RequestBurst) -> float:
         """Returns the seconds from the submission of the first request to the return of the last token."""
-        return self.generate(ask.prompts(), ask.new_tokens).seconds
+        return self.generate(burst.prompts(), burst.new_tokens).seconds
 
     def generate(self, prompts: Seq[Seq[int]], new_tokens: int) -> Generated:
         """Returns the greedy continuations of all prompts, in their order; none ends early."""

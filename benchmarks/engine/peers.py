@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, StaticCache
 
 from benchmarks.common.timing import Stopwatch
-from benchmarks.engine.workload import Ask
+from benchmarks.engine.workload import RequestBurst
 from engine.kernels.layer_ops import apply_rope
 from engine.layers.rope import build_rope_table
 from engine.models.config import ModelConfig
@@ -114,16 +114,16 @@ class Transformers:
 
         return call
 
-    def answer(self, ask: Ask) -> float:
+    def answer(self, burst: RequestBurst) -> float:
         """Returns the seconds of continuous batching."""
         config = GenerationConfig(
-            max_new_tokens=ask.new_tokens, min_new_tokens=ask.new_tokens, do_sample=False, eos_token_id=-1
+            max_new_tokens=burst.new_tokens, min_new_tokens=burst.new_tokens, do_sample=False, eos_token_id=-1
         )
-        prompts = ask.prompts()
+        prompts = burst.prompts()
         with Stopwatch() as watch:
             outputs: dict[str, Any] = self._model.generate_batch(
                 inputs=prompts, generation_config=config, progress_bar=False, warmup=False
             )
         num_tokens = sum(len(output.generated_tokens) for output in outputs.values())
-        assert num_tokens == ask.new_tokens * ask.batch, f"{num_tokens} tokens came"
+        assert num_tokens == burst.new_tokens * burst.batch, f"{num_tokens} tokens came"
         return watch.seconds

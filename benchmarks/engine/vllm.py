@@ -1,6 +1,6 @@
 """Serves vLLM's CPU build to `benchmarks.engine`: a process of vLLM's own interpreter that answers over pipes.
 
-It prints a line after its first token, then, for each line of JSON that it reads (an `Ask`), the seconds that
+It prints a line after its first token, then, for each line of JSON that it reads (a `RequestBurst`), the seconds that
 `LLM.generate` took. It ends with its input. Everything else that vLLM prints goes to stderr.
 """
 
@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any, TextIO
 
-from benchmarks.engine.workload import BATCH_TOKENS, BATCHES, KV_TOKENS, PROMPTS, Ask
+from benchmarks.engine.workload import BATCH_TOKENS, BATCHES, KV_TOKENS, PROMPTS, RequestBurst
 
 
 def make_engine(folder: str) -> tuple[Any, Any]:
@@ -39,7 +39,7 @@ def kv_bytes_per_token(folder: str) -> int:
     return int(2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"])
 
 
-def serve(folder: str, asks: TextIO, answers: TextIO) -> None:
+def serve(folder: str, bursts: TextIO, answers: TextIO) -> None:
     vllm, engine = make_engine(folder)
 
     def run(prompts: list[list[int]], num_tokens: int) -> float:
@@ -56,9 +56,9 @@ def serve(folder: str, asks: TextIO, answers: TextIO) -> None:
 
     run([list(range(10, 26))], 1)
     print("ready", file=answers, flush=True)
-    for line in asks:
-        ask = Ask(**json.loads(line))
-        print(run(ask.prompts(), ask.new_tokens), file=answers, flush=True)
+    for line in bursts:
+        burst = RequestBurst(**json.loads(line))
+        print(run(burst.prompts(), burst.new_tokens), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ VOCAB_SIZE = 32000
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RequestBurst:
     """Requests that arrive all at once."""
 
     batch: int
@@ -37,7 +37,7 @@ class Ask:
         return asdict(self)
 
 
-Answer = Callable[[Ask], float]  # seconds
+Answer = Callable[[RequestBurst], float]  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,12 @@ class LoopWorkload:
     steps: int = 1  # between `less` and `more`
     is_cached: bool = False
 
-    def ask(self, answer: Answer, number: int) -> tuple[float, float]:
+    def time_round(self, answer: Answer, number: int) -> tuple[float, float]:
         """Returns the seconds of `more` and of `less` in round `number`."""
         seed = 0 if self.is_cached else number + 1
-        answer(Ask(*self.more, -seed))  # not timed: fills the prefix cache, or the CPU cache
-        less_s = answer(Ask(*self.less, seed)) if self.less is not None else 0.0
-        return answer(Ask(*self.more, seed)), less_s
+        answer(RequestBurst(*self.more, -seed))  # not timed: fills the prefix cache, or the CPU cache
+        less_s = answer(RequestBurst(*self.less, seed)) if self.less is not None else 0.0
+        return answer(RequestBurst(*self.more, seed)), less_s
 
 
 def loop_workloads() -> list[LoopWorkload]:
@@ -76,11 +76,11 @@ def loop_workloads() -> list[LoopWorkload]:
 REQUESTS_NAME = f"{REQUESTS} requests, {REQUEST_TOKENS} in, {NEW_TOKENS} out"
 
 
-def ask_in_turns(workload: LoopWorkload, subjects: Mapping[str, Answer], rounds: int) -> dict[str, float]:
+def time_in_turns(workload: LoopWorkload, subjects: Mapping[str, Answer], rounds: int) -> dict[str, float]:
     """Returns the seconds of each subject by its quickest answers, since other work on the machine only adds time."""
     most, least = dict.fromkeys(subjects, float("inf")), dict.fromkeys(subjects, float("inf"))
     for number in range(rounds):
         for name, answer in subjects.items():
-            more_s, less_s = workload.ask(answer, number)
+            more_s, less_s = workload.time_round(answer, number)
             most[name], least[name] = min(most[name], more_s), min(least[name], less_s)
     return {name: (most[name] - least[name]) / workload.steps for name in subjects}

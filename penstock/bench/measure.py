@@ -83,7 +83,7 @@ async def warm_up(plan: LoadPlan, endpoint: Endpoint, spec: SweepSpec, salt: str
 
 async def words_per_token(endpoint: Endpoint, seed: int) -> float:
     """Measures how many common words the server counts as one token. It sends prompts of two lengths, whose difference
-    does not contain what a chat template adds. Returns 1 if the server counts no tokens.
+    excludes the tokens that a chat template adds. Returns 1 if the server counts no tokens.
     """
     writer, counted = PromptWriter(f"{seed}/calibration"), []
     for index, num_words in enumerate(_PROBE_TOKENS):

@@ -1,4 +1,4 @@
-"""Events of a worker's prefix cache for routers: sequence numbers, a replay window, snapshots.
+"""Logs the events of a worker's prefix cache for routers: sequence numbers, a replay window, snapshots.
 
 `KvEventLog` is the worker's side and owns the numbering; `router.routing.index.prefix_index` is the reader.
 Thread-safe, because the step loop appends while the server's event loop reads.

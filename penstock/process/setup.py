@@ -1,4 +1,4 @@
-"""Sets up what every process of a deployment needs once, such as logging and signal handling."""
+"""Sets up logging, limits, memory and signal handling in every process of a deployment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hints that accompany a request in gRPC metadata or HTTP headers, and the decision record that comes back.
+"""Reads and writes the hints of a request in gRPC metadata or HTTP headers, and the decision record that comes back.
 
 A session keeps a conversation at its workers. `explain` requests the decision record. It comes as JSON in the trailing
 metadata of a gRPC call, and as the field `penstock` of an HTTP answer or of a stream's last event before `[DONE]`.

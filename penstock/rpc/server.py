@@ -79,7 +79,7 @@ def log_level(error: Exception) -> int:
 
 
 class GrpcServer:
-    """A grpc.aio server with reflection and the health service, which says NOT_SERVING until `set_serving`."""
+    """A grpc.aio server with reflection and the health service, which reports NOT_SERVING until `set_serving`."""
 
     def __init__(
         self,

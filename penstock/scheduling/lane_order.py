@@ -17,7 +17,7 @@ class LaneOrder:
     """Owns the count of work done. Used by the prefill and decode schedulers and the sender's queue."""
 
     def __init__(self, handicaps: Mapping[Lane, float]) -> None:
-        """`handicaps` holds, for each lane, how much work for later arrivals may go before a request."""
+        """`handicaps` holds, for each lane, the work for later arrivals that may be done before a request."""
         self._handicaps = dict(handicaps)
         self._done = 0.0
 

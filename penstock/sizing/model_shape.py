@@ -43,7 +43,7 @@ class ModelShape:
     num_window_layers: int = 0
     weight_bytes_per_value: float = 2.0
     kv_bytes_per_value: float = 2.0
-    coded_expert_bytes: float | None = None  # per value of specially encoded experts; None: like other weights
+    coded_expert_bytes: float | None = None  # bytes per value of specially encoded experts; None: like other weights
 
     def quantized(self, weight_bits: int | None = None, kv_bits: int | None = None) -> ModelShape:
         """Returns the shape with other widths of weights and KV. Specially encoded experts keep their encoding unless
@@ -234,7 +234,7 @@ def shape_from_config(data: Mapping[str, Any], name: str) -> ModelShape:
 # Without layer_types, every n-th layer has no window.
 _WINDOW_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
 _TIED = ("gemma2", "gemma3_text")  # models that tie embeddings by default
-_MXFP4_BYTES = 1 + 4 / 32  # per value in the engine: an fp8 code, and a float32 scale per 32 values
+_MXFP4_BYTES = 1 + 4 / 32  # bytes per value in the engine: an fp8 code, and a float32 scale per 32 values
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 

@@ -19,7 +19,14 @@ from benchmarks.common.process_group import PipedProcess
 from benchmarks.common.vllm_process import NoVllm, find_vllm, preloads
 from benchmarks.engine.aims import BATCHING, FLOOR, OURS, VLLM, WARM, aim_rows, rows_of
 from benchmarks.engine.loop import EngineLoop
-from benchmarks.engine.workload import REQUESTS_NAME, VOCAB_SIZE, Ask, LoopWorkload, ask_in_turns, loop_workloads
+from benchmarks.engine.workload import (
+    REQUESTS_NAME,
+    VOCAB_SIZE,
+    LoopWorkload,
+    RequestBurst,
+    loop_workloads,
+    time_in_turns,
+)
 from benchmarks.serving.__main__ import COLOCATED, METRICS, SPLIT
 from benchmarks.serving.__main__ import VLLM as VLLM_SERVER
 from benchmarks.serving.__main__ import rows_of as serving_rows
@@ -33,34 +40,34 @@ class Clock:
     """Answers like an engine that takes 1 s for each prompt, 0.1 s for each token, and 2 s more the first time."""
 
     def __init__(self) -> None:
-        self.asked: list[Ask] = []
+        self.asked: list[RequestBurst] = []
 
-    def answer(self, ask: Ask) -> float:
-        self.asked.append(ask)
-        return 2.0 * (len(self.asked) == 1) + 1.0 + 0.1 * (ask.new_tokens - 1)
+    def answer(self, burst: RequestBurst) -> float:
+        self.asked.append(burst)
+        return 2.0 * (len(self.asked) == 1) + 1.0 + 0.1 * (burst.new_tokens - 1)
 
 
 def test_an_ask_has_the_same_prompts_in_every_process() -> None:
-    ask = Ask(3, 40, 5, seed=7)
-    assert Ask(**json.loads(json.dumps(ask.to_json()))).prompts() == ask.prompts()
-    assert ask.prompts() != Ask(3, 40, 5, seed=8).prompts()
-    assert [len(prompt) for prompt in ask.prompts()] == [40] * 3
-    assert len({prompt[0] for prompt in ask.prompts()}) == 3, "prompts that begin alike would share pages"
-    assert all(0 <= token < VOCAB_SIZE for prompt in ask.prompts() for token in prompt)
+    burst = RequestBurst(3, 40, 5, seed=7)
+    assert RequestBurst(**json.loads(json.dumps(burst.to_json()))).prompts() == burst.prompts()
+    assert burst.prompts() != RequestBurst(3, 40, 5, seed=8).prompts()
+    assert [len(prompt) for prompt in burst.prompts()] == [40] * 3
+    assert len({prompt[0] for prompt in burst.prompts()}) == 3, "prompts that begin alike would share pages"
+    assert all(0 <= token < VOCAB_SIZE for prompt in burst.prompts() for token in prompt)
 
 
 def test_a_step_is_the_cost_of_further_tokens_of_cached_prompts() -> None:
     clock = Clock()
     workload = LoopWorkload("decode", (4, 33, 17), (4, 33, 1), steps=16, is_cached=True)
-    assert ask_in_turns(workload, {"it": clock.answer}, rounds=2) == {"it": pytest.approx(0.1)}
-    assert {ask.seed for ask in clock.asked} == {0}
-    assert [ask.new_tokens for ask in clock.asked] == [17, 1, 17] * 2, "asked once before it is timed"
+    assert time_in_turns(workload, {"it": clock.answer}, rounds=2) == {"it": pytest.approx(0.1)}
+    assert {burst.seed for burst in clock.asked} == {0}
+    assert [burst.new_tokens for burst in clock.asked] == [17, 1, 17] * 2, "asked once before it is timed"
 
 
 def test_a_prompt_is_new_each_time_and_its_quickest_time_counts() -> None:
     clock = Clock()
-    assert ask_in_turns(LoopWorkload("prompt", (1, 64, 1)), {"it": clock.answer}, rounds=3) == {"it": 1.0}
-    assert len({ask.seed for ask in clock.asked}) == 6, "each prompt once, and another before it that is not timed"
+    assert time_in_turns(LoopWorkload("prompt", (1, 64, 1)), {"it": clock.answer}, rounds=3) == {"it": 1.0}
+    assert len({burst.seed for burst in clock.asked}) == 6, "each prompt once, and another before it that is not timed"
 
 
 def test_every_whole_loop_workload_has_a_name_of_its_own() -> None:
@@ -112,13 +119,13 @@ def test_the_loop_answers_as_a_worker_would() -> None:
     engine = Engine(num_pages=512, max_batch=4)
     loop = EngineLoop(cast(Any, engine))
     try:
-        assert loop.answer(Ask(4, 33, 1, seed=0)) > 0
+        assert loop.answer(RequestBurst(4, 33, 1, seed=0)) > 0
         assert sum(engine.steps) == 4 * 33
         engine.steps.clear()
-        assert loop.answer(Ask(4, 33, 6, seed=0)) > 0
+        assert loop.answer(RequestBurst(4, 33, 6, seed=0)) > 0
         assert sum(engine.steps) == 4 + 4 * 5, "two pages of each are cached, hence a token of each prompt is computed"
         with pytest.raises(Exception, match="8193"):
-            loop.answer(Ask(1, 8193, 1, seed=0))
+            loop.answer(RequestBurst(1, 8193, 1, seed=0))
     finally:
         loop.close()
 
@@ -187,11 +194,17 @@ def test_a_peer_can_be_paused_and_resumed() -> None:
 
 
 def test_prompts_of_different_lengths_begin_differently() -> None:
-    asks = [Ask(*each, seed) for work in loop_workloads() for each in (work.more, work.less) if each for seed in (0, 1)]
+    bursts = [
+        RequestBurst(*each, seed)
+        for work in loop_workloads()
+        for each in (work.more, work.less)
+        if each
+        for seed in (0, 1)
+    ]
     beginnings: dict[tuple[int, ...], set[tuple[int, int, int]]] = {}
-    for ask in asks:
-        for prompt in ask.prompts():
-            beginnings.setdefault(tuple(prompt[:16]), set()).add((ask.batch, ask.prompt_tokens, ask.seed))
+    for burst in bursts:
+        for prompt in burst.prompts():
+            beginnings.setdefault(tuple(prompt[:16]), set()).add((burst.batch, burst.prompt_tokens, burst.seed))
     assert all(len(kinds) == 1 for kinds in beginnings.values())
 
 

@@ -1,4 +1,4 @@
-"""Recorded traffic: the records of traces, and readers for the formats that traces are published in.
+"""Reads recorded traffic: the records of traces, and readers for the formats that traces are published in.
 
 The load generator, the simulator and the planner all read traces here: `read.read_trace` returns a `Trace` of
 `record.TraceRecord`s, and `shape` changes their rate and lengths. A record has the length of a prompt and the blocks it

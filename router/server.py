@@ -117,7 +117,6 @@ class RouterServer:
         limits = self._config.limits
         self._max_connections = connections_for(raise_file_limit(), limits)
         self.connections = ConnectionCounts(limits, self._max_connections, self._metrics)
-        self._tokenizer.start()
         self._metrics.loop_lag.start()
         config = self._config
         sockets = [_listen(config.host, config.http_port, "http_port", shared=config.shares_ports)]
@@ -262,7 +261,11 @@ class RouterServer:
         return self.context.demand.report(peers.address, peers.epoch, admission.num_waiting, admission.waiting_tokens)
 
     def warm_up(self) -> None:
-        """Starts the process that compiles grammars, off the event loop. Separate from `start`, which needs none."""
+        """Starts the processes that render chats and compile grammars, off the event loop.
+
+        Separate from `start`, which needs neither: the first chat or grammar starts them otherwise.
+        """
+        self._tokenizer.start()
         self.preparer.warm_up()
 
     async def wait_ready(self, timeout_s: float | None = None) -> bool:

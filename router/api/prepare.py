@@ -12,9 +12,9 @@ import random
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from penstock.config.limits import LimitsConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, ModelNotFound, Overloaded, Quarantined, Unavailable
@@ -45,7 +45,7 @@ from router.prepared_request import PreparedRequest
 from router.text.conversation import Conversation
 from router.text.grammar_check import GrammarCheck
 from router.text.model_card import ModelCard
-from router.text.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer, with_bad_sequences
 from router.tracing.request_trace import RequestTrace, SampledCall
 
 _WAIT_FOR_WORKER_S = 5.0
@@ -56,8 +56,28 @@ _CHARACTERS_PER_TOKEN = 64  # beyond any prompt's average, so that a text that c
 _BYTES_PER_TOKEN = 4  # of a text that is not tokenized yet, about
 _RETRY_AFTER_S = 1.0
 
-
 ResultT = TypeVar("ResultT")
+
+# Adds to sampling parameters, in place, given the prompt's tokens.
+CompleteSampling = Callable[[common_pb2.SamplingParams, Sequence[int]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckedCall:
+    """A call that has passed the checks which need neither its tokens nor a worker."""
+
+    wire: inference_pb2.GenerateRequest
+    tenant: Tenant
+    hints: Hints
+    accepted_s: float  # monotonic
+    deadline_s: float  # monotonic
+    adapter: AdapterRef | None  # None: the model itself
+    lane: Lane
+
+
+class _Prompt(NamedTuple):
+    token_ids: list[int]
+    prepaid_tokens: int  # taken from the tenant's rate, for tokenizing
 
 
 class RequestPreparer:
@@ -125,14 +145,13 @@ class RequestPreparer:
         default_max_tokens: int | None = None,
         hints: Hints = NO_HINTS,
         accepted_s: float | None = None,
-        complete: Callable[[common_pb2.SamplingParams, Sequence[int]], None] | None = None,
+        complete: CompleteSampling | None = None,
         sampled: SampledCall | None = None,
     ) -> PreparedRequest:
-        """Waits a while if no worker takes requests. `accepted_s` (monotonic) is now, unless it is given; `sampled` is
-        what `begin_trace` returned for the call.
+        """Validates and tokenizes a request. Waits a while if no worker takes requests.
 
-        `complete` sets what a sampling has to obey beyond what the request says, once the prompt's tokens are known. It
-        may run on a thread.
+        `accepted_s` (monotonic) is now unless given; `sampled` is what `begin_trace` returned for the call. `complete`
+        adds to the sampling parameters once the prompt's tokens are known, and may run on a thread.
 
         Raises InvalidInput, PermissionDenied, ModelNotFound, Quarantined, Overloaded, DeadlineExceeded, or Unavailable
         if no worker appears.
@@ -140,90 +159,117 @@ class RequestPreparer:
         accepted_s = accepted_s or time.monotonic()
         trace = RequestTrace(sampled, "chat" if wire.messages else "text_completion", accepted_s) if sampled else None
         with self._context.counting_errors(trace):
-            deadline_s = accepted_s + self._limit_s(timeout_s)
-            adapter, lane = await self._check(wire, tenant, deadline_s)
-            async with self.until(deadline_s):
-                token_ids, prepaid_tokens = await self._prompt(wire, tenant, lane)
-            self._check_prompt(token_ids, accepted_s)
+            call = await self._check(wire, tenant, hints, accepted_s, accepted_s + self._limit_s(timeout_s))
+            prompt = await self._read_prompt(call)
             kv_hints = _kv_hints_of(wire, hints)
-            session = hints.session or kv_hints.session
-            group = await self._wait_for_group(session, deadline_s)
-            room = group.context_length - len(token_ids)
-            params = self._with_max_tokens(wire.sampling, lane, room, default_max_tokens)
+            group = await self._wait_for_group(hints.session or kv_hints.session, call.deadline_s)
+            params = self._with_max_tokens(call, group.context_length - len(prompt.token_ids), default_max_tokens)
             if kv_hints.only:
-                params.max_tokens = params.n = 1  # of which none is generated
-            completing = partial(complete, params, token_ids) if complete is not None else None
-            async with self.until(deadline_s):
-                sampling = await self._sampling(wire, params, len(token_ids), group, tenant, completing)
-            scope = salted_scope(tenant.cache_scope, wire.cache_salt)
-            emitted = sampling_fields.check_emitted(wire, sampling, self.card.vocab_size)
-        revision = adapter.revision if adapter is not None else ""
-        prepared = PreparedRequest(
-            request_id=RequestId(wire.request_id or f"gen-{secrets.token_hex(16)}"),
-            token_ids=token_ids,
-            sampling=sampling,
-            model_revision=group.model_revision,
-            accepted_s=accepted_s,
-            deadline_s=deadline_s,
-            lane=lane,
-            prepaid_tokens=prepaid_tokens,
-            session=session,
-            kv_hints=kv_hints,
-            explain=hints.explain and self._config.explain,
-            tenant=tenant.name,
-            cache_scope=scope,
-            salt=self.tenants.salt(group.model_revision, scope, revision),
-            salt_for=lambda model_revision: self.tenants.salt(model_revision, scope, revision),
-            adapter=adapter,
-            emitted=emitted,
-            open_ended=not params.HasField("max_tokens"),
-            cohort=group.cohort,
-            prepared_s=time.monotonic(),
-            trace=trace,
-        )
+                params.max_tokens = params.n = 1  # the least allowed; nothing is generated
+            sampling = await self._sampling(call, params, prompt.token_ids, group, complete)
+            open_ended = not params.HasField("max_tokens")
+            prepared = self._prepared(call, prompt, group, sampling, kv_hints, trace, open_ended=open_ended)
         if trace is not None:
             trace.request = prepared
         return prepared
 
     async def _check(
-        self, wire: inference_pb2.GenerateRequest, tenant: Tenant, deadline_s: float
-    ) -> tuple[AdapterRef | None, Lane]:
-        """Returns the adapter and the lane of a request that this router serves. Raises what `prepare` raises."""
+        self,
+        wire: inference_pb2.GenerateRequest,
+        tenant: Tenant,
+        hints: Hints,
+        accepted_s: float,
+        deadline_s: float,
+    ) -> _CheckedCall:
+        """Checks what needs neither the prompt's tokens nor a worker. Raises what `prepare` raises."""
         if self._leaving:
             raise Unavailable("this router is shutting down; call another one", _RETRY_AFTER_S)
         async with self.until(deadline_s):
             await self._inspect(wire, tenant, lambda: check_request(wire, self.limits_of(wire)))
-        return self.check_model(wire.model), tenant.lane(wire.lane)
+        adapter, lane = self.check_model(wire.model), tenant.lane(wire.lane)
+        return _CheckedCall(wire, tenant, hints, accepted_s, deadline_s, adapter, lane)
+
+    async def _read_prompt(self, call: _CheckedCall) -> _Prompt:
+        """Returns the prompt's tokens.
+
+        Raises InvalidInput, Overloaded, DeadlineExceeded, or Quarantined for a prompt that workers have died of.
+        """
+        async with self.until(call.deadline_s):
+            prompt = await self._tokenized(call)
+        check_tokens(len(prompt.token_ids), self.limits)
+        if self._context.quarantine.holds(prompt.token_ids, call.accepted_s):
+            raise Quarantined("prompt: several workers died in a row while serving it; do not send it again")
+        return prompt
 
     async def _sampling(
         self,
-        wire: inference_pb2.GenerateRequest,
+        call: _CheckedCall,
         params: common_pb2.SamplingParams,
-        num_prompt_tokens: int,
+        token_ids: list[int],
         group: WorkerGroup,
-        tenant: Tenant,
-        complete: Callable[[], None] | None,
+        complete: CompleteSampling | None,
     ) -> SamplingParams:
         """Returns the parameters with every default filled in, after `complete` has added to them.
 
-        `complete` runs where grammars are written, since it may write one of the tools' parameters. Raises InvalidInput
-        or Overloaded.
+        `complete` runs where grammars are written, since it may write one for the tools' parameters. Raises
+        InvalidInput, Overloaded or DeadlineExceeded.
         """
-        if complete is not None:
-            num_characters = sum(len(tool.parameters) for tool in wire.chat.tools)
-            await self._grammars.write(tenant.name, num_characters, complete)
-        if params.HasField("grammar"):
-            await self._grammars.check(grammar_from_wire(params.grammar), tenant.name)
-        sampling = sampling_fields.resolve(
-            params,
-            num_prompt_tokens=num_prompt_tokens,
-            context_length=group.context_length,
-            vocab_size=self.card.vocab_size,
-            seed=secrets.randbits(64),
-            defaults=self.card.generation_defaults,
-            max_prompt_logprobs=self.limits.prompt_logprobs,
+        caller = call.tenant.name
+        async with self.until(call.deadline_s):
+            if complete is not None:
+                num_characters = sum(len(tool.parameters) for tool in call.wire.chat.tools)
+                await self._grammars.write(caller, num_characters, partial(complete, params, token_ids))
+            if params.HasField("grammar"):
+                await self._grammars.check(grammar_from_wire(params.grammar), caller)
+            sampling = sampling_fields.resolve(
+                params,
+                num_prompt_tokens=len(token_ids),
+                context_length=group.context_length,
+                vocab_size=self.card.vocab_size,
+                seed=secrets.randbits(64),
+                defaults=self.card.generation_defaults,
+                max_prompt_logprobs=self.limits.prompt_logprobs,
+            )
+            return await with_bad_sequences(sampling, self.tokenizer, caller)
+
+    def _prepared(
+        self,
+        call: _CheckedCall,
+        prompt: _Prompt,
+        group: WorkerGroup,
+        sampling: SamplingParams,
+        kv_hints: KvHints,
+        trace: RequestTrace | None,
+        *,
+        open_ended: bool,
+    ) -> PreparedRequest:
+        """Returns the request with its identity and its salts. Raises InvalidInput for tokens emitted before."""
+        wire, tenant, adapter = call.wire, call.tenant, call.adapter
+        scope = salted_scope(tenant.cache_scope, wire.cache_salt)
+        revision = adapter.revision if adapter is not None else ""
+        return PreparedRequest(
+            request_id=RequestId(wire.request_id or f"gen-{secrets.token_hex(16)}"),
+            token_ids=prompt.token_ids,
+            sampling=sampling,
+            model_revision=group.model_revision,
+            accepted_s=call.accepted_s,
+            deadline_s=call.deadline_s,
+            lane=call.lane,
+            prepaid_tokens=prompt.prepaid_tokens,
+            session=call.hints.session or kv_hints.session,
+            kv_hints=kv_hints,
+            explain=call.hints.explain and self._config.explain,
+            tenant=tenant.name,
+            cache_scope=scope,
+            salt=self.tenants.salt(group.model_revision, scope, revision),
+            salt_for=lambda model_revision: self.tenants.salt(model_revision, scope, revision),
+            adapter=adapter,
+            emitted=sampling_fields.check_emitted(wire, sampling, self.card.vocab_size),
+            open_ended=open_ended,
+            cohort=group.cohort,
+            prepared_s=time.monotonic(),
+            trace=trace,
         )
-        return await with_bad_sequences(sampling, self.tokenizer, tenant.name)
 
     def begin_trace(self, headers: Mapping[str, str | bytes]) -> SampledCall | None:
         """Returns the trace of a call with these headers or metadata; None if it is not traced."""
@@ -272,14 +318,15 @@ class RequestPreparer:
             raise DeadlineExceeded("the deadline passed before the prompt was parsed and tokenized") from None
 
     def _with_max_tokens(
-        self, sampling: common_pb2.SamplingParams, lane: Lane, room: int, default_max_tokens: int | None
+        self, call: _CheckedCall, room: int, default_max_tokens: int | None
     ) -> common_pb2.SamplingParams:
-        """Applies the API's default and the lane's limit. Raises InvalidInput if the request asks for more than that.
+        """Returns a copy of the call's parameters with the API's default and the lane's limit applied.
 
-        `room` is what the context holds after the prompt.
+        `room` is what the context holds after the prompt. Raises InvalidInput if the request asks for more tokens than
+        its lane allows.
         """
-        params = common_pb2.SamplingParams()
-        params.CopyFrom(sampling)
+        lane, params = call.lane, common_pb2.SamplingParams()
+        params.CopyFrom(call.wire.sampling)
         if default_max_tokens is not None and room > 0 and not params.HasField("max_tokens"):
             params.max_tokens = min(default_max_tokens, room)
         limit = self._config.admission.lane(lane).max_tokens
@@ -311,12 +358,6 @@ class RequestPreparer:
     def adapters(self) -> list[AdapterRef]:
         return self._fleet.adapters.all
 
-    def _check_prompt(self, token_ids: list[int], now_s: float) -> None:
-        """Raises InvalidInput for too many tokens, and Quarantined for a prompt that workers died of."""
-        check_tokens(len(token_ids), self.limits)
-        if self._context.quarantine.holds(token_ids, now_s):
-            raise Quarantined("prompt: several workers died in a row while serving it; do not send it again")
-
     async def _wait_for_group(self, session: str, deadline_s: float) -> WorkerGroup:
         """Returns the group of workers that serves the session. Raises Unavailable if none appears in time."""
         fraction = _fraction_of(session) if session else self._rng.random()
@@ -326,8 +367,9 @@ class RequestPreparer:
             raise Unavailable("no decode worker takes requests now; try again", _RETRY_AFTER_S)
         return group
 
-    async def _prompt(self, wire: inference_pb2.GenerateRequest, tenant: Tenant, lane: Lane) -> tuple[list[int], int]:
-        """Returns the prompt and the tokens that were prepaid for it."""
+    async def _tokenized(self, call: _CheckedCall) -> _Prompt:
+        """Returns the prompt, cut to `truncate_prompt_tokens`. Raises InvalidInput or Overloaded."""
+        wire = call.wire
         forms = {"text": wire.HasField("text"), "token_ids": bool(wire.token_ids), "messages": bool(wire.messages)}
         given = [name for name, is_given in forms.items() if is_given]
         if len(given) > 1:
@@ -338,8 +380,8 @@ class RequestPreparer:
             token_ids = wire.token_ids[:]  # a list, in a third of the time that list() takes
             if (highest := max(token_ids)) >= self.card.vocab_size:
                 raise InvalidInput("token_ids", f"hold {highest}; the vocabulary ends at {self.card.vocab_size - 1}")
-            return _truncated(wire, token_ids, 0)
-        return _truncated(wire, *await self._encode(wire, tenant, lane))
+            return _truncated(wire, _Prompt(token_ids, 0))
+        return _truncated(wire, await self._encode(wire, call.tenant, call.lane))
 
     async def tokenize(
         self, wire: inference_pb2.TokenizeRequest, tenant: Tenant, timeout_s: float | None, *, spelt: bool = True
@@ -391,11 +433,11 @@ class RequestPreparer:
 
     async def _encode(
         self, wire: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, tenant: Tenant, lane: Lane
-    ) -> tuple[list[int], int]:
+    ) -> _Prompt:
         """Returns the token ids of the text, or of the messages as the chat template renders them.
 
-        The tenant pays first, by the size of the text; returns that too. What is not refused is paid for, even if its
-        caller does not wait for the end: a thread that has begun is not stopped.
+        The tenant pays first, by the size of the text, and gets this back only if the work is refused: a thread that
+        has begun is not stopped, even if its caller stops waiting. Raises InvalidInput or Overloaded.
         """
         salt = wire.cache_salt if isinstance(wire, inference_pb2.GenerateRequest) else ""
         scope, caller, gate = salted_scope(tenant.cache_scope, salt), tenant.name, self._context.gate
@@ -408,7 +450,7 @@ class RequestPreparer:
                 encoding = self.tokenizer.encode_chat(conversation, scope, caller, add_special_tokens=added)
             else:
                 encoding = self.tokenizer.encode(wire.text, scope=scope, caller=caller, add_special_tokens=added)
-            return await encoding, prepaid_tokens
+            return _Prompt(await encoding, prepaid_tokens)
         except Overloaded:
             gate.repay(tenant.name, prepaid_tokens)
             raise
@@ -431,27 +473,14 @@ def _texts_of(wire: PromptRequest) -> tuple[Conversation | None, int]:
     return conversation, sum(len(text.encode()) for text in prompt_texts(wire))
 
 
-def _truncated(wire: inference_pb2.GenerateRequest, token_ids: list[int], prepaid_tokens: int) -> tuple[list[int], int]:
+def _truncated(wire: inference_pb2.GenerateRequest, prompt: _Prompt) -> _Prompt:
     """Returns the last `truncate_prompt_tokens` of a prompt, if it is set; what is cut off stays paid for."""
     if not wire.HasField("truncate_prompt_tokens"):
-        return token_ids, prepaid_tokens
-    num_cut = max(0, len(token_ids) - wire.truncate_prompt_tokens)
-    return token_ids[num_cut:], max(0, prepaid_tokens - num_cut)
+        return prompt
+    num_cut = max(0, len(prompt.token_ids) - wire.truncate_prompt_tokens)
+    return _Prompt(prompt.token_ids[num_cut:], max(0, prompt.prepaid_tokens - num_cut))
 
 
 def _fraction_of(session: str) -> float:
     """Returns a number in [0, 1), the same at every router: a session stays with one cohort while two serve."""
     return int.from_bytes(hashlib.blake2b(session.encode(), digest_size=7).digest()) / 2.0**56
-
-
-async def with_bad_sequences(sampling: SamplingParams, tokenizer: Tokenizer, caller: str) -> SamplingParams:
-    """Returns the parameters with the tokens of their bad words: as an output begins with them, and after a space.
-
-    Raises Overloaded.
-    """
-    if not sampling.bad_words:
-        return sampling
-    words = [word.lstrip() for word in sampling.bad_words]
-    encoded = await tokenizer.encode_each([*words, *(f" {word}" for word in words)], caller)
-    sequences = dict.fromkeys(tuple(token_ids) for token_ids in encoded if token_ids)
-    return replace(sampling, bad_sequences=tuple(sequences))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ import tokenizers
 
 from penstock.errors import CheckpointError, InvalidInput
 from penstock.text.spelling import Spelling
+from penstock.types import SamplingParams
 from router.text.chat_template import ChatTemplate, load_chat_template
 from router.text.conversation import ROLES, Conversation
 from router.text.fair_threads import FairThreads
@@ -181,6 +183,19 @@ class Tokenizer:
             self.template.close()
         for threads in (self._threads, self._template_thread):
             threads.close()
+
+
+async def with_bad_sequences(sampling: SamplingParams, tokenizer: Tokenizer, caller: str) -> SamplingParams:
+    """Returns the parameters with the token sequences of their bad words, at an output's start and after a space.
+
+    Raises Overloaded.
+    """
+    if not sampling.bad_words:
+        return sampling
+    words = [word.lstrip() for word in sampling.bad_words]
+    encoded = await tokenizer.encode_each([*words, *(f" {word}" for word in words)], caller)
+    sequences = dict.fromkeys(tuple(token_ids) for token_ids in encoded if token_ids)
+    return replace(sampling, bad_sequences=tuple(sequences))
 
 
 def _as_added(token: tokenizers.AddedToken) -> AddedToken:

@@ -19,12 +19,11 @@ from penstock.kv.adapters import AdapterRef
 from penstock.kv.kv_hints import NO_KV_HINTS, KvHints
 from penstock.types import Grammar, GrammarKind, SamplingParams
 from router.api import sampling_fields
-from router.api.prepare import with_bad_sequences
 from router.parsers.choice import ParserChoice, choose_parsers
 from router.parsers.tools import ToolFunction
 from router.text.conversation import Conversation
 from router.text.model_card import ModelCard
-from router.text.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer, with_bad_sequences
 from tests.support.engine.adapters import make_adapter
 
 MODEL = Path(__file__).resolve().parents[3] / "models" / "penstock-tiny"

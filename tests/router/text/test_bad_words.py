@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.types import SamplingParams
-from router.api.prepare import with_bad_sequences
-from router.text.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer, with_bad_sequences
 
 MODEL = Path(__file__).resolve().parents[3] / "models" / "penstock-tiny"
 

@@ -45,7 +45,8 @@ SGLANG_BOTH = """
     return_spec_tokens_details return_token_ids top_k min_p min_tokens regex ebnf repetition_penalty
     stop_token_ids stop_regex no_stop_trim ignore_eos skip_special_tokens lora_path session_id session_params
     custom_params custom_logit_processor bootstrap_host bootstrap_port bootstrap_room data_parallel_rank
-    watermark images_config mm_processor_kwargs rid extra_key cache_salt priority
+    watermark images_config mm_processor_kwargs rid extra_key cache_salt priority routed_dp_rank
+    disagg_prefill_dp_rank
 """
 SGLANG_COMPLETION = "json_schema custom_labels"
 SGLANG_CHAT = """

@@ -16,40 +16,86 @@ from router.api.limits import UnreadRequest
 from router.api.openai.responses import error_json
 
 _NO_ADAPTER_CALL = "such call: add or remove a line of the file that adapters_file names, and routers reload it"
-# What Penstock lacks: calls of OpenAI's API and of other servers, by the prefix of their path.
+_NO_RENDERING = "such call; POST /tokenize shows the tokens of a prompt"
+# What Penstock lacks: calls of OpenAI's and Anthropic's APIs and of other servers, by the prefix of their path. The
+# first match counts.
 _UNSERVED = {
     "/v1/audio": "speech and transcription",
     "/v1/images": "image generation",
     "/v1/videos": "video generation",
     "/v1/embeddings": "embeddings",
+    "/v2/embed": "embeddings",
     "/v1/moderations": "moderation",
     "/v1/rerank": "reranking",
     "/v2/rerank": "reranking",
     "/rerank": "reranking",
     "/v1/score": "scoring",
     "/score": "scoring",
+    "/generative_scoring": "scoring",
+    "/v1/decisions": "decisions",
+    "/v1/systemone": "decisions",
     "/pooling": "pooling",
+    "/encode": "pooling",
     "/classify": "classification",
+    "/v1/classify": "classification",
     "/v1/realtime": "realtime sessions",
+    "/v1/live": "realtime sessions",
     "/v1/files": "such call of files; POST /v1/files needs router.batches.folder",
-    "/v1/uploads": "files",
+    "/v1/uploads": "uploads in parts; POST /v1/files takes whole files",
     "/v1/batches": "such call of batches; POST /v1/batches needs router.batches.folder",
+    "/v1/messages/batches": "batches of messages; POST /v1/batches takes OpenAI's calls",
     "/v1/vector_stores": "vector stores",
+    "/v1/memory_stores": "memory stores",
     "/v1/fine_tuning": "fine-tuning",
     "/v1/evals": "evaluations",
+    "/v1/content_provenance_checks": "checks of provenance",
+    "/v1/safety": "safety cases",
+    "/v1/compliance": "compliance reviews",
     "/v1/assistants": "assistants",
     "/v1/threads": "assistants",
+    "/v1/chatkit": "ChatKit",
+    "/v1/agents": "hosted agents",
+    "/v1/sessions": "hosted agents",
+    "/v1/environments": "hosted agents",
+    "/v1/deployments": "hosted agents",
+    "/v1/deployment_runs": "hosted agents",
+    "/v1/dreams": "hosted agents",
+    "/v1/tunnels": "hosted agents",
+    "/v1/skills": "skills",
+    "/v1/vaults": "vaults",
     "/v1/conversations": "stored conversations",
     "/v1/containers": "containers",
+    "/v1/webhook_endpoints": "webhooks",
+    "/v1/webhook_event_types": "webhooks",
+    "/v1/organization": "administration of organizations",
+    "/v1/organizations": "administration of organizations",
+    "/v1/projects": "administration of organizations",
+    "/v1/user_profiles": "user profiles",
+    "/v1/complete": "such call; POST /v1/messages takes messages, and POST /v1/completions a text",
+    "/v1/responses/compact": "compaction of conversations",
+    "/v1/responses/input_tokens": "such call; POST /tokenize counts the tokens of a prompt",
+    "/v1/responses/render": _NO_RENDERING,
+    "/v1/messages/render": _NO_RENDERING,
+    "/v1/completions/render": _NO_RENDERING,
+    "/v1/completions/derender": _NO_RENDERING,
+    "/v1/chat/completions/render": _NO_RENDERING,
+    "/v1/chat/completions/derender": _NO_RENDERING,
+    "/v1/chat/completions": "stored chat completions, and no such call",
+    "/tokenizer_info": _NO_RENDERING,
     "/v1/load_lora_adapter": _NO_ADAPTER_CALL,
     "/v1/unload_lora_adapter": _NO_ADAPTER_CALL,
+    "/load_lora_adapter": _NO_ADAPTER_CALL,
+    "/unload_lora_adapter": _NO_ADAPTER_CALL,
     "/invocations": "SageMaker's calls",
+    "/cohere": "Cohere's calls",
+    "/api": "Ollama's calls",
     "/generate": "call of this name (POST /v1/completions takes text and token ids)",
+    "/inference/v1/generate": "call of this name (POST /v1/completions takes token ids)",
 }
 
 
-def _unserved(path: str) -> str | None:
-    """Returns what a path serves at OpenAI or another server but not here; None for any other path."""
+def unserved(path: str) -> str | None:
+    """Returns what a path serves at OpenAI, Anthropic or another server but not here; None for any other path."""
     for start, what in _UNSERVED.items():
         if path == start or path.startswith(f"{start}/"):
             return what
@@ -92,7 +138,7 @@ class ErrorAnswers:
     async def _on_http_exception(self, http: Request, error: Exception) -> Response:
         """Answers a request with an unknown path or method."""
         assert isinstance(error, HTTPException)
-        what = _unserved(http.url.path) if error.status_code == 404 else None
+        what = unserved(http.url.path) if error.status_code in (404, 405) else None
         detail = error.detail if what is None else f"Penstock has no {what}"
         problem = ModelNotFound(f"{http.method} {http.url.path[:200]}: {detail}; GET /openapi.json lists all calls")
         _, body = self._shape(http)(problem)

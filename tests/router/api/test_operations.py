@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+from pathlib import Path
 
 import httpx
 import jsonschema
 import pytest
 
 from penstock.rpc.secret import digest_of
+from router.api.http.error_answers import unserved
 from router.api.http.openapi.page import render_page
 from tests.support.router.router_fakes import FakeWorker, running_router
+
+CALLS = re.compile(r'self\._(?:get|post|put|patch|delete|get_api_list)\(\s*(?:path_template\()?f?"(/[^"?]*)')
 
 
 @pytest.fixture(name="router")
@@ -141,6 +146,8 @@ def test_text_from_the_document_is_escaped_on_the_page():
         ("POST", "/v1/embeddings", 404, "Penstock has no embeddings", "not_supported"),
         ("POST", "/v1/audio/speech", 404, "Penstock has no speech and transcription", "not_supported"),
         ("POST", "/rerank", 404, "Penstock has no reranking", "not_supported"),
+        ("POST", "/v1/responses/compact", 405, "Penstock has no compaction", "not_supported"),
+        ("GET", "/v1/chat/completions/chatcmpl-1", 404, "Penstock has no stored chat completions", "not_supported"),
         ("GET", "/nothing", 404, "GET /nothing: Not Found", "not_found"),
         ("GET", "/v1/completions", 405, "GET /v1/completions: Method Not Allowed", "method_not_allowed"),
     ],
@@ -150,6 +157,28 @@ async def test_unserved_calls_are_refused_with_a_reason(http, method, path, stat
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["type"]) == (status, code, "invalid_request_error")
     assert message in error["message"]
+
+
+async def test_batches_of_messages_are_refused_in_anthropics_shape(http):
+    answer = await http.post("/v1/messages/batches", json={"requests": []})
+    assert answer.status_code == 404
+    assert answer.json()["type"] == "error"
+    assert "Penstock has no batches of messages" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("client", "prefix"), [("openai", "/v1"), ("anthropic", "")])
+async def test_each_call_of_a_client_is_served_or_refused_by_name(http, client, prefix):
+    """Reads the paths from the sources of the client's package, which take a second to read and three to import."""
+    spec = importlib.util.find_spec(client)
+    paths = set()
+    for file in (Path(spec.origin).parent / "resources").rglob("*.py"):
+        paths |= {prefix + path for path in CALLS.findall(file.read_text())}
+    assert len(paths) > 20
+    served = (await http.get("/openapi.json")).json()["paths"]
+    routes = [re.compile(re.sub(r"\{[^}]*\}", "[^/]+", path) + "$") for path in served]
+    for path in sorted(paths):
+        is_served = any(route.match(path) for route in routes)
+        assert is_served or unserved(path), path
 
 
 async def test_a_page_of_an_allowed_origin_may_call(http):

@@ -187,7 +187,7 @@ class AdminServicer:
 
     def UpdateWeights(self, request, context):
         """Replaces the weights of every worker by those of a folder, without a restart: all workers read and check them while
-        they serve, then all pause and go on with them, or none does. Streams the progress until the end; continues without
+        they serve, then all pause and continue with them, or none does. Streams the progress until the end; continues without
         a caller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -252,7 +252,7 @@ class LookasideServicer:
     """
 
     def Stream(self, request, context):
-        """Streams what Generate would have streamed. After UNAVAILABLE, at any point, go on with Route and `emitted`.
+        """Streams what Generate would have streamed. After UNAVAILABLE, at any point, continue with Route and `emitted`.
         Cancelling the call frees everything that the request holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -80,14 +80,14 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def TransferState(self, request, context):
-        """Returns whether a transfer may still write: how a receiver learns that it may lift a fence after a broken call.
+        """Returns whether a transfer may still write, so that a receiver can lift its fences after a broken call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def NoteGone(self, request, context):
-        """Called by controllers: the machines of these incarnations are dead. It helps to prove that they no longer write.
+        """Called by controllers: reports that the machines of these incarnations are dead, and so no longer write.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -299,7 +299,7 @@ class PrefillWorkerServicer:
 
     def Prefill(self, request_iterator, context):
         """Computes one prefill. Commands: start, then destination, perhaps cancel. Events: reserve, first_token, pushed,
-        closed; closed is always the last and says that nothing will be written any more.
+        closed; closed is always the last and means that nothing more will be written.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -397,7 +397,7 @@ class DecodeWorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Migrate(self, request, context):
-        """Migrates running sequences to another decode worker; returns once each has migrated, or goes on here.
+        """Migrates running sequences to another decode worker; returns once each has migrated, or continues here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -411,8 +411,8 @@ class DecodeWorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReceiveSequence(self, request_iterator, context):
-        """Receives one migrating sequence. Commands: start, then finish; closed is always the last and says that nothing will
-        be written any more. Events: destination, landed, then accepted; or refused, at any point.
+        """Receives one migrating sequence. Commands: start, then finish; closed is always the last and means that nothing more
+        will be written. Events: destination, landed, then accepted; or refused, at any point.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -601,8 +601,8 @@ class PageHandoverServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReceivePages(self, request_iterator, context):
-        """Receives one batch from another worker. Commands: start, then finish; closed is always the last and says that
-        nothing will be written any more. Events: destination, then cached; or refused, at any point.
+        """Receives one batch from another worker. Commands: start, then finish; closed is always the last and means that
+        nothing more will be written. Events: destination, then cached; or refused, at any point.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -765,14 +765,14 @@ class WorkerHostServicer:
     """
 
     def Flip(self, request, context):
-        """The same engine serves in the other role from then on, at another address. The worker must have been drained.
+        """Makes the same engine serve in the other role, at another address. The worker must have been drained.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PrepareWeights(self, request, context):
-        """Reads and checks new weights of the same model, in place of any that were prepared before. Those in force go on
+        """Reads and checks new weights of the same model, in place of any that were prepared before. The present ones keep
         serving.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -48,7 +48,7 @@ class CheckedRun:
     num_requests: int
     num_complete: int
     num_events: int
-    num_flips: int  # by the autoscaler
+    num_flips: int  # flips by the autoscaler
     num_resizes: int
     num_migrated: int  # sequences
 

@@ -57,7 +57,7 @@ class FleetSpec:
     num_routers: int = 1
     admission: AdmissionConfig | None = None  # None: every request goes to the workers at once
     front: FrontCosts = field(default_factory=FrontCosts)
-    report_interval_s: float = 0.02  # between two load and event batches of a worker
+    report_interval_s: float = 0.02  # time between two load and event batches of a worker
     timeout_s: float = 600.0  # deadline of a request
 
     def with_costs(self, profile: CostProfile) -> FleetSpec:

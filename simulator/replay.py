@@ -17,7 +17,7 @@ from simulator.request import TraceRequest
 from simulator.traces import SharedPrefixMix, drop_longer, load_trace, scale_arrivals
 
 POLICIES = ("kv-aware", "least-loaded", "round-robin", "random", "consistent-hash")
-GENERATED = "shared-prefix"  # instead of a file
+GENERATED = "shared-prefix"  # names the generated mix instead of a file
 UNLIMITED = 0
 
 

@@ -120,7 +120,7 @@ class Outcome:
     abandoned: bool = False  # the client left
     num_wrong_tokens: int = 0
     num_redispatches: int = 0
-    num_resumed: int = 0  # at another router, after one was lost
+    num_resumed: int = 0  # times that another router continued it after one was lost
     cached_tokens: int = 0  # prompt tokens that its worker had cached
     computed_by: WorkerId | None = None
     decoded_by: list[WorkerId] = field(default_factory=list)

@@ -1,4 +1,5 @@
-"""Costs of work in seconds: derived from published figures by accelerator and model shape, or fitted to measured steps.
+"""Derives the costs of work in seconds from published figures of accelerators and models, or fits them to measured
+steps.
 
 The simulator, `penstock fit` and capacity planning take from here:
 

@@ -18,7 +18,7 @@ _FORMAT = 1
 class FrontCosts:
     """The costs of a request outside of workers' steps: at the router, and on its way to the client."""
 
-    request_s: float = 0.0  # before placement: reading, templates, tokenizing
+    request_s: float = 0.0  # time before placement: reading, templates, tokenizing
     token_s: float = 0.0  # time of each message from the worker's step to the client
 
 

@@ -57,7 +57,7 @@ class DecodeCosts:
     sequence_s: float = 30e-6
     kv_token_s: float = 55e-9
     chunk: PrefillCosts = PrefillCosts()
-    token_s: float = 0.0  # computing one token
+    token_s: float = 0.0  # time to compute one token
     hidden_s: float = 0.0  # part of `step_s` behind which computing tokens is free
     expert_s: float = 0.0
     expert_share: float = 0.0

@@ -14,7 +14,7 @@ from simulator.planning.flow import DecodeFlow, FlowTimes, Patience, prefill_tim
 from simulator.planning.workload import PlannedRequest, Workload
 
 HIT_EFFICIENCY = (
-    0.93  # hits over those of one cache as large as all: kv-aware keeps 93-99 % (docs/lab-notes/policies.md)
+    0.93  # hits, relative to one cache as large as all: kv-aware keeps 93-99 % (docs/lab-notes/policies.md)
 )
 MAX_BATCH = 256  # sequences of a decode step: as many as CUDA graphs are captured for by default
 _KV_SHARE = 0.8  # share of the memory that weights leave free: the engine's default on GPUs

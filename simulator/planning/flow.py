@@ -81,7 +81,7 @@ class _Worker:
     contexts: float = 0.0  # tokens of KV that a step reads
     reserved: int = 0  # tokens that its sequences may eventually hold
     prompt_left: float = 0.0  # tokens of the first waiting prompt
-    prompt_rate: float = 0.0  # tokens of it in a second
+    prompt_rate: float = 0.0  # tokens of that prompt per second
     queued_tokens: float = 0.0
     busy_s: float = 0.0
     batch_s: float = 0.0  # the integral of the batch over time

@@ -15,8 +15,8 @@ from router.routing.costs.inflight import NO_WORK, InflightLedger, InflightWork,
 from simulator.world.network import Call, Network, Node
 from simulator.world.virtual_time import Timer
 
-_BEAT_S = 0.5  # between two reports at most
-_MIN_GAP_S = 0.01  # and at least: changes meanwhile are reported together
+_BEAT_S = 0.5  # longest time between two reports
+_MIN_GAP_S = 0.01  # shortest time; changes within it are reported together
 
 
 @dataclass(slots=True, eq=False)

@@ -107,7 +107,7 @@ class RouterModel:
         self._streams = count(1)
         self._open: dict[int, _OpenRequest] = {}
         self._ended: dict[int, tuple[int, WorkerId, float]] = {}  # streams that ended before their output did
-        self._waiting: dict[_OpenRequest, Timer] = {}  # for a decode worker
+        self._waiting: dict[_OpenRequest, Timer] = {}  # requests that wait for a decode worker
         for name, role in names.items():
             self.follow(name, role)
 

@@ -21,7 +21,7 @@ class WindowRates:
     """Counts in windows of one length."""
 
     window_s: float
-    peak_per_s: float  # in the fullest window, wherever it begins
+    peak_per_s: float  # rate in the fullest window, wherever it begins
     peak_to_mean: float
     dispersion: float  # variance over mean of the counts in successive windows; 1: Poisson
 

@@ -35,7 +35,7 @@ class ReuseRun:
     tokens_ahead: int  # tokens that rank before the run
     num_blocks: int
     block_tokens: int
-    num_tokens: int  # in the blocks; fewer than they have room for if the last one is incomplete
+    num_tokens: int  # tokens in the blocks, of which the last may be incomplete
 
     def hit_tokens(self, cache_tokens: float) -> int:
         """Returns the tokens that hit in a cache of this size."""

@@ -23,7 +23,7 @@ class SessionReport:
     num_sessions: int
     num_chains: int
     requests_per_session: Distribution
-    gap_s: Distribution  # between the arrivals of a request and of the one that continues it
+    gap_s: Distribution  # time between the arrivals of a request and of the one that continues it
     growth_tokens: Distribution  # growth of the prompt from a request to the one that continues it
     own_hit_share: float  # share of the hit tokens that the same session had touched last
 

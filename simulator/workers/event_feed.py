@@ -60,7 +60,7 @@ class EventFaults:
     rng: random.Random
     lost: float = 0.0
     repeated: float = 0.0
-    late: float = 0.0  # by up to a second, so that later batches overtake
+    late: float = 0.0  # delays of up to a second, so that later batches overtake
 
     @property
     def are_over(self) -> bool:
@@ -131,7 +131,7 @@ class EventFeed:
     # When.
 
     def next_s(self) -> float:
-        """Returns when to look for the next report: when it arrives, or is made unless the worker changes before."""
+        """Returns when to look for the next report: its arrival or, if it is not made yet, the time at which it will be made unless the worker changes before."""
         return self._made[0].arrival_s if self._made else self._next_made_s()
 
     def _next_made_s(self) -> float:
@@ -157,7 +157,7 @@ class EventFeed:
             self._make_until(self._node.sim.now_s)
 
     def stop_waiting(self) -> None:
-        """Sends reports as messages from now on; call `read` before."""
+        """Sends reports as messages from now on. Call `read` first."""
         if self._waits:
             self._waits = False
             while self._made:
@@ -168,7 +168,7 @@ class EventFeed:
             self._arm()
 
     def _make_until(self, until_s: float) -> None:
-        """Makes the reports that are due before a moment. One is whole unless the next has arrived by now, too."""
+        """Makes the reports that are due before `until_s`. A report is whole unless the next one has arrived, too."""
         at_s = self._next_made_s()
         if at_s >= until_s:
             return

@@ -54,7 +54,7 @@ class MigrationOwner(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Outgoing:
-    """An attempt at its source. Page counts refer to the sequence's pages from the first."""
+    """A migration at its source. Page counts refer to the sequence's pages from the first."""
 
     key: TransferKey
     submission: Submission
@@ -65,7 +65,7 @@ class _Outgoing:
     num_pushed: int = 0
     num_landed: int = 0
     num_pushes: int = 0  # in flight
-    shared: list[PageId] = field(default_factory=list)  # referenced until nothing is in flight
+    shared: list[PageId] = field(default_factory=list)  # pages referenced until no push is in flight
     paused: bool = False
     settled: bool = False
     error: PenstockError | None = None
@@ -81,7 +81,7 @@ class _Incoming:
     call: Call
     num_tokens: int = 0  # its tokens when it paused at its source
     runs: bool = False
-    deltas: list[Delta] = field(default_factory=list)  # for the router
+    deltas: list[Delta] = field(default_factory=list)  # updates kept for the router
     timer: Timer | None = None
 
 
@@ -89,7 +89,7 @@ class MigrationModel:
     """Both sides of one worker's migrations."""
 
     def __init__(self, owner: MigrationOwner, network: Network, links: KvLinks) -> None:
-        self.num_migrated = 0  # away from here
+        self.num_migrated = 0  # sequences that have migrated away
         self._owner = owner
         self._network = network
         self._links = links

@@ -55,7 +55,7 @@ class VirtualStepLoop:
             self._timer = self._node.at(self._ends_s[-1], self._finish)
 
     def catch_up(self, until_s: float) -> int:
-        """Returns how many steps of the run have ended by then since the last call, for the caller to commit them.
+        """Returns how many steps of the run have ended by `until_s` since the last call, for the caller to commit them.
 
         The last step of a run is left to `end`.
         """
@@ -71,7 +71,7 @@ class VirtualStepLoop:
         return self._timer is not None and len(self._ends_s) > 1
 
     def next_end_s(self, after_s: float) -> float | None:
-        """Returns the end of the run's first step after a moment; None for its last one, and outside of runs."""
+        """Returns the end of the run's first step after `after_s`; None for its last step, and outside of runs."""
         if self._timer is None or len(self._ends_s) == 1:
             return None
         place = bisect_right(self._ends_s, after_s)

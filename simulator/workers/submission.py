@@ -27,7 +27,7 @@ class MigratedTo:
 class Delta:
     """An update of one request for its router. `error` and `ended` are final.
 
-    Its tokens are identified by the request that they were computed for and the first one's position.
+    Its tokens follow from the request that they were computed for and the position of the first one.
     """
 
     stream: int
@@ -48,13 +48,13 @@ class Submission:
 
     stream: int
     sequence: Sequence
-    tokens: RequestTokens  # the sequence's
+    tokens: RequestTokens  # the tokens of the sequence
     candidates: deque[PrefillOption]
     send: Callable[[list[Delta]], None]
     timeout_s: float
     caller: object  # the link that it arrived on: the request's lease
     has_first: bool = False
-    num_sent: int = 0  # tokens, prompt included
+    num_sent: int = 0  # tokens sent, prompt included
     cached_tokens: int = 0
     computed_by: WorkerId | None = None
     first_token_s: float = 0.0

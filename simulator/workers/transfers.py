@@ -24,7 +24,7 @@ from simulator.workers.prefill_model import PrefillModel
 from simulator.world.network import Call, Network, Node, State
 
 _LEASE_S = 30.0
-_FIRST_PAUSE_S = 0.2  # between two checks whether a lost sender may still write
+_FIRST_PAUSE_S = 0.2  # time between two checks whether a lost sender may still write
 _LONGEST_PAUSE_S = 5.0
 _REFUSALS = 2  # consecutive refusals prove that the process behind an address is gone
 

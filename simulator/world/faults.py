@@ -11,7 +11,7 @@ from penstock.types import Role
 from simulator.fleet import SimulatedFleet
 from simulator.request import Outcome
 
-_MIGRATE_S = 0.5  # between two rounds of migrations of a drain
+_MIGRATE_S = 0.5  # time between two rounds of migrations in a drain
 _GROUP_START_S = 0.5  # time until the ranks of a group have ended and started again
 
 
@@ -26,7 +26,7 @@ class FaultRates:
     event_faults: float = 0.5  # probability that events are mishandled for a while
     abandons: float = 1.0
     drains: float = 0.7  # a successor starts, the worker gets no new requests, and what it still holds is cut off later
-    flips: float = 0.3  # the same with a successor of the other role
+    flips: float = 0.3  # a drain with a successor of the other role
     ranks: float = 0.3  # a rank of a worker is lost: its steps hang, until the group is ended and starts again
     spares: float = 0.3  # a killed worker's place is taken by a spare, under another name
     migrations: float = 2.0  # the running sequences of a decode worker migrate to the others, as in every drain

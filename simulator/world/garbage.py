@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # Collections of young objects are rare, and of all objects very rare: the deployment lives as long as the simulation.
-_YOUNG_OBJECTS = 100_000  # made since the last collection, before the next; Python's own threshold is 700
+_YOUNG_OBJECTS = 100_000  # new objects that cause a collection; Python's own threshold is 700
 _COLLECTIONS = (10, 50)  # collections of one generation before the next older one is walked; Python: 10 and 10
 
 

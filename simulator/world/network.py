@@ -64,7 +64,7 @@ class Call:
     on_break: tuple[Callback, Callback]
     is_open: bool = True
     _arrival_s: list[float] = field(default_factory=lambda: [0.0, 0.0])  # arrival of the latest message to each end
-    _held: list[tuple[int, Callback]] = field(default_factory=list)  # while the link is cut
+    _held: list[tuple[int, Callback]] = field(default_factory=list)  # messages held while the link is cut
 
     def send(self, sender: Node, deliver: Callback) -> None:
         """Sends a message; `deliver` runs at the other end."""

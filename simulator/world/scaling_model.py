@@ -17,7 +17,7 @@ from simulator.request import Outcome
 from simulator.routers.follower_model import Worker
 from simulator.workers.prefill_model import PrefillModel
 
-_CHECK_S = 0.1  # between two checks of a draining worker
+_CHECK_S = 0.1  # time between two checks of a draining worker
 _PATIENCE_S = 5.0
 
 

@@ -35,7 +35,7 @@ class CoarseSequence:
     has_pages: bool = False
     is_computed: bool = False
     stopped: bool = False  # preempted: its KV will be recomputed
-    joined_at: float = 0.0  # in steps of the worker
+    joined_at: float = 0.0  # counted in steps of the worker
     num_generated: float = 0.0
 
     @property

@@ -20,8 +20,8 @@ from simulator.request import Outcome, TraceRequest
 from simulator.workers.prefill_model import PrefillModel
 
 _FLIP_S = 1.0  # once the worker is empty; its cache counts as lost, which is worse than in reality
-_DRAIN_CHECK_S = 1.0  # between two checks of draining workers
-_EMPTY_CHECKS = 2  # in a row, after which a worker has drained
+_DRAIN_CHECK_S = 1.0  # time between two checks of draining workers
+_EMPTY_CHECKS = 2  # checks in a row that find it empty, after which a worker has drained
 
 
 class Scaler(Protocol):

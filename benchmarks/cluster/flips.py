@@ -69,7 +69,7 @@ class Changes:
 
     deployment: PlainDeployment
     flips_s: list[float] = field(default_factory=list)
-    drains_s: list[float] = field(default_factory=list)  # from the order to the end of the drain
+    drains_s: list[float] = field(default_factory=list)  # seconds from the order to the end of the drain
     restarts_s: list[float] = field(default_factory=list)
     num_cut_short: int = 0
 

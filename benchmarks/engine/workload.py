@@ -47,7 +47,7 @@ class LoopWorkload:
     name: str
     more: tuple[int, int, int]  # requests, tokens in, tokens out
     less: tuple[int, int, int] | None = None
-    steps: int = 1  # between `less` and `more`
+    steps: int = 1  # steps by which `more` exceeds `less`
     is_cached: bool = False
 
     def time_round(self, answer: Answer, number: int) -> tuple[float, float]:

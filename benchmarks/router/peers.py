@@ -30,7 +30,7 @@ from worker.service import WorkerService
 from worker.ticket_log import TicketLog
 
 _CANNED_TOKEN = 300
-_MAC_BYTES = 32  # at the end of a ticket
+_MAC_BYTES = 32  # bytes of the MAC at the end of a ticket
 _LIMITS = [("grpc.max_receive_message_length", 1 << 26), ("grpc.max_send_message_length", 1 << 26)]
 
 

@@ -51,7 +51,7 @@ class SchemaOutput:
         return problem_of(given.draft, given.schema, self.text)
 
 
-Answers = dict[int, SchemaOutput | InvalidInput]  # by place in the list of schemas
+Answers = dict[int, SchemaOutput | InvalidInput]  # answers by place in the list of schemas
 
 
 class Fleet:

@@ -34,7 +34,7 @@ MAX_SEQUENCES, MAX_CONTEXT = 64, 2048
 SPLIT, COLOCATED, VLLM, VLLM_SPLIT = "1P+1D", "colocated", "vLLM colocated", "vLLM 1P+1D"
 METRICS = (("TTFT p50", "ms"), ("TTFT p99", "ms"), ("ITL p50", "ms"), ("ITL p99", "ms"), ("output", "tokens/s"))
 
-Figures = Mapping[str, Mapping[float, tuple[float, ...]]]  # as METRICS, by deployment and rate
+Figures = Mapping[str, Mapping[float, tuple[float, ...]]]  # values of METRICS, by deployment and rate
 
 
 @dataclass(frozen=True, slots=True)

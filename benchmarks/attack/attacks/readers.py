@@ -28,7 +28,7 @@ NUM_READERS = MAX_REQUESTS  # all that their tenant may have
 NUM_VICTIMS = 2
 _DEADLINE_S = 3
 _GRACE_S = READ_GRACE_S + 2.0
-_AT_LEAST_S = 10.0  # for one more answer on a busy machine
+_AT_LEAST_S = 10.0  # time for one more answer on a busy machine
 _MAX_TOKENS = 900
 _PROMPT = "Once upon a time "
 

@@ -1,4 +1,4 @@
-"""Tables that benchmarks write into pages of docs/, between two lines that mark the place."""
+"""Writes tables of benchmarks into pages of docs/, between two lines that mark the place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clocks for benchmarks: how long a block, a call or a whole benchmark takes."""
+"""Provides clocks for benchmarks: how long a block, a call or a whole benchmark takes."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class EventFeed:
     # When.
 
     def next_s(self) -> float:
-        """Returns when to look for the next report: its arrival or, if it is not made yet, the time at which it will be made unless the worker changes before."""
+        """Returns when to look for the next report: when it arrives or, if it is not made yet, when it will be made."""
         return self._made[0].arrival_s if self._made else self._next_made_s()
 
     def _next_made_s(self) -> float:

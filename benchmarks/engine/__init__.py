@@ -1,4 +1,4 @@
-"""Benchmarks of one engine in one process: steps, prompts, start, weights, quantization, grammars and cache tiers.
+"""Benchmarks one engine in one process: steps, prompts, start, weights, quantization, grammars and cache tiers.
 
 `python -m benchmarks.engine` compares it with the bare-torch floor, eager torch, transformers and vLLM; the modules
 `adapters`, `quality`, `quantized_cpu`, `structured`, `tiers`, `weights` and the room

@@ -1,8 +1,8 @@
 """Defines the whole-loop workloads of `benchmarks.engine`. vLLM's process imports it, too, so it uses only the standard
 library.
 
-A decode step is a sixteenth of what sixteen further tokens of a batch cost, because no engine exposes a single step to
-its caller. Prompts of decode workloads are computed before, so that all but their last token is cached and all
+The time of a decode step is a sixteenth of that of sixteen more tokens of a batch, because no engine exposes a single
+step to its caller. Prompts of decode workloads are computed before, so that all but their last token is cached and all
 sequences decode from the first step on. Prompts whose own time is measured are new each time.
 """
 

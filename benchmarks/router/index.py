@@ -230,7 +230,7 @@ def hashing(rng: random.Random) -> Iterable[Row]:
 
 
 def pauses(rng: random.Random) -> Iterable[Row]:
-    """Yields the longest pauses of the event loop when a worker of a million pages comes, leaves or overfills it."""
+    """Yields the longest pauses of the event loop when a worker of a million pages joins, leaves or overfills it."""
     log = KvEventLog(window=1)
     for _ in range(NUM_PAGES // PROMPT_PAGES):
         log.stored(chain(rng, PROMPT_PAGES), ROOT)

@@ -1,4 +1,4 @@
-"""Clients for `benchmarks.router`: a fixed number in one process, each with one request at a time."""
+"""Runs clients for `benchmarks.router`: a fixed number in one process, each with one request at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benchmarks of the whole serving path: latencies at fixed concurrency, and disaggregated compared with colocated
+"""Benchmarks the whole serving path: latencies at fixed concurrency, and disaggregated compared with colocated
 serving.
 
 `python -m benchmarks.serving` and `python -m benchmarks.serving.latency` run them; `rounds` sends the requests, and

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.text.spelling import Spelling
 from router.parsers.choice import ParserChoice, choose_parsers
 from router.parsers.events import ParserEvent, TextDelta, ToolCallStart
 from router.parsers.formats import TOOL_FORMATS
 from router.parsers.output_parser import OutputParser
 from tests.router.parsers.recorded import RECORDED, TOOLS, Recorded
 from tests.support.router.parsed_outputs import gather, parse_whole
+from tests.support.router.router_fakes import MODEL
 
+TOKENIZER = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
 each_recorded = pytest.mark.parametrize("recorded", RECORDED, ids=lambda recorded: recorded.id)
 
 
@@ -49,6 +53,19 @@ def test_an_output_can_be_split_at_any_position(recorded: Recorded) -> None:
 def test_an_output_can_arrive_by_single_characters(recorded: Recorded) -> None:
     parser = parser_of(recorded)
     events = [event for char in recorded.text for event in parser.feed(char)]
+    assert gather([*events, *parser.finish()]) == recorded.parsed
+
+
+@each_recorded
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 7])
+def test_an_output_can_arrive_by_tokens(recorded: Recorded, num_tokens: int) -> None:
+    """Tokens may also cut characters, which the detokenizer completes."""
+    token_ids = TOKENIZER.encode(recorded.text, add_special_tokens=False).ids
+    parser, detokenizer = parser_of(recorded), Spelling(TOKENIZER).detokenizer(keep_special_tokens=True)
+    events: list[ParserEvent] = []
+    for start in range(0, len(token_ids), num_tokens):
+        events += parser.feed(detokenizer.add(token_ids[start : start + num_tokens]))
+    events += parser.feed(detokenizer.finish())
     assert gather([*events, *parser.finish()]) == recorded.parsed
 
 

@@ -34,7 +34,7 @@ from router.metrics.scrape_targets import ScrapeTarget
 
 _HTTP_STOP_S = 1.0
 _LISTEN_BACKLOG = 2048
-_UVICORN_TICKS = 10  # a second; uvicorn renews the Date header at every tenth
+_UVICORN_TICKS = 10  # ticks in a second; uvicorn renews the Date header at every tenth tick
 _LOOPBACK = "127.0.0.1"
 _MAX_MS = (1 << 31) - 2  # 2^31 - 1 disables a limit of gRPC
 
@@ -174,7 +174,7 @@ class RouterServer:
         self._follow_workers()
 
     async def _start_grpc(self) -> tuple[int, int]:
-        """Serves the gRPC API. Returns its port and the supervisor's control port, or 0 if that needs no own port."""
+        """Serves the gRPC API. Returns its port and the supervisor's control port, or 0 if no such port is needed."""
         guard = ConnectionGuard(self._config.limits, self._metrics)
         service = InferenceService(
             self.preparer,

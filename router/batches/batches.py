@@ -187,7 +187,7 @@ class BatchStore:
             raise BatchNotFound("batch_id", problem) from None
 
     def ids(self, tenant: str) -> list[str]:
-        """Returns the ids of the tenant's batches, the oldest first. Reads no record."""
+        """Returns the ids of the tenant's batches, oldest first. Reads no record."""
         with disk_errors(self._root):
             try:
                 return sorted(name for name in os.listdir(self._folder(tenant)) if name.startswith("batch_"))

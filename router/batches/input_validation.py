@@ -16,7 +16,7 @@ from router.batches.lines import BatchLine
 from router.batches.records import BatchRecord, BatchStatus
 
 _MAX_ERRORS = 100  # listed for one file
-_SKIPPED_BYTES = 1 << 20  # of an overlong line, read and dropped at a time
+_SKIPPED_BYTES = 1 << 20  # of a line that is too long, read and dropped at a time
 
 # Reads a line of a batch for an endpoint. Raises InvalidInput.
 LineReader = Callable[[bytes, str], BatchLine]
@@ -25,8 +25,8 @@ LineReader = Callable[[bytes, str], BatchLine]
 def input_lines(path: Path, max_bytes: int) -> Iterator[tuple[int, bytes]]:
     """Yields the lines of a file that are not blank, with their numbers from 1.
 
-    Cuts a line that is longer than `max_bytes` to little more than that, so that it takes no memory; a `LineReader`
-    refuses it by its length.
+    Cuts a line that is longer than `max_bytes` to little more than that, which bounds memory; a `LineReader` refuses it
+    for its length.
     """
     with path.open("rb") as file:
         number = 0

@@ -33,7 +33,7 @@ _CHECK_S = 1.0  # between two checks for room, a cancellation and the end of the
 _SWEEP_S = 3600.0
 _MAX_OPEN = 64  # batches that one router runs at once; a tenant without any may still have one more
 _LINES = 64  # most lines read at a time, and most refused lines that wait for a retry
-_LINES_BYTES = 1 << 20  # no more lines are read at a time beyond this
+_LINES_BYTES = 1 << 20  # of lines read at a time, after which no more are read
 _RETRY_S = (0.5, 30.0)  # bounds of the time between two attempts of a line
 _LOAD_S = 0.05  # least time between two checks for room because of load reports
 
@@ -109,7 +109,7 @@ class BatchRunner:
         self._line_bytes = line_bytes
         self._open: set[_OpenBatch] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by batch
-        self._tenants: dict[str, str] = {}  # of the same batches
+        self._tenants: dict[str, str] = {}  # by batch
         self._woken = asyncio.Event()
         self._load_timer: asyncio.TimerHandle | None = None
 

@@ -49,7 +49,7 @@ class DispatchedCompletion:
         self.legs: list[WorkerLeg] = []  # one for each submission
         self.worker_id = ""
         self.worker_address = ""
-        self.weight_version = 0  # of the worker that it was sent to last, and so of the tokens from there
+        self.weight_version = 0  # of the worker that it was sent to last
         self._deliver = functools.partial(deliver, self)
         self._link: TokenLink | None = None
         self._stream_id = 0
@@ -99,9 +99,7 @@ class DispatchedCompletion:
         return command
 
     def end_timing(self, request: PreparedRequest, reported: common_pb2.Timing, now_s: float) -> common_pb2.Timing:
-        """Adds the times that only the router knows to the worker's report of the ended completion. Keeps the result
-        and returns it.
-        """
+        """Returns, and keeps, the worker's report of the ended completion with the times that only the router knows."""
         timing = streamed_timing(
             reported,
             waited_s=0.0 if self.core.num_redispatches else self.sent_s - request.accepted_s,

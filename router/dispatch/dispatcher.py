@@ -81,7 +81,7 @@ class _OutputRun:
         self._generated = context.metrics.requests.generation_tokens
 
     def output(self, delta: CompletionDelta, stream: TokenStream) -> Output:
-        """Turns a delta's tokens into text and counts them. A matched stop string cancels the completion's worker."""
+        """Turns a delta's tokens into text and counts them. A stop string ends the completion at its worker."""
         self._observe_tokens(delta)
         text = self._texts[delta.index]
         num_before = text.num_tokens

@@ -269,7 +269,7 @@ class HeldRequest:
         self._leave(NOTHING_USED)
 
     def release(self) -> None:
-        """Releases everything held for a ticket that was not issued after all."""
+        """Releases everything held for a ticket that could not be issued."""
         self._leave(NOTHING_USED)
 
     def _fail_trace(self, reason: str) -> None:

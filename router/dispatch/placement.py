@@ -1,4 +1,4 @@
-"""Places a request: looks its prompt up in the index, lets the policy choose workers, and records the work they get.
+"""Places a request: looks its prompt up in the index, lets the policy choose workers, and records their new work.
 
 Connects dispatch, which owns the request's path, with the pure decisions of `router.routing`, which see only views of
 workers. Synchronous: placing a request never waits.
@@ -28,13 +28,13 @@ from router.routing.index.prefix_match import PrefixMatch
 from router.routing.placement_core import Commitment, PlacementCore, num_naming_pages
 from router.routing.policy.interface import PairChoice, PlacementDemand, PlacementPolicy, PlannedPull, PullOffer
 
-_FIRST_HASHES = 4  # pages of a prompt hashed before the index shows whether more are worth it
-_NEXT_HASHES = 32  # pages hashed next if they are; the number then doubles each time
+_FIRST_HASHES = 4  # pages of a prompt that are hashed first
+_NEXT_HASHES = 32  # pages hashed next if a worker holds all of those; the number then doubles each time
 _BROKEN = LinkCost(1e6, 0.0)  # so expensive that any other pair is preferred
 
 
 class PromptPages:
-    """A prompt's leading page hashes by page size, computed only a little further than any worker holds pages."""
+    """A prompt's leading page hashes by page size, computed little further than the pages that any worker holds."""
 
     def __init__(self, token_ids: Sequence[int], salt: bytes) -> None:
         self._token_ids = token_ids

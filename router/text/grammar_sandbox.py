@@ -59,7 +59,7 @@ def _compile(compiler: GrammarCompiler, grammar: Grammar, given: dict[str, Any])
     """
     memory_bytes = used_bytes() + given["max_memory_bytes"]
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    # The default action of SIGPROF ends the fork wherever it is.
+    # The default action of SIGPROF ends the fork whatever it does.
     signal.setitimer(signal.ITIMER_PROF, given["max_cpu_s"])
     answer = VALID
     try:

@@ -80,7 +80,7 @@ class SpanBuilder:
         clock: _Clock,
         before: otel.Span | None = None,
     ) -> otel.Span | None:
-        """Adds a span for each leg, linked to the previous one, and the first of them to `before`; returns the last."""
+        """Adds a span for each leg, linked to that of the previous leg, or to `before`; returns the last one."""
         last = None
         for leg, following in zip_longest(legs, legs[1:]):
             attributes: Attributes = {"penstock.worker.id": leg.worker, "penstock.cause": leg.cause.value}

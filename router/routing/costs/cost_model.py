@@ -17,7 +17,7 @@ from penstock.scheduling.linear_cost import ThreeTermCost, positive
 from penstock.types import StepTotals, WorkerId, WorkerLoad
 
 _SMOOTHING = 0.1
-_MIN_OBSERVED_S = 0.02  # shorter steps are added up until they make one observation
+_MIN_OBSERVED_S = 0.02  # an observation covers steps that took at least this long together
 
 
 class StepCost(NamedTuple):

@@ -13,7 +13,7 @@ from penstock.types import WorkerId
 
 _SMOOTHING = 0.1
 _MIN_PROMISES = 12  # after an alarm, before the next one
-_MAX_SHORTFALL = 0.5  # mean share of promised tokens that are missing; from here on the index is wrong
+_MAX_SHORTFALL = 0.5  # mean share of promised tokens that are missing, from which on the index counts as wrong
 _ALARM_INTERVAL_S = 30.0  # gives a new snapshot time to take effect
 _MAX_RATIO = 100.0
 

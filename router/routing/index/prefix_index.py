@@ -1,8 +1,8 @@
 """Tracks which worker's prefix cache holds which page, and on which tier.
 
-Pure and synchronous. Workers can report all of its contents again: a snapshot repairs a gap in a worker's events and
-replaces the pages of an earlier epoch. For a worker that sends no events, the index remembers for a while the prompts
-sent to it (`note`).
+Pure and synchronous. Workers can report everything again that the index holds: a snapshot repairs a gap in a worker's
+events and replaces the pages of an earlier epoch. For a worker without events, the index remembers for a while which
+prompts were sent to it (`note`).
 
 Memory is bounded over all workers: beyond `max_pages`, pages of the worker with the most are evicted, oldest first and
 leaves before their parents, except pages that requests have looked up recently. Evictions and the pages of replaced
@@ -29,7 +29,7 @@ DEFAULT_CONFIG = IndexConfig()
 _KEY_BYTES = 64  # memory of one page hash
 _TIDY_PAGES = 2048  # examined in one call, some 0.5 ms
 _TIGHT_SHARE = 0.8  # share of max_pages beyond which new pages and pages that requests look up are protected
-_TTL_PARTS = 8  # noted pages expire by generation, so a page may outlive its lifetime by one part in this many
+_TTL_PARTS = 8  # generations of noted pages in a lifetime; pages expire by generation, so up to one part late
 
 
 @dataclass(slots=True)

@@ -53,7 +53,7 @@ class MaskSlots:
         return found
 
     def _split(self, bits: int) -> tuple[list[WorkerId], list[tuple[WorkerId, int]]]:
-        """Returns the workers with all their bits among these, and the (worker, bit number) of each other bit."""
+        """Returns the workers that have all three bits set, and (worker, bit number) for each other bit set."""
         whole: list[WorkerId] = []
         parts: list[tuple[WorkerId, int]] = []
         for slot, worker_id in self._worker_by_slot.items():

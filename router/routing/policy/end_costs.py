@@ -16,9 +16,9 @@ from router.routing.policy import prices, pulls
 from router.routing.policy.interface import PlacementDemand, WorkerView
 from router.routing.policy.rendezvous import preferred
 
-# Cost in seconds, a random tie-breaker, the worker, the bonus subtracted from the cost, the seconds to compute the
-# prompt there, and the part of the cost by which the delay of waiting prompts counts beyond its seconds (the last two
-# are 0 for decode workers). A plain tuple: one is made for every worker of every request.
+# Cost in seconds, a random tie-breaker, the worker, the bonus already subtracted from the cost, the seconds that the
+# worker takes to compute the prompt, and what the contention weight adds to the cost beyond the delay itself (both are
+# 0 for decode workers). A plain tuple: every request makes one per worker.
 End = tuple[float, float, WorkerView, float, float, float]
 
 
@@ -26,7 +26,7 @@ DEFAULT_WEIGHTS = KvAwareConfig()
 
 
 def local_harm_weight(weights: KvAwareConfig, has_prefill: bool) -> float:
-    """Returns the weight of the delay that a prompt computed at a decode worker causes there."""
+    """Returns the weight of the delay that a decode worker's sequences suffer if it computes a prompt."""
     return 1.0 if has_prefill else weights.decode_weight
 
 
@@ -125,9 +125,9 @@ class EndCosts:
     def local_s(self, demand: PlacementDemand, ends: Sequence[End], has_prefill: bool) -> list[float]:
         """Returns the total cost of each decode end if it computes the prompt itself.
 
-        Includes the delay of every sequence that the worker decodes, in full if there are prefill workers, since that
-        is how the worker compares itself with them. Includes the delay of the prompts waiting behind this one only if
-        there are no prefill workers to take them.
+        Includes the delay of every sequence that the worker decodes, unweighted if there are prefill workers, because
+        the worker compares itself with them in that way. Includes the delay of the prompts waiting behind this one only
+        if there are no prefill workers to take them.
         """
         views = [end[2] for end in ends]
         pulled, plans = pulls.with_pulls(demand, views)

@@ -3,7 +3,8 @@
 A pair costs the sum of its ends (`end_costs`) and of the transfer over its link. The search therefore takes both ends
 cheapest first and stops when even the fastest link could not make up the difference: it is exact, and prices a few
 pairs in a thousand. A decode worker that computes the prompt itself is one more candidate, priced by the same models.
-The decode worker decides in the end, so the two are compared as `decode_worker.prefill.placement_policy` does.
+The decode worker makes the final decision, so local and remote prefills are compared in the same way as
+`decode_worker.prefill.placement_policy` compares them.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class KvAwarePolicy:
     def _wide_ends(
         self, demand: PlacementDemand, decode: ViewTable, prefill: ViewTable, rng: random.Random
     ) -> tuple[list[End], list[Floor], list[_Pair]]:
-        """Returns the prefill ends, the decode ends and the local pairs among which the best pair is."""
+        """Returns the prefill ends, decode ends and local pairs that may make the best pair."""
         wide = self._wide
         senders = wide.cheapest_prefill(demand, prefill, rng, _MAX_PAIRS)
         ends = wide.decode(demand, decode, rng)
@@ -149,11 +150,12 @@ def _search(demand: PlacementDemand, senders: list[End], floors: list[Floor], sl
 
 
 def _with_local(pairs: list[_Pair], local: list[_Pair]) -> list[_Pair]:
-    """Adds decode workers that compute the prompt themselves.
+    """Adds the decode workers that compute the prompt themselves.
 
-    A decode worker counts the delay of waiting prompts by its seconds, without the weight that makes caches worth a
-    longer queue. Local pairs cost as much more as that weight adds to the best pair of two workers. Otherwise the
-    router would expect prompts at decode workers that go to prefill workers, and would credit the wrong workers.
+    A decode worker counts the delay of waiting prompts in seconds, without the contention weight, which makes caches
+    worth a longer queue. So local pairs get a surcharge of what that weight adds to the best pair of two workers.
+    Otherwise the router would expect prompts at decode workers that send them to prefill workers, and would credit the
+    wrong workers.
     """
     if not pairs or not local:
         return pairs or local

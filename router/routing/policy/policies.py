@@ -77,10 +77,7 @@ class ConsistentHashPolicy:
 
 
 def make_policy(name: str, weights: KvAwareConfig = DEFAULT_WEIGHTS) -> PlacementPolicy:
-    """Makes the policy of this name, one of those that RouterConfig's `policy` allows.
-
-    `weights` apply to the kv-aware policy only.
-    """
+    """Makes the policy that `name`, a value of RouterConfig's `policy`, selects. Only kv-aware uses `weights`."""
     policies: dict[str, Callable[[], PlacementPolicy]] = {
         "kv-aware": lambda: KvAwarePolicy(weights),
         "least-loaded": LeastLoadedPolicy,

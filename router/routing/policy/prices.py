@@ -50,9 +50,9 @@ def all_prefill_like_s(demand: PlacementDemand, views: Sequence[WorkerView], lik
 def all_decode_s(
     demand: PlacementDemand, views: Sequence[WorkerView], weight: float, delay_weight: float
 ) -> list[float]:
-    """Returns the sum, for each view, of the waiting time, the weighted decoding time and the weighted page delay.
+    """Returns the cost of decoding on each worker.
 
-    These are `decode_queue_s`, `weight` times the time to decode, harm included, and `delay_weight` times
+    It is the sum of `decode_queue_s`, of `weight` times the time to decode, harm included, and of `delay_weight` times
     `page_delay_s`.
     """
     output_tokens, num_tokens = demand.output_tokens * weight, demand.num_tokens

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.types import WorkerId
+from router.routing.costs.pull_costs import MIN_TOKENS
 from router.routing.policy.interface import (
     DEFAULT_CHUNK_TOKENS,
     PlacementDemand,
@@ -19,7 +20,6 @@ from router.routing.policy.interface import (
 )
 
 _ADVANTAGE = 0.4  # a pull is planned if it takes less than this share of the compute time (2026-11-24)
-_MIN_TOKENS = 512
 
 
 def plan(demand: PlacementDemand, view: WorkerView) -> PlannedPull | None:
@@ -30,7 +30,7 @@ def plan(demand: PlacementDemand, view: WorkerView) -> PlannedPull | None:
 def with_pulls(
     demand: PlacementDemand, views: Sequence[WorkerView]
 ) -> tuple[PlacementDemand, dict[WorkerId, PlannedPull]]:
-    """Returns the pulls of all workers that gain from one, preceded by the demand as it stands after them."""
+    """Returns the demand as it stands after every worker that gains from a pull has pulled, and these pulls."""
     if demand.pull is None:
         return demand, {}
     plans = _plans(demand, demand.pull, views)
@@ -45,7 +45,7 @@ def _plans(demand: PlacementDemand, offer: PullOffer, views: Sequence[WorkerView
     for view in views:
         worker_id = view.worker_id
         missing = tokens - cached(worker_id, 0)
-        if missing < _MIN_TOKENS or worker_id == source:
+        if missing < MIN_TOKENS or worker_id == source:
             continue
         fixed_s, token_s, context_s = view.costs.prefill
         steps = -(-missing // (view.limits.chunk_tokens or DEFAULT_CHUNK_TOKENS))

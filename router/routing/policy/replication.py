@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 _HALF_LIFE_S = 60.0
 _MAX_PREFIXES = 4096  # beyond this, the least recently requested prefix is forgotten
-_MIN_COUNT = 4.0  # recent requests from which on a prefix is worth a copy
+_MIN_COUNT = 4.0  # recent requests that make a prefix worth a copy
 _INTERVAL_S = 1.0  # between two copies of one prefix, since a copy is not cached until it is computed
 
 

@@ -1,8 +1,8 @@
 """Prices the ends of pairs for hundreds of workers at once. Pure.
 
 Computes the same sums as `end_costs` and `prices`, in the same order, but over columns instead of view by view. The
-results are equal to the last bit, which a property test checks. It covers most requests; those with an adapter, a
-pull, a temperature, pages in host memory or an explanation are priced view by view.
+results are equal to the last bit, which a property test checks. Most requests are priced here; those with an adapter,
+a pull, a temperature, pages in host memory or a requested explanation are priced view by view.
 """
 
 from __future__ import annotations

@@ -78,7 +78,12 @@ class FleetSpec:
         here = here if self.num_prefill else None
         return {
             Role.PREFILL: WorkerLimits(self.prefill.max_batch_tokens or 2048, self.prefill.max_batch_sequences),
-            Role.DECODE: WorkerLimits(self.decode.max_batch_tokens, self.decode.max_batch_sequences, here),
+            Role.DECODE: WorkerLimits(
+                self.decode.max_batch_tokens,
+                self.decode.max_batch_sequences,
+                here,
+                keeps_itl=self.decode.itl_target_s is not None,
+            ),
         }
 
     @property

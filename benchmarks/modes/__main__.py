@@ -2,7 +2,8 @@
 
 Each worker has one core of two; router and load generator share them. First the colocated mode is calibrated: its
 latencies with one request at a time, from which the SLOs follow (3, 5 and 10 times as long), and the requests a second
-of a closed loop, of which the loads are shares. Then each mode gets the same Poisson arrivals at each load.
+of a closed loop, of which the loads are shares. Decode workers are told the middle SLO's time per token
+(`decode.itl_target_s`). Then each mode gets the same Poisson arrivals at each load.
 
 A whole sweep takes most of an hour on two cores. `--workload`, `--mode` and `--loads` name a part of it; earlier
 measurements stay in `build/modes` and appear in the tables. `--rounds` measures everything again and pools the
@@ -72,28 +73,29 @@ def measure_mode(
 
 
 def measure_all(studies: Sequence[WorkloadStudy], options: argparse.Namespace, vllm: Vllm | None) -> None:
-    """Starts each mode once a round and measures every workload there; colocated first, which calibrates."""
+    """Measures every workload in every mode, round after round."""
     sources = {study.name: workloads()[study.name](options.requests, options.seed) for study in studies}
     model = options.model or random_llama()
     vocab_size = ModelConfig.from_folder(str(model)).vocab_size
+    if uncalibrated := [study for study in studies if study.calibration is None]:
+        with modes(model, None, None)[COLOCATED] as address:
+            for study in uncalibrated:
+                study.calibration = calibrate(address, sources[study.name], vocab_size)
+                print(f"{study.name}: {study.calibration}", flush=True)
     for round_number in range(options.rounds):
-        for mode, serving in modes(model, vllm).items():
-            calibrates = mode == COLOCATED and any(study.calibration is None for study in studies)
-            if mode not in options.mode and not calibrates:
-                continue
-            print(f"round {round_number + 1}: {mode}", flush=True)
-            try:
-                with serving as address:
-                    for study in studies:
-                        if study.calibration is None:
-                            study.calibration = calibrate(address, sources[study.name], vocab_size)
-                            print(f"  {study.name}: {study.calibration}", flush=True)
-                        if mode in options.mode:
-                            measure_mode(study, mode, address, sources[study.name], options.loads, vocab_size)
-            except (RuntimeError, TimeoutError) as error:
-                if mode != MODES[-1]:
-                    raise
-                print(f"skipped {mode}: {error!r}", flush=True)  # our figures are valid without it
+        for study in studies:
+            assert study.calibration is not None
+            for mode, serving in modes(model, vllm, study.calibration.itl_target_s).items():
+                if mode not in options.mode:
+                    continue
+                print(f"round {round_number + 1}: {study.name}, {mode}", flush=True)
+                try:
+                    with serving as address:
+                        measure_mode(study, mode, address, sources[study.name], options.loads, vocab_size)
+                except (RuntimeError, TimeoutError) as error:
+                    if mode != MODES[-1]:
+                        raise
+                    print(f"skipped {mode}: {error!r}", flush=True)  # our figures are valid without it
 
 
 def main() -> None:

@@ -20,12 +20,15 @@ _MAX_SEQUENCES, _NUM_PAGES, _MAX_CONTEXT = 64, 6000, 4096
 Placement = Literal["auto", "remote", "local"]
 
 
-def modes(model: Path, vllm: Vllm | None) -> Mapping[str, AbstractContextManager[str]]:
-    """Returns the modes by name; entering one starts it and gives its HTTP address."""
+def modes(model: Path, vllm: Vllm | None, itl_target_s: float | None) -> Mapping[str, AbstractContextManager[str]]:
+    """Returns the modes by name; entering one starts it and gives its HTTP address.
+
+    Decode workers bound by `itl_target_s` the steps in which they compute chunks of prompts.
+    """
     found: dict[str, AbstractContextManager[str]] = {
-        COLOCATED: _penstock(model, (Role.DECODE, Role.DECODE), "local"),
-        SPLIT: _penstock(model, (Role.PREFILL, Role.DECODE), "remote"),
-        AUTO: _penstock(model, (Role.PREFILL, Role.DECODE), "auto"),
+        COLOCATED: _penstock(model, (Role.DECODE, Role.DECODE), "local", itl_target_s),
+        SPLIT: _penstock(model, (Role.PREFILL, Role.DECODE), "remote", itl_target_s),
+        AUTO: _penstock(model, (Role.PREFILL, Role.DECODE), "auto", itl_target_s),
     }
     if vllm is not None:
         found[VLLM] = _vllm(model, vllm)
@@ -33,14 +36,14 @@ def modes(model: Path, vllm: Vllm | None) -> Mapping[str, AbstractContextManager
 
 
 @contextmanager
-def _penstock(model: Path, roles: tuple[Role, Role], placement: Placement) -> Iterator[str]:
+def _penstock(model: Path, roles: tuple[Role, Role], placement: Placement, itl_target_s: float | None) -> Iterator[str]:
     """Starts a worker of each role, each bound to its own core, and a router in front of them."""
     configs = [
         WorkerConfig(
             worker_id=f"{role.value}-{index}",
             role=role,
             engine=EngineConfig.model_validate({"model": str(model), "num_threads": 1, "num_pages": _NUM_PAGES}),
-            decode=DecodeConfig(max_batch_sequences=_MAX_SEQUENCES, placement=placement),
+            decode=DecodeConfig(max_batch_sequences=_MAX_SEQUENCES, placement=placement, itl_target_s=itl_target_s),
         )
         for index, role in enumerate(roles)
     ]

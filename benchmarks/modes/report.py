@@ -9,7 +9,7 @@ from benchmarks.common.docs_tables import markdown_table, replace_between
 from benchmarks.common.process_group import ROOT
 from benchmarks.common.report import Row, hardware
 from benchmarks.modes.deployments import AUTO, COLOCATED, SPLIT, VLLM
-from benchmarks.modes.study import SLO_SCALES, WorkloadStudy
+from benchmarks.modes.study import MIDDLE_SLO, SLO_SCALES, WorkloadStudy
 from penstock.bench.reports.text import Table
 from penstock.bench.results.compare import FigureRatio
 from penstock.bench.results.quantiles import Quantiles
@@ -22,7 +22,6 @@ DOCS = ROOT / "docs"
 BEGIN, END = "<!-- tables of benchmarks.modes -->", "<!-- end of the tables -->"
 MODES = (COLOCATED, SPLIT, AUTO, VLLM)
 _COMPARED = ("TTFT p50", "TTFT p99", "ITL p50", "ITL p99")
-_MIDDLE_SLO = 1  # index in SLO_SCALES, for charts
 
 
 def measured_modes(studies: Sequence[WorkloadStudy]) -> list[str]:
@@ -98,7 +97,7 @@ def charts(study: WorkloadStudy) -> Iterator[Chart]:
         return found
 
     title = f"{study.name} prompts" if study.name in ("short", "long", "mixed") else study.name
-    slo = f"requests/s within {SLO_SCALES[_MIDDLE_SLO]:g} x idle"
+    slo = f"requests/s within {SLO_SCALES[MIDDLE_SLO]:g} x idle"
     x = Axis("offered requests/s")
     yield Chart(f"Goodput, {title}", x, Axis(slo, low=0.0), lines("goodput"))
     for figure in ("TTFT p50", "TTFT p99", "ITL p99"):
@@ -107,7 +106,7 @@ def charts(study: WorkloadStudy) -> Iterator[Chart]:
 
 def _value(point: PointResult, name: str) -> float:
     if name == "goodput":
-        return point.figures.slos[_MIDDLE_SLO].goodput
+        return point.figures.slos[MIDDLE_SLO].goodput
     latency, share = name.split()
     found = point.figures.latencies[latency]
     return 0.0 if found is None else 1e3 * (found.p50_s if share == "p50" else found.p99_s)

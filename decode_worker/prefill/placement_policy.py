@@ -2,8 +2,8 @@
 
 Every option is priced in seconds: the predicted time to the first token, and the predicted harm, which is the summed
 delay of all other requests' tokens. Chunks computed here lengthen the steps of every decoding sequence; at a busy
-prefill worker the prompts behind this one wait longer. Options that meet the target for first tokens are preferred, and
-of these the one with the smallest sum.
+prefill worker the prompts behind this one wait longer. If there is a target for the time between tokens, a delay within
+it is no harm. Options that meet the target for first tokens are preferred, and of these the one with the smallest sum.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ def describe_limits(description: worker_pb2.WorkerDescription, config: DecodeCon
     """Announces to routers the limits by which `PrefillPlacement` decides, as far as they are known in advance."""
     description.chunk_tokens = config.max_batch_tokens
     description.max_running = config.max_batch_sequences
+    description.itl_target_s = config.itl_target_s or 0.0
     limits = {"auto": config.max_local_tokens, "remote": 0, "split": 0, "local": description.context_length}
     limit = limits[config.placement]
     if limit is not None:
@@ -136,7 +137,7 @@ class PrefillPlacement:
         uncached = _num_computed(demand.num_tokens, demand.cached_tokens + demand.pulled_tokens)
         costs = self._chunks(demand, demand.num_tokens - uncached)
         first_token_s = demand.pull_s + costs.total_s
-        return PricedPlace(PrefillPlace.LOCAL, first_token_s, demand.num_running * costs.added_s)
+        return PricedPlace(PrefillPlace.LOCAL, first_token_s, self._harm_s(demand, costs))
 
     def _remote(self, demand: PromptDemand, option: RemoteOption, now_s: float) -> PricedPlace:
         prefill_s = self.remote.prefill_s(option.worker_id, option.prefill_s, now_s)
@@ -155,8 +156,13 @@ class PrefillPlacement:
         hand_off_s = self.remote.hop_s(option.worker_id) + self.remote.landing_s(option.worker_id, num_bytes)
         here = self._chunks(demand, num_remote)
         first_s = option.queue_s + there_s + hand_off_s + here.total_s
-        harm_s = self._behind.num_prompts * there_s + demand.num_running * here.added_s
+        harm_s = self._behind.num_prompts * there_s + self._harm_s(demand, here)
         return PricedPlace(PrefillPlace.SPLIT, first_s, harm_s, option, num_remote)
+
+    def _harm_s(self, demand: PromptDemand, costs: ChunkCosts) -> float:
+        """Returns the delay of the sequences that decode here, beyond what the target allows."""
+        target_s = self._config.itl_target_s
+        return demand.num_running * (costs.added_s if target_s is None else costs.beyond_s(target_s))
 
     def _chunks(self, demand: PromptDemand, num_before: int) -> ChunkCosts:
         return self.steps.chunks(

@@ -43,6 +43,12 @@ class ChunkCosts:
 
     total_s: float  # time until its last token is computed, including the chunks queued before it
     added_s: float  # time by which its chunks delay each decoding sequence
+    num_steps: int  # steps that compute its chunks
+    step_s: float  # time of a step without them
+
+    def beyond_s(self, target_s: float) -> float:
+        """Returns the part of `added_s` that makes steps longer than `target_s`."""
+        return min(self.added_s, max(0.0, self.num_steps * (self.step_s - target_s) + self.added_s))
 
 
 class StepCosts:
@@ -100,6 +106,7 @@ class StepCosts:
         _, chunked_s, token_s, pair_s, *_ = self._linear.coefficients
         own_s = num_tokens * token_s + pairs * pair_s
         queued_s = num_queued * token_s + num_queued * step_tokens / 2 * pair_s
-        waiting_s = self.step_s(num_rows) / 2 if num_rows or num_queued else 0.0  # for the step in flight
-        total_s = waiting_s + num_steps * (self.step_s(num_rows) + chunked_s) + queued_s + own_s
-        return ChunkCosts(total_s, max(1, last - first) * chunked_s + own_s)
+        step_s, num_own = self.step_s(num_rows), max(1, last - first)
+        waiting_s = step_s / 2 if num_rows or num_queued else 0.0  # for the step in flight
+        total_s = waiting_s + num_steps * (step_s + chunked_s) + queued_s + own_s
+        return ChunkCosts(total_s, num_own * chunked_s + own_s, num_own, step_s)

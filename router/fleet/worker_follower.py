@@ -207,7 +207,13 @@ class WorkerFollower(FleetWorker):
 
 def _limits(description: worker_pb2.WorkerDescription) -> WorkerLimits:
     max_local = description.max_local_tokens if description.HasField("max_local_tokens") else None
-    return WorkerLimits(description.chunk_tokens, description.max_running, max_local, description.max_held_tokens)
+    return WorkerLimits(
+        description.chunk_tokens,
+        description.max_running,
+        max_local,
+        description.max_held_tokens,
+        keeps_itl=description.itl_target_s > 0,
+    )
 
 
 async def _read(call: grpc.aio.UnaryStreamCall) -> worker_pb2.EventBatch | None:

@@ -125,9 +125,10 @@ class EndCosts:
     def local_s(self, demand: PlacementDemand, ends: Sequence[End], has_prefill: bool) -> list[float]:
         """Returns the total cost of each decode end if it computes the prompt itself.
 
-        Includes the delay of every sequence that the worker decodes, unweighted if there are prefill workers, because
-        the worker compares itself with them in that way. Includes the delay of the prompts waiting behind this one only
-        if there are no prefill workers to take them.
+        Includes the delay of every sequence that the worker decodes. If there are prefill workers, the delay is
+        unweighted, or 0 where the worker keeps its steps within a target, because the worker compares itself with them
+        in that way. Includes the delay of the prompts waiting behind this one only if there are no prefill workers to
+        take them.
         """
         views = [end[2] for end in ends]
         pulled, plans = pulls.with_pulls(demand, views)
@@ -135,9 +136,12 @@ class EndCosts:
         delays = [0.0] * len(views) if has_prefill else self._delays_s(pulled, views, computes)
         waits = pulls.waits_s(views, plans)
         weight, harm_weight = self._weights.contention_weight, local_harm_weight(self._weights, has_prefill)
+        num_delayed = [view.num_harmed if has_prefill else view.num_requests for view in views]
         return [
-            cost_s + view.queue_s + wait_s + compute_s + weight * delay_s + harm_weight * view.num_requests * compute_s
-            for (cost_s, _, view, *_), wait_s, compute_s, delay_s in zip(ends, waits, computes, delays, strict=True)
+            cost_s + view.queue_s + wait_s + compute_s + weight * delay_s + harm_weight * delayed * compute_s
+            for (cost_s, _, view, *_), delayed, wait_s, compute_s, delay_s in zip(
+                ends, num_delayed, waits, computes, delays, strict=True
+            )
         ]
 
     def _delays_s(self, demand: PlacementDemand, views: Sequence[WorkerView], computes: Sequence[float]) -> list[float]:

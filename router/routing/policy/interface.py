@@ -57,6 +57,7 @@ class WorkerLimits:
     max_running: int = 0  # sequences
     max_local_tokens: int | None = None  # the longest prompt that it computes itself if there are prefill workers
     max_held_tokens: int = 0  # the most tokens of one sequence whose KV it holds at once
+    keeps_itl: bool = False  # computes prompts in chunks so small that its steps keep to a target
 
     def held_tokens(self, num_tokens: int) -> int:
         """Returns how many of a sequence's tokens take pages on the worker."""
@@ -89,6 +90,11 @@ class WorkerView:
         decode = self.costs.decode
         object.__setattr__(self, "token_price", self.step_s + self.num_requests * decode.token_s / 2)
         object.__setattr__(self, "context_price", decode.context_s * (1 + self.num_requests / 2))
+
+    @property
+    def num_harmed(self) -> int:
+        """The sequences that a prompt computed here delays by more than the worker's target allows."""
+        return 0 if self.limits.keeps_itl else self.num_requests
 
     @property
     def step_s(self) -> float:

@@ -100,7 +100,8 @@ class WideEndCosts:
         total_s = ends.cost_s + columns.queue_s + compute_s
         if not has_prefill:
             total_s = total_s + self._weights.contention_weight * self._delays_s(demand, views, uncached, compute_s)
-        total_s = total_s + local_harm_weight(self._weights, has_prefill) * columns.num_requests * compute_s
+        num_delayed = columns.num_harmed if has_prefill else columns.num_requests
+        total_s = total_s + local_harm_weight(self._weights, has_prefill) * num_delayed * compute_s
         if has_prefill:
             total_s[columns.max_local_tokens < uncached] = np.inf
         least_s = total_s.min()

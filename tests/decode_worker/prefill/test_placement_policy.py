@@ -132,6 +132,18 @@ def test_the_ttft_target_takes_precedence_over_harm() -> None:
     assert place(taught(DecodeConfig(ttft_target_s=0.01)), busy, queued) is REMOTE
 
 
+def test_a_delay_within_the_target_between_tokens_harms_nobody() -> None:
+    """A step decodes 20 sequences in 7 ms; a chunk of 64 tokens makes it 39 ms."""
+    busy = replace(IDLE, num_running=20, step_tokens=64)
+    assert place(taught(), busy, FREE) is REMOTE
+    assert place(taught(DecodeConfig(itl_target_s=0.05)), busy, replace(FREE, queue_s=0.1)) is LOCAL
+    assert place(taught(DecodeConfig(itl_target_s=0.02)), busy, replace(FREE, queue_s=0.1)) is not LOCAL
+    costs = taught().steps.chunks(512, 0, 0, 20, 64)
+    assert costs.beyond_s(0.05) == 0.0
+    assert costs.beyond_s(0.02) == pytest.approx(costs.added_s - 8 * (0.02 - costs.step_s))
+    assert costs.beyond_s(0.001) == costs.added_s
+
+
 def test_prompts_over_the_limit_stay_local() -> None:
     policy = taught(DecodeConfig(max_local_tokens=100))
     assert place(policy, IDLE, FREE) is REMOTE
@@ -140,6 +152,9 @@ def test_prompts_over_the_limit_stay_local() -> None:
         described = worker_pb2.WorkerDescription(context_length=4096)
         describe_limits(described, DecodeConfig(placement=mode))  # type: ignore[arg-type]
         assert (described.max_local_tokens if described.HasField("max_local_tokens") else None) == limit
+        assert described.itl_target_s == 0.0
+    describe_limits(described, DecodeConfig(itl_target_s=0.05))
+    assert described.itl_target_s == 0.05
 
 
 def test_a_worker_without_a_measured_chunk_assumes_the_speed_of_its_peers() -> None:
@@ -192,7 +207,8 @@ def test_a_choice_is_feasible_finite_and_never_costlier_than_another(data: st.Da
     )
     mode = data.draw(st.sampled_from(["auto", "remote", "local", "split"]))
     target_s = data.draw(st.none() | st.floats(0.01, 10))
-    policy = PrefillPlacement(DecodeConfig(placement=mode, ttft_target_s=target_s))
+    itl_target_s = data.draw(st.none() | st.floats(1e-3, 1))
+    policy = PrefillPlacement(DecodeConfig(placement=mode, ttft_target_s=target_s, itl_target_s=itl_target_s))
     for _ in range(data.draw(st.integers(0, 5))):
         work = StepWork(*(data.draw(st.integers(0, 500)) for _ in range(4)))
         policy.steps.skips(work.chunk_tokens)

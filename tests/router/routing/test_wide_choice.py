@@ -42,7 +42,9 @@ def random_load(rng: random.Random) -> WorkerLoad:
 
 
 def random_worker(name: str, rng: random.Random) -> Worker:
-    limits = WorkerLimits(rng.choice((0, 256, 2048)), rng.choice((0, 8)), rng.choice((None, 0, 32, 2000)))
+    limits = WorkerLimits(
+        rng.choice((0, 256, 2048)), rng.choice((0, 8)), rng.choice((None, 0, 32, 2000)), keeps_itl=rng.random() < 0.3
+    )
     return Worker(WorkerId(name), random_load(rng), limits)
 
 

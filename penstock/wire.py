@@ -154,11 +154,11 @@ def grammar_from_wire(wire: common_pb2.Grammar, field: str = "sampling.grammar")
 
 
 def logprob_to_wire(logprob: TokenLogprob) -> common_pb2.TokenLogprob:
-    made = common_pb2.TokenLogprob(token_id=logprob.token_id, logprob=logprob.logprob)
-    add = made.top.add  # takes half the time of a list of messages, which protobuf would copy
+    message = common_pb2.TokenLogprob(token_id=logprob.token_id, logprob=logprob.logprob)
+    add = message.top.add  # takes half the time of a list of messages, which protobuf would copy
     for token, value in logprob.top:
         add(token_id=token, logprob=value)
-    return made
+    return message
 
 
 def logprob_from_wire(wire: common_pb2.TokenLogprob) -> TokenLogprob:

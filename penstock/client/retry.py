@@ -42,22 +42,22 @@ class RetryPolicy:
     max_s: float = 5.0
     connect_s: float = 60.0  # how long a call without a deadline tries to connect
 
-    def connect_delay_s(self, refusals: int, draw: Callable[[], float]) -> float:
+    def connect_delay_s(self, refusals: int, random: Callable[[], float]) -> float:
         """Returns the seconds to wait after `refusals` refused connections in a row."""
-        return min(self.max_s, _MAX_CONNECT_DELAY_S, self.initial_s * self.multiplier ** (refusals - 1)) * draw()
+        return min(self.max_s, _MAX_CONNECT_DELAY_S, self.initial_s * self.multiplier ** (refusals - 1)) * random()
 
-    def delay_s(self, attempt: int, error: PenstockError, draw: Callable[[], float]) -> float | None:
+    def delay_s(self, attempt: int, error: PenstockError, random: Callable[[], float]) -> float | None:
         """Returns the seconds to wait after failed attempt number `attempt` (from 1), or None to give up.
 
-        `draw` returns a random number in [0, 1). The server's RetryInfo is the minimum; jitter is added so that clients
-        do not return all at once.
+        `random` returns a random number in [0, 1). The server's RetryInfo is the minimum; jitter keeps clients from
+        returning all at once.
         """
         if attempt >= self.max_attempts or not isinstance(error, Unavailable):
             return None
         if error.code is not grpc.StatusCode.UNAVAILABLE:
             return None
         ceiling_s = min(self.max_s, self.initial_s * self.multiplier ** (attempt - 1))
-        return (error.retry_after_s or 0.0) + ceiling_s * draw()
+        return (error.retry_after_s or 0.0) + ceiling_s * random()
 
 
 class RetryBudget:
@@ -124,7 +124,7 @@ class Attempts:
         self,
         error: PenstockError,
         now_s: float,
-        draw: Callable[[], float],
+        random: Callable[[], float],
         failure: Failure = Failure.ANSWERED,
     ) -> float:
         """Counts one more attempt and returns how long to wait for it. Raises `error` if no attempt is left.
@@ -133,12 +133,12 @@ class Attempts:
         client at once, and retrying them only restores the previous load.
         """
         if failure is Failure.REFUSED and self.policy.max_attempts > 1:
-            return self._next_connect_delay_s(error, now_s, draw)
+            return self._next_connect_delay_s(error, now_s, random)
         self.refusals, self.connect_by_s = 0, None
         if isinstance(error, SequenceMoved) and self.number == 1 and self.has_succeeded:
             self.number += 1  # a second broken connection without a token in between counts
             return 0.0
-        delay_s = self.policy.delay_s(self.number, error, draw)
+        delay_s = self.policy.delay_s(self.number, error, random)
         if delay_s is None or (self.deadline_s is not None and now_s + delay_s >= self.deadline_s):
             raise error
         is_charged = failure is not Failure.BROKEN or self.number > 1
@@ -147,11 +147,11 @@ class Attempts:
         self.number += 1
         return delay_s
 
-    def _next_connect_delay_s(self, error: PenstockError, now_s: float, draw: Callable[[], float]) -> float:
+    def _next_connect_delay_s(self, error: PenstockError, now_s: float, random: Callable[[], float]) -> float:
         if self.connect_by_s is None:
             self.connect_by_s = self.deadline_s if self.deadline_s is not None else now_s + self.policy.connect_s
         self.refusals += 1
-        delay_s = self.policy.connect_delay_s(self.refusals, draw)
+        delay_s = self.policy.connect_delay_s(self.refusals, random)
         if now_s + delay_s >= self.connect_by_s:
             raise error
         return delay_s

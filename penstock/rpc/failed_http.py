@@ -76,14 +76,14 @@ def _why_unreached(error: BaseException) -> str:
 def refused_http(status: int, text: str, url: str, advice: str) -> PenstockError:
     """Returns the typed error of an answer with this status, whose body is `text`."""
     url = without_user(url)
-    said = f": {_brief(_message_in(text))}" if text.strip() else ""
+    detail = f": {_brief(_message_in(text))}" if text.strip() else ""
     if kind := _REFUSALS.get(status):
-        return kind(f"{url} refuses the call{said}; {advice}")
+        return kind(f"{url} refuses the call{detail}; {advice}")
     if status == 404:
-        return ConfigError(f"{url} does not exist on that server{said}; {advice}")
+        return ConfigError(f"{url} does not exist on that server{detail}; {advice}")
     if status >= 500:
-        return Unavailable(f"{url} failed with status {status}{said}; look at the server's log")
-    return ConfigError(f"{url} answers with status {status}{said}")
+        return Unavailable(f"{url} failed with status {status}{detail}; look at the server's log")
+    return ConfigError(f"{url} answers with status {status}{detail}")
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -43,17 +43,17 @@ class RenewedChannel(grpc.aio.Channel):  # type: ignore[misc]  # untyped base
             self._closing.start(channel.close())
 
     def _method(self, kind: str, args: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., Any]:
-        made: tuple[grpc.aio.Channel, Callable[..., Any]] | None = None
+        bound: tuple[grpc.aio.Channel, Callable[..., Any]] | None = None
 
         def call(*call_args: Any, **call_options: Any) -> Any:
-            nonlocal made
+            nonlocal bound
             channel = self._current()
-            if made is None or made[0] is not channel:
-                made = channel, getattr(channel, kind)(*args, **options)
-            begun = made[1](*call_args, **call_options)
+            if bound is None or bound[0] is not channel:
+                bound = channel, getattr(channel, kind)(*args, **options)
+            started = bound[1](*call_args, **call_options)
             self._num_calls[channel] += 1
-            begun.add_done_callback(lambda _: self._on_done(channel))
-            return begun
+            started.add_done_callback(lambda _: self._on_done(channel))
+            return started
 
         return call
 

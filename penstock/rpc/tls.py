@@ -114,13 +114,13 @@ class ServerCertificate:
         )
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        shown, configuration = self._files.version, _to_grpc(self._files.value)
+        version, configuration = self._files.version, _to_grpc(self._files.value)
 
         def fetch() -> grpc.ServerCertificateConfiguration:
             """Returns the current certificate. gRPC calls it on its own threads for each handshake."""
-            nonlocal shown, configuration
-            if shown != self._files.version:
-                shown, configuration = self._files.version, _to_grpc(self._files.value)
+            nonlocal version, configuration
+            if version != self._files.version:
+                version, configuration = self._files.version, _to_grpc(self._files.value)
             return configuration
 
         wants_client = self._files.value.authority is not None

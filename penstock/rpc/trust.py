@@ -104,8 +104,10 @@ class TokenGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # untyped ba
         handler = await continuation(details)
         if handler is None or details.method.startswith(_OPEN_SERVICES):
             return handler
-        shown = next((value for key, value in details.invocation_metadata or () if key == "authorization"), "")
-        if any(hmac.compare_digest(_bytes(shown), _bytes(f"Bearer {token}")) for token in self._accept(details.method)):
+        presented = next((value for key, value in details.invocation_metadata or () if key == "authorization"), "")
+        if any(
+            hmac.compare_digest(_bytes(presented), _bytes(f"Bearer {token}")) for token in self._accept(details.method)
+        ):
             return handler
         return _refusing(handler)
 

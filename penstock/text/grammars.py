@@ -188,10 +188,10 @@ def _without_names(tokenizer: str) -> str:
     llguidance uses the tokenizer to split a text that the grammar requires next. The tokenizer would turn a special
     token's name in it into that token, which does not match the grammar's text, so no token at all could follow.
     """
-    made = json.loads(tokenizer)
-    model = made.get("model") or {}
+    data = json.loads(tokenizer)
+    model = data.get("model") or {}
     vocabulary = model.get("vocab")
-    for token in made.get("added_tokens") or []:
+    for token in data.get("added_tokens") or []:
         name = token["content"]
         if not token.get("special") or name == model.get("unk_token"):
             continue
@@ -201,7 +201,7 @@ def _without_names(tokenizer: str) -> str:
         elif isinstance(vocabulary, list):  # a list of pieces with their scores
             for piece in vocabulary:
                 piece[0] = token["content"] if piece[0] == name else piece[0]
-    return json.dumps(made)
+    return json.dumps(data)
 
 
 def _schema_to_llguidance(source: str) -> str:

@@ -150,7 +150,7 @@ class _Writer:
     def _triggered_tags(self, value: Mapping[str, Any], place: str, end: str, depth: int) -> str:
         triggers, tags = self._texts(value, "triggers", place), self._list(value, "tags", place)
         self._no_excludes(value, place)
-        begun: dict[str, list[str]] = {trigger: [] for trigger in triggers}
+        bodies_by_trigger: dict[str, list[str]] = {trigger: [] for trigger in triggers}
         for number, tag in enumerate(tags):
             at = f"{place}.tags[{number}]" if place else f"structures[{number}]"
             begin = self._text(self._read_tag(tag, at), "begin", at)
@@ -158,13 +158,13 @@ class _Writer:
             if len(matching) != 1:
                 some = "no trigger" if not matching else f"{len(matching)} triggers"
                 raise self.problem(f"{at}.begin", f"= {_shown(begin)} begins with {some}; it must begin with one")
-            begun[matching[0]].append(self._tag(tag, at, "", depth, matching[0]))
-        for trigger, bodies in begun.items():
+            bodies_by_trigger[matching[0]].append(self._tag(tag, at, "", depth, matching[0]))
+        for trigger, bodies in bodies_by_trigger.items():
             if not bodies:
                 raise self.problem(
                     f"{place}.triggers".lstrip("."), f"holds {_shown(trigger)}, with which no tag begins"
                 )
-        rules = {trigger: self._lark.rule(self._choice(each)) for trigger, each in begun.items()}
+        rules = {trigger: self._lark.rule(self._choice(each)) for trigger, each in bodies_by_trigger.items()}
         at_once = self._choice([f"{self._lark.literal(trigger)} {body}" for trigger, body in rules.items()])
         later = self._choice([f"{self._lark.until(trigger)} {body}" for trigger, body in rules.items()])
         first, once = self._flag(value, "at_least_one", place), self._flag(value, "stop_after_first", place)

@@ -122,13 +122,13 @@ def _columns(requests: Sequence[RequestRecord]) -> dict[str, list[Any]]:
 
 
 def _requests(columns: Mapping[str, Sequence[Any]]) -> tuple[RequestRecord, ...]:
-    made = []
+    records = []
     for index in range(len(columns["number"])):
         times = {name: _seconds(columns[_in_ticks(name)][index]) for name in _TIMES}
         plain = {name: columns[name][index] for name in (*_PLAIN, "output_tokens")}
         gaps_s = tuple(gap / _TICKS_PER_S for gap in columns["gaps_us"][index])
-        made.append(RequestRecord(**plain, **times, ending=Ending(columns["ending"][index]), gaps_s=gaps_s))
-    return tuple(made)
+        records.append(RequestRecord(**plain, **times, ending=Ending(columns["ending"][index]), gaps_s=gaps_s))
+    return tuple(records)
 
 
 def _in_ticks(name: str) -> str:

@@ -73,12 +73,12 @@ def schedule(source: Source, arrivals: Arrivals, extras: Extras, seed: int) -> L
         dues = [chain[0].arrival_s / arrivals.speed for chain in chains]
     else:
         dues = [0.0] * len(chains)
-    rng, number, made = random.Random(f"{seed}/extras"), 0, []
+    rng, number, scheduled = random.Random(f"{seed}/extras"), 0, []
     for due_s, chain in zip(dues, chains, strict=True):
         planned = _planned(chain, number, source.gaps_are_pauses, arrivals.speed or 1.0)
-        made.append(Chain(due_s, tuple(_with_extras(request, extras, rng) for request in planned)))
+        scheduled.append(Chain(due_s, tuple(_with_extras(request, extras, rng) for request in planned)))
         number += len(planned)
-    return LoadPlan(tuple(sorted(made, key=lambda chain: chain.due_s)))
+    return LoadPlan(tuple(sorted(scheduled, key=lambda chain: chain.due_s)))
 
 
 def _conversations(drafts: Sequence[Draft]) -> list[list[Draft]]:

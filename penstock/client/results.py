@@ -75,7 +75,7 @@ class Timing:
     prefill_cached_tokens: int = 0  # prompt tokens in the prefill worker's cache
     decode_cached_tokens: int = 0  # prompt tokens in the decode worker's cache
     prices: tuple[PrefillPrice, ...] = ()  # the chosen way to compute the prompt, then the others
-    decode_first_token_ms: float = 0.0  # predicted time from placement to the first token at the decode worker
+    decode_first_token_ms: float = 0.0  # from placement to the first token at the decode worker; `prices` predict it
     pull: PrefixPull | None = None
     hints: tuple[HintAnswer, ...] = ()  # the outcomes of KV hints at each worker that they reached
 

@@ -1,6 +1,7 @@
-"""Validates, tokenizes and completes a request: from the message of either API to a `PreparedRequest`.
+"""Prepares requests: validates and tokenizes a message of either API, and resolves its defaults.
 
-Owns the router's readiness: once `leaving` is set no new request passes. It places and sends nothing.
+The result is a `PreparedRequest`, which dispatch places and sends. Owns the router's readiness: once `leaving` is set,
+no new request passes.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ from router.text.tokenizer import Tokenizer, with_bad_sequences
 from router.tracing.request_trace import RequestTrace, SampledCall
 
 _WAIT_FOR_WORKER_S = 5.0
-_MANY_TOKENS = 1 << 16  # or characters
+_MANY_TOKENS = 1 << 16  # tokens, or characters, of a long prompt
 _INLINE_MESSAGES = 128  # read in half a millisecond
-_CHARACTERS_PER_MESSAGE = 16  # of the size of work that counts for each message
-_CHARACTERS_PER_TOKEN = 64  # beyond any prompt's average, so that a text that cannot fit is refused untokenized
-_BYTES_PER_TOKEN = 4  # of a text that is not tokenized yet, about
+_CHARACTERS_PER_MESSAGE = 16  # that a message counts for in the size of work
+_CHARACTERS_PER_TOKEN = 64  # above any prompt's average, so that a text that cannot fit is refused before tokenizing
+_BYTES_PER_TOKEN = 4  # the approximate average, to price a text before tokenizing
 _RETRY_AFTER_S = 1.0
 
 ResultT = TypeVar("ResultT")
@@ -81,7 +82,7 @@ class _Prompt(NamedTuple):
 
 
 class RequestPreparer:
-    """Shared by both APIs, with the model's tokenizer and the tenants."""
+    """Prepares the requests of both APIs. Owns the process that compiles grammars."""
 
     def __init__(self, card: ModelCard, tokenizer: Tokenizer, tenants: Tenants, context: DispatchContext) -> None:
         self.card = card
@@ -102,16 +103,16 @@ class RequestPreparer:
 
     @property
     def ready(self) -> bool:
-        """Returns whether a request sent now would be served."""
+        """Whether a request sent now would be served."""
         return not self._leaving and self._fleet.group() is not None
 
     @property
     def leaving(self) -> bool:
-        """Returns whether the router shuts down."""
+        """Whether the router is shutting down."""
         return self._leaving
 
     def refuse_new(self) -> None:
-        """Refuses new requests from now on, since the router shuts down; those in flight continue."""
+        """Refuses new requests from now on, because the router is shutting down; requests in flight continue."""
         self._leaving = True
 
     @property
@@ -121,7 +122,7 @@ class RequestPreparer:
 
     @property
     def inflight(self) -> tuple[int, int]:
-        """The requests at this router: all of them, and those of them that wait for admission."""
+        """The number of requests at this router, and how many of them wait for admission."""
         admission = self._context.gate.admission
         return admission.num_inside, admission.num_waiting
 
@@ -272,18 +273,18 @@ class RequestPreparer:
         )
 
     def begin_trace(self, headers: Mapping[str, str | bytes]) -> SampledCall | None:
-        """Returns the trace of a call with these headers or metadata; None if it is not traced."""
+        """Returns the trace of a call with these headers or metadata; None if the call is not traced."""
         tracer = self._context.tracer
         return tracer.begin(headers) if tracer is not None else None
 
     @property
     def context_length(self) -> int | None:
-        """The tokens of a prompt and its output together, as workers report them; None without a worker."""
+        """The most tokens of a prompt and its output together, as workers report it; None without a worker."""
         group = self._fleet.group()
         return group.context_length if group else None
 
     def limits_within(self, num_contexts: int) -> LimitsConfig:
-        """Returns the limits, with no more prompt tokens and text than so many of the workers' contexts hold."""
+        """Returns the limits, with prompts bounded to what `num_contexts` of the workers' contexts hold."""
         group, limits = self._fleet.group(), self.limits
         if group is None:
             return limits
@@ -292,9 +293,9 @@ class RequestPreparer:
         return limits.model_copy(update={"prompt_tokens": num_tokens, "prompt_characters": num_characters})
 
     def limits_of(self, wire: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> LimitsConfig:
-        """Returns the limits of this request.
+        """Returns the limits for this request.
 
-        Looks the context up for long prompts alone, which take milliseconds to read and seconds to tokenize.
+        Bounds only long prompts by the context, since they take milliseconds to read and seconds to tokenize.
         """
         num_tokens = 0
         if isinstance(wire, inference_pb2.GenerateRequest):
@@ -302,7 +303,7 @@ class RequestPreparer:
         return self.limits_within(1) if max(num_tokens, num_prompt_characters(wire)) > _MANY_TOKENS else self.limits
 
     def deadline_s(self, timeout_s: float | None) -> float:
-        """Returns when a call that begins now must end (monotonic): by its own time-out, else by the default."""
+        """Returns the deadline (monotonic) of a call that begins now, by its own time-out or else by the default."""
         return time.monotonic() + self._limit_s(timeout_s)
 
     def _limit_s(self, timeout_s: float | None) -> float:
@@ -341,7 +342,7 @@ class RequestPreparer:
         return params
 
     def check_model(self, name: str) -> AdapterRef | None:
-        """Returns the adapter of that name, or None for the model itself. Raises ModelNotFound."""
+        """Returns the adapter with this name, or None for the model itself. Raises ModelNotFound."""
         if not name or name == self.card.name:
             return None
         adapter = self._fleet.adapters.find(name)
@@ -351,7 +352,7 @@ class RequestPreparer:
         return adapter
 
     def answering_name(self, name: str | None) -> str:
-        """Returns what an answer calls the model: the adapter that the request names, or the model itself."""
+        """Returns the model's name in an answer: the adapter that the request names, or the model itself."""
         return name if name and self._fleet.adapters.find(name) is not None else self.card.name
 
     @property
@@ -377,7 +378,7 @@ class RequestPreparer:
         if not given or (given == ["text"] and not wire.text):
             raise InvalidInput("prompt", "is empty; give text, token_ids or messages")
         if given == ["token_ids"]:
-            token_ids = wire.token_ids[:]  # a list, in a third of the time that list() takes
+            token_ids = wire.token_ids[:]  # makes a list, three times as fast as list()
             if (highest := max(token_ids)) >= self.card.vocab_size:
                 raise InvalidInput("token_ids", f"hold {highest}; the vocabulary ends at {self.card.vocab_size - 1}")
             return _truncated(wire, _Prompt(token_ids, 0))
@@ -403,7 +404,7 @@ class RequestPreparer:
             return token_ids, await self.tokenizer.spell(token_ids, tenant.name) if spelt else []
 
     async def detokenize(self, token_ids: Sequence[int], tenant: Tenant, timeout_s: float | None) -> str:
-        """Returns the text of tokens, special ones by their names; the tenant's rate pays for them.
+        """Returns the text of tokens, including special ones; the tenant's rate pays for them.
 
         Raises InvalidInput, Overloaded or DeadlineExceeded.
         """
@@ -421,11 +422,11 @@ class RequestPreparer:
             raise
 
     async def _inspect(self, wire: PromptRequest, tenant: Tenant, work: Callable[[], ResultT]) -> ResultT:
-        """Does work that reads all messages or the text, off the event loop if they are long.
+        """Runs work that reads all messages or the text, off the event loop if they are long.
 
         Raises Overloaded, or what `work` raises.
         """
-        num_messages, num_characters = len(wire.messages), len(wire.text)  # each look at the text copies it
+        num_messages, num_characters = len(wire.messages), len(wire.text)  # each access to `text` copies it
         if num_messages <= _INLINE_MESSAGES and num_characters <= _MANY_TOKENS:
             return work()
         size = _CHARACTERS_PER_MESSAGE * num_messages + num_characters // _CHARACTERS_PER_TOKEN
@@ -457,7 +458,7 @@ class RequestPreparer:
 
 
 def _kv_hints_of(wire: inference_pb2.GenerateRequest, hints: Hints) -> KvHints:
-    """Returns the request's KV hints; without a session of their own they get the conversation's.
+    """Returns the request's KV hints, with the conversation as their session if they name none.
 
     Raises InvalidInput.
     """
@@ -482,5 +483,5 @@ def _truncated(wire: inference_pb2.GenerateRequest, prompt: _Prompt) -> _Prompt:
 
 
 def _fraction_of(session: str) -> float:
-    """Returns a number in [0, 1), the same at every router: a session stays with one cohort while two serve."""
+    """Returns a number in [0, 1) that is the same at every router, so that a session stays with one of two cohorts."""
     return int.from_bytes(hashlib.blake2b(session.encode(), digest_size=7).digest()) / 2.0**56

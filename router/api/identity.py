@@ -42,7 +42,7 @@ class Tenant:
         lane = lane_from_wire(requested, self.config.lane)
         if _LANES.index(lane) < _LANES.index(self.config.max_lane):
             raise PermissionDenied(
-                f"lane: {lane.value} is not open to this API key; ask for {self.config.max_lane.value} or a later one"
+                f"lane: {lane.value} is not open to this API key; ask for {self.config.max_lane.value} or a lower lane"
             )
         return lane
 
@@ -188,5 +188,5 @@ def _claim(owners: dict[str, Tenant], tenant: Tenant, claims: Sequence[str], set
         other = owners.setdefault(claim, tenant)
         if other is not tenant:
             raise ConfigError(
-                f"tenants.{tenant.name}.{setting}: one of them belongs to {other.name} too; give each tenant its own"
+                f"tenants.{tenant.name}.{setting}: one of them also belongs to {other.name}; give each tenant its own"
             )

@@ -68,7 +68,7 @@ class AdmissionMetrics:
         for name, help_text, value in (
             ("admission_requests_out", "Requests that this router has in flight at the workers", num_out),
             ("saturation", "How full the deployment is; at 1, a new request waits its lane's target time", saturation),
-            ("overload_level", "0 normal, 1 outputs shortened, 2 bulk refused, 3 only interactive is queued", level),
+            ("overload_level", "0 normal, 1 outputs shortened, 2 no bulk queued, 3 only interactive queued", level),
             ("retries_left", "Re-dispatches that the retry budget currently allows", retries_left),
         ):
             gauge = Gauge(f"penstock:{name}", help_text, ["model_name"], registry=self._registry)

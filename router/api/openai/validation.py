@@ -19,7 +19,7 @@ _WANTED: Mapping[str, str] = {
     "float_type": "a number",
     "int_from_float": "an integer",
     "int_parsing": "an integer",
-    "int_parsing_size": "an integer of fewer digits",
+    "int_parsing_size": "an integer with fewer digits",
     "int_type": "an integer",
     "list_type": "a list",
     "model_type": "an object",

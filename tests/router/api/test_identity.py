@@ -120,12 +120,12 @@ def test_a_key_of_the_greatest_length_is_accepted():
 
 
 def test_two_tenants_cannot_claim_one_key():
-    with pytest.raises(ConfigError, match=r"tenants.beta.keys: one of them belongs to acme too"):
+    with pytest.raises(ConfigError, match=r"tenants.beta.keys: one of them also belongs to acme"):
         tenants(acme=ACME, beta=TenantConfig(keys=ACME.keys))
 
 
 def test_two_tenants_cannot_claim_one_certificate():
-    with pytest.raises(ConfigError, match=r"tenants.beta.subjects: one of them belongs to acme too"):
+    with pytest.raises(ConfigError, match=r"tenants.beta.subjects: one of them also belongs to acme"):
         tenants(acme=ACME, beta=TenantConfig(subjects=ACME.subjects))
 
 

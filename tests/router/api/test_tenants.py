@@ -101,7 +101,7 @@ async def test_a_lane_above_the_tenants_best_is_refused_and_its_own_is_the_defau
     with pytest.raises(grpc.RpcError) as caught:
         _ = [message async for message in router.stub.Generate(wanted, metadata=metadata)]
     assert isinstance(from_rpc_error(caught.value), PermissionDenied)
-    assert caught.value.details() == "lane: interactive is not open to this API key; ask for standard or a later one"
+    assert caught.value.details() == "lane: interactive is not open to this API key; ask for standard or a lower lane"
 
 
 @pytest.mark.parametrize(("tenant", "uncached_tokens"), [("acme", 1605 - 90 * PAGE_SIZE), ("beta", 1605)])

@@ -166,6 +166,12 @@ class Tenants:
         return salt
 
 
+def read_authorization(headers: Mapping[str, str]) -> str | None:
+    """Returns the authorization header, or else the key that Anthropic's clients send in x-api-key; None without."""
+    authorization, key = headers.get("authorization"), headers.get("x-api-key")
+    return f"Bearer {key}" if authorization is None and key is not None else authorization
+
+
 def salted_scope(cache_scope: str, cache_salt: str) -> str:
     """Returns the scope of requests with their own salt within a tenant's scope. It differs from every other scope."""
     if not cache_salt:

@@ -107,6 +107,21 @@ def openai_error(error: PenstockError) -> tuple[int, Json]:
     return error.http_status, error_json(error)
 
 
+def shape_for(path: str, shapes: Mapping[str, ErrorShape]) -> ErrorShape:
+    """Returns the error format of a path: that of its prefix in `shapes`, or else OpenAI's."""
+    return next((shape for prefix, shape in shapes.items() if path.startswith(prefix)), openai_error)
+
+
+def error_headers(error: PenstockError) -> dict[str, str]:
+    """Returns the headers that say how to authenticate or when to try again."""
+    headers = {}
+    if isinstance(error, Unauthenticated):
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, Unavailable | DeadlineExceeded) and error.retry_after_s is not None:
+        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    return headers
+
+
 class ErrorAnswers:
     """Handles an app's exceptions by answering with an error."""
 
@@ -120,18 +135,13 @@ class ErrorAnswers:
         app.add_exception_handler(Exception, self._on_internal_error)
 
     def _shape(self, http: Request) -> ErrorShape:
-        path = http.url.path
-        return next((shape for start, shape in self._shapes.items() if path.startswith(start)), openai_error)
+        return shape_for(http.url.path, self._shapes)
 
     async def _on_penstock_error(self, http: Request, error: Exception) -> Response:
         assert isinstance(error, PenstockError)
-        headers = {}
-        if isinstance(error, Unauthenticated):
-            headers["www-authenticate"] = "Bearer"
+        headers = error_headers(error)
         if isinstance(error, UnreadRequest) and error.http_status == 408:
             headers["connection"] = "close"  # safe for a silent client; one that still sends would see a reset
-        if isinstance(error, Unavailable | DeadlineExceeded) and error.retry_after_s is not None:
-            headers["retry-after"] = str(math.ceil(error.retry_after_s))
         status, body = self._shape(http)(error)
         return JSONResponse(body, status, headers)
 

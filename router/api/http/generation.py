@@ -39,7 +39,7 @@ from router.api.http.streams import (
     merged_outputs,
     until_disconnect,
 )
-from router.api.identity import Tenant
+from router.api.identity import Tenant, read_authorization
 from router.api.limits import check_completions, check_headers
 from router.api.openai.json_bodies import SMALL_BODY_BYTES
 from router.api.openai.requests import TIMEOUT, read_lane, read_timeout_s
@@ -52,7 +52,7 @@ from router.prepared_request import PreparedRequest
 from router.text.fair_threads import FairThreads
 
 _INLINE_TOKENS = 64  # up to this many tokens, even with 20 alternatives each, take a few milliseconds to write
-API_KEY = "x-api-key"  # header that Anthropic's clients send; `authorization` takes precedence
+
 
 ResultT = TypeVar("ResultT")
 
@@ -224,7 +224,4 @@ def identify(http: Request, preparer: RequestPreparer) -> Tenant:
     Raises UnreadRequest, Unauthenticated or PermissionDenied.
     """
     check_headers(http.headers.raw, preparer.limits)
-    authorization = http.headers.get("authorization")
-    if authorization is None and (key := http.headers.get(API_KEY)) is not None:
-        authorization = f"Bearer {key}"
-    return preparer.tenants.identify(authorization, http.scope.get(SUBJECTS, ()))
+    return preparer.tenants.identify(read_authorization(http.headers), http.scope.get(SUBJECTS, ()))

@@ -18,8 +18,7 @@ from penstock.errors import InvalidInput
 from penstock.kv.kv_hints import MAX_PRIORITY, Hint, HintOutcome, KvHints
 from penstock.text.completions import Output
 from penstock.wire import hint_outcome_from_wire
-
-Json = dict[str, Any]
+from router.api.dialect import Json
 
 _DAY_S = 86_400.0
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from penstock.errors import InvalidInput
+from router.api.dialect import Json
 
-Json = dict[str, Any]
 EntryT = TypeVar("EntryT")
 
 PAGE_ITEMS = 100  # most items of a page, even if a call gives a higher limit; `has_more` then says that there are more

@@ -72,7 +72,7 @@ class OpenAiResponse(CallResponse):
             collected.weight_versions.extend([output.weight_version] * len(output.token_ids))
         if output.finish_reason is not None:
             collected.finish_reason = _finish_reason(delta)
-            collected.extension = _extension(output)
+            collected.extension = _extension_field(output)
 
     def whole(self, totals: CallTotals) -> Json:
         choices = [
@@ -169,7 +169,7 @@ class OpenAiResponse(CallResponse):
         reason = _finish_reason(delta) if ends else None
         entry = {"index": delta.choice, **content, "logprobs": logprobs, "finish_reason": reason}
         if ends:
-            entry |= _extension(delta.output)
+            entry |= _extension_field(delta.output)
         token_ids = delta.output.token_ids if is_last else ()
         entry |= self._ids_json(token_ids, [delta.output.weight_version] * len(token_ids))
         return {**self._head, "object": self._chunk_object, "choices": [entry]}
@@ -301,15 +301,20 @@ def _finish_reason(delta: ChoiceDelta) -> str | None:
     return None if reason is None else reason.value
 
 
-def _extension(output: Output) -> Json:
-    """Returns a choice's field `penstock`, if it has one: the `max_tokens` that overload lowered, the version of
-    updated weights that the last token comes from, and the outcome of KV hints.
+def extension_json(output: Output) -> Json:
+    """Returns what the last output of a choice reports and OpenAI's API has no field for: the `max_tokens` that
+    overload lowered, the version of updated weights that the last token comes from, and the outcome of KV hints.
     """
     extension: Json = {} if output.granted_tokens is None else {"granted_max_tokens": output.granted_tokens}
     if output.weight_version:
         extension["weight_version"] = output.weight_version
     if answers := answers_json(output):
         extension["kv_hints"] = answers
+    return extension
+
+
+def _extension_field(output: Output) -> Json:
+    extension = extension_json(output)
     return {"penstock": extension} if extension else {}
 
 

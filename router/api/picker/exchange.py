@@ -13,7 +13,7 @@ from penstock.config.limits import LimitsConfig
 from penstock.errors import InvalidInput, PenstockError
 from penstock.v1 import ext_proc_pb2 as pb
 from router.api.dialect import ErrorShape
-from router.api.http.error_answers import openai_error
+from router.api.http.error_answers import shape_for
 from router.api.limits import HeldBytes, check_body
 from router.api.picker.call_reading import ProxiedCall
 from router.api.picker.messages import (
@@ -68,9 +68,7 @@ class PickExchange:
             return [*await self._responses(message)]
         except PenstockError as error:
             self.is_refused = True
-            path = self._call(b"").path
-            shape = next((shape for start, shape in self._shapes.items() if path.startswith(start)), openai_error)
-            return [refusal(error, shape)]
+            return [refusal(error, shape_for(self._call(b"").path, self._shapes))]
 
     def close(self) -> None:
         """Releases what the request holds. Idempotent."""

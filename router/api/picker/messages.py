@@ -7,15 +7,15 @@ requires: in a header of the request, and in metadata for gateways that do not t
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 
 from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 
-from penstock.errors import DeadlineExceeded, PenstockError, Unauthenticated, Unavailable
+from penstock.errors import PenstockError
 from penstock.v1 import ext_proc_pb2 as pb
 from router.api.dialect import ErrorShape
+from router.api.http.error_answers import error_headers
 
 DESTINATION = "x-gateway-destination-endpoint"
 SERVED = "x-gateway-destination-endpoint-served"  # set by the gateway: the endpoint that answered
@@ -95,11 +95,7 @@ def unchanged(kind: str) -> pb.ProcessingResponse:
 def refusal(error: PenstockError, shape: ErrorShape) -> pb.ProcessingResponse:
     """Returns the response that makes the gateway answer the client with an error."""
     status, body = shape(error)
-    headers = {"content-type": "application/json"}
-    if isinstance(error, Unauthenticated):
-        headers["www-authenticate"] = "Bearer"
-    if isinstance(error, Unavailable | DeadlineExceeded) and error.retry_after_s is not None:
-        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    headers = {"content-type": "application/json", **error_headers(error)}
     immediate = pb.ImmediateResponse(
         status=pb.HttpStatus(code=status),
         headers=header_mutation(headers),

@@ -20,7 +20,7 @@ from penstock.types import WorkerId
 from penstock.v1 import inference_pb2
 from router.admission.gate import AdmissionSlot
 from router.api.dialect import DialectBody
-from router.api.identity import Tenant
+from router.api.identity import Tenant, read_authorization
 from router.api.openai.json_bodies import SMALL_BODY_BYTES
 from router.api.openai.requests import read_lane, read_timeout_s
 from router.api.picker.call_reading import READERS, ProxiedCall, salted_body
@@ -34,7 +34,6 @@ from router.fleet.fleet_worker import FleetWorker
 from router.prepared_request import PreparedRequest
 from router.text.fair_threads import FairThreads
 
-_API_KEY = "x-api-key"
 _RETRY_AFTER_S = 1.0
 
 
@@ -128,10 +127,7 @@ class EnginePicker:
     def _identify(self, call: ProxiedCall) -> Tenant:
         if self._preparer.leaving:
             raise Unavailable("this router is shutting down; call another one", _RETRY_AFTER_S)
-        authorization, key = call.headers.get("authorization"), call.headers.get(_API_KEY)
-        if authorization is None and key is not None:
-            authorization = f"Bearer {key}"
-        return self._preparer.tenants.identify(authorization)
+        return self._preparer.tenants.identify(read_authorization(call.headers))
 
     async def _read(self, call: ProxiedCall, tenant: Tenant) -> PreparedRequest | None:
         """Returns the call's request; None if it cannot be read and an engine must decide about it."""

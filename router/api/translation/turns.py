@@ -7,9 +7,8 @@ expect. A message depends only on its own turn, so earlier turns keep their toke
 from __future__ import annotations
 
 import json
-from typing import Any
 
-Json = dict[str, Any]
+from router.api.dialect import Json
 
 
 class ChatTurns:

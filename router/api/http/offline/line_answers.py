@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.errors import PenstockError, Unavailable
 from router.api.dialect import Dialect, ErrorShape, Json
-from router.api.http.error_answers import openai_error
+from router.api.http.error_answers import shape_for
 from router.api.http.generation import GenerationCalls
 from router.api.http.streams import internal_error
 from router.api.prepare import RequestPreparer
@@ -46,6 +46,5 @@ class LineAnswers:
             problem = error
         except Exception as error:
             problem = internal_error(error)
-        shape = next((each for start, each in self._shapes.items() if endpoint.startswith(start)), openai_error)
-        status, answer_body = shape(problem)
+        status, answer_body = shape_for(endpoint, self._shapes)(problem)
         return status, request_id, answer_body

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from penstock.errors import (
     DeadlineExceeded,
     InvalidInput,
@@ -15,10 +13,9 @@ from penstock.errors import (
     Unauthenticated,
     Unavailable,
 )
+from router.api.dialect import Json
 from router.api.limits import UnreadRequest
 from router.api.translation.errors import in_dialect
-
-Json = dict[str, Any]
 
 OVERLOADED_STATUS = 529  # Anthropic's status for a service that is full; clients wait and retry
 _TYPES: tuple[tuple[type[PenstockError], str], ...] = (  # the first match applies

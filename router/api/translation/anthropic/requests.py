@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from penstock.config.limits import LimitsConfig
 from penstock.v1 import inference_pb2
+from router.api.dialect import Json
 from router.api.limits import check_count
 from router.api.openai.json_bodies import read_json, shown
 from router.api.openai.kv_hints import longest_ttl_s
@@ -24,8 +23,6 @@ from router.api.translation.anthropic.fields import (
 from router.api.translation.bodies import ChatTranslation
 from router.api.translation.objects import JsonObject
 from router.api.translation.turns import ChatTurns
-
-Json = dict[str, Any]
 
 # Anthropic's service tiers -> OpenAI's.
 _TIERS = {"auto": "auto", "standard_only": "default"}

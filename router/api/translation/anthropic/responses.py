@@ -12,7 +12,7 @@ from penstock.errors import PenstockError
 from penstock.text.completions import Output
 from penstock.types import FinishReason
 from router.api.dialect import CallResponse, CallTotals, ChoiceDelta, Json, ServerEvent
-from router.api.openai.kv_hints import answers_json
+from router.api.openai.responses import extension_json
 from router.api.translation.anthropic.errors import anthropic_error
 from router.api.translation.anthropic.requests import MessagesBody
 from router.api.translation.sealed import seal
@@ -98,12 +98,7 @@ class MessagesResponse(CallResponse):
             self._thinking_tokens += len(output.token_ids)
         if output.finish_reason is not None:
             self._stop = self._stop_fields(output, delta.called_tools)
-            if output.granted_tokens is not None:
-                self._extension["granted_max_tokens"] = output.granted_tokens
-            if output.weight_version:
-                self._extension["weight_version"] = output.weight_version
-            if answers := answers_json(output):
-                self._extension["kv_hints"] = answers
+            self._extension = extension_json(output)
 
     def _apply(self, event: ParserEvent) -> Iterator[ServerEvent]:
         if isinstance(event, TextDelta):

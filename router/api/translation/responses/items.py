@@ -7,13 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from penstock.errors import InvalidInput
+from router.api.dialect import Json
 from router.api.openai.json_bodies import shown
 from router.api.translation.objects import JsonObject
 from router.api.translation.responses.fields import HARMLESS_IN_ITEMS, HARMLESS_IN_PARTS, REFUSED_IN_CALLS
 from router.api.translation.sealed import unseal
 from router.api.translation.turns import ChatTurns, compact_json
-
-Json = dict[str, Any]
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}

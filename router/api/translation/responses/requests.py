@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.config.limits import LimitsConfig
+from router.api.dialect import Json
 from router.api.limits import check_count
 from router.api.openai.json_bodies import read_json, shown
 from router.api.openai.requests import ChatBody, validate_body
@@ -23,8 +24,6 @@ from router.api.translation.responses.fields import (
 from router.api.translation.responses.items import listed_items, read_items
 from router.api.translation.responses.store import CallInput, ResponseStore
 from router.api.translation.turns import ChatTurns
-
-Json = dict[str, Any]
 
 # Fields that a chat has under the same names and checks: OpenAI's fields and common extensions.
 _OPTIONS = (

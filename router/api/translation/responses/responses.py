@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from penstock.errors import Cancelled, Overloaded, PenstockError
 from penstock.types import FinishReason
 from router.api.dialect import CallResponse, CallTotals, ChoiceDelta, Json, ServerEvent
-from router.api.openai.kv_hints import answers_json
+from router.api.openai.responses import extension_json
 from router.api.translation.responses.errors import responses_error
 from router.api.translation.responses.output import FunctionCallItem, MessageItem, OutputItem, ReasoningItem
 from router.api.translation.responses.requests import ResponsesBody
@@ -93,12 +93,8 @@ class ResponsesResponse(CallResponse):
             self._reasoning_tokens += len(output.token_ids)
         if output.finish_reason is FinishReason.LENGTH:
             self._is_cut = True
-        if output.finish_reason is not None and output.granted_tokens is not None:
-            self._extension["granted_max_tokens"] = output.granted_tokens
-        if output.finish_reason is not None and output.weight_version:
-            self._extension["weight_version"] = output.weight_version
-        if answers := answers_json(output):
-            self._extension["kv_hints"] = answers
+        if output.finish_reason is not None:
+            self._extension = extension_json(output)
 
     def _apply(self, event: ParserEvent) -> Iterator[ServerEvent]:
         if isinstance(event, TextDelta):

@@ -11,14 +11,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from penstock.config.router import StoreConfig
 from penstock.errors import InvalidInput
+from router.api.dialect import Json
 from router.api.openai.json_bodies import shown
 from router.api.translation.turns import compact_json
-
-Json = dict[str, Any]
 
 _ENTRY_BYTES = 1024  # estimated memory of a response beyond its JSON
 _ITEM_BYTES = 256  # estimated memory of an input item beyond its JSON

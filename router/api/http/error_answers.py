@@ -18,7 +18,7 @@ from router.api.openai.responses import error_json
 _NO_ADAPTER_CALL = "such call: add or remove a line of the file that adapters_file names, and routers reload it"
 _NO_RENDERING = "such call; POST /tokenize shows the tokens of a prompt"
 # What Penstock lacks: calls of OpenAI's and Anthropic's APIs and of other servers, by the prefix of their path. The
-# first match counts.
+# first match applies.
 _UNSERVED = {
     "/v1/audio": "speech and transcription",
     "/v1/images": "image generation",
@@ -48,7 +48,7 @@ _UNSERVED = {
     "/v1/memory_stores": "memory stores",
     "/v1/fine_tuning": "fine-tuning",
     "/v1/evals": "evaluations",
-    "/v1/content_provenance_checks": "checks of provenance",
+    "/v1/content_provenance_checks": "provenance checks",
     "/v1/safety": "safety cases",
     "/v1/compliance": "compliance reviews",
     "/v1/assistants": "assistants",
@@ -86,11 +86,11 @@ _UNSERVED = {
     "/v1/unload_lora_adapter": _NO_ADAPTER_CALL,
     "/load_lora_adapter": _NO_ADAPTER_CALL,
     "/unload_lora_adapter": _NO_ADAPTER_CALL,
-    "/invocations": "SageMaker's calls",
-    "/cohere": "Cohere's calls",
-    "/api": "Ollama's calls",
-    "/generate": "call of this name (POST /v1/completions takes text and token ids)",
-    "/inference/v1/generate": "call of this name (POST /v1/completions takes token ids)",
+    "/invocations": "SageMaker calls",
+    "/cohere": "Cohere calls",
+    "/api": "Ollama calls",
+    "/generate": "such call; POST /v1/completions takes text and token ids",
+    "/inference/v1/generate": "such call; POST /v1/completions takes token ids",
 }
 
 

@@ -1,4 +1,4 @@
-"""Settles what must hold before any test module is imported, the order of tests, and which may start processes."""
+"""Prepares a test process: settings before any import, the order of tests, and which tests may start processes."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from tests.support.prefork import module_process
 from tests.support.suite import costs, own_processes
 
 if not Path("/dev/nvidiactl").exists():
-    # Triton reads this when it is first imported, which any library may do: without a GPU its kernels are interpreted.
+    # Triton reads this at its first import, by whichever library: without a GPU its kernels are interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    # Several processes of tests share the cores: a second thread of torch would mostly wait, and spin. Tests of threads
-    # and processes of workers set how many they have.
+    # Several test processes share the cores, so a second thread of torch would mostly wait and spin. Tests of threads,
+    # and processes of workers, set their own number.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else each call that ends with its process is a line of the output
+# otherwise each call that ends with its process is a line of the output
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 own_processes.install()
 
 
 def _end_at_once() -> None:
-    """Ends a process of xdist without freeing its memory: results are sent, and other exit functions have run."""
+    """Ends a process of xdist without freeing its memory, after results are sent and other exit functions have run."""
     sys.stdout.flush()
     os._exit(0)
 
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    atexit.register(_end_at_once)  # the first one that is registered runs last
+    atexit.register(_end_at_once)  # the function registered first runs last
 
 with contextlib.suppress(ImportError):  # a GPU machine may lack it
     import hypothesis
 
-    # The same examples in every run, and as long as they take: neither luck nor a busy machine fails a test.
+    # The same examples in every run, however long they take, so that neither luck nor a busy machine fails a test.
     hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
     hypothesis.settings.register_profile("explore", deadline=None)
     hypothesis.settings.load_profile("repeatable")
@@ -54,13 +55,13 @@ def pytest_configure(config: pytest.Config) -> None:
         module_process.use_forks()
     if config.getoption(costs.OPTION) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(costs.CostRecorder())
-    # Called last of all cleanups, after pytest's own collections. Else extension modules report as leaks what Python
-    # never deleted.
+    # Called last of all cleanups, after pytest's own collections. Otherwise extension modules report as leaks the
+    # objects that Python never deleted.
     config.add_cleanup(gc.unfreeze)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Spares the import of files whose tests would all be deselected."""
+    """Skips the import of files whose tests would all be deselected."""
     if collection_path.suffix != ".py" or not collection_path.is_relative_to(config.rootpath):
         return None
     file = collection_path.relative_to(config.rootpath).as_posix()
@@ -69,7 +70,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keeps the garbage collector off modules and tests, which stay to the end: while they are made, and later."""
+    """Hides modules and tests, which stay to the end, from the garbage collector, also while they are created."""
     gc.disable()
     try:
         return (yield)

@@ -1,6 +1,6 @@
-"""Tests that the table of docs/security.md is true, what counts as held and as growth, and some attacks for real.
+"""Tests that the table of docs/security.md is true, how costs and growth are judged, and some real attacks.
 
-The whole run against a deployment is `make attack`; here a router of this process is attacked by what is soon over.
+`make attack` runs them all against a deployment; here some short ones run against a router of this process.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_the_page_has_each_attack_once_in_the_order_of_the_harness() -> None:
 def test_a_row_names_a_file_and_a_test_that_exist(name: str, verdict: str, held_in: str, test: str) -> None:
     assert (ROOT / held_in).is_file()
     if verdict != "held" and test == "none":
-        return  # a known weakness, or another project's part
+        return  # a known weakness, or another project's responsibility
     file, _, function = test.strip("`").partition("::")
     found = {
         node.name
@@ -66,7 +66,7 @@ def test_a_row_names_a_file_and_a_test_that_exist(name: str, verdict: str, held_
     }
     assert function in found, f"{name}: {file} has no {function}"
     assert function.startswith("test_")
-    assert function != test_a_router_holds_what_needs_no_deployment.__name__ or name in HERE
+    assert function != test_a_router_withstands_attacks_that_need_no_deployment.__name__ or name in HERE
 
 
 def test_each_attack_is_one_described_function_of_the_target() -> None:
@@ -99,40 +99,40 @@ def test_an_attack_that_costs_nothing_is_withstood() -> None:
         ({"memory": Memory(200 * MIB, 350 * MIB, 340 * MIB)}, "kept 140 MiB"),
     ],
 )
-def test_each_cost_is_named(change: dict[str, object], fault: str) -> None:
+def test_each_cost_is_reported_by_name(change: dict[str, object], fault: str) -> None:
     (found,) = replace(CALM, **change).faults(Bounds())  # type: ignore[arg-type]
     assert fault in found
     assert not are_withstood([CALM, replace(CALM, **change)], Bounds())  # type: ignore[arg-type]
 
 
-def test_a_machine_that_is_slow_by_itself_is_not_blamed_on_the_attack() -> None:
+def test_an_already_slow_machine_is_not_blamed_on_the_attack() -> None:
     slow = replace(WINDOW, pause_s=0.4)
     assert replace(CALM, before=slow, during=replace(slow, pause_s=0.7)).faults(Bounds()) == []
 
 
-def test_what_the_machine_does_to_an_idle_server_too_is_not_the_attacks() -> None:
+def test_slowness_that_an_idle_server_shows_too_is_not_the_attacks() -> None:
     paused = replace(WINDOW, pause_s=0.7, idle_pause_s=0.4)
     assert replace(CALM, during=paused).faults(Bounds()) == []
     assert replace(CALM, during=replace(paused, idle_pause_s=0.3)).faults(Bounds()) == ["router silent for 0.70 s"]
 
 
-def test_streams_may_slow_down_with_the_cores_that_other_work_leaves() -> None:
+def test_streams_may_slow_down_by_the_cores_that_other_work_takes() -> None:
     slow = replace(CALM, during=replace(WINDOW, itl_s=0.012), cores_before=2.0)
     assert replace(slow, cores_during=1.0).faults(Bounds()) == []
     assert replace(slow, cores_during=2.0).faults(Bounds()) == [
         "ITL during it 3.0 times as long (2.0 cores before, 2.0 during it)"
     ]
-    assert len(replace(slow, cores_before=0.5, cores_during=2.0).faults(Bounds())) == 1  # more of them excuse nothing
+    assert len(replace(slow, cores_before=0.5, cores_during=2.0).faults(Bounds())) == 1  # more cores excuse nothing
 
 
-def test_streams_may_be_as_slow_as_beside_ordinary_use_of_the_same_size() -> None:
+def test_streams_may_be_as_slow_as_beside_ordinary_load_of_the_same_size() -> None:
     slow = replace(CALM, during=replace(WINDOW, itl_s=0.012))
     assert replace(slow, ordinary=replace(WINDOW, itl_s=0.010)).faults(Bounds()) == []
     (fault,) = replace(slow, ordinary=replace(WINDOW, itl_s=0.009)).faults(Bounds())
     assert "ITL during it 3.0 times" in fault
 
 
-def test_a_stream_that_stands_still_counts_up_to_now() -> None:
+def test_a_stalled_stream_counts_up_to_now() -> None:
     gaps = StreamGaps()
     sums = WindowSums([gaps])
     gaps.on_tokens(1, 10.0)
@@ -151,7 +151,7 @@ def readings(**values: float) -> dict[str, float]:
     return {name.replace("__", "-").replace("_", " "): value for name, value in values.items()}
 
 
-def test_what_only_grows_is_growth_and_what_comes_down_is_not() -> None:
+def test_steady_growth_is_growth_and_a_peak_that_falls_is_not() -> None:
     quiet = [
         readings(router__0_files=files, router__0_memory=memory * MIB)
         for files, memory in ((10, 100), (40, 400), (60, 410), (80, 380))
@@ -160,13 +160,13 @@ def test_what_only_grows_is_growth_and_what_comes_down_is_not() -> None:
     assert find_growth([*quiet, readings(router__0_files=41, router__0_memory=390 * MIB)]) == []
 
 
-def test_what_must_be_nothing_is_compared_with_nothing() -> None:
+def test_figures_that_must_be_zero_are_compared_with_zero() -> None:
     quiet = [readings(decode__0_pages=0), readings(decode__0_pages=3), readings(decode__0_pages=0)]
     assert find_growth(quiet) == ["decode-0 pages: 0, 3, 0 in quiet moments, expected 0"]
     assert find_growth([readings(decode__0_pages=0)] * 3) == []
 
 
-def test_frames_are_those_of_the_specification() -> None:
+def test_frames_follow_the_specification() -> None:
     head = http2_frames.frame(http2_frames.PING, http2_frames.ACK, 5, b"penstock")
     assert head[:9] == b"\0\0\x08\x06\x01\0\0\0\x05"
     assert http2_frames.parse_head(head[:9]) == (8, http2_frames.PING, http2_frames.ACK, 5)
@@ -180,7 +180,7 @@ class _RouterAlone(AttackTarget):
 
 @pytest.fixture(name="target")
 async def _target(tmp_path: Path) -> AsyncIterator[AttackTarget]:
-    """Yields a router of this process, before a worker of this process, as a target without a deployment."""
+    """Yields a router of this process over a worker of this process, as a target without a deployment."""
     credentials = Credentials("v" * 40, "a" * 40, "m" * 40, ClusterSecret.make())
     token = tmp_path / "metrics"
     token.touch(mode=0o600)
@@ -200,20 +200,20 @@ def short_floods(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_floods")
-async def test_a_router_holds_what_needs_no_deployment(target: AttackTarget) -> None:
+async def test_a_router_withstands_attacks_that_need_no_deployment(target: AttackTarget) -> None:
     for name in HERE:
         await ATTACKS[name](target)
         assert "penstock:saturation" in await target.metrics(), f"the router does not answer after {name}"
 
 
-async def test_a_breach_is_found(target: AttackTarget) -> None:
+async def test_a_breach_is_detected(target: AttackTarget) -> None:
     target.key = target.credentials.metrics_token
     with pytest.raises(Breach, match="metrics were answered 200"):
         await ATTACKS["metrics_without_a_token"](target)
 
 
-async def test_a_call_by_hand_is_answered(target: AttackTarget) -> None:
-    """Shows that the frames reach a handler: attacks that the server only hangs up on would prove nothing."""
+async def test_a_handwritten_call_is_answered(target: AttackTarget) -> None:
+    """This shows that the frames reach a handler: attacks that the server only disconnects would prove nothing."""
     made = await Http2.open(target.grpc)
     headers = http2_frames.grpc_headers("/penstock.v1.Inference/ListModels", target.grpc, target.key)
     assert await made.send(http2_frames.open_call(1, headers, b""))

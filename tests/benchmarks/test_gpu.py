@@ -1,4 +1,4 @@
-"""The GPU check runs end to end without a GPU, keeps what it has measured, and continues after a failure."""
+"""Tests that the GPU check runs end to end without a GPU, keeps its measurements, and continues after a failure."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_failing_or_slow_section_does_not_stop_the_others(
     assert all("not started" in problem for problem in problems)
 
 
-def test_a_check_says_whether_it_is_met() -> None:
+def test_a_check_reports_whether_it_is_met() -> None:
     assert is_met(Row("a", 0.9, "of it", "wanted at least", 0.85))
     assert not is_met(Row("a", 0.8, "of it", "wanted at least", 0.85))
     assert is_met(Row("a", 0.5, "of it", "wanted at most", 0.55))
@@ -117,7 +117,7 @@ def test_the_tuner_measures_and_stores_its_choices(bench: RehearsalDevice, tmp_p
     assert tune.tune(bench, file, seconds=-1) == 0
 
 
-def test_a_large_checkpoint_is_noise_of_the_requested_shapes(tmp_path: Path) -> None:
+def test_a_large_checkpoint_has_random_weights_of_the_requested_shapes(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     file = tmp_path / "model.safetensors"

@@ -1,4 +1,4 @@
-"""Tests what `benchmarks.modes` makes of measured results: pooled rounds, tables, charts, and the page in docs/."""
+"""Tests what `benchmarks.modes` derives from measured results: pooled rounds, tables, charts, and the page in docs/."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_rounds_are_pooled_point_by_point() -> None:
     assert [point.name for point in pooled(both, more).points] == ["1 requests/s", "5 requests/s", "10 requests/s"]
 
 
-def test_tables_name_the_better_mode_by_figures(tmp_path: Path) -> None:
+def test_tables_state_the_better_mode_with_figures(tmp_path: Path) -> None:
     made = study(tmp_path)
     header, rows = goodput_table([made])
     assert list(header) == ["goodput, requests/s", COLOCATED, SPLIT, AUTO, f"{AUTO} / better of both"]

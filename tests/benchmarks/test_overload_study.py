@@ -29,7 +29,7 @@ def results() -> list[RunResult]:
     ]
 
 
-def test_ratios_hold_the_policy_against_the_best_other_one() -> None:
+def test_ratios_compare_the_policy_with_the_best_other_one() -> None:
     header, rows = judgement_table(Study(results()))
     cells = dict(zip(header, rows[0], strict=True))
     assert cells["hits / consistent hash's"] == "0.90"
@@ -63,12 +63,12 @@ def test_the_page_gets_tables_and_charts(tmp_path: Path) -> None:
         assert f"(overload/{file.name})" in text
 
 
-def test_results_come_back_from_their_file() -> None:
+def test_results_are_read_back_from_their_file() -> None:
     made = result("kv-aware", 1.2)
     assert RunResult.from_json(made.to_json()) == made
 
 
-def test_a_run_offers_the_load_that_it_names() -> None:
+def test_a_run_offers_the_load_in_its_name() -> None:
     few = TracePart("few", GENERATED, limit=400)
     found = run(Run(few, 1.5, "least-loaded"))
     assert found.summary.num_requests == 400

@@ -1,4 +1,4 @@
-"""Benchmarks ask every subject the same, separate the times that they report, and find and end their peers."""
+"""Tests that benchmarks ask every subject the same, separate the reported times, and find and end their peers."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def test_a_step_is_the_cost_of_further_tokens_of_cached_prompts() -> None:
     assert [burst.new_tokens for burst in clock.asked] == [17, 1, 17] * 2, "asked once before it is timed"
 
 
-def test_a_prompt_is_new_each_time_and_its_quickest_time_counts() -> None:
+def test_each_prompt_is_new_and_its_quickest_time_counts() -> None:
     clock = Clock()
     assert time_in_turns(LoopWorkload("prompt", (1, 64, 1)), {"it": clock.answer}, rounds=3) == {"it": 1.0}
     assert len({burst.seed for burst in clock.asked}) == 6, "each prompt once, and another before it that is not timed"
 
 
-def test_every_whole_loop_workload_has_a_name_of_its_own() -> None:
+def test_every_whole_loop_workload_has_a_unique_name() -> None:
     names = [workload.name for workload in loop_workloads()]
     assert len(set(names)) == len(names)
     assert REQUESTS_NAME in names
@@ -91,7 +91,7 @@ def test_aims_are_reported_for_workloads_of_both_subjects() -> None:
     }
 
 
-def test_rows_are_milliseconds_beside_ours_and_starts_are_seconds() -> None:
+def test_rows_are_in_milliseconds_beside_ours_and_starts_in_seconds() -> None:
     rows = rows_of("prompt", {VLLM: 0.3, OURS: 0.2})
     assert [(row.metric, row.value, row.unit, row.ratio) for row in rows] == [
         (f"prompt: {OURS}", 200.0, "ms", 1.0),
@@ -100,7 +100,7 @@ def test_rows_are_milliseconds_beside_ours_and_starts_are_seconds() -> None:
     assert [row.unit for row in rows_of(WARM, {OURS: 1.0})] == ["s"]
 
 
-def test_the_loop_answers_as_a_worker_would() -> None:
+def test_the_loop_answers_as_a_worker_does() -> None:
     class Engine(NullEngine):
         ranks = None
         kv_pages = SimpleNamespace(is_cuda=False)
@@ -131,7 +131,7 @@ def test_the_loop_answers_as_a_worker_would() -> None:
 
 
 @pytest.mark.processes
-def test_vllm_needs_a_name_and_a_wrong_name_is_reported(tmp_path: Path) -> None:
+def test_vllm_needs_an_interpreter_and_a_wrong_one_is_reported(tmp_path: Path) -> None:
     assert find_vllm(None, {}) is None
     with pytest.raises(NoVllm, match="nowhere is not a program; give the python"):
         find_vllm("nowhere", {})
@@ -190,7 +190,7 @@ def test_a_peer_can_be_paused_and_resumed() -> None:
             time.sleep(0.005)
         process.resume()
         assert process.read_line(30.0) == "heard"
-        process.pause()  # and still ends
+        process.pause()  # and can still end
 
 
 def test_prompts_of_different_lengths_begin_differently() -> None:
@@ -208,7 +208,7 @@ def test_prompts_of_different_lengths_begin_differently() -> None:
     assert all(len(kinds) == 1 for kinds in beginnings.values())
 
 
-async def test_a_prompt_is_computed_by_vllms_prefill_server_first() -> None:
+async def test_vllms_prefill_server_computes_a_prompt_first() -> None:
     asked: list[dict[str, Any]] = []
 
     async def prefill(request: web.Request) -> web.Response:

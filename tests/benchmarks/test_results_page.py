@@ -20,7 +20,7 @@ def texts(svg: str) -> list[str]:
     return [each.text or "" for each in ElementTree.fromstring(svg).iter(f"{SVG}text")]
 
 
-def test_a_result_that_nobody_has_described_is_on_the_page(tmp_path: Path) -> None:
+def test_an_undescribed_result_is_on_the_page(tmp_path: Path) -> None:
     publish("new_one", "two steps", [Row("start", 2.0, "s")], tmp_path / "results", quiet=True)
     main(["--results", str(tmp_path / "results"), "--docs", str(tmp_path)])
     assert "## New one" in (tmp_path / "results.md").read_text()
@@ -35,7 +35,7 @@ def test_every_spec_selects_rows(file: Path) -> None:
         assert any(title.startswith(spec.title) for title in titles), spec.title
 
 
-def test_a_result_without_rows_has_a_line_on_the_page_and_nothing_is_invented(tmp_path: Path) -> None:
+def test_a_result_without_rows_gets_a_line_and_no_invented_figures(tmp_path: Path) -> None:
     results = tmp_path / "results"
     results.mkdir()
     (results / "conformance.json").write_text('{"suite": {"passed": 3, "skipped": 1}}')
@@ -59,14 +59,14 @@ def test_a_published_benchmark_has_charts_beside_its_result(tmp_path: Path) -> N
     assert sorted(file.name for file in tmp_path.iterdir()) == ["unknown-0.svg", "unknown.json"], "stale ones go"
 
 
-def test_many_rows_of_an_unknown_benchmark_are_parted() -> None:
+def test_many_rows_of_an_unknown_benchmark_are_split() -> None:
     names = [f"decode, batch {number}" for number in range(30)] + [f"prefill, {number}" for number in range(30)]
     rows = [{"metric": name, "value": 1.0, "unit": "us", "baseline": None} for name in (*names, "alone")]
     charts = charts_of({"name": "unknown", "rows": rows})
     assert [chart.title for chart in charts] == ["In us: decode", "In us: prefill"]
 
 
-def test_kinds_stand_beside_each_other_and_have_one_name() -> None:
+def test_kinds_are_side_by_side_under_one_name() -> None:
     rows = [
         {"metric": "TTFT p50 at 2/s, 1P+1D", "value": 2.0, "unit": "ms", "baseline": "Penstock colocated"}
         | {"baseline_value": 1.0},
@@ -78,7 +78,7 @@ def test_kinds_stand_beside_each_other_and_have_one_name() -> None:
     assert "2 cores of Some CPU" in found
 
 
-def test_results_in_virtual_time_name_no_machine(tmp_path: Path) -> None:
+def test_results_in_virtual_time_show_no_machine(tmp_path: Path) -> None:
     fields = {"hit_rate": 0.5, "ttft_p50_s": 1.0, "ttft_p99_s": 2.0, "tpot_p99_s": 0.1, "goodput": 1.0}
     row = {"trace": "some.jsonl.gz", "offered_load": 1.0, "cache_pages": "unlimited", "policy": "random"} | fields
     result = {"name": "replay", "rows": [row]}

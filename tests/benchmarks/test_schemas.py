@@ -1,4 +1,4 @@
-"""Tests how the benchmark of public schemas judges an output, and a small sample of what it measures."""
+"""Tests how the benchmark of public schemas judges an output, on a small sample."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ WAYS = {
         (NEWEST, {}, '{"a": ', "no JSON"),
     ],
 )
-def test_outputs_are_judged_by_their_digits_and_by_unicode(
+def test_outputs_are_judged_by_digits_and_unicode(
     draft: str, given: dict[str, object], text: str, problem: str | None
 ) -> None:
     found = problem_of(draft, {"$schema": DRAFTS[draft], **given}, text)
@@ -71,7 +71,7 @@ def test_every_output_is_valid(engine: Engine, way: str) -> None:
         made = make_schema(seed)
         output = generate(engine, encode("Answer in JSON: "), replace(WAYS[way], grammar=schema(made)))
         if output[-1] not in EOS:
-            continue  # cut by max_tokens
+            continue  # cut off by max_tokens
         num_whole += 1
         assert problem_of(NEWEST, made, spell(output)) is None
     assert num_whole > 0.7 * len(SEEDS[way])

@@ -11,9 +11,7 @@ from benchmarks.simulator import __main__ as speed
 from benchmarks.simulator import scale
 
 
-def test_the_benchmark_compares_reports_that_wait_with_reports_that_are_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_benchmark_compares_pending_reports_with_sent_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = speed.SpeedCase("a small mix", speed.GENERATED, 2, 1.0, 40)
     missing = speed.SpeedCase("a trace that is not there", "no_such_trace.jsonl", 2, 1.0, 40)
     monkeypatch.setattr(speed, "CASES", (small, missing))
@@ -23,7 +21,7 @@ def test_the_benchmark_compares_reports_that_wait_with_reports_that_are_sent(
     assert rows[1]["value"] < rows[1]["baseline_value"]
 
 
-def test_the_benchmark_at_scale_writes_the_figures_of_the_run(tmp_path: Path) -> None:
+def test_the_benchmark_at_scale_writes_the_runs_figures(tmp_path: Path) -> None:
     options = ["--workers", "4", "--requests", "30", "--cache-pages", "300"]
     assert scale.main([*options, "--results", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "simulator_scale.json").read_text())

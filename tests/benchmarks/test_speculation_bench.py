@@ -40,7 +40,7 @@ def draft() -> Iterator[DraftModel]:
 def generate(
     engine: ReplayEngine, prompts: list[list[int]], num_tokens: int, speculation: str, draft: DraftModel | None = None
 ) -> tuple[list[list[int]], dict[ProposalKind, int], int]:
-    """Returns what is said, how many proposed tokens of each kind were right, and the number of steps."""
+    """Returns the output, how many proposed tokens of each kind were accepted, and the number of steps."""
     settings = {"max_batch_sequences": 4, "placement": "local", "speculation": speculation}
     right, steps = dict.fromkeys(ProposalKind, 0), []
     events = DecodeEvents(
@@ -54,7 +54,7 @@ def generate(
         loop.close()
 
 
-def test_a_replayed_text_is_said_word_for_word_in_fewer_steps(engine: ReplayEngine) -> None:
+def test_a_replayed_text_is_generated_word_for_word_in_fewer_steps(engine: ReplayEngine) -> None:
     rng = random.Random(1)
     prompts = [rng.choices(range(10, 2000), k=40) for _ in range(3)]
     answers = [prompt[5:35] for prompt in prompts]
@@ -71,7 +71,7 @@ def test_a_replayed_text_is_said_word_for_word_in_fewer_steps(engine: ReplayEngi
 
 
 @pytest.mark.parametrize("speculation", ["always", "auto"])
-def test_a_draft_model_changes_nothing_that_is_said(engine: ReplayEngine, draft: DraftModel, speculation: str) -> None:
+def test_a_draft_model_changes_no_output(engine: ReplayEngine, draft: DraftModel, speculation: str) -> None:
     texts = BundledTexts(BUNDLED)
     prompts = [script.prompt for kind in texts.kinds for script in texts.scripts(kind, 1, 0)]
     plain = generate(engine, prompts, 40, "off")
@@ -87,9 +87,9 @@ def test_texts_differ_by_turn_and_are_the_same_in_every_run() -> None:
     for kind in texts.kinds:
         turns = [texts.scripts(kind, 2, turn) for turn in range(3)]
         assert turns[0] == texts.scripts(kind, 2, 0)
-        assert all(one != other for one, other in pairwise(turns))
+        assert all(first != second for first, second in pairwise(turns))
 
 
-def test_texts_are_cut_from_this_repository() -> None:
+def test_texts_are_taken_from_this_repository() -> None:
     assert Path(decode_worker.__file__) in code_files()
     assert "speculation.md" in {page.name for page in pages()}

@@ -27,25 +27,25 @@ TRUTH = CostProfile(
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_a_workload_depends_on_its_seed_alone_and_fits_the_model(name: str) -> None:
+def test_a_workload_depends_only_on_its_seed_and_fits_the_model(name: str) -> None:
     requests = make_workload(name, 20.0, 1)
     assert requests == make_workload(name, 20.0, 1) != make_workload(name, 20.0, 2)
     assert len(requests) > 10
-    assert all(one.num_input_tokens + one.num_output_tokens <= 2048 for one in requests)
-    assert all(0 <= one.arrival_s <= 20 for one in requests)
+    assert all(request.num_input_tokens + request.num_output_tokens <= 2048 for request in requests)
+    assert all(0 <= request.arrival_s <= 20 for request in requests)
 
 
-def test_prompts_share_what_their_blocks_share() -> None:
-    one, *_, other = make_workload("shared prefixes", 20.0, 1)
-    same = sum(left == right for left, right in zip(one.block_ids, other.block_ids, strict=False)) * 16
-    left, right = (spell_prompt(each, 2048, "salt") for each in (one, other))
+def test_prompts_share_exactly_their_shared_blocks() -> None:
+    first, *_, second = make_workload("shared prefixes", 20.0, 1)
+    same = sum(left == right for left, right in zip(first.block_ids, second.block_ids, strict=False)) * 16
+    left, right = (spell_prompt(each, 2048, "salt") for each in (first, second))
     assert left[:same] == right[:same]
-    assert left[:same] != spell_prompt(one, 2048, "another")[:same] or not same
-    assert len(left) == one.num_input_tokens
+    assert left[:same] != spell_prompt(first, 2048, "another")[:same] or not same
+    assert len(left) == first.num_input_tokens
 
 
 def test_a_fit_to_a_run_predicts_another_run_of_the_same_system() -> None:
-    """The real system is played by a simulated one, of whose costs the fit sees load reports and latencies alone."""
+    """A simulated system stands in for the real one; the fit sees only its load reports and latencies."""
     real = SPEC.with_costs(TRUTH)
     recorder, fleet = StepRecorder(), SimulatedFleet(real, 1)
     for request in make_calibration(15.0, 92):

@@ -1,4 +1,5 @@
-"""Other projects' suites against a running deployment: `python -m tests.conformance`, which `make conformance` calls.
+"""Runs other projects' suites against a running deployment: `python -m tests.conformance`, as `make conformance` does.
 
-The suites live in a virtual environment of their own, since their pins are not ours. Pytest does not collect this room.
+The suites have a virtual environment of their own, because their pinned versions differ from ours. Pytest does not
+collect this room.
 """

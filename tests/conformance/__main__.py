@@ -1,6 +1,6 @@
 """Starts a deployment of the bundled model with an adapter, runs each suite against it, and reports what passed.
 
-A run of some suites keeps the results of the others that the file has.
+A run of some suites keeps the file's results of the others.
 """
 
 from __future__ import annotations

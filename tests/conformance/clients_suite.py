@@ -1,7 +1,7 @@
-"""OpenAI's and Anthropic's own clients: everything that they parse of an answer, whole and as a stream.
+"""Tests everything that OpenAI's and Anthropic's own clients parse of an answer, whole and streamed.
 
 Runs in the suites' own environment, with the newest clients, against the deployment at PENSTOCK_URL: with the bundled
-model and with its adapter, which write nothing sensible, so that the tests ask for forms alone.
+model and with its adapter. Neither writes sensible text, so the tests check only formats.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_models_are_listed(client: openai.OpenAI, model: str) -> None:
         client.models.retrieve("none")
 
 
-def test_completions_stream_what_they_answer_whole(client: openai.OpenAI, model: str) -> None:
+def test_completions_stream_the_same_as_whole(client: openai.OpenAI, model: str) -> None:
     asked: dict[str, Any] = {"model": model, "prompt": "The boy went", "temperature": 0, "max_tokens": 12}
     asked["logprobs"] = 2
     whole = client.completions.create(**asked)
@@ -75,7 +75,7 @@ def test_completions_stream_what_they_answer_whole(client: openai.OpenAI, model:
     assert len(whole.choices[0].logprobs.tokens or ()) == 12
 
 
-async def test_chats_stream_what_they_answer_whole(async_client: openai.AsyncOpenAI, model: str) -> None:
+async def test_chats_stream_the_same_as_whole(async_client: openai.AsyncOpenAI, model: str) -> None:
     asked: dict[str, Any] = {**CHAT, "model": model, "max_tokens": 24, "logprobs": True, "top_logprobs": 2, "n": 2}
     whole = await async_client.chat.completions.create(**asked, seed=1)
     assert [choice.index for choice in whole.choices] == [0, 1]
@@ -146,7 +146,7 @@ def test_responses_are_parsed_into_models(client: openai.OpenAI, model: str) -> 
     assert client.responses.create(model=model, input=turns, max_output_tokens=8).usage is not None
 
 
-def test_streamed_responses_end_as_their_events_say(client: openai.OpenAI, model: str) -> None:
+def test_streamed_responses_equal_their_events(client: openai.OpenAI, model: str) -> None:
     asked: dict[str, Any] = {"model": model, "input": "A city?", "text_format": City, "temperature": 0}
     with client.responses.stream(**asked) as stream:
         events = list(stream)
@@ -171,7 +171,7 @@ async def test_responses_call_functions(async_client: openai.AsyncOpenAI, model:
 
 def test_messages_are_whole_and_streamed(claude: anthropic.Anthropic, model: str) -> None:
     asked: dict[str, Any] = {"model": model, "max_tokens": 24, "messages": MESSAGES}
-    asked["extra_body"] = {"temperature": 0.0}  # which the client no longer names
+    asked["extra_body"] = {"temperature": 0.0}  # a model that the client no longer lists
     counted = claude.messages.count_tokens(model=model, messages=MESSAGES)
     whole = claude.messages.create(**asked)
     with claude.messages.stream(**asked) as stream:

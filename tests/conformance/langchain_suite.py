@@ -18,7 +18,7 @@ URL = os.environ.get("PENSTOCK_URL", "http://127.0.0.1:8000")
 
 
 class BundledModelTests(ChatModelIntegrationTests):
-    """The settings of both classes: the model calls tools, and knows no right answers."""
+    """Holds the settings of both classes: the model calls tools, and gives no right answers."""
 
     @property
     def has_tool_calling(self) -> bool:
@@ -66,7 +66,7 @@ class TestChatOpenAI(BundledModelTests):
             "api_key": "none",
             "temperature": 0,
             "max_tokens": 1200,
-            "frequency_penalty": 1.5,  # or the bundled model repeats itself within a string for ever
+            "frequency_penalty": 1.5,  # otherwise the bundled model repeats itself within a string forever
             "stream_usage": True,
             "timeout": 60,
             "max_retries": 0,

@@ -1,4 +1,4 @@
-"""The suites: each runs another project's command against a deployment and says what passed."""
+"""Runs other projects' commands against a deployment, and reports what passed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OUTCOMES = re.compile(r"(\d+) (passed|failed|skipped|xfailed|errors?)")
 
 
 def run_schemathesis(bins: Path, url: str, scratch: Path, max_examples: int) -> dict[str, object]:
-    """Sends generated cases of every call in the OpenAPI document: no 5xx, and no status that it does not name."""
+    """Sends generated cases of every call in the OpenAPI document: no 5xx, and no undocumented status."""
     settings = scratch / "schemathesis.toml"
     settings.write_text("")
     command = [
@@ -51,7 +51,7 @@ def run_schemathesis(bins: Path, url: str, scratch: Path, max_examples: int) -> 
 
 
 def run_clients(bins: Path, url: str, scratch: Path, max_examples: int) -> dict[str, object]:
-    """Runs OpenAI's and Anthropic's own clients through what they can do, with the model and with its adapter."""
+    """Runs OpenAI's and Anthropic's own clients through their features, with the model and with its adapter."""
     return _run_pytest(bins, url, "clients_suite.py")
 
 
@@ -112,7 +112,7 @@ def run_guidellm(bins: Path, url: str, scratch: Path, max_examples: int) -> dict
     return {"passed": status == 0 and counts == {"successful": 40, "errored": 0, "incomplete": 0}, **counts}
 
 
-# vLLM's CPU build goes by another name than its command line asks for.
+# vLLM's CPU build has another package name than its command line expects.
 _BENCH_SERVE = """
 import argparse
 from vllm.benchmarks.serve import add_cli_args, main
@@ -122,7 +122,7 @@ main(parser.parse_args())
 """
 
 
-# Asks for a grammar whose outputs are all shorter than 96 tokens, so that none may be cut.
+# Asks for a grammar whose outputs are all shorter than 96 tokens, so that none is cut off.
 _ANSWER = {
     "type": "object",
     "properties": {"sure": {"type": "boolean"}, "choice": {"enum": ["red", "green", "blue"]}},
@@ -139,7 +139,7 @@ _ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"
 
 def run_vllm_bench(bins: Path, url: str, scratch: Path, max_examples: int) -> dict[str, object]:
     """Runs `vllm bench serve` with 1000 prompts at once, and with 200 as chats and with grammars: none may be refused
-    and no answer cut. Needs vLLM in the environment."""
+    and no answer cut off. Needs vLLM in the environment."""
     found: dict[str, object] = {}
     passed = True
     for backend, has_grammar, num_prompts in (
@@ -158,7 +158,7 @@ def run_vllm_bench(bins: Path, url: str, scratch: Path, max_examples: int) -> di
 def _bench_serve(
     bins: Path, url: str, scratch: Path, backend: str, has_grammar: bool, num_prompts: int
 ) -> dict[str, object]:
-    """Returns the report of a run, with the number of answers that are whole."""
+    """Returns the report of a run, with the number of complete answers."""
     report, num_output = scratch / "vllm.json", 96 if has_grammar else 32
     report.unlink(missing_ok=True)
     command = [

@@ -123,7 +123,7 @@ def test_counted_strays_equal_those_found_by_scanning_every_page(
             strays += below < (NUM_RANKS if child in unknown else above)
         assert places.num_strays == strays
     held = {number for number, rank in ranks.items() if rank < NUM_RANKS}
-    assert {page for one in places.by_rank() for page in one} == {page(number) for number in held}
+    assert {page for pages in places.by_rank() for page in pages} == {page(number) for number in held}
 
 
 @given(pages=st.lists(st.integers(0, 30), unique=True), at_once=st.integers(1, 9))

@@ -146,18 +146,18 @@ def test_a_router_gets_its_own_tickets_and_after_a_broken_call_all_of_them() -> 
     log.update(2, other)
     log.update(1, second)
     states, seen = log.since(1, 0)
-    assert [one.id for one in states] == ["first", "second"]
+    assert [state.id for state in states] == ["first", "second"]
     assert log.since(1, seen) == ([], seen)
     first.started = True
     log.update(1, first)
     states, seen = log.since(1, seen)
-    assert [(one.id, one.started) for one in states] == [("first", True)]
-    assert [one.id for one in log.since(1, 0)[0]] == ["second", "first"]
+    assert [(state.id, state.started) for state in states] == [("first", True)]
+    assert [state.id for state in log.since(1, 0)[0]] == ["second", "first"]
     first.over = True
     log.update(1, first)
     now_s[0] = 60.0
     log.update(1, second)
-    assert [one.id for one in log.since(1, 0)[0]] == ["second"]
+    assert [state.id for state in log.since(1, 0)[0]] == ["second"]
     assert len(log) == 2
 
 

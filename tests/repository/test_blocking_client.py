@@ -1,4 +1,4 @@
-"""Tests that the blocking client is what its generator makes from the asyncio client."""
+"""Tests that the blocking client equals what its generator makes from the asyncio client."""
 
 from __future__ import annotations
 

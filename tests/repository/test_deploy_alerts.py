@@ -1,7 +1,7 @@
 """Tests that each alert fires on its symptom, and that one fires when nothing is exported any more.
 
-Prometheus' own `promtool` evaluates the rules where it is installed (`apt-get install prometheus`); what the
-expressions are made of is checked everywhere.
+Prometheus' own `promtool` evaluates the rules where it is installed (`apt-get install prometheus`); the series and
+labels in the expressions are checked everywhere.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from tests.support.repository.helm_render import CHART
 
 RULES = CHART / "files" / "prometheus-rules.yaml"
 PROMTOOL = shutil.which("promtool")
-EVERY_ROUTER = "vllm:num_requests_running"  # what a router exports from its first moment on, without the label worker
+EVERY_ROUTER = "vllm:num_requests_running"  # series that a router exports from its start, without the label worker
 NAMES = [alert["alert"] for alert in ALERTS]
-# On total absence. All other alerts watch routers' series, whose absence these report.
+# Alerts on total absence. All other alerts watch routers' series, whose absence these report.
 ABSENCE = ("PenstockNoRouter", "PenstockRouterLost", "PenstockRouterUnreachable")
 
-Series = Mapping[str, str]  # values in promtool's notation, by series, one a minute
+Series = Mapping[str, str]  # values in promtool's notation, by series, one for each minute
 M = 'model_name="m"'
 R1, R2 = f'{{{M}, job="penstock", instance="r1"}}', f'{{{M}, job="penstock", instance="r2"}}'
 
 
 def histogram(name: str, *, fast: int, slow: int) -> Series:
-    """Returns a histogram with so many observations a minute below 10 ms, and below 60 s."""
+    """Returns a histogram with so many observations per minute below 10 ms, and below 60 s."""
     bounds = {"0.01": fast, "60.0": fast + slow, "+Inf": fast + slow}
     return {f'{name}_bucket{{{M}, le="{bound}"}}': f"0+{count}x600" for bound, count in bounds.items()}
 
 
-# What each symptom looks like, and the minute by which its alert fires.
+# The series of each symptom, and the minute by which its alert fires.
 SYMPTOMS: dict[str, tuple[Series, int]] = {
     "PenstockTtftBurning": (histogram("vllm:time_to_first_token_seconds", fast=1, slow=9), 80),
     "PenstockItlBurning": (histogram("vllm:inter_token_latency_seconds", fast=1, slow=9), 80),
@@ -99,7 +99,7 @@ SYMPTOMS: dict[str, tuple[Series, int]] = {
 }
 
 
-def test_every_alert_has_its_symptom_and_none_says_something_of_missing_series_by_accident() -> None:
+def test_every_alert_has_its_symptom_and_handles_missing_series_deliberately() -> None:
     assert sorted(SYMPTOMS) == sorted(NAMES)
     expressions = {alert["alert"]: alert["expr"] for alert in ALERTS}
     of_routers = re.escape(f'{EVERY_ROUTER}{{worker=""}}')
@@ -122,7 +122,7 @@ def promtool_test(tmp_path: Path, tests: list[dict[str, Any]]) -> None:
 
 
 def firing(series: Series, expected: Mapping[int, Collection[str]]) -> dict[str, Any]:
-    """Returns a test of which alerts fire, by minute."""
+    """Returns a test of which alerts fire at each minute."""
     return {
         "interval": "1m",
         "name": f"firing: {dict(expected)}",
@@ -168,9 +168,9 @@ def healthy(minutes: int, then: str) -> Series:
 
 
 @needs_promtool
-def test_what_each_alert_says_when_nothing_is_exported_any_more(tmp_path: Path) -> None:
+def test_the_right_alerts_fire_when_nothing_is_exported_any_more(tmp_path: Path) -> None:
     gone = healthy(60, "stale") | {f'up{{job="penstock", instance="{each}"}}': "1x60 0x200" for each in ("r1", "r2")}
-    # Workers that are scraped themselves do not stand for a router.
+    # Workers that are scraped directly do not count as a router.
     gone |= {f'{EVERY_ROUTER}{{{M}, worker="decode-0", instance="w1", job="workers"}}': "1x300"}
     # Nothing was ever exported, or Prometheus lost its targets.
     promtool_test(tmp_path, [firing(gone, {50: (), 70: ABSENCE, 200: ABSENCE}), firing({}, {10: ["PenstockNoRouter"]})])

@@ -1,4 +1,4 @@
-"""Tests the image: its Dockerfile, and its two scripts, of which the head's runs against a real Ray."""
+"""Tests the image: its Dockerfile and its two scripts; the head's script runs against a real Ray."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_image_does_not_run_as_root() -> None:
     assert users == ["1000:1000"], "by number: Kubernetes cannot tell whether a name is root's"
 
 
-def test_the_base_image_has_a_digest_that_the_builder_must_name() -> None:
+def test_the_builder_must_give_the_digest_of_the_base_image() -> None:
     found = instructions()
     (base,) = [rest for name, rest in found if name == "ARG" and rest.startswith("PYTHON_IMAGE=")]
     assert re.search(r":\d+\.\d+\.\d+-", base), "a tag that moves says nothing"
@@ -80,7 +80,7 @@ def test_every_package_of_the_image_is_checked_by_hash() -> None:
 
 
 @pytest.mark.parametrize("variant", image_locks.EXTRAS)
-def test_the_images_packages_are_those_of_the_constraints(variant: str) -> None:
+def test_the_images_packages_match_the_constraints(variant: str) -> None:
     text = (image_locks.LOCKS / f"{variant}.txt").read_text()
     locked, wanted = image_locks.pins(text), image_locks.pins((ROOT / "constraints.txt").read_text())
     assert image_locks.unhashed(text) == []
@@ -145,7 +145,7 @@ def test_scripts_are_executable(script: str) -> None:
 
 
 def certify(folder: Path, address: str) -> dict[str, str]:
-    """Makes a pod's certificate as the chart's init container does. Returns the paths as `security.tls` has them."""
+    """Makes a pod's certificate as the chart's init container does; returns the paths as `security.tls` has them."""
     authority, made = Authority(folder / "authority"), folder / "pod-tls"
     for name in ("pem", "key"):
         (authority.folder / f"ca.{name}").rename(authority.folder / {"pem": "tls.crt", "key": "tls.key"}[name])
@@ -158,7 +158,7 @@ def certify(folder: Path, address: str) -> dict[str, str]:
     }
 
 
-def test_a_pods_certificate_names_its_address_and_its_key_is_its_own(tmp_path: Path) -> None:
+def test_a_pods_certificate_is_for_its_address_and_its_key_is_private(tmp_path: Path) -> None:
     files = certify(tmp_path, "10.1.2.3")
     shown = subprocess.run(
         ["openssl", "x509", "-noout", "-text", "-in", files["cert_file"]], check=True, capture_output=True, text=True
@@ -207,8 +207,8 @@ def test_one_ready_router_of_several_is_enough() -> None:
     assert _probe("ready", nobody, nobody).stderr.count("refused") == 2
 
 
-def test_a_frozen_server_listens_and_is_not_live(tmp_path: Path) -> None:
-    """The server knows no health service: every answer shows that it lives."""
+def test_a_frozen_server_that_still_listens_is_not_live(tmp_path: Path) -> None:
+    """The live server has no health service, but any answer shows that it is live."""
     serve = "import grpc, concurrent.futures as f; s = grpc.server(f.ThreadPoolExecutor(1))"
     script = f"{serve}; print(s.add_insecure_port('127.0.0.1:0'), flush=True); s.start(); s.wait_for_termination()"
     server = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
@@ -226,7 +226,7 @@ def test_a_frozen_server_listens_and_is_not_live(tmp_path: Path) -> None:
     assert "UNAVAILABLE" in _probe("live", address).stderr
 
 
-def test_a_worker_is_ready_while_the_process_that_left_its_mark_lives(
+def test_a_worker_is_ready_while_the_process_that_marked_it_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_READY_DIR", str(tmp_path / "ready"))
@@ -239,7 +239,7 @@ def test_a_worker_is_ready_while_the_process_that_left_its_mark_lives(
     remove_ready_mark("decode-0")
     assert _probe("worker", str(tmp_path / "ready")).returncode == 1
     monkeypatch.delenv("PENSTOCK_READY_DIR")
-    leave_ready_mark("decode-0")  # nothing to do without the folder
+    leave_ready_mark("decode-0")  # without the folder it does nothing
 
 
 def _health(port: int) -> subprocess.CompletedProcess[str]:
@@ -255,7 +255,7 @@ def _probe(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 def running_head(tmp_path: Path, model: Path) -> Iterator[tuple[subprocess.Popen[bytes], ServeConfig, Path]]:
     """Runs penstock-head with a Ray of its own on free ports, and removes everything that it leaves.
 
-    As with the chart's `security.tls.caSecret`, Ray and all processes show each other certificates.
+    As with the chart's `security.tls.caSecret`, Ray and all processes present certificates to each other.
     """
     tls = certify(tmp_path, ray.util.get_node_ip_address())
     security = {**write_secret(tmp_path / "secret", ClusterSecret.make()), "tls": tls}
@@ -285,7 +285,7 @@ def running_head(tmp_path: Path, model: Path) -> Iterator[tuple[subprocess.Popen
     (bin_folder / "penstock").write_text(f'#!/bin/bash\nexec {sys.executable} -m cluster.cli "$@"\n')
     (bin_folder / "penstock").chmod(0o755)
     resources = json.dumps(json.dumps({"penstock_prefill": 1, "penstock_decode": 1}))
-    scratch = tempfile.mkdtemp(prefix="head-", dir="/tmp")  # a short path: Ray's sockets lie in it
+    scratch = tempfile.mkdtemp(prefix="head-", dir="/tmp")  # a short path, because Ray puts its sockets there
     start_ray = [
         f"ray start --head --block --port={gcs} --temp-dir={scratch} --num-cpus=2 --num-gpus=0 --resources={resources}",
         "--include-dashboard=false --disable-usage-stats --object-store-memory=100000000",
@@ -297,7 +297,7 @@ def running_head(tmp_path: Path, model: Path) -> Iterator[tuple[subprocess.Popen
         "XDG_RUNTIME_DIR": str(tmp_path),
         "PENSTOCK_GCS_PORT": str(gcs),
         "PENSTOCK_ADMIN_PORT": str(admin),
-        # As KubeRay sets them for `authOptions: {mode: token}`.
+        # KubeRay sets these for `authOptions: {mode: token}`.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USE_TLS": "1",
@@ -344,7 +344,7 @@ def test_a_head_serves_and_leaves_no_process(tmp_path: Path) -> None:
         gcs_port = re.search(r"--port=(\d+)", environment["KUBERAY_GEN_RAY_START_CMD"])
         assert gcs_port is not None
         tls = {name: value for name, value in environment.items() if name.startswith(("RAY_USE_TLS", "RAY_TLS_"))}
-        live = _probe("live", f"127.0.0.1:{gcs_port[1]}", **tls)  # whoever has no token of Ray's
+        live = _probe("live", f"127.0.0.1:{gcs_port[1]}", **tls)  # a caller without Ray's token
         assert live.returncode == 0, live.stderr
         family = psutil.Process(process.pid).children(recursive=True)
         assert any("raylet" in each.name() for each in family)
@@ -354,7 +354,7 @@ def test_a_head_serves_and_leaves_no_process(tmp_path: Path) -> None:
 
 
 def test_a_head_that_cannot_serve_exits_with_the_reason(tmp_path: Path) -> None:
-    """The exit code shows the container runtime that the head failed, so that it restarts it."""
+    """The exit code makes the container runtime restart the head."""
     with running_head(tmp_path, tmp_path / "nothing") as (process, _, log):
         assert process.wait(timeout=200) == 2
         assert "nothing" in log.read_text()

@@ -1,6 +1,6 @@
 """Tests that every manifest under deploy/ fits its published schema and agrees with penstock/config and the docs.
 
-tests/support/repository/helm_render.py renders the chart; helm does so too where it is installed.
+tests/support/repository/helm_render.py renders the chart, and so does helm where it is installed.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def test_plain_manifests_match_the_chart(name: str) -> None:
 
 @pytest.mark.parametrize("case", [name for name in CASES if name != "own-secret"])
 def test_the_deployment_fits_the_pods(case: str) -> None:
-    """Checks that a node offers what each worker requests from Ray, and that the node's pod has as much."""
+    """Each node must offer what its worker requests from Ray, and its pod must have as much."""
     objects = manifests(CASES[case])
     config = serve_config(objects)
     (cluster,) = find(objects, "RayCluster")
@@ -303,7 +303,7 @@ def test_the_chart_refuses_workers_that_can_never_be_placed(over: dict[str, Any]
     [
         {"pools": {"decode": {"numGpus": 4}}},  # per rank
         {"pools": {"decode": {"engine": {"tensor_parallel": 0}}}},
-        {"pools": {"decode": {"engine": {"quantization": "int8"}}}},  # the same for all pools
+        {"pools": {"decode": {"engine": {"quantization": "int8"}}}},  # the setting applies to all pools
         {"pools": {"decode": {"bounds": {"min_replicas": 0}}}},
         {"pools": {"prefill": {"engine": {"tensor_paralel": 2}}}},
         {"config": {"engine": {"model": "/other"}}},
@@ -355,7 +355,7 @@ def test_only_the_routers_ports_are_open(case: str) -> None:
         [ports] = rule["ports"]
         worker = serve_config(objects).worker_config("decode-0", Role.DECODE)
         assert (ports["port"], ports["endPort"]) == (worker.metrics_port, worker.last_metrics_port)
-    if aside:  # one port of the workers, and no other
+    if aside:  # one port of the workers and no other
         (rule,) = policies.pop()["spec"]["ingress"]
         lookaside = serve_config(objects).worker_config("decode-0", Role.DECODE).lookaside
         assert lookaside is not None
@@ -376,7 +376,7 @@ def test_only_the_routers_ports_are_open(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_pods_call_each_other_the_dns_and_what_was_named(case: str) -> None:
+def test_pods_call_only_each_other_the_dns_and_configured_addresses(case: str) -> None:
     over = CASES[case]
     policies = {each["metadata"]["name"]: each["spec"] for each in find(manifests(over), "NetworkPolicy")}
     if over.get("networkPolicy", {}).get("enabled") is False:
@@ -400,7 +400,7 @@ def test_pods_call_each_other_the_dns_and_what_was_named(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_place_to_write_has_a_size(case: str) -> None:
+def test_every_writable_volume_has_a_size_limit(case: str) -> None:
     (cluster,) = find(manifests(CASES[case]), "RayCluster")
     for template in templates(cluster):
         sized = {volume["name"]: volume["emptyDir"] for volume in template["spec"]["volumes"] if "emptyDir" in volume}
@@ -409,8 +409,8 @@ def test_every_place_to_write_has_a_size(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_pod_has_the_secret_and_with_an_authority_a_certificate_for_itself_and_ray(case: str) -> None:
-    """Paths of the configuration lie in every pod. The authority's key is in no container that continues running."""
+def test_every_pod_mounts_the_secret_and_certificates_but_never_the_authoritys_key(case: str) -> None:
+    """Paths of the configuration exist in every pod. The authority's key is only in init containers."""
     objects = manifests(CASES[case])
     (cluster,) = find(objects, "RayCluster")
     authority = CASES[case].get("security", {}).get("tls", {}).get("caSecret")
@@ -442,7 +442,7 @@ def test_every_pod_has_the_secret_and_with_an_authority_a_certificate_for_itself
             assert {each["name"] for each in sidecar["env"]} >= {"RAY_USE_TLS"}
 
 
-def test_an_image_is_named_by_its_digest_where_there_is_one() -> None:
+def test_an_image_is_referenced_by_its_digest_if_there_is_one() -> None:
     for case, image in (("defaults", "penstock:0.1.0"), ("secured", f"penstock@{DIGEST}")):
         (cluster,) = find(manifests(CASES[case]), "RayCluster")
         for template in templates(cluster):
@@ -514,8 +514,8 @@ def test_secrets_reach_the_configuration() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_probe_asks_the_process_that_it_speaks_of(case: str) -> None:
-    """An open port proves nothing: the system accepts connections for a frozen process."""
+def test_every_probe_asks_the_process_that_it_is_for(case: str) -> None:
+    """An open port proves nothing, because the system accepts connections for a frozen process."""
     objects = manifests(CASES[case])
     head, *pools = [each["spec"]["containers"][0] for each in templates(find(objects, "RayCluster")[0])]
     probes = {name: head[name]["exec"]["command"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
@@ -531,7 +531,7 @@ def test_every_probe_asks_the_process_that_it_speaks_of(case: str) -> None:
         assert pool["readinessProbe"]["exec"]["command"] == ["penstock-health", "worker", folder]
 
 
-def test_each_router_is_scraped_and_workers_that_clients_call_have_the_certificate() -> None:
+def test_each_router_is_scraped_and_workers_called_by_clients_have_the_certificate() -> None:
     objects = manifests(CASES["everything"])
     (cluster,), (monitor,) = (find(objects, kind) for kind in ("RayCluster", "ServiceMonitor"))
     config = serve_config(objects)
@@ -545,7 +545,7 @@ def test_each_router_is_scraped_and_workers_that_clients_call_have_the_certifica
         assert str(Path(config.tls.cert_file).parent) in mounts
 
 
-def test_rays_state_outlives_the_head_only_where_a_store_is_named() -> None:
+def test_rays_state_outlives_the_head_only_with_a_configured_store() -> None:
     (plain,), (kept,) = (find(manifests(CASES[case]), "RayCluster") for case in ("defaults", "outlives-its-head"))
     assert "gcsFaultToleranceOptions" not in plain["spec"]
     options = kept["spec"]["gcsFaultToleranceOptions"]
@@ -557,7 +557,7 @@ def test_rays_state_outlives_the_head_only_where_a_store_is_named() -> None:
 
 
 def test_disruption_budgets_are_whole_numbers_below_the_pool_sizes() -> None:
-    """Kubernetes requires whole numbers without a scale subresource; a budget of all pods would block every drain."""
+    """Without a scale subresource Kubernetes requires whole numbers; a budget of all pods would block every drain."""
     for case in ("defaults", "gpu"):
         objects = manifests(CASES[case])
         config = serve_config(objects)

@@ -1,4 +1,4 @@
-"""Tests that the Grafana dashboards and the Prometheus rules name existing metrics and runbooks."""
+"""Tests that the metrics and runbooks in Grafana dashboards and Prometheus rules exist."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _PATTERN = re.compile(r'__name__=~"([^"]+)"')
 
 
 def patterns(expression: str) -> list[str]:
-    """Returns the regular expressions by which a query selects metrics by name."""
+    """Returns the regular expressions with which a query selects metrics by name."""
     return _PATTERN.findall(expression)
 
 
 def check(expression: str) -> None:
-    """Fails unless brackets match and a router or a worker exports every named metric."""
+    """Fails unless brackets match and a router or a worker exports every metric of the expression."""
     for left, right in ("()", "[]", "{}"):
         assert expression.count(left) == expression.count(right), expression
     for pattern in patterns(expression):
@@ -52,7 +52,7 @@ def check(expression: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_dashboard_has_its_rows_and_names_metrics_that_exist(name: str) -> None:
+def test_a_dashboard_has_its_rows_and_existing_metrics(name: str) -> None:
     board = DASHBOARDS[name]
     assert board["uid"] == f"penstock-{name}"
     assert [each["title"] for each in board["panels"] if each["type"] == "row"] == ROWS[name]
@@ -69,7 +69,7 @@ def test_a_dashboard_has_its_rows_and_names_metrics_that_exist(name: str) -> Non
             assert shown <= grouped, f"{panel['title']}: {target['legendFormat']}"
 
 
-def test_there_are_four_dashboards_of_more_than_graphs() -> None:
+def test_there_are_four_dashboards_with_more_than_graphs() -> None:
     assert set(DASHBOARDS) == set(ROWS)
     assert {panel["type"] for panel in PANELS} == KINDS
     judged = [panel for panel in PANELS if "thresholds" in panel["fieldConfig"]["defaults"]]
@@ -99,7 +99,7 @@ def test_panels_do_not_overlap_and_stay_on_the_page(name: str) -> None:
 
 
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
-def test_alerts_name_metrics_and_a_runbook_that_exist(alert: dict[str, Any]) -> None:
+def test_alerts_use_existing_metrics_and_link_a_runbook(alert: dict[str, Any]) -> None:
     check(alert["expr"])
     assert alert["for"]
     assert alert["labels"]["severity"] in ("page", "ticket")
@@ -109,7 +109,7 @@ def test_alerts_name_metrics_and_a_runbook_that_exist(alert: dict[str, Any]) -> 
     assert alert["alert"] in page.read_text(), f"{page} does not say that this alert leads there"
 
 
-def test_every_symptoms_page_has_an_alert_and_is_named_on_a_dashboard() -> None:
+def test_every_runbook_has_an_alert_and_is_linked_from_a_dashboard() -> None:
     text = " ".join(panel["description"] for panel in PANELS)
     alerted = {alert["annotations"]["runbook"].rpartition("/")[2].removesuffix(".md") for alert in ALERTS}
     # The loss of the Ray head shows in no router metric.

@@ -1,4 +1,4 @@
-"""Tests the chart's routers in a Deployment of their own: configuration, keys, probes, and who reaches whom."""
+"""Tests the chart's routers in a separate Deployment: configuration, keys, probes, and network policies."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_the_budget_spares_routers_and_the_autoscaler_owns_their_number() -> Non
     assert [each["targetPort"] for each in monitor["spec"]["endpoints"]] == [9000]
 
 
-def test_routers_reach_admin_workers_and_each_other_and_callers_reach_routers_alone() -> None:
+def test_routers_reach_admin_workers_and_each_other_and_callers_reach_only_routers() -> None:
     found = policies(manifests(SEPARATE))
     own = found["penstock-router"]
     assert (own["podSelector"]["matchLabels"], own["policyTypes"]) == (PODS, ["Ingress", "Egress"])
@@ -199,7 +199,7 @@ def test_routers_reach_admin_workers_and_each_other_and_callers_reach_routers_al
         tuple(WORKERS.items()): [{"protocol": "TCP", "port": 20000, "endPort": 65535}],
     }
     assert len(own["egress"]) == 4, "and the DNS"
-    # Each way out has a way in, for routers and nobody else.
+    # Each permitted egress has a matching ingress, only for routers.
     for name, labels in (("penstock-router", PODS), ("penstock-admin", HEAD), ("penstock-workers", WORKERS)):
         assert found[name]["podSelector"]["matchLabels"] == labels
         (rule,) = found[name]["ingress"]
@@ -210,6 +210,6 @@ def test_routers_reach_admin_workers_and_each_other_and_callers_reach_routers_al
     assert [port["port"] for rule in callers["ingress"] for port in rule["ports"]] == [8000, 50051]
 
 
-def test_a_configuration_of_ones_own_has_no_separate_routers() -> None:
+def test_a_custom_configuration_excludes_separate_routers() -> None:
     with pytest.raises(RenderError, match=r"routers\.separate .* existingConfigSecret .* leave one of them out"):
         manifests({**SEPARATE, "existingConfigSecret": "mine"})

@@ -14,7 +14,7 @@ from tests.support.repository import house
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# folder -> the root folders that it may import besides itself
+# folder -> the other root folders that it may import
 ARROWS: dict[str, set[str]] = {
     "penstock": set(),
     "engine": {"penstock"},
@@ -33,7 +33,7 @@ ARROWS: dict[str, set[str]] = {
         "router",
         "cluster",
     },
-    # its command line alone imports the simulator: `test_only_the_command_line_imports_the_simulator`
+    # only its command line imports the simulator: `test_only_the_command_line_imports_the_simulator`
     "cluster": {
         "penstock",
         "engine",
@@ -46,7 +46,7 @@ ARROWS: dict[str, set[str]] = {
     },
 }
 
-# commands that run decisions in virtual time: further folders that their modules may import
+# commands that run decisions in virtual time -> further folders that their modules may import
 COMMANDS: dict[str, set[str]] = {"cluster/cli/commands/sizing": {"simulator"}}
 
 # folder -> libraries that it must not import
@@ -63,7 +63,7 @@ FORBIDDEN: dict[str, set[str]] = {
 }
 
 
-# room -> the sibling rooms that it may import; rooms that are not listed are bound by the folders' arrows alone
+# room -> the sibling rooms that it may import; unlisted rooms follow only the folders' arrows
 ROOMS: dict[str, set[str]] = {
     "router.routing": set(),
     "router.text": {"admission"},
@@ -91,7 +91,7 @@ ROOMS: dict[str, set[str]] = {
     "penstock.config": set(),
 }
 
-# what a pure decision must not import: it takes data and the time, and returns data
+# what a pure decision must not import, since it takes data and the time, and returns data
 PURE_ROOMS = ("router.routing.", "kv_transfer.session.")
 IMPURE = {"asyncio", "grpc", "ray", "socket", "subprocess", "threading", "time", "os", "logging", "httpx", "fastapi"}
 
@@ -134,7 +134,7 @@ def test_only_cluster_imports_ray() -> None:
 
 
 def test_the_proto_compiler_has_a_process_of_its_own() -> None:
-    """In one process with it NIXL's library aborts while it is loaded."""
+    """In one process with it, NIXL's library aborts while it is loaded."""
     users = [
         path.name
         for folder in [*ARROWS, "benchmarks", "tests"]

@@ -1,4 +1,4 @@
-"""The bundled models: complete, small, loadable by transformers, and right about what their corpus teaches."""
+"""Tests the bundled models: complete, small, loadable by transformers, and right about what their corpus teaches."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_folder_loads_in_float32_with_the_stored_values(shape: train.BundledShap
     assert model.generation_config.eos_token_id == [1, 2]
     stored = load_file(MODELS / shape.name / "model.safetensors")
     loaded = dict(model.named_parameters())
-    assert set(stored) == set(loaded)  # the tied head is not stored twice
+    assert set(stored) == set(loaded)  # the tied head is stored only once
     for name, tensor in stored.items():
         assert tensor.dtype == torch.bfloat16
         assert torch.equal(tensor.float(), loaded[name]), name
@@ -116,13 +116,13 @@ def test_json_answers_parse_with_the_right_keys_and_mostly_the_right_values() ->
         record, expected = json.loads(_answer(exchange.question)), json.loads(exchange.answer)
         assert list(record) == list(expected), exchange.question
         exact += record == expected
-    assert exact >= 5  # copying three values without a slip is at the edge of what 2.8 M parameters learnt
+    assert exact >= 5  # a model of 2.8 M parameters sometimes fails to copy three values
     animals = json.loads(_answer("Give me four animals as a JSON list."))
     assert animals
     assert set(animals) <= set(words.ANIMALS)
 
 
-def test_story_is_about_what_was_asked_and_ends() -> None:
+def test_a_story_is_about_its_topic_and_ends() -> None:
     model, tokenizer = _load(train.MAIN.name)
     ids = _answer_ids("Tell me a story about a fox.", max_new_tokens=600)
     text = tokenizer.decode(ids, skip_special_tokens=True)
@@ -132,7 +132,7 @@ def test_story_is_about_what_was_asked_and_ends() -> None:
 
 
 @torch.inference_mode()
-def test_whole_context_is_trained() -> None:
+def test_the_whole_context_is_trained() -> None:
     """Late positions are predicted no worse than early ones; an untrained rotation would cost whole nats."""
     model, tokenizer = _load(train.MAIN.name)
     ids: list[int] = []
@@ -147,7 +147,7 @@ def test_whole_context_is_trained() -> None:
 
 
 @torch.inference_mode()
-def test_draft_mostly_agrees_with_the_model_that_it_drafts_for() -> None:
+def test_the_draft_mostly_agrees_with_its_target_model() -> None:
     main, tokenizer = _load(train.MAIN.name)
     draft, _ = _load(train.DRAFT.name)
     agreed, total = 0, 0
@@ -164,7 +164,7 @@ def test_corpus_is_a_pure_function_of_the_seed() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_story_answers_name_only_words_of_the_story(seed: int) -> None:
+def test_story_answers_use_only_words_of_the_story(seed: int) -> None:
     story = tasks.story(random.Random(seed), num_plots=1 + seed % 3)
     names = {person.name for person in words.PEOPLE}
     nameable = names | {*words.OBJECTS, *words.COLOURS, *words.FOODS, *words.DAYS}

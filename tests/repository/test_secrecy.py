@@ -38,7 +38,7 @@ FOLDERS = (
 
 
 def provoke(address: str, http: str, key: str) -> list[str]:
-    """Sends requests that succeed and requests that fail in each way that might echo input. Returns the answers."""
+    """Sends requests that succeed, and requests that fail in each way that might echo input; returns the answers."""
     prompt = f"{MARKER} said the fox. " * 12
     with Client(address, api_key=key, timeout_s=60) as client:
         answers = [client.complete(prompt, max_tokens=12, temperature=0.0, ignore_eos=True).text]
@@ -101,7 +101,7 @@ def sources() -> Iterator[Path]:
 
 
 def unsafe(source: str) -> list[str]:
-    """Lists the uses in `source` that could run bytes from a network or a file."""
+    """Returns the uses in `source` that could execute bytes from a network or a file."""
     found: list[str] = []
     if not UNSAFE_WORDS.search(source):  # most sources need no parsing
         return found

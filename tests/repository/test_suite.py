@@ -1,4 +1,4 @@
-"""Tests the suite's own rules: who may start processes, what a forked one is, and how files are handed out."""
+"""Tests the suite's own rules: which tests may start processes, how forks behave, and how files are distributed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_forked_process_gets_its_own_signals(tmp_path: Path, number: signal.Si
         victim.wait(0.01)
     victim.send_signal(number)
     assert victim.wait(TIMEOUT_S) == -number
-    victim.send_signal(signal.SIGTERM)  # it is gone, which is not an error
+    victim.send_signal(signal.SIGTERM)  # it has already ended, which is not an error
     assert other.poll() is None
     other.kill()
     assert other.wait(TIMEOUT_S) == -signal.SIGKILL
@@ -84,7 +84,7 @@ def test_a_forked_process_gets_its_own_signals(tmp_path: Path, number: signal.Si
 
 
 def stand_in(tmp_path: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """Starts what Ray takes for a worker, with the mirror as the worker's script."""
+    """Starts a process that Ray takes for a worker, with the mirror as the worker's script."""
     context = json.dumps({"env_vars": {"ONLY_HERE": "yes"}})
     options = ["--language=PYTHON", f"--serialized-runtime-env-context={context}"]
     command = [sys.executable, ray_worker.__file__, mirror_script.__file__, *arguments, *options]
@@ -93,7 +93,7 @@ def stand_in(tmp_path: Path, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.processes
-def test_a_worker_of_ray_is_forked_with_its_environment_and_its_status_passed_on(tmp_path: Path) -> None:
+def test_a_ray_worker_is_forked_with_its_environment_and_its_status_is_passed_on(tmp_path: Path) -> None:
     process = stand_in(tmp_path, "3")
     assert process.stdout is not None
     with process.stdout:
@@ -106,13 +106,13 @@ def test_a_worker_of_ray_is_forked_with_its_environment_and_its_status_passed_on
 
 @pytest.mark.processes
 @pytest.mark.parametrize("victim", ["worker", "stand-in"])
-def test_a_worker_of_ray_and_what_stands_for_it_end_together(tmp_path: Path, victim: str) -> None:
+def test_a_ray_worker_and_its_stand_in_end_together(tmp_path: Path, victim: str) -> None:
     process = stand_in(tmp_path)
     assert process.stdout is not None
     with process.stdout:
         worker = json.loads(process.stdout.readline())["pid"]
         os.kill(worker if victim == "worker" else process.pid, signal.SIGKILL)
-        assert process.stdout.read() == b""  # at the end of both
+        assert process.stdout.read() == b""  # when both end
     assert process.wait(TIMEOUT_S) == (128 + signal.SIGKILL if victim == "worker" else -signal.SIGKILL)
 
 
@@ -140,7 +140,7 @@ def test_own_processes_are_not_tools(command: list[str] | str, own: bool) -> Non
     assert is_own(command) is own
 
 
-def test_the_dearest_files_come_first_and_each_file_stays_together() -> None:
+def test_the_slowest_files_come_first_and_each_file_stays_together() -> None:
     names = ["a.py::1", "b.py::1", "c.py::1", "a.py::2", "d.py::1", "b.py::2"]
     items = [cast(pytest.Item, SimpleNamespace(nodeid=name)) for name in names]
     costs.dearest_first(items, {"a.py": 2.0, "b.py": 9.0, "d.py": 2.0})
@@ -163,7 +163,7 @@ def test_all_files_that_start_a_ray_go_to_one_process() -> None:
     assert {name for name in names if starts_ray.search((ROOT / name).read_text())} == RAY_FILES
 
 
-def test_tests_of_dear_files_are_marked_slow() -> None:
+def test_tests_of_slow_files_are_marked_slow() -> None:
     marked: list[str] = []
     items = [
         cast(pytest.Item, SimpleNamespace(nodeid=name, add_marker=lambda marker, name=name: marked.append(name)))
@@ -199,7 +199,7 @@ def test_a_deep_run_takes_many_times_the_examples(monkeypatch: pytest.MonkeyPatc
     assert f"{DEPTH}=10 $(PYTEST) --hypothesis-profile explore -m hypothesis" in (ROOT / "Makefile").read_text()
 
 
-def test_the_recorded_costs_are_of_files_that_exist() -> None:
+def test_recorded_costs_are_of_existing_files() -> None:
     gone = set(costs.recorded()) - set(tracked_files())
     assert not gone, f"record the costs again with make test-costs: {sorted(gone)}"
 

@@ -43,7 +43,7 @@ def test_random_streams_are_independent() -> None:
 
 
 class Pair:
-    """Connects a caller and a callee by one open call."""
+    """Connects a caller and a callee with one open call."""
 
     def __init__(self) -> None:
         self.sim = Simulation(1)
@@ -92,7 +92,7 @@ def test_a_frozen_peer_receives_its_messages_late_or_loses_the_call() -> None:
     assert pair.got == ["in time", "broken", "broken there"]
 
 
-def test_a_cut_link_holds_messages_back_until_it_heals_or_keepalive_gives_up() -> None:
+def test_a_cut_link_holds_messages_until_it_heals_or_keepalive_times_out() -> None:
     pair = Pair()
     pair.network.cut("caller", "callee")
     pair.send(1, 2)

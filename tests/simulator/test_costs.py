@@ -21,7 +21,7 @@ from simulator.costs.step_costs import DecodeCosts, PrefillCosts
 
 @pytest.mark.parametrize(
     ("name", "billions", "active", "kv_bytes"),
-    [  # as their publishers give them
+    [  # as their publishers state them
         ("llama-3.1-8b", 8.03, 7.5, 131_072),
         ("llama-3.1-70b", 70.6, 69.5, 327_680),
         ("llama-3.1-405b", 405.9, 403.7, 516_096),
@@ -75,7 +75,7 @@ def test_tensor_parallel_divides_work_and_adds_collectives() -> None:
     assert eight.prefill.token_s > four.prefill.token_s / 2
 
 
-def test_experts_are_read_as_far_as_the_batch_takes_them() -> None:
+def test_only_the_experts_that_a_batch_uses_are_read() -> None:
     decode = roofline_costs(MODEL_SHAPES["deepseek-v3"], ACCELERATORS["H200"], 8).decode
     dense_s = replace(decode, expert_s=0.0).batch_s(1)
     assert decode.batch_s(1) - dense_s == pytest.approx(decode.expert_s * 8 / 256)
@@ -96,7 +96,7 @@ def records(decode: DecodeCosts, spread: float) -> list[StepRecord]:
     return found
 
 
-def test_a_fit_finds_the_costs_that_made_the_records() -> None:
+def test_a_fit_recovers_the_costs_behind_the_records() -> None:
     made = DecodeCosts(0.004, 0.0003, 2e-6, PrefillCosts(0.005, 0.0002, 1e-8))
     fitted = fit_steps(records(made, 0.0))
     for name in ("step_s", "sequence_s", "kv_token_s"):
@@ -108,12 +108,14 @@ def test_a_fit_finds_the_costs_that_made_the_records() -> None:
     assert noisy.decode.decode_s(8, 4000) == pytest.approx(made.decode_s(8, 4000), rel=0.05)
 
 
-def test_a_few_stalled_steps_do_not_move_a_fit() -> None:
+def test_a_few_stalled_steps_do_not_change_a_fit() -> None:
     made = DecodeCosts(0.004, 0.0003, 2e-6, PrefillCosts(0.005, 0.0002, 1e-8))
     all_records = records(made, 0.01)
     stalled = [
-        replace(one, totals=replace(one.totals, seconds=10 * one.totals.seconds)) if number in {5, 6} else one
-        for number, one in enumerate(all_records)
+        replace(record, totals=replace(record.totals, seconds=10 * record.totals.seconds))
+        if number in {5, 6}
+        else record
+        for number, record in enumerate(all_records)
     ]
     assert fit_steps(stalled).decode.decode_s(8, 4000) == pytest.approx(made.decode_s(8, 4000), rel=0.1)
 
@@ -138,6 +140,6 @@ def test_a_cost_file_is_read_as_it_was_written(tmp_path: Path) -> None:
         read_costs(path)
 
 
-def test_several_decode_steps_cost_what_they_cost_one_by_one() -> None:
+def test_several_decode_steps_cost_the_sum_of_single_ones() -> None:
     decode = roofline_costs(MODEL_SHAPES["llama-3.1-8b"], ACCELERATORS["H100"]).decode
     assert decode.decode_each_s(7, 5000, 40) == [decode.decode_s(7, 5000 + 7 * step) for step in range(40)]

@@ -24,7 +24,7 @@ def test_invariants_hold_under_random_faults(first: int) -> None:
     assert sum(run.num_complete for run in runs) > 0.8 * sum(run.num_requests for run in runs)
 
 
-def test_random_runs_have_all_that_a_deployment_may_have() -> None:
+def test_random_runs_cover_every_feature_of_a_deployment() -> None:
     specs = [random_spec(random.Random(seed)) for seed in range(60)]
     assert {spec.max_run > 1 for spec in specs} == {spec.pull for spec in specs} == {True, False}
     assert {spec.num_routers for spec in specs} == {1, 2, 3}
@@ -49,14 +49,14 @@ def test_routers_count_what_their_peers_have_sent() -> None:
     fleet.sim.run(until_s=1.0)
     fleet.submit(TraceRequest(0, 1.0, 6400, 10, (0,), 6400))
     fleet.sim.run(until_s=1.05)
-    one, other = fleet.routers.values()
+    first, second = fleet.routers.values()
     worker_id = fleet.outcomes[0].decoded_by[0]
-    assert one.ledger.sent_to(worker_id).num_requests == 1
-    assert other.ledger.sent_to(worker_id).num_requests == 0
-    assert other.peers.sent_to(worker_id) == one.peers.sent_to(worker_id)
+    assert first.ledger.sent_to(worker_id).num_requests == 1
+    assert second.ledger.sent_to(worker_id).num_requests == 0
+    assert second.peers.sent_to(worker_id) == first.peers.sent_to(worker_id)
 
 
-def test_a_prefix_evicted_to_the_host_is_copied_back() -> None:
+def test_a_prefix_evicted_to_host_memory_is_copied_back() -> None:
     spec = FleetSpec(0, 1, 64, decode_pages=20, host_pages=100)
     fleet = SimulatedFleet(spec, 0)
     for number, block in enumerate((1, 2, 3, 1)):
@@ -127,7 +127,7 @@ def _problems(seeds: Iterable[int]) -> list[str]:
 
 
 def test_a_leak_in_the_ledger_of_the_real_dispatch_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plants: a request that is re-dispatched or cancelled before its first token keeps what it was booked as."""
+    """Plants a bug: a request that is re-dispatched or cancelled before its first token keeps its bookings."""
 
     def forgetful(self: CompletionCore) -> None:
         if self.num_generated:
@@ -145,7 +145,7 @@ def test_a_cancellation_that_the_real_dispatch_skips_is_detected(monkeypatch: py
 
 
 def test_a_page_that_the_real_session_frees_while_it_is_fenced_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plants: the receiver believes that an aborted transfer's sender has stopped writing."""
+    """Plants a bug: the receiver believes that an aborted transfer's sender has stopped writing."""
     abort = TransferSession.on_abort
     monkeypatch.setattr(TransferSession, "on_abort", lambda self: [*abort(self), *self.on_sender_dead()])
     assert any("not fenced" in problem for problem in _problems((7, 11)))

@@ -1,4 +1,4 @@
-"""Tests that running sequences migrate in virtual time without a token lost, and what is left when they do not."""
+"""Tests that running sequences migrate in virtual time without losing a token, and what remains when they cannot."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def settle(fleet: SimulatedFleet) -> None:
 
 
 @pytest.mark.parametrize("max_run", [1, 64])
-def test_a_drained_worker_is_empty_soon_and_no_request_notices(max_run: int) -> None:
+def test_a_drained_worker_empties_soon_and_no_request_fails(max_run: int) -> None:
     fleet, outcomes = running(FleetSpec(1, 2, 16, 400, 400, max_run=max_run))
     fleet.retire("decode-0")
     fleet.migrate_away("decode-0")
@@ -40,11 +40,13 @@ def test_a_drained_worker_is_empty_soon_and_no_request_notices(max_run: int) -> 
     assert source.num_held == 0
     assert fleet.num_migrated == sum(outcome.decoded_by == ["decode-0", "decode-1"] for outcome in outcomes) > 0
     settle(fleet)
-    assert all(one.is_complete and one.num_tokens == 400 and not one.num_redispatches for one in outcomes)
-    assert not any(one.num_wrong_tokens for one in outcomes)
+    assert all(
+        outcome.is_complete and outcome.num_tokens == 400 and not outcome.num_redispatches for outcome in outcomes
+    )
+    assert not any(outcome.num_wrong_tokens for outcome in outcomes)
 
 
-def test_without_room_at_the_target_sequences_stay() -> None:
+def test_sequences_stay_if_the_target_has_no_room() -> None:
     fleet, outcomes = running(SPEC)
     target = fleet.workers["decode-1"]
     taken = target.pool.allocate(target.pool.num_available)
@@ -57,7 +59,7 @@ def test_without_room_at_the_target_sequences_stay() -> None:
     assert fleet.num_migrated == source.migrations.num_open == 0
     target.pool.release(taken)
     settle(fleet)
-    assert all(one.is_complete and len(one.decoded_by) == 1 for one in outcomes)
+    assert all(outcome.is_complete and len(outcome.decoded_by) == 1 for outcome in outcomes)
 
 
 @pytest.mark.parametrize("name", ["decode-0", "decode-1"])
@@ -71,7 +73,9 @@ def test_a_worker_that_dies_while_pages_are_copied_leaves_nothing_fenced(name: s
     fleet.sim.run(until_s=3.0)
     fleet.start_worker(name)
     settle(fleet)
-    assert all(one.is_complete and one.num_tokens == 400 and not one.num_wrong_tokens for one in outcomes)
+    assert all(
+        outcome.is_complete and outcome.num_tokens == 400 and not outcome.num_wrong_tokens for outcome in outcomes
+    )
 
 
 def test_a_migrated_sequence_whose_client_has_left_is_dropped() -> None:

@@ -20,7 +20,7 @@ def test_goodput_holds_under_overload_and_every_refusal_has_a_retry_hint() -> No
 
 
 def test_without_admission_every_request_waits() -> None:
-    """Measures the baseline for the figures above."""
+    """This is the baseline for the figures above."""
     flood = overload.run(50.0, duration_s=8.0, spec=replace(overload.SPEC, admission=None))
     assert flood.num_refused == 0
     assert flood.interactive_p99_s > 15.0

@@ -55,7 +55,7 @@ def test_scaling_and_dropping_keep_the_order() -> None:
     assert short[0].arrival_s == 0.0
 
 
-def test_the_generated_mix_depends_on_its_seed_alone_and_shares_prefixes() -> None:
+def test_the_generated_mix_depends_only_on_its_seed_and_shares_prefixes() -> None:
     requests = MIX.make(3)
     assert requests == MIX.make(3) != MIX.make(4)
     pages = 1_000_000
@@ -86,7 +86,7 @@ def test_a_replay_completes_everything_and_counts_hits(num_prefill: int) -> None
 
 
 @pytest.mark.parametrize("bytes_per_s", [50e9, 1e8])
-def test_prefixes_are_pulled_where_links_are_fast(bytes_per_s: float) -> None:
+def test_prefixes_are_pulled_over_fast_links(bytes_per_s: float) -> None:
     link = replace(SPEC.link_costs, bytes_per_s=bytes_per_s)
     requests, _ = fit(MIX.make(0), SPEC, load=0.6)
     spec = with_pages(replace(SPEC, pull=True, link_costs=link), UNLIMITED, requests)
@@ -113,8 +113,8 @@ def test_hashes_by_block_are_those_of_the_prompts(page_size: int) -> None:
         assert hasher.hashes(request) == hash_pages(request.token_ids(), page_size, b"salt")
 
 
-def test_every_prefill_worker_gets_work_though_the_first_ones_are_known_to_be_fast() -> None:
-    """Requests that share nothing, at three quarters of the capacity of six workers."""
+def test_every_prefill_worker_gets_requests_although_the_first_ones_are_known_to_be_fast() -> None:
+    """Requests share nothing, at three quarters of the capacity of six workers."""
     requests = [TraceRequest(n, 0.07 * n, 4000, 8, tuple(range(100 * n, 100 * n + 63)), 64) for n in range(80)]
     fleet = SimulatedFleet(FleetSpec(6, 4, 64, 2000, 2000, decode=DecodeConfig(placement="remote")), 0)
     for request in requests:

@@ -1,4 +1,4 @@
-"""Tests that decode steps simulated at once give what the same steps give one by one, to the last bit."""
+"""Tests that decode steps simulated together equal the same steps one by one, to the last bit."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from simulator.fleet import FleetSpec, SimulatedFleet
 from simulator.request import RequestTokens, TraceRequest
 from simulator.traces import SharedPrefixMix
 
-EXACT = LinkCosts(bytes_per_s=1e9, jitter_s=0.0)  # messages take their delays from one random stream, and are fewer
+EXACT = LinkCosts(bytes_per_s=1e9, jitter_s=0.0)  # one random stream delays all messages, and there are fewer of them
 
 
 def history(spec: FleetSpec, seed: int, requests: list[TraceRequest], until_s: float | None = None) -> object:
-    """Runs a deployment, as far as clients and routers can see it."""
+    """Runs a deployment, and returns what clients and routers can see of it."""
     fleet = SimulatedFleet(spec, seed)
     for request in requests:
         fleet.submit(request)
@@ -31,7 +31,10 @@ def history(spec: FleetSpec, seed: int, requests: list[TraceRequest], until_s: f
         worker.load()
         worker.cache.check_integrity()
     return (
-        [(one.first_token_s, one.end_s, one.cached_tokens, one.computed_by, one.decoded_by) for one in fleet.outcomes],
+        [
+            (outcome.first_token_s, outcome.end_s, outcome.cached_tokens, outcome.computed_by, outcome.decoded_by)
+            for outcome in fleet.outcomes
+        ],
         [(worker.load(), worker.cache.num_cached, worker.num_computed_tokens) for worker in workers],
         [follower.load for follower in router.followers],
         [router.index.pages_of(worker.worker_id) for worker in workers],
@@ -39,9 +42,9 @@ def history(spec: FleetSpec, seed: int, requests: list[TraceRequest], until_s: f
     )
 
 
-# Seed 8 has a single decode worker of 200 pages of 4 tokens, whose runs evict pages of the very texts they continue.
+# Seed 8 has a single decode worker of 200 pages of 4 tokens, whose runs evict pages of the texts that they continue.
 @pytest.mark.parametrize("seed", range(9))
-def test_runs_of_steps_are_the_steps_one_by_one(seed: int) -> None:
+def test_runs_of_steps_equal_single_steps(seed: int) -> None:
     rng = random.Random(seed)
     spec = replace(random_spec(rng), link_costs=EXACT, admission=None)
     requests = random_requests(rng)
@@ -50,7 +53,7 @@ def test_runs_of_steps_are_the_steps_one_by_one(seed: int) -> None:
         assert history(replace(spec, max_run=max_run), seed, requests) == one_by_one
 
 
-def test_what_routers_know_in_the_middle_is_the_same() -> None:
+def test_routers_know_the_same_in_the_middle_of_a_run() -> None:
     rng = random.Random(3)
     spec = replace(random_spec(rng), link_costs=EXACT, admission=None, num_prefill=2)
     requests = random_requests(rng)
@@ -66,7 +69,7 @@ def _seen(spec: FleetSpec, requests: list[TraceRequest], until_s: float) -> obje
     return [(follower.worker_id, follower.load) for follower in fleet.router.followers]
 
 
-def test_tokens_that_are_not_spelled_out_are_those_of_the_request() -> None:
+def test_implicit_tokens_equal_those_of_the_request() -> None:
     request = TraceRequest(3, 0.0, 10, 4, (7, 8, 9), 4)
     tokens = RequestTokens(request, 2)
     spelled = [*[7] * 4, *[8] * 4, *[9] * 2, request.output_token(10), request.output_token(11)]
@@ -79,8 +82,8 @@ def test_tokens_that_are_not_spelled_out_are_those_of_the_request() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_reports_that_wait_to_be_read_say_what_messages_say(seed: int) -> None:
-    """A fault that changes nothing turns reports into messages; routers then choose the same workers at each moment."""
+def test_pending_reports_hold_what_messages_would(seed: int) -> None:
+    """A fault that changes nothing turns reports into messages; routers must choose the same workers at each moment."""
     mix = SharedPrefixMix(num_requests=150, requests_per_s=4.0 + seed, output_tokens=80, think_s=2.0)
     requests = mix.make(seed)
     spec = FleetSpec(2, 3, page_size=64, prefill_pages=300 + 300 * seed, decode_pages=400)
@@ -91,9 +94,13 @@ def test_reports_that_wait_to_be_read_say_what_messages_say(seed: int) -> None:
             fleet.submit(request)
         fleet.run()
     assert _clients_view(waiting) == _clients_view(sent)
-    assert [one.load for one in waiting.router.followers] == [one.load for one in sent.router.followers]
+    assert [follower.load for follower in waiting.router.followers] == [
+        follower.load for follower in sent.router.followers
+    ]
     assert waiting.sim.num_events < sent.sim.num_events
 
 
 def _clients_view(fleet: SimulatedFleet) -> list[tuple[object, ...]]:
-    return [(one.first_token_s, one.end_s, one.cached_tokens, one.computed_by) for one in fleet.outcomes]
+    return [
+        (outcome.first_token_s, outcome.end_s, outcome.cached_tokens, outcome.computed_by) for outcome in fleet.outcomes
+    ]

@@ -17,7 +17,7 @@ SPEC = FleetSpec(2, 2, 64, 400, 400)
 MIX = SharedPrefixMix(num_requests=200, requests_per_s=12.0, output_tokens=30, think_s=1.0)
 
 
-def test_a_stream_is_in_order_and_depends_on_its_seed_alone() -> None:
+def test_a_stream_is_in_order_and_depends_only_on_its_seed() -> None:
     requests = list(MIX.stream(1))
     assert requests == list(MIX.stream(1)) != list(MIX.stream(2))
     assert [request.number for request in requests] == list(range(MIX.num_requests))
@@ -25,15 +25,15 @@ def test_a_stream_is_in_order_and_depends_on_its_seed_alone() -> None:
     shared = [request for request in requests if request.block_ids[0] < MIX.num_systems * 32]
     assert 0.02 < 1 - len(shared) / len(requests) < 0.9
     continued = sum(
-        any(one is not other and one.block_ids == other.block_ids[: len(one.block_ids)] for other in shared)
-        for one in shared
+        any(request is not other and request.block_ids == other.block_ids[: len(request.block_ids)] for other in shared)
+        for request in shared
     )
     assert continued > len(shared) / 4
     rate = len(requests) / requests[-1].arrival_s
     assert rate == pytest.approx(MIX.requests_per_s, rel=0.5)
 
 
-def test_requests_of_a_stream_fare_like_those_submitted_before() -> None:
+def test_streamed_requests_have_the_outcomes_of_submitted_ones() -> None:
     requests = list(MIX.stream(3))
     before, streamed = SimulatedFleet(SPEC, 0), SimulatedFleet(SPEC, 0)
     ended: list[Outcome] = []
@@ -43,8 +43,8 @@ def test_requests_of_a_stream_fare_like_those_submitted_before() -> None:
     for fleet in (before, streamed):
         fleet.run()
     assert streamed.outcomes == []
-    assert [one.end_s for one in sorted(ended, key=lambda one: one.request.number)] == [
-        one.end_s for one in before.outcomes
+    assert [outcome.end_s for outcome in sorted(ended, key=lambda outcome: outcome.request.number)] == [
+        outcome.end_s for outcome in before.outcomes
     ]
 
 
@@ -55,13 +55,13 @@ def test_the_figures_of_a_run_at_scale_are_those_of_its_requests() -> None:
         fleet.submit(request)
     fleet.run()
     assert (result.num_requests, result.num_failed, result.num_workers) == (200, 0, 4)
-    assert result.ttft_p99_s == percentile([one.ttft_s or 0.0 for one in fleet.outcomes], 0.99)
-    prompts = sum(one.request.num_input_tokens for one in fleet.outcomes)
-    assert result.hit_rate == pytest.approx(sum(one.cached_tokens for one in fleet.outcomes) / prompts)
+    assert result.ttft_p99_s == percentile([outcome.ttft_s or 0.0 for outcome in fleet.outcomes], 0.99)
+    prompts = sum(outcome.request.num_input_tokens for outcome in fleet.outcomes)
+    assert result.hit_rate == pytest.approx(sum(outcome.cached_tokens for outcome in fleet.outcomes) / prompts)
     assert result.peak_memory_bytes > 10_000_000
 
 
-def test_the_load_of_the_traffic_is_that_of_the_prefill_workers() -> None:
+def test_the_load_of_the_traffic_equals_that_of_the_prefill_workers() -> None:
     slow, fast = (list(traffic(8, 400, 0, load)) for load in (0.5, 1.0))
     assert slow[-1].arrival_s == pytest.approx(2 * fast[-1].arrival_s, rel=0.3)
     assert large_spec(9, 50) == replace(FleetSpec(4, 5, 64), prefill_pages=50, decode_pages=50)

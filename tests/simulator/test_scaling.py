@@ -1,4 +1,4 @@
-"""The real autoscaler over pools that change in virtual time, beside autoscaling by queue lengths."""
+"""Tests the real autoscaler over pools that change in virtual time, beside autoscaling by queue lengths."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def traffic() -> list[TraceRequest]:
     return vary_rate(mix.make(0), 500.0, 0.6)
 
 
-def test_it_meets_its_attainment_with_fewer_workers_than_queue_lengths_take() -> None:
+def test_the_autoscaler_meets_its_attainment_with_fewer_workers_than_queue_lengths_need() -> None:
     ours = run("planned", traffic(), 60.0, autoscaler(60.0), QUICK)
     queues = run("queues", traffic(), 60.0, QueueScaler(QueueTargets(1.0, 12.0), BOUNDS), QUICK)
     assert queues.num_missed == 0
-    assert ours.num_missed <= 0.01 * ours.num_requests  # `attainment` is 0.99
+    assert ours.num_missed <= 0.01 * ours.num_requests  # the target `attainment` is 0.99
     assert ours.num_changes <= queues.num_changes
     assert ours.worker_hours < queues.worker_hours
 
 
-def test_the_coarse_picture_is_that_of_the_full_one() -> None:
+def test_the_coarse_simulation_agrees_with_the_full_one() -> None:
     every_step, scaler = QUICK, QueueTargets(1.0, 4.0, 30.0)
     full, coarse = (
         run("queues", traffic()[:250], 20.0, QueueScaler(scaler, BOUNDS), every_step, make)
@@ -49,54 +49,54 @@ def test_the_coarse_picture_is_that_of_the_full_one() -> None:
     assert abs(full.tpot_p99_s - coarse.tpot_p99_s) < 0.15 * full.tpot_p99_s
 
 
-def test_pools_change_without_a_request_lost_and_alike_each_time() -> None:
+def test_pools_change_without_a_lost_request_and_equally_in_each_run() -> None:
     first, again = (
         ElasticFleet(QUICK, 0, QueueScaler(QueueTargets(1.0, 2.0, 30.0), BOUNDS), SLO, 10.0) for _ in range(2)
     )
     outcomes = [fleet.run(traffic()[:300]) for fleet in (first, again)]
-    assert all(one.is_complete and not one.num_wrong_tokens for one in outcomes[0])
+    assert all(outcome.is_complete and not outcome.num_wrong_tokens for outcome in outcomes[0])
     assert first.num_changes > 5
-    assert [one.end_s for one in outcomes[0]] == [one.end_s for one in outcomes[1]]
+    assert [outcome.end_s for outcome in outcomes[0]] == [outcome.end_s for outcome in outcomes[1]]
 
 
-def test_a_rate_that_swings_keeps_its_requests_and_their_order() -> None:
+def test_a_swinging_rate_keeps_all_requests_in_order() -> None:
     even = SharedPrefixMix(num_requests=400, requests_per_s=1.0).make(0)
     swung = vary_rate(even, 200.0, 0.8)
-    assert [one.arrival_s for one in swung] == sorted(one.arrival_s for one in swung)
-    first, last = (sum(low <= one.arrival_s % 200.0 < low + 50.0 for one in swung) for low in (0.0, 75.0))
+    assert [request.arrival_s for request in swung] == sorted(request.arrival_s for request in swung)
+    first, last = (sum(low <= request.arrival_s % 200.0 < low + 50.0 for request in swung) for low in (0.0, 75.0))
     assert last > 2 * first
 
 
-def test_who_knows_the_trace_serves_all_of_it_with_the_changes_it_may_make() -> None:
+def test_an_oracle_serves_the_whole_trace_with_its_allowed_changes() -> None:
     requests = traffic()
     sizes = plan(offered(requests, QUICK, SLO), QUICK, SLO, dict.fromkeys(Role, 0.8))
     knows = run("foresight", requests, 60.0, Foresight(sizes, BOUNDS, 60.0, 4), QUICK, CoarseFleet)
     ours = run("planned", requests, 60.0, autoscaler(60.0), QUICK, CoarseFleet)
-    assert knows.num_changes <= 6  # two more where the sizes that it begins with are others
+    assert knows.num_changes <= 6  # two more if its initial sizes differ
     assert knows.num_missed <= ours.num_missed
     assert knows.worker_hours < ours.worker_hours
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.integers(0, 10))
-def test_joined_sizes_lack_nothing_and_change_no_more_than_allowed(sizes: list[int], num_changes: int) -> None:
+def test_joined_sizes_cover_the_need_with_the_allowed_changes(sizes: list[int], num_changes: int) -> None:
     joined = join(sizes, num_changes)
     assert len(joined) == len(sizes)
-    assert all(one >= wanted for one, wanted in zip(joined, sizes, strict=True))
-    assert sum(one != other for one, other in pairwise(joined)) <= num_changes
+    assert all(size >= wanted for size, wanted in zip(joined, sizes, strict=True))
+    assert sum(before != after for before, after in pairwise(joined)) <= num_changes
     if num_changes >= len(sizes):
         assert joined == sizes
 
 
-def test_a_worker_that_comes_takes_sequences_over_from_a_full_one() -> None:
-    """All of the traffic is there before the second worker is."""
+def test_a_new_worker_takes_sequences_over_from_a_full_one() -> None:
+    """All requests arrive before the second worker does."""
     requests = [TraceRequest(number, 0.1 * number, 4000, 6000, (number,), 4000) for number in range(60)]
     spec, slowest = replace(QUICK, num_decode=1), []
     for fleet in (CoarseFleet(spec), evened := BalancedFleet(spec, BalanceConfig())):
-        outcomes = [fleet.submit(one) for one in requests]
+        outcomes = [fleet.submit(request) for request in requests]
         fleet.sim.at(120.0, lambda fleet=fleet: fleet.add_worker("decode-1", Role.DECODE))  # type: ignore[misc]
         fleet.run()
-        assert all(one.is_complete and one.num_tokens == 6000 for one in outcomes)
-        slowest.append(max(one.tpot_s for one in outcomes))
+        assert all(outcome.is_complete and outcome.num_tokens == 6000 for outcome in outcomes)
+        slowest.append(max(outcome.tpot_s for outcome in outcomes))
     assert evened.num_migrated > 0
     assert slowest[1] < 0.9 * slowest[0]
 
@@ -108,12 +108,12 @@ def test_baselines_are_chosen_by_the_documented_rules() -> None:
     baselines = [result("all", 0, 30.0), result("good", 9, 12.0), result("cheap", 50, 9.0), result("poor", 200, 8.0)]
     ours = result("ours", 1, 9.0, 2)
     chosen = choose(baselines, ours)
-    assert {rule: one.policy for rule, one in chosen.items()} == {
+    assert {rule: result.policy for rule, result in chosen.items()} == {
         "cheapest in time": "good",
         "fewest missed": "all",
         "equal hours": "cheap",
     }
     assert ratios(ours, baselines[1]) == {"missed": 1 / 9, "worker_hours": 0.75, "changes": 0.25}
-    assert choose(baselines[3:], ours)["cheapest in time"].policy == "poor"  # where none is in time
+    assert choose(baselines[3:], ours)["cheapest in time"].policy == "poor"  # no rule is in time
     twice = [ours, replace(ours, num_missed=3), baselines[1], replace(baselines[1], num_missed=1, worker_hours=6.0)]
     assert over_all(twice, "ours") == {"good": {"missed": 4 / 10, "worker_hours": 1.0, "changes": 0.25}}

@@ -1,7 +1,7 @@
-"""A deployment in this process: the real controller and Admin service over real workers and routers, without Ray.
+"""Runs a deployment in this process: the real controller and Admin service over real workers and routers, without Ray.
 
-Servers run on the test's own event loop; leaving the `async with` block ends them. `Load` sends requests for as long as
-it is open and keeps the answers.
+Servers run on the test's own event loop; leaving the `async with` block ends them. `Load` sends requests while it is
+open and keeps the answers.
 """
 
 from __future__ import annotations
@@ -131,13 +131,14 @@ class HostedRouter:
 
 @dataclass
 class Hosted:
-    """The controller and its processes; made by `hosted`."""
+    """Holds the controller and its processes; `hosted` makes it."""
 
     config: ServeConfig
     admin: str = ""
     controller: Controller = field(init=False)
-    workers: dict[WorkerId, HostedWorker] = field(default_factory=dict)  # by the name that each started with
-    records: list[ControllerRecord] = field(default_factory=list)  # that a successor of the controller would find
+    workers: dict[WorkerId, HostedWorker] = field(default_factory=dict)  # by the name under which each started
+    # the processes that a successor of the controller would find
+    records: list[ControllerRecord] = field(default_factory=list)
     pinned: list[int] = field(default_factory=list)  # pages that each ended worker still held
 
     def __post_init__(self) -> None:
@@ -197,7 +198,7 @@ class Answered:
 
 
 class Load:
-    """Sends requests, one after another in each of `num_lanes` tasks, until the block is left."""
+    """Sends requests, one after another in each of `num_lanes` tasks, until the block ends."""
 
     def __init__(self, deployment: Hosted, num_lanes: int = 3, max_tokens: int = 120) -> None:
         self._deployment = deployment

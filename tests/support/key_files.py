@@ -1,4 +1,4 @@
-"""Keys, secrets and certificates as files, made and replaced by tests."""
+"""Makes and replaces keys, secrets and certificates as files."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from penstock.rpc.secret import ClusterSecret, write_private
 
 
 def write_secret(path: Path, *secrets: ClusterSecret) -> dict[str, object]:
-    """Writes a file of cluster secrets, the current one first. Returns the `security` table that names it."""
+    """Writes a file of cluster secrets, the current one first; returns the `security` table that points to it."""
     write_private(path, "".join(f"{secret.reveal()}\n" for secret in secrets))
     return {"secret_file": str(path)}
 
 
 def replace(path: Path | str, text: str) -> None:
-    """Puts a new file in the place of the one at `path`, in one step."""
+    """Atomically replaces the file at `path`."""
     beside = Path(f"{path}.new")
     write_private(beside, text)
     os.replace(beside, path)
 
 
 class Authority:
-    """A certificate authority in a folder, made with the openssl program."""
+    """Represents a certificate authority in a folder, made with the openssl program."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

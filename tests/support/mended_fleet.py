@@ -1,4 +1,4 @@
-"""Plain workers and a router that several tests share, although each of them may kill or freeze some."""
+"""Shares plain workers and a router among several tests, although each test may kill or freeze some of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.plain_processes import Deployment, Process, wait_until_follow
 
 
 class MendedFleet:
-    """Owns the workers of some configurations and a router over them; both belong to the deployment."""
+    """Owns the workers of some configurations and a router over them; the deployment ends them."""
 
     def __init__(self, deployment: Deployment, configs: Sequence[WorkerConfig]) -> None:
         self._deployment = deployment
@@ -20,17 +20,18 @@ class MendedFleet:
 
     @property
     def workers(self) -> list[Process]:
-        """The workers in the order of their configurations."""
+        """Returns the workers in the order of their configurations."""
         return [self._workers[name] for name in self._configs]
 
     @property
     def router(self) -> Process:
-        """A router that no other test has used, so that its view of the workers' health comes from this test alone."""
+        """Returns a router that no other test has used, so that only this test shapes its view of the workers'
+        health."""
         assert self._router is not None
         return self._router
 
     def mend(self) -> None:
-        """Starts each worker that is dead or frozen once more, and another router."""
+        """Restarts each dead or frozen worker, and starts another router."""
         for process in filter(_is_frozen, self._workers.values()):
             process.kill()
         gone = {name: config for name, config in self._configs.items() if not self._runs(name)}

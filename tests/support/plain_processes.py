@@ -1,6 +1,6 @@
-"""Plain worker and router processes on this host, without Ray, for tests and benchmarks.
+"""Runs plain worker and router processes on this host, without Ray, for tests and benchmarks.
 
-They are the very workers and routers that Ray actors wrap. Nothing supervises them: a process that dies stays dead.
+They are the same workers and routers that Ray actors wrap. Nothing supervises them: a process that dies stays dead.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOG_TAIL_BYTES = 2000
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A running process and the ready line that it printed."""
+    """Represents a running process and the ready line that it printed."""
 
     popen: ModuleProcess
     ready: Mapping[str, object]
@@ -40,12 +40,12 @@ class Process:
 
     @property
     def address(self) -> str:
-        """host:port of its gRPC server."""
+        """Returns host:port of its gRPC server."""
         return str(self.ready.get("address") or self.ready.get("grpc"))
 
     @property
     def http(self) -> str:
-        """host:port of a router's HTTP server."""
+        """Returns host:port of a router's HTTP server."""
         return str(self.ready["http"])
 
     def kill(self) -> None:
@@ -69,7 +69,7 @@ class Deployment:
     ) -> list[Process]:
         """Starts workers side by side and returns once all are ready. `cpus[i]`, if given, is worker i's only core.
 
-        Each is a new Python if it is to be `fresh`, and else possibly a fork (tests.support.prefork).
+        Each is a new Python if `fresh`, otherwise possibly a fork (tests.support.prefork).
         """
         modules = {Role.PREFILL: "prefill_worker", Role.DECODE: "decode_worker"}
         started = []
@@ -141,8 +141,8 @@ class Deployment:
 
 
 def wait_until_followed(router: Process, num_workers: int, timeout_s: float = 60.0) -> None:
-    """Waits until the router would give work to that many workers. It is ready when it knows one decode worker, and
-    prompts are computed there until it knows a prefill worker. Raises Unavailable."""
+    """Waits until the router dispatches to that many workers. A router is ready once it knows one decode worker, which
+    computes prompts until the router knows a prefill worker. Raises Unavailable."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         metrics = httpx.get(f"http://{router.http}/metrics", timeout=timeout_s).text

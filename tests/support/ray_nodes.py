@@ -1,6 +1,6 @@
-"""Several Ray nodes on one machine, for tests and the fault benchmark, which kill nodes and restart the head.
+"""Runs several Ray nodes on one machine, for tests and the fault benchmark, which kill nodes and restart the head.
 
-The head keeps its state on disk (Ray's RocksDB store), without which Ray's nodes would end themselves with it.
+The head keeps its state on disk (Ray's RocksDB store); without it, Ray's nodes would end with the head.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.prefork.module_process import forked_ray_workers
 
 log = logging.getLogger(__name__)
 
-_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum; nothing of ours goes through it
+_STORE_BYTES = 80 * 1024 * 1024  # Ray's minimum; nothing of ours uses it
 _GONE_TIMEOUT_S = 10.0
 _ENVIRONMENT = {
     "RAY_gcs_storage": "rocksdb",
@@ -38,16 +38,16 @@ _ENVIRONMENT = {
 
 
 class LocalRayNodes:
-    """A head without resources for workers, and the nodes that are added. Its `with` block ends every process."""
+    """Runs a head without resources for workers, and added nodes. Its `with` block ends every process."""
 
-    security: SecurityConfig  # names a secret that every node can read, while they run
+    security: SecurityConfig  # the file of a secret that every node can read while it runs
 
     def __init__(self) -> None:
         self._context = contextlib.ExitStack()
         self._bystanders: set[int] = set()
         self._cluster: Any = None
         self._has_head = True
-        self._added: dict[Any, dict[str, Any]] = {}  # the nodes that ought to run, and how each was added
+        self._added: dict[Any, dict[str, Any]] = {}  # the nodes that should run, and how each was added
 
     def __enter__(self) -> LocalRayNodes:
         with self._context as context:
@@ -67,24 +67,24 @@ class LocalRayNodes:
 
     @property
     def address(self) -> str:
-        """host:port of the head."""
+        """Returns host:port of the head."""
         return str(self._cluster.address)
 
     @property
     def head(self) -> Any:
-        """The head's node, to which the driver connects."""
+        """Returns the head's node, to which the driver connects."""
         return self._cluster.head_node
 
     def add(self, resources: Mapping[str, float], labels: Mapping[str, str] | None = None, num_cpus: int = 1) -> Any:
-        """Returns a new node that has joined; its processes run on this machine."""
+        """Adds a node, whose processes run on this machine, and returns it once it has joined."""
         how = {"num_cpus": num_cpus, "resources": dict(resources), "labels": dict(labels or {})}
         node = self._cluster.add_node(**how, object_store_memory=_STORE_BYTES)
         self._added[node] = how
         return node
 
     def replace_ended(self) -> None:
-        """Starts the head's own process again if it has ended by itself, and adds a node in place of each whose node
-        manager has. Ray's daemons do that now and then, three seconds after their start."""
+        """Restarts the head's own process if it has ended by itself, and replaces each node whose node manager has.
+        Ray's daemons sometimes end like that, three seconds after their start."""
         status = self._cluster.head_node.all_processes["gcs_server"][0].process.poll() if self._has_head else None
         if status is not None:
             log.warning("the head's own process ended with status %s", status)
@@ -98,7 +98,7 @@ class LocalRayNodes:
                 self.add(**how)
 
     def kill(self, node: Any) -> None:
-        """Kills all of a node's processes at once, its actors included, like a machine that loses power."""
+        """Kills all processes of a node at once, including its actors, like a machine that loses power."""
         for process in _family(node):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -109,10 +109,10 @@ class LocalRayNodes:
         """Returns the node on which the actor of a process runs."""
         (found,) = [each for each in ray._private.state.actors().values() if each["Pid"] == pid]
         nodes = [self.head, *self._cluster.worker_nodes]
-        return next(one for one in nodes if one.node_id == found["Address"]["NodeID"])
+        return next(node for node in nodes if node.node_id == found["Address"]["NodeID"])
 
     def kill_head(self) -> None:
-        """Kills the head's own process alone; its node's other processes continue."""
+        """Kills only the head's own process; other processes of its node continue."""
         self._has_head = False
         self._cluster.head_node.kill_gcs_server()
 
@@ -152,7 +152,7 @@ def _is_controller(process: psutil.Process, admin_address: str) -> bool:
 
 
 def _family(node: Any) -> list[psutil.Process]:
-    pids = [one.process.pid for processes in node.all_processes.values() for one in processes]
+    pids = [process.process.pid for processes in node.all_processes.values() for process in processes]
     return with_descendants([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)])
 
 

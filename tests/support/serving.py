@@ -1,4 +1,4 @@
-"""Real workers in this process or their own, driven over gRPC by a minimal caller in place of a router."""
+"""Runs real workers in this process or their own, driven over gRPC by a minimal caller in place of a router."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def worker_config(
 
 @dataclass
 class Answer:
-    """The outcome of one request as its router sees it."""
+    """Holds the outcome of one request as its router sees it."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[common_pb2.TokenLogprob] = field(default_factory=list)
@@ -63,13 +63,13 @@ class Answer:
 
 
 class Caller:
-    """A router's call to a decode worker."""
+    """Calls a decode worker as a router does."""
 
     def __init__(self, address: str) -> None:
         self._channel = make_channel(address)
         self._commands: asyncio.Queue[worker_pb2.DecodeCommand | None] = asyncio.Queue()
         self._deltas: dict[int, asyncio.Queue[worker_pb2.StepDelta | None]] = {}
-        self._problem = ""  # why no more deltas come
+        self._problem = ""  # the reason that no more deltas come
         self._next_id = 1
         self.frames: list[worker_pb2.StepFrame] = []
         self._call = worker_pb2_grpc.DecodeWorkerStub(self._channel).Serve(self._requests())
@@ -133,7 +133,7 @@ class Caller:
         self._commands.put_nowait(worker_pb2.DecodeCommand(cancel=worker_pb2.DecodeCancel(stream_id=stream_id)))
 
     async def next_delta(self, stream_id: int) -> worker_pb2.StepDelta:
-        """Raises ConnectionError once the call is over: waiting longer would end in a timeout that says nothing."""
+        """Returns the next delta. Raises ConnectionError once the call has ended, since waiting could only time out."""
         async with asyncio.timeout(TIMEOUT_S):
             delta = await self._deltas[stream_id].get()
         if delta is None:
@@ -179,8 +179,8 @@ def _candidate(server: PrefillServer | worker_pb2.PrefillCandidate) -> worker_pb
 def patience() -> Iterator[None]:
     """Keeps servers that share one interpreter lock from giving each other up on a busy machine.
 
-    They do not ping: a ping may wait for its answer for longer than a second, and its connection would break with every
-    request on it. Nor do their migrations give up while the other end is slow.
+    They do not ping: a ping may wait for its answer longer than a second, and its connection would break with every
+    request on it. Their migrations do not time out while the other end is slow.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rpc_server, "_KEEPALIVE", [])
@@ -223,7 +223,7 @@ async def caller(server: DecodeServer | str) -> AsyncIterator[Caller]:
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
-    """Waits for state that has no event of its own. Raises TimeoutError when time is up."""
+    """Waits for state that no event announces. Raises TimeoutError when time is up."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - there is not an event to wait for
             await asyncio.sleep(0.005)

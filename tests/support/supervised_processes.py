@@ -1,7 +1,7 @@
-"""A supervised deployment of plain processes on this machine: the real controller and Admin service, without Ray.
+"""Runs a supervised deployment of plain processes on this machine: the real controller and Admin service, without Ray.
 
-Replaces what is lost, drains, flips and upgrades as a deployment on Ray does, and ends with its `async with` block.
-Tests and benchmarks use it.
+It replaces lost processes, drains, flips and upgrades as a deployment on Ray does, and ends with its `async with`
+block. Tests and benchmarks use it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.support.prefork.module_process import ModuleProcess, start_module
 _FIRST_REQUEST_RETRY = RetryPolicy(max_attempts=1000, initial_s=0.05, max_s=0.5)
 _FLIP_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 20.0
-_LEAVE_MARGIN_S = 5.0  # beyond its streams' time, for a router that was asked to end
+_LEAVE_MARGIN_S = 5.0  # in addition to its streams' time, for a router that was asked to end
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class PlainDeployment:
 
     @property
     def grpc_address(self) -> str:
-        """host:port of the first router."""
+        """Returns host:port of the first router."""
         return self.controller.status().endpoints[0].removeprefix("grpc://")
 
     async def until(
@@ -135,10 +135,10 @@ class PlainProcess:
         self._stdout: asyncio.ReadTransport | None = None
         self._host = ""  # host:port of the service that changes its role
         self._started: Started | None = None
-        self._prepared = 0  # version of the weights that it has read
+        self._prepared = 0  # version of the weights that it has loaded
 
     async def place(self, on_unplaced: OnUnplaced) -> None:
-        """Returns at once: this machine is its place."""
+        """Returns at once, because this machine is its place."""
 
     async def start(self) -> Started:
         self._path.write_text(self._config.model_dump_json())
@@ -180,7 +180,7 @@ class PlainProcess:
         assert self._process is not None
         assert self._started is not None
         address, epoch = self._started.address, self._started.epoch
-        if not address:  # a spare listens nowhere
+        if not address:  # a spare does not listen
             return await self._outlive()
         if self._is_router:
             drain_s = self._config.drain_s + _LEAVE_MARGIN_S

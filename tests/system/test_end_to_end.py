@@ -50,7 +50,7 @@ class Service:
 def service() -> Iterator[Service]:
     with Deployment() as deployment:
         configs = [worker_config(role, MODEL, decode={"placement": "remote"}) for role in (Role.PREFILL, Role.DECODE)]
-        # New Pythons: most other tests fork theirs, in which a missing import would not show.
+        # New Pythons, because forks, as in most other tests, would hide a missing import.
         workers = deployment.start_workers(configs, fresh=True)
         addresses = tuple(worker.address for worker in workers)
         settings = RouterConfig(model=str(MODEL), grpc_port=0, http_port=0, workers=addresses)
@@ -70,13 +70,13 @@ def openai_client(service: Service) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"http://{service.http}/v1", api_key="none", timeout=TIMEOUT_S, max_retries=0)
 
 
-def test_a_stream_is_the_whole_answer_in_pieces(client: Client) -> None:
+def test_a_stream_adds_up_to_the_whole_answer(client: Client) -> None:
     whole = client.complete(PROMPT, max_tokens=150, temperature=0.0, ignore_eos=True)
     chunks = list(client.generate(PROMPT, max_tokens=150, temperature=0.0, ignore_eos=True))
     assert "".join(chunk.text for chunk in chunks) == whole.text
     assert sum(len(chunk.token_ids) for chunk in chunks) == len(whole.token_ids)
     assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
-    assert len(chunks) > 1  # how many tokens a chunk brings depends on who is slower
+    assert len(chunks) > 1  # how many tokens a chunk has depends on which side is slower
 
 
 def test_cached_pages_are_not_transferred_again(client: Client) -> None:
@@ -203,7 +203,7 @@ def test_outputs_match_their_schema_over_both_apis(client: Client, openai_client
 
 
 @pytest.mark.parametrize("target", ["--url", "--grpc"])
-def test_the_load_generator_finds_every_stream_whole(
+def test_the_load_generator_receives_every_stream_whole(
     service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str
 ) -> None:
     address = service.http if target == "--url" else service.grpc
@@ -227,7 +227,7 @@ def test_stop_strings_end_the_text_before_them(client: Client) -> None:
 
 
 def test_a_generic_grpc_client_works_by_reflection(service: Service) -> None:
-    """Calls without Penstock's stubs: the descriptors come from the server."""
+    """The call uses no stubs of Penstock; the descriptors come from the server."""
     with grpc.insecure_channel(service.grpc) as channel:
         database = ProtoReflectionDescriptorDatabase(channel)
         assert "penstock.v1.Inference" in database.get_services()
@@ -267,7 +267,7 @@ def test_health_and_metrics_are_served(service: Service, client: Client) -> None
         ([99_999], {}, "token_ids"),
     ],
 )
-def test_bad_input_is_named_and_the_service_stays_up(
+def test_bad_input_is_refused_and_the_service_stays_up(
     client: Client, prompt: str | list[int], options: dict[str, float], field: str
 ) -> None:
     with pytest.raises(InvalidInput) as caught:

@@ -1,7 +1,7 @@
 """Tests the invariant: disaggregated == colocated == single process == `transformers`, token for token.
 
-Real workers with their gRPC servers and transports in this process, one checkpoint of each family with random weights
-in fp32, prompts of many lengths around the page size, in every way that a request can be served.
+Real workers with their gRPC servers and transports run in this process. One checkpoint of each family with random
+weights in fp32, and prompts of many lengths around the page size, are served in every possible way.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.support.serving import GREEDY, SALT, Caller, caller, wait_until_empty
 pytestmark = pytest.mark.processes
 
 BUNDLED = Path(__file__).resolve().parents[2] / "models" / "penstock-tiny"
-# Exact in single precision, which is how they are sent.
+# These values are exact in single precision, the precision of the wire format.
 SEEDED = SamplingParams(max_tokens=16, temperature=0.75, top_p=0.875, top_k=50, seed=7, ignore_eos=True)
 PENALIZED = replace(SEEDED, repetition_penalty=1.25, frequency_penalty=0.5, presence_penalty=0.25, logit_bias={5: 3.0})
 
@@ -100,16 +100,17 @@ async def test_every_way_to_serve_gives_the_same_tokens(family: str, checkpoints
     ) as (prefill, decode):
         async with caller(decode) as router:
             assert await ask_all(router, prompts, GREEDY, [prefill]) == wanted
-            # Again: pages are cached at both ends now, and only the rest is moved.
+            # The second round finds pages cached at both ends, and only the rest is moved.
             assert await ask_all(router, prompts, GREEDY, [prefill]) == wanted
-            # Without a prefill worker to ask, the same worker prefills by itself.
+            # Without a prefill worker, the same worker computes prompts itself.
             assert await ask_all(router, prompts, GREEDY, []) == wanted
         await wait_until_empty(prefill, decode)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 async def test_quantized_inputs_give_the_same_tokens_everywhere(scheme: str, tmp_path: Path) -> None:
-    """In bf16, where the kernels multiply in integers: disaggregated in chunks, with cached pages, and colocated."""
+    """In bf16 the kernels multiply integers; the prompt is served disaggregated in chunks, with cached pages, and
+    colocated."""
     whole = make_checkpoint("llama", tmp_path / "whole", hidden_size=64, intermediate_size=128, head_dim=32)
     model, _ = quantize_checkpoint(whole, tmp_path / scheme, scheme)
     prompts = make_prompts(VOCAB_SIZE)
@@ -159,7 +160,7 @@ async def test_a_split_prompt_gives_the_same_tokens(sampling: SamplingParams, ch
             await wait_until_empty(prefill, decode)
 
 
-async def test_a_split_prompt_whose_prefill_worker_is_lost_is_computed_here(checkpoints: dict[str, Path]) -> None:
+async def test_a_split_prompt_whose_prefill_worker_is_lost_is_computed_locally(checkpoints: dict[str, Path]) -> None:
     model = checkpoints["llama"]
     prompt = make_prompts(VOCAB_SIZE, seed=3)[6]
     wanted = single_process(model, prompt, SEEDED)
@@ -208,7 +209,7 @@ async def test_seeded_sampling_over_each_transport(
 
 
 async def test_preemption_loses_no_token(checkpoints: dict[str, Path]) -> None:
-    """Has pages for about two of six sequences, which therefore preempt each other."""
+    """There are pages for about two of six sequences, which therefore preempt each other."""
     model = checkpoints["llama"]
     sampling = replace(GREEDY, max_tokens=60)
     prompts = [[seed] * 40 for seed in range(2, 8)]
@@ -218,7 +219,7 @@ async def test_preemption_loses_no_token(checkpoints: dict[str, Path]) -> None:
         worker_config(Role.DECODE, model, engine={"num_pages": 14, "prefix_caching": False}),
     ) as (prefill, decode):
         async with caller(decode) as router:
-            for _ in range(50):  # until three of them run at once, as they do unless their prefills come late
+            for _ in range(50):  # repeats until three of them run at once, which happens unless their prefills are late
                 streams = [router.submit(prompt, sampling, [prefill]) for prompt in prompts]
                 answers = [await router.answer(stream) for stream in streams]
                 assert [answer.token_ids for answer in answers] == wanted
@@ -230,7 +231,7 @@ async def test_preemption_loses_no_token(checkpoints: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("with_disk", [False, True], ids=["host", "host and disk"])
-async def test_pages_that_come_back_from_lower_tiers_give_the_same_tokens(
+async def test_pages_loaded_from_lower_tiers_give_the_same_tokens(
     with_disk: bool, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     """Repeats prompts that do not fit into either pool; the decode worker preempts, too."""

@@ -1,7 +1,7 @@
 """Kills and freezes real processes under real streams: the client gets exactly the tokens of an undisturbed run.
 
-One router, two prefill and two decode workers as plain processes, the bundled model in bf16. Slow prefills are made by
-long prompts in tiny chunks, so that a kill hits a running prefill.
+One router, two prefill and two decode workers run as plain processes, with the bundled model in bf16. Long prompts in
+tiny chunks make prefills slow, so that a kill hits a running one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.processes
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "penstock-tiny"
 PROMPT = [(7 * i) % 900 + 20 for i in range(600)]
-MAX_TOKENS = 240  # of which a busy client has not read the last before it does what it is here for
+MAX_TOKENS = 240  # tokens: so many that a busy client has not read the last one when its test acts
 TIMEOUT_S = 60.0
 _NUMBERS = itertools.count()
 SEEDED = {"temperature": 0.875, "top_p": 0.9375, "seed": 11, "ignore_eos": True}  # exact in single precision
@@ -76,7 +76,7 @@ def fleet(shared_fleet: Fleet) -> Fleet:
 
 
 class Undisturbed:
-    """The answers of a single process to a prompt, which no other test has sent and no worker has cached."""
+    """Returns the answers of a single process to a prompt that no other test has sent and no worker has cached."""
 
     def __init__(self, engine: Engine, number: int) -> None:
         self.prompt = [20 + number, *PROMPT[1:]]
@@ -143,7 +143,7 @@ async def _until_busy(process: Process) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_prefill_worker_lost_during_a_prefill_costs_no_token(
+async def test_a_prefill_worker_lost_during_a_prefill_loses_no_token(
     fleet: Fleet, undisturbed: Undisturbed, number: signal.Signals
 ) -> None:
     async with client(fleet.router) as router:
@@ -154,14 +154,14 @@ async def test_a_prefill_worker_lost_during_a_prefill_costs_no_token(
         assert list(result.token_ids) == undisturbed["seeded"]
         victim.signal(signal.SIGKILL)
         survivors = [process for process in fleet.prefill if process is not victim]
-        # The fence on pages that the dead worker might have written is lifted once its death is known.
+        # Once the dead worker's death is known, the fence is lifted from pages that it might have written.
         await wait_until_empty([*survivors, *fleet.decode])
         again = await router.complete(undisturbed.prompt, max_tokens=40, **GREEDY)
         assert list(again.token_ids) == undisturbed["greedy"][:40]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_decode_worker_lost_during_a_stream_costs_no_token(
+async def test_a_decode_worker_lost_during_a_stream_loses_no_token(
     fleet: Fleet, undisturbed: Undisturbed, number: signal.Signals
 ) -> None:
     async with client(fleet.router) as router:
@@ -187,7 +187,8 @@ async def test_the_service_outlives_its_whole_prefill_pool(fleet: Fleet, undistu
 
 
 async def test_a_request_cancelled_in_any_phase_frees_its_pages(fleet: Fleet) -> None:
-    """Cancels while queued, prefilling, transferring and decoding: every page is freed and no request completes."""
+    """Cancels requests while queued, prefilling, transferring and decoding: every page is freed and no request
+    completes."""
     everyone = [*fleet.prefill, *fleet.decode]
     before = [(await load_of(process)).requests.ended for process in fleet.decode]
     async with client(fleet.router) as router:
@@ -214,7 +215,7 @@ async def test_the_requests_deadline_bounds_every_leg(fleet: Fleet) -> None:
             process.signal(signal.SIGCONT)
 
 
-async def test_a_router_killed_under_load_costs_no_request_and_no_token(fleet: Fleet, undisturbed: Undisturbed) -> None:
+async def test_a_router_killed_under_load_loses_no_request_and_no_token(fleet: Fleet, undisturbed: Undisturbed) -> None:
     spare = fleet.start_router()
     async with AsyncClient([fleet.router.address, spare.address], timeout_s=TIMEOUT_S) as routers:
         streaming = asyncio.Event()

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.processes
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "penstock-tiny"
 TEXTS = ["Once upon a time there was a little cat.", "The dog ran"]
-# Longer than what one step scores, and with pages that repeat.
+# Longer than one step scores, and with repeating pages.
 LONG = [(7 * i * i) % 900 + 20 for i in range(301)]
 
 
@@ -83,7 +83,7 @@ async def deployment() -> AsyncIterator[Deployment]:
 
 
 def log_likelihood(choice: dict[str, Any], num_context_tokens: int) -> tuple[float, bool]:
-    """Computes what lm-evaluation-harness does with an answer of its `local-completions` model, which asks for one
+    """Computes what lm-evaluation-harness does with an answer of its `local-completions` model, which requests one
     token that it ignores."""
     parts = choice["logprobs"]
     tokens, values, tops = (parts[name][num_context_tokens:-1] for name in ("tokens", "token_logprobs", "top_logprobs"))
@@ -92,7 +92,7 @@ def log_likelihood(choice: dict[str, Any], num_context_tokens: int) -> tuple[flo
 
 
 async def test_log_likelihoods_of_a_harness_equal_those_of_transformers(deployment: Deployment, model: Any) -> None:
-    """The harness sends batches of token ids or text, greedy, an echo with one alternative, one token or none."""
+    """A harness sends batches of token ids or text, greedy, as an echo with one alternative, and one token or none."""
     tokenizer = Tokenizer.load(MODEL)
     try:
         prompts = [await tokenizer.encode(text) for text in TEXTS] + [LONG]
@@ -140,7 +140,7 @@ async def test_an_echo_streams_the_prompt_before_each_choice(deployment: Deploym
         assert offsets == [sum(map(len, spelt[:rank])) for rank in range(len(spelt))]
 
 
-async def test_prompt_logprobs_have_the_form_of_vllm(deployment: Deployment, model: Any) -> None:
+async def test_prompt_logprobs_have_vllms_format(deployment: Deployment, model: Any) -> None:
     for _ in range(2):  # the second time with cached pages
         answer = await deployment.post("completions", prompt=LONG, max_tokens=2, temperature=0, prompt_logprobs=2)
         [choice] = answer["choices"]
@@ -159,7 +159,7 @@ async def test_prompt_logprobs_have_the_form_of_vllm(deployment: Deployment, mod
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
 
 
-async def test_streams_have_them_in_their_first_chunk(deployment: Deployment) -> None:
+async def test_streams_have_prompt_logprobs_in_their_first_chunk(deployment: Deployment) -> None:
     for path, body in (
         ("completions", {"prompt": [LONG, LONG[:5]], "n": 2}),
         ("chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "n": 2}),
@@ -180,13 +180,13 @@ async def test_streams_have_them_in_their_first_chunk(deployment: Deployment) ->
             assert [entry and list(entry) for entry in scores] == [entry and list(entry) for entry in at_once[index]]
 
 
-async def test_clients_get_them_with_the_first_tokens(deployment: Deployment, model: Any) -> None:
+async def test_clients_get_prompt_logprobs_with_the_first_tokens(deployment: Deployment, model: Any) -> None:
     options: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True, "prompt_logprobs": 1}
     async with AsyncClient(deployment.grpc) as client:
         result = await client.complete(LONG, n=2, **options)
         plain = await client.complete(LONG, **options | {"prompt_logprobs": None})
-        one = await client.complete(LONG[:1], **options)
-    assert one.completions[0].prompt_logprobs == ()
+        single = await client.complete(LONG[:1], **options)
+    assert single.completions[0].prompt_logprobs == ()
     assert result.token_ids == plain.token_ids
     assert result.timing.prefill_worker == "decode"
     assert plain.timing.prefill_worker == "prefill"
@@ -197,7 +197,7 @@ async def test_clients_get_them_with_the_first_tokens(deployment: Deployment, mo
 
 
 async def test_prompts_that_preempt_each_other_keep_their_log_probabilities(model: Any) -> None:
-    """Has pages for about two of five prompts, each of which is scored in many steps while others grow."""
+    """There are pages for about two of five prompts, each of which is scored in many steps while others grow."""
     prompts = [[20 + number, *LONG[: 150 + 10 * number]] for number in range(5)]
     engine: dict[str, object] = {"dtype": "float32", "num_pages": 26, "prefix_caching": False}
     decode: dict[str, object] = {
@@ -218,7 +218,7 @@ async def test_prompts_that_preempt_each_other_keep_their_log_probabilities(mode
         assert [each.logprob for each in answer.prompt_logprobs] == pytest.approx(wanted(model, prompt), abs=1e-3)
 
 
-async def test_a_request_that_is_dispatched_again_is_scored_before_its_first_token_only() -> None:
+async def test_a_redispatched_request_is_scored_only_before_its_first_token() -> None:
     options = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
     engine: dict[str, object] = {"dtype": "float32"}
     async with workers(worker_config(Role.DECODE, MODEL, engine=engine, decode={"placement": "local"})) as servers:

@@ -43,7 +43,7 @@ from tests.support.serving import wait_until_empty, worker_config, workers
 pytestmark = pytest.mark.processes
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "penstock-tiny"
-FOLDER = tempfile.TemporaryDirectory(prefix="penstock-")  # lives as long as this module
+FOLDER = tempfile.TemporaryDirectory(prefix="penstock-")  # kept as long as this module
 SECRET = SecurityConfig.model_validate(write_secret(Path(FOLDER.name, "secret"), ClusterSecret("s" * 32)))
 LONG = [(7 * i) % 900 + 20 for i in range(150)]
 SEEDED = {"temperature": 0.875, "top_p": 0.9375, "seed": 11, "ignore_eos": True}
@@ -222,7 +222,7 @@ async def test_the_lookaside_port_accepts_each_ticket_once_and_nothing_else(pair
     await pair.nothing_is_held()
 
 
-async def test_a_shortened_answer_says_so_with_and_without_lookaside() -> None:
+async def test_a_shortened_answer_reports_it_with_and_without_lookaside() -> None:
     only = config(Role.DECODE, "decode-0", decode={"placement": "local"})
     async with setting(only, admission={"overload": {"max_tokens": 3, "hold_s": 1000.0}}) as made:
         made.router.context.gate.admission._overload.level = OverloadLevel.SHORTEN
@@ -239,7 +239,7 @@ async def test_the_requests_deadline_bounds_the_stream(pair: Setting, monkeypatc
     prepare = Engine.prepare
 
     def delayed(engine: Engine, work: Sequence[ScheduledSequence]) -> PreparedStep:
-        time.sleep(0.005)  # so that no machine computes the answer before the deadline
+        time.sleep(0.005)  # no machine then computes the answer before the deadline
         return prepare(engine, work)
 
     monkeypatch.setattr(Engine, "prepare", delayed)
@@ -261,7 +261,7 @@ async def test_without_lookaside_the_client_gets_its_tokens_from_the_router() ->
 
 
 @pytest.mark.usefixtures("short_waits")
-async def test_an_unreachable_lookaside_port_costs_an_attempt_but_no_request() -> None:
+async def test_an_unreachable_lookaside_port_uses_an_attempt_but_fails_no_request() -> None:
     only = config(Role.DECODE, "decode-0", decode={"placement": "local"})
     unreachable = only.model_copy(update={"lookaside": LookasideConfig(address="127.0.0.1:1")})
     async with setting(unreachable, ticket_lifetime_s=0.01) as made:
@@ -336,14 +336,14 @@ async def test_streams_of_a_stopping_worker_continue_elsewhere() -> None:
         await made.nothing_is_held()
 
 
-async def test_a_prompt_with_which_a_worker_was_lost_is_streamed_by_the_router(pair: Setting) -> None:
-    """Only the router can tell which of the requests on a lost worker caused the loss."""
+async def test_a_prompt_whose_worker_was_lost_is_streamed_by_the_router(pair: Setting) -> None:
+    """Only the router can determine which of the requests on a lost worker caused the loss."""
     routed = await route(pair, LONG, max_tokens=4)
     book = pair.router.fleet.tickets
     ticket = worker_pb2.Ticket.FromString(routed.ticket[:-32])
     book.on_states(ticket.epoch, [worker_pb2.TicketState(id=ticket.id)])
     book.on_away(ticket.epoch)
-    book._give_up(ticket.id)  # as if its worker did not come back
+    book._give_up(ticket.id)  # as if its worker did not return
     with pytest.raises(grpc.RpcError) as raised:
         await route(pair, LONG, max_tokens=4)
     assert isinstance(from_rpc_error(raised.value), ConfigError)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.processes
 
 PROMPT = [(7 * i) % 900 + 20 for i in range(200)]
 MAX_TOKENS = 500
-FIRST = 20  # tokens, before something is killed
+FIRST = 20  # tokens before something is killed
 
 
 class Fleet:
@@ -68,7 +68,7 @@ def _private(path: str, flags: int) -> int:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Shares a fleet between both tests: the first leaves every process alive."""
+    """Shares a fleet between both tests; the first one leaves every process alive."""
     with Deployment() as deployment:
         yield Fleet(deployment, str(tmp_path_factory.mktemp("secret")))
 
@@ -94,7 +94,7 @@ async def test_the_stream_of_a_frozen_worker_continues_elsewhere(fleet: Fleet, u
         await emptied(fleet, each)
 
 
-async def test_a_killed_worker_and_a_killed_router_cost_no_token(fleet: Fleet, undisturbed: list[int]) -> None:
+async def test_a_killed_worker_and_a_killed_router_lose_no_token(fleet: Fleet, undisturbed: list[int]) -> None:
     """Kills the router, which the stream does not notice, then the worker, after which the other router takes over."""
     targets = [each.address for each in fleet.routers]
     async with AsyncClient(targets, timeout_s=TIMEOUT_S, lookaside=True) as client:

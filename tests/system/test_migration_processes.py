@@ -67,7 +67,7 @@ async def migrate(source: Process, target: worker_pb2.WorkerDescription, address
 
 
 async def busiest(decode: list[Process]) -> tuple[Process, Process]:
-    """Returns the worker with most sequences, and the other one, once there are any."""
+    """Returns the worker with the most sequences and the other one, once there are any."""
     async with asyncio.timeout(TIMEOUT_S):
         while True:
             loads = [(await load_of(process)).num_running for process in decode]
@@ -115,7 +115,7 @@ async def test_streams_that_migrate_repeatedly_equal_those_of_a_single_process(
     [("target", signal.SIGSTOP), ("target", signal.SIGKILL), ("source", signal.SIGKILL)],
     ids=["target frozen", "target killed", "source killed"],
 )
-async def test_a_worker_lost_during_a_migration_costs_no_token(
+async def test_a_worker_lost_during_a_migration_loses_no_token(
     processes: tuple[Process, list[Process]], undisturbed: dict[str, list[int]], victim: str, number: signal.Signals
 ) -> None:
     router, decode = processes

@@ -60,7 +60,7 @@ def test_many_more_requests_than_slots_are_served_whole_or_refused_with_a_hint()
 
 
 def wait_until_nobody_is_inside(router: Process) -> None:
-    """Waits until the router's gauges are back at zero, which follow the last answers."""
+    """Waits until the router's gauges are zero again, shortly after the last answers."""
     deadline_s = time.monotonic() + 60.0
     while True:
         metrics = httpx.get(f"http://{router.http}/metrics", timeout=60).text

@@ -65,13 +65,13 @@ PAGES = (
     "rotate-keys",
 )
 _BETWEEN_REQUESTS_S = 0.15
-KILLED = {"pool-is-down": "prefill-0", "router-lost": "router-0"}  # before the page's commands run
+KILLED = {"pool-is-down": "prefill-0", "router-lost": "router-0"}  # run before the page's commands
 
 
 @dataclass(frozen=True)
 class Step:
     command: str
-    expected: str  # "..." stands for anything
+    expected: str  # "..." stands for any text
 
 
 def steps_of(page: str) -> list[Step]:
@@ -84,8 +84,8 @@ def steps_of(page: str) -> list[Step]:
 
 
 def matches(expected: str, output: str) -> bool:
-    """Returns whether the output begins as expected. A line "..." matches any lines, "..." within a line anything;
-    runs of white space count as one space, empty lines not at all."""
+    """Returns whether the output begins as expected. A line "..." matches any lines, "..." within a line any text; runs
+    of white space count as one space, and empty lines do not count."""
     return _begins([" ".join(line.split()) for line in output.splitlines() if line.strip()], expected.splitlines())
 
 
@@ -175,7 +175,7 @@ def test_graphs_name_metrics_that_exist() -> None:
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Makes the files that the deployments read their keys from, and those that rotate-keys puts in their place."""
+    """Makes the key files of the deployments, and those that rotate-keys replaces them with."""
     folder = tmp_path_factory.mktemp("keys")
     write_secret(folder / "secret", ClusterSecret.make())
     (folder / "old.key").write_text(make_api_key())
@@ -286,7 +286,7 @@ def kill(deployment: RayDeployment, worker_id: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_commands_do_what_the_page_says(
+def test_the_commands_do_what_the_page_claims(
     name: str, deployment: RayDeployment, next_model: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_ADMIN", deployment.admin_address)
@@ -294,7 +294,7 @@ def test_the_commands_do_what_the_page_says(
     if name in KILLED:
         kill(deployment, KILLED[name])
     around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if name == "upgrade-a-model":  # with half the workers, since each of them is restarted
+    if name == "upgrade-a-model":  # half of the workers, because each of them is restarted
         for pool in ("prefill", "decode"):
             assert run(f"penstock scale {pool} 1 --wait 240", "")[0] == 0
         around = traffic(deployment.grpc_address)

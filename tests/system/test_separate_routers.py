@@ -1,4 +1,4 @@
-"""Tests routers that no controller supervises: processes of their own that follow a deployment without routers."""
+"""Tests routers without a controller: separate processes that follow a deployment without routers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def until_elsewhere(deployment: PlainDeployment, *routers: Process) -> adm
 
 
 async def statuses(router: Process) -> list[int]:
-    """Returns what the router's probes say: live, then ready."""
+    """Returns the answers of the router's probes: live, then ready."""
     async with httpx.AsyncClient(timeout=TIMEOUT_S) as http:
         urls = [f"http://{router.ready['metrics']}/health/{which}" for which in ("live", "ready")]
         return [(await http.get(url)).status_code for url in urls]
@@ -82,13 +82,13 @@ async def test_separate_routers_serve_and_outlive_each_other_and_the_admin_servi
 
         # Without the Admin service both keep the last membership.
         await deployment.stop_admin()
-        async with client(first) as one, client(second) as other:
-            await asyncio.gather(check_stream(one), check_stream(other))
+        async with client(first) as to_first, client(second) as to_second:
+            await asyncio.gather(check_stream(to_first), check_stream(to_second))
         assert await statuses(first) == await statuses(second) == [200, 200]
         await deployment.start_admin()
         await until_elsewhere(deployment, first, second)
 
-        # The death of one cuts no stream of the other, and callers with both addresses notice nothing.
+        # The death of one router breaks no stream of the other, and callers with both addresses notice nothing.
         async with client(second) as other, client(first, second, retry=RetryPolicy()) as both:
             running = [stream(other), stream(other), *(stream(both) for _ in range(4))]
             begun = [(await anext(each)).text for each in running]
@@ -100,7 +100,7 @@ async def test_separate_routers_serve_and_outlive_each_other_and_the_admin_servi
         await until_elsewhere(deployment, second)
         assert deployment.controller.status().ready
 
-        # SIGTERM: the stream in flight ends whole, and the process with it.
+        # After SIGTERM the stream in flight completes, and the process ends with it.
         async with client(second) as other:
             last = stream(other)
             await anext(last)

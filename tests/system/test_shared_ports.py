@@ -1,4 +1,4 @@
-"""Tests routers that share their public ports, as processes: the death of one refuses nobody."""
+"""Tests router processes that share their public ports: the death of one refuses nobody."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def deployment() -> Iterator[Deployment]:
 
 @pytest.fixture(scope="module")
 def shared(deployment: Deployment) -> RouterConfig:
-    """The configuration of every router."""
+    """Returns the configuration of every router."""
     engine, local = {"num_pages": 256, "dtype": "float32"}, {"placement": "local"}
     (worker,) = deployment.start_workers([worker_config(Role.DECODE, MODEL, "decode-0", engine=engine, decode=local)])
     served = resolve_ports(ServeConfig(model=str(MODEL), http_port=0, grpc_port=0, admin_port=0))
@@ -43,7 +43,7 @@ def shared(deployment: Deployment) -> RouterConfig:
 
 
 async def complete(address: str) -> int:
-    """Asks over a connection of its own; returns the status."""
+    """Sends a request over a new connection; returns the status."""
     async with httpx.AsyncClient(timeout=60) as client:
         body = {"model": "penstock-tiny", "prompt": PROMPT, "max_tokens": 2}
         return (await client.post(f"http://{address}/v1/completions", json=body)).status_code
@@ -60,7 +60,7 @@ async def test_a_killed_router_refuses_nobody_at_either_port(deployment: Deploym
     first, second = deployment.start_router(shared), deployment.start_router(shared)
     assert (first.http, first.address) == (second.http, second.address)
     statuses = [await complete(first.http) for _ in range(NUM_CONNECTIONS)]
-    assert await num_completed(first) > 0  # the system divides connections among both
+    assert await num_completed(first) > 0  # the system divides connections between both
     assert await num_completed(second) > 0
     first.kill()
     statuses += [await complete(first.http) for _ in range(NUM_CONNECTIONS)]
@@ -70,7 +70,7 @@ async def test_a_killed_router_refuses_nobody_at_either_port(deployment: Deploym
             assert (await client.complete(PROMPT, max_tokens=2)).finish_reason is not None
     host, _, port = str(second.ready["metrics"]).rpartition(":")
     succeeding = shared.model_copy(update={"metrics_port": int(port)})
-    third = deployment.start_router(succeeding)  # at each port of the second's, as where the controller moves
+    third = deployment.start_router(succeeding)  # at each port of the second router, as when the controller moves
     assert (third.http, third.ready["metrics"]) == (second.http, f"{host}:{port}")
     second.signal(signal.SIGTERM)
     assert await asyncio.to_thread(second.popen.wait, 60) == 0

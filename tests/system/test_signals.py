@@ -1,4 +1,4 @@
-"""Tests signals to processes: SIGTERM lets running requests finish, SIGINT ends at once; live is not ready."""
+"""Tests signals to processes: SIGTERM lets running requests finish, SIGINT ends at once; live differs from ready."""
 
 from __future__ import annotations
 
@@ -129,13 +129,11 @@ async def test_a_router_that_gets_sigterm_refuses_new_requests_and_finishes_its_
     async with AsyncClient(router.address, retry=RetryPolicy(max_attempts=1)) as impatient:
         with pytest.raises(Unavailable):
             await impatient.complete(PROMPT, max_tokens=2)
-    worker.signal(signal.SIGTERM)  # idle: no reason to wait
+    worker.signal(signal.SIGTERM)  # an idle router has no reason to wait
     assert await asyncio.to_thread(worker.popen.wait, TIMEOUT_S) == 0
 
 
-async def test_a_plain_process_changes_its_role(
-    deployment: Deployment, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+async def test_a_plain_process_flips_its_role(deployment: Deployment, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("host") / "worker.json"
     path.write_text(worker_config(Role.PREFILL, MODEL, "prefill-0", engine=ENGINE).model_dump_json())
     log = path.with_suffix(".log")
@@ -175,7 +173,7 @@ async def test_a_stopping_deployment_refuses_new_requests_and_finishes_its_strea
 
 
 class Served:
-    """Stands for the deployment that `penstock serve` holds; it gets a signal while it waits."""
+    """Stands in for the deployment of `penstock serve`; it gets a signal while it waits."""
 
     def __init__(self, config: ServeConfig, number: signal.Signals) -> None:
         self.config = config

@@ -1,6 +1,6 @@
 """Tests ranks that die or freeze during streams: their worker ends as a whole, and others finish its requests.
 
-Runs a router, a prefill and a decode worker of two ranks each, and a decode worker of one rank, as plain processes.
+A router, a prefill and a decode worker of two ranks each, and a decode worker of one rank run as plain processes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def config(role: Role, name: str, num_ranks: int) -> WorkerConfig:
             "dtype": "float32",
             "tensor_parallel": num_ranks,
             "rank_timeout_s": 5.0,
-            "run_ahead": num_ranks > 1,  # other ranks have one more step announced when a rank dies
+            "run_ahead": num_ranks > 1,  # one more step has been announced to other ranks when a rank dies
         },
         transfer={"timeout_s": 5.0},
     )

@@ -1,4 +1,4 @@
-"""Tests that channels to workers that have gone do not pile up, and that one in use stays open."""
+"""Tests that channels to former workers do not accumulate, and that a channel in use stays open."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def call(channels: Channels, address: str) -> None:
         pass
 
 
-async def test_channels_that_are_unused_for_longest_are_closed() -> None:
+async def test_the_longest_unused_channels_are_closed() -> None:
     dialled = Dialled()
     channels = Channels(dialled, max_idle=2)
     for address in ("a", "b", "a", "c"):
@@ -48,7 +48,7 @@ async def test_channels_that_are_unused_for_longest_are_closed() -> None:
     assert sum(dialled.is_open(address) for address in dialled.made) == 2
 
 
-async def test_a_channel_in_use_is_not_closed_whatever_comes() -> None:
+async def test_a_channel_in_use_is_never_closed() -> None:
     dialled = Dialled()
     channels = Channels(dialled, max_idle=1)
     async with contextlib.AsyncExitStack() as calls:

@@ -1,4 +1,5 @@
-"""Tests what lifts the fence of a lost transfer: an answer, a refusal, or no way left into the pool; never time."""
+"""Tests what lifts the fence of a lost transfer: an answer, a refusal, or a proof that the sender cannot write; never
+time."""
 
 from __future__ import annotations
 
@@ -34,10 +35,10 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class FakeSender:
-    """Answers as the test says, and counts the questions."""
+    """Answers as the test sets, and counts the questions."""
 
     def __init__(self, *answers: Answer) -> None:
-        self.answers = answers  # the last one is repeated
+        self.answers = answers  # the last answer is repeated
         self.num_asked = 0
 
     @asynccontextmanager
@@ -91,7 +92,7 @@ class FakeWays:
 
 
 class Kept:
-    """A keeper that watches one transfer."""
+    """Holds a keeper that watches one transfer."""
 
     def __init__(self, sender: FakeSender, ways: FakeWays, pause_s: float = 0.001) -> None:
         self.quiet = asyncio.Event()
@@ -117,20 +118,20 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("last", [state(is_open=False), state(Epoch(7))])
-async def test_an_answer_lifts_the_fence_and_cuts_nobody_off(last: Answer) -> None:
+async def test_an_answer_lifts_the_fence_and_disconnects_nobody(last: Answer) -> None:
     ways, sender = FakeWays(is_open=False), FakeSender(state(), SILENT, SILENT, state(), SILENT, SILENT, last)
     await Kept(sender, ways).is_lifted()
     assert (sender.num_asked, ways.num_cut) == (7, 0)
 
 
-async def test_a_silent_sender_without_a_way_into_the_pool_is_quiet() -> None:
+async def test_a_silent_sender_that_cannot_write_loses_its_fence() -> None:
     ways, sender = FakeWays(is_open=False), FakeSender(SILENT)
     await Kept(sender, ways).is_lifted()
     assert (sender.num_asked, ways.num_cut, ways.num_torn) == (3, 1, 0)
     assert ways.threads.isdisjoint({threading.get_ident()}), "ranks answer over a channel: the event loop must not wait"
 
 
-async def test_a_silent_sender_with_a_way_keeps_its_fence_until_the_way_is_gone() -> None:
+async def test_a_silent_sender_that_can_write_keeps_its_fence_until_it_cannot() -> None:
     ways, sender = FakeWays(is_open=True), FakeSender(SILENT)
     kept = Kept(sender, ways)
     await until(lambda: ways.num_cut >= 20)
@@ -140,10 +141,10 @@ async def test_a_silent_sender_with_a_way_keeps_its_fence_until_the_way_is_gone(
     await kept.is_lifted()
 
 
-async def test_a_dead_machine_is_torn_off_at_once_and_a_failure_keeps_the_fence() -> None:
+async def test_a_dead_machine_is_disconnected_at_once_and_a_failure_keeps_the_fence() -> None:
     ways, sender = FakeWays(is_open=True), FakeSender(SILENT)
     ways.closes_by_tearing, ways.error = True, TransferError("the memory cannot be withdrawn")
-    kept = Kept(sender, ways, pause_s=3600.0)  # nothing but the news ends this pause
+    kept = Kept(sender, ways, pause_s=3600.0)  # only the news of its death ends this pause
     await until(lambda: sender.num_asked == 1)
     kept.keeper.on_gone([Epoch(5)])
     await until(lambda: sender.num_asked == 2)
@@ -152,11 +153,11 @@ async def test_a_dead_machine_is_torn_off_at_once_and_a_failure_keeps_the_fence(
     await until(lambda: ways.num_torn == 1)
     assert not kept.quiet.is_set()
     ways.error = None
-    kept.keeper.on_gone([SENDER])  # whoever informs again makes it try again
+    kept.keeper.on_gone([SENDER])  # another notice makes it try again
     await kept.is_lifted()
 
 
-async def test_news_that_came_before_the_loss_counts_too() -> None:
+async def test_news_from_before_the_loss_counts_too() -> None:
     ways = FakeWays(is_open=True)
     ways.closes_by_tearing = True
     sender = FakeSender(SILENT)
@@ -171,7 +172,7 @@ async def test_news_that_came_before_the_loss_counts_too() -> None:
     assert len(keeper._gone) == MAX_GONE
 
 
-async def test_two_refusals_follow_each_other_without_the_long_pause_of_a_silent_sender(
+async def test_two_refusals_follow_without_the_long_pause_of_a_silent_sender(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fence_keeper, "_LONGEST_PAUSE_S", 3600.0)

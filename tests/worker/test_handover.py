@@ -1,4 +1,4 @@
-"""Page hand-over: which cached pages of a draining worker go where, and that the remaining workers use them."""
+"""Tests page hand-over: which cached pages of a draining worker go where, and that the remaining workers use them."""
 
 from __future__ import annotations
 
@@ -75,33 +75,34 @@ prompts_ = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_si
 
 
 @given(prompts=prompts_, limits=st.lists(st.integers(0, 40), min_size=1, max_size=4))
-def test_every_page_goes_somewhere_and_never_without_its_parent(prompts: list[list[int]], limits: list[int]) -> None:
+def test_every_page_goes_to_a_target_and_never_without_its_parent(prompts: list[list[int]], limits: list[int]) -> None:
     pages = list(dict.fromkeys(page for prompt in prompts for page in chain(prompt)))
     targets = [target(number, limit) for number, limit in enumerate(limits)]
     chosen = assign_pages(pages, targets)
-    for one in targets:
+    for each in targets:
         there = set()
-        assert len(chosen[one.epoch]) <= one.max_pages
-        for index in chosen[one.epoch]:
+        assert len(chosen[each.epoch]) <= each.max_pages
+        for index in chosen[each.epoch]:
             page_hash, parent = pages[index]
             assert parent is None or parent in there
             there.add(page_hash)
     roomy = assign_pages(pages, [target(number) for number in range(len(limits))])
     assert set().union(*roomy.values()) == set(range(len(pages)))
-    assert roomy == assign_pages(pages, [target(number) for number in range(len(limits))])  # a second round agrees
+    # a second round gives the same
+    assert roomy == assign_pages(pages, [target(number) for number in range(len(limits))])
 
 
 def test_a_common_trunk_goes_to_every_target_and_its_branches_are_divided() -> None:
     trunk = list(range(4))
     pages = list(dict.fromkeys(page for n in range(40) for page in chain([*trunk, 100 + n, 200 + n])))
     chosen = assign_pages(pages, [target(1), target(2)])
-    sizes = [len(one) for one in chosen.values()]
-    assert sum(sizes) == len(pages) + len(trunk)  # nothing but the trunk is sent twice
+    sizes = [len(indexes) for indexes in chosen.values()]
+    assert sum(sizes) == len(pages) + len(trunk)  # only the trunk is sent twice
     assert min(sizes) > 20
 
 
 def cached(prompts: Sequence[Sequence[int]], num_pages: int = 64) -> PrefixCache:
-    """Each prompt's pages, computed one prompt after the other."""
+    """Returns a cache with each prompt's pages, computed one prompt after the other."""
     cache = PrefixCache(num_pages, 1, KvEventLog())
     pool = cache.pool
     for prompt in prompts:
@@ -114,7 +115,7 @@ def cached(prompts: Sequence[Sequence[int]], num_pages: int = 64) -> PrefixCache
 
 
 @given(prompts=prompts_, limit=st.integers(0, 40))
-def test_the_hottest_pages_come_with_their_parents_and_can_be_grafted_elsewhere(
+def test_the_hottest_pages_include_their_parents_and_can_be_grafted_elsewhere(
     prompts: list[list[int]], limit: int
 ) -> None:
     cache = cached(prompts, 200)
@@ -123,27 +124,27 @@ def test_the_hottest_pages_come_with_their_parents_and_can_be_grafted_elsewhere(
     assert len(cache.hottest(200)) == cache.num_cached
     other = PrefixCache(64, 1, KvEventLog())
     pool = other.pool
-    wanted = other.lacking([(one.page_hash, one.parent) for one in hot])
+    wanted = other.lacking([(page.page_hash, page.parent) for page in hot])
     assert wanted == list(range(len(hot)))
     fresh = pool.allocate(len(hot))
-    assert all(other.graft(one.page_hash, one.parent, page) for one, page in zip(hot, fresh, strict=True))
-    assert not any(other.graft(one.page_hash, one.parent, page) for one, page in zip(hot, fresh, strict=True))
+    assert all(other.graft(page.page_hash, page.parent, page) for page, page in zip(hot, fresh, strict=True))
+    assert not any(other.graft(page.page_hash, page.parent, page) for page, page in zip(hot, fresh, strict=True))
     pool.release(fresh)
     other.check_integrity()
     for prompt in prompts:
         hashes = hash_pages(prompt, 1, SALT)
         assert other.peek(hashes) == next(
-            (n for n, one in enumerate(hashes) if one not in {page.page_hash for page in hot}), len(hashes)
+            (n for n, page_hash in enumerate(hashes) if page_hash not in {page.page_hash for page in hot}), len(hashes)
         )
-    assert other.lacking([(one.page_hash, one.parent) for one in hot]) == []
+    assert other.lacking([(page.page_hash, page.parent) for page in hot]) == []
 
 
-def test_pages_that_were_found_again_go_first_then_the_latest() -> None:
+def test_pages_with_hits_go_first_then_the_latest() -> None:
     cache = cached([[1, 2, 3], [1, 2, 4], [7, 8], [5, 6]])
-    order = [one.page_hash for one in cache.hottest(100)]
+    order = [page.page_hash for page in cache.hottest(100)]
     assert order[:2] == hash_pages([1, 2], 1, SALT)
     assert order[2:4] == hash_pages([5, 6], 1, SALT)
-    assert [one.page_hash for one in cache.hottest(3)][:2] == order[:2]
+    assert [page.page_hash for page in cache.hottest(3)][:2] == order[:2]
     assert cache.graft(PageHash(b"x" * 16), PageHash(b"nobody's" * 2), order[0]) is False  # type: ignore[arg-type]
 
 
@@ -155,8 +156,8 @@ async def hand_over(
 ) -> worker_pb2.HandOverResponse:
     request = worker_pb2.HandOverRequest(
         targets=[
-            worker_pb2.HandOverTarget(worker_id=f"peer-{n}", epoch=one.epoch, address=one.address, max_pages=100)
-            for n, one in enumerate(targets)
+            worker_pb2.HandOverTarget(worker_id=f"peer-{n}", epoch=target.epoch, address=target.address, max_pages=100)
+            for n, target in enumerate(targets)
         ],
         max_bytes=max_bytes,
         timeout_ms=20_000,
@@ -184,7 +185,7 @@ async def test_a_remaining_worker_serves_the_prompts_of_a_draining_one_from_its_
     async with workers(
         *(worker_config(Role.DECODE, model, name, **own) for name in ("leaving", "staying", "cold"))  # type: ignore[arg-type]
     ) as servers:
-        leaving, staying, cold = (one for one in servers if isinstance(one, DecodeServer))
+        leaving, staying, cold = (server for server in servers if isinstance(server, DecodeServer))
         for prompt in PROMPTS:
             await ask(leaving, prompt)
         await ask(staying, PROMPTS[0])
@@ -193,14 +194,14 @@ async def test_a_remaining_worker_serves_the_prompts_of_a_draining_one_from_its_
         assert report.num_known == (len(PROMPTS[0]) + GREEDY.max_tokens - 1) // PAGE
         assert report.num_pages * leaving.shell.source.page_bytes == report.num_bytes
         assert report.num_pages == staying.shell.intake.num_received > 0
-        again = await hand_over(leaving, staying)  # a second round has nothing to do
+        again = await hand_over(leaving, staying)  # a second round has nothing to send
         assert (again.num_pages, again.num_known) == (0, report.num_pages + report.num_known)
         for prompt in PROMPTS:
             warm, recomputed = await ask(staying, prompt), await ask(cold, prompt)
             expected = generate(reference_engine(model), prompt, GREEDY, SALT, use_prefix_cache=False)
             assert warm.token_ids == recomputed.token_ids == expected
             assert cached_tokens(warm) == (len(prompt) - 1) // PAGE * PAGE
-            assert cached_tokens(recomputed) <= len(SYSTEM)  # the prompts share no more than this
+            assert cached_tokens(recomputed) <= len(SYSTEM)  # the prompts share only this
         await wait_until_empty(leaving, staying, cold)
 
 
@@ -281,7 +282,7 @@ async def test_a_source_that_breaks_off_leaves_no_page_held(model: Path) -> None
 
 
 @pytest.mark.parametrize("handover_bytes", [1 << 30, 0])
-async def test_the_next_requests_after_a_drain_hit_the_cache_with_a_hand_over_and_miss_without(
+async def test_requests_after_a_drain_hit_the_cache_only_with_a_hand_over(
     handover_bytes: int,
 ) -> None:
     async with hosted(config(prefill=0, decode=2, handover_bytes=handover_bytes)) as deployment:
@@ -292,12 +293,12 @@ async def test_the_next_requests_after_a_drain_hit_the_cache_with_a_hand_over_an
 
             first = await again()
             counts = Counter(result.timing.decode_worker for result in first)
-            busiest = max(counts, key=lambda one: counts[one])
+            busiest = max(counts, key=lambda worker_id: counts[worker_id])
             drain = deployment.controller.draining.drain(busiest)
             async for progress in drain.follow():
                 last = progress
             second = await again()
-        assert [one.token_ids for one in second] == [one.token_ids for one in first]
+        assert [result.token_ids for result in second] == [result.token_ids for result in first]
         hits = [
             after.timing.cached_tokens
             for before, after in zip(first, second, strict=True)
@@ -313,7 +314,7 @@ async def test_the_next_requests_after_a_drain_hit_the_cache_with_a_hand_over_an
     assert set(deployment.pinned) == {0}
 
 
-async def test_a_batch_that_cannot_be_verified_is_refused_and_leaves_nothing(
+async def test_an_unverifiable_batch_is_refused_and_leaves_nothing(
     model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = {"decode": {"placement": "local"}}
@@ -352,10 +353,8 @@ async def test_a_batch_that_cannot_be_verified_is_refused_and_leaves_nothing(
 
 
 @pytest.mark.parametrize(("wanted", "pages"), [([0, 0], [1, 2]), ([2], [1]), ([0, 1], [1]), ([], [1])])
-def test_a_destination_that_does_not_fit_the_batch_is_an_error_of_the_target(
-    wanted: list[int], pages: list[int]
-) -> None:
-    """It comes over a network: it must neither end the step loop nor read beyond the batch."""
+def test_a_destination_that_does_not_fit_the_batch_is_the_targets_error(wanted: list[int], pages: list[int]) -> None:
+    """It arrives over a network, so it must neither end the step loop nor read beyond the batch."""
     batch = [CachedPage(PageHash(bytes([number]) * 16), None, PageId(number)) for number in range(2)]
     with pytest.raises(TransferError, match="destination: pages"):
         wanted_pages(batch, worker_pb2.ReceivePagesDestination(wanted=wanted, pages=pages))

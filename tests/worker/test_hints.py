@@ -1,4 +1,5 @@
-"""Hints at real workers: answered where they end, held within quotas, prefetched, and carried by every hand-off."""
+"""Tests hints at real workers: answered at the worker, held within quotas, prefetched, and kept through every
+hand-off."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ async def test_hints_are_answered_at_every_worker_that_they_reach(model: Path) -
         assert not plain.timing.hints
 
 
-async def test_a_request_of_hints_alone_generates_nothing_and_gives_the_session_up(model: Path) -> None:
+async def test_a_request_of_hints_alone_generates_nothing_and_ends_the_session(model: Path) -> None:
     async with workers(worker_config(Role.DECODE, model, "d")) as (decode,), caller(decode) as router:
         await router.answer(router.submit(PROMPT, kv_hints=PINNED, tenant="t"))
         held = metric(decode, HELD_PAGES.name)
@@ -74,7 +75,7 @@ async def test_a_request_of_hints_alone_generates_nothing_and_gives_the_session_
         assert metric(decode, HELD_PAGES.name) == 0
 
 
-async def test_a_prefetch_brings_pages_back_before_the_next_turn(model: Path) -> None:
+async def test_a_prefetch_loads_pages_before_the_next_turn(model: Path) -> None:
     engine = {"num_pages": 32, "host_memory_bytes": 64 << 20}
     config = worker_config(Role.DECODE, model, "d", engine=engine)
     async with workers(config) as (decode,), caller(decode) as router:
@@ -97,7 +98,7 @@ async def test_without_lower_tiers_a_prefetch_is_refused(model: Path) -> None:
         assert "keeps no evicted pages" in answer.reason
 
 
-def test_prefetches_wait_in_order_and_no_tenant_takes_all_places() -> None:
+def test_prefetches_wait_in_order_and_no_tenant_takes_every_place() -> None:
     queue = PrefetchQueue(4)
     add: Callable[[str, float], bool] = lambda tenant, due_s: queue.add(Prefetch(tenant, []), due_s)  # noqa: E731
     assert [add("a", 3.0), add("a", 1.0), add("a", 0.0)] == [True, True, False]

@@ -1,4 +1,4 @@
-"""Tests what the keeper takes from a worker, and when it releases the pool. No process is started."""
+"""Tests what the keeper takes from a worker, and when it releases the pool. Starts no process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _listener() -> Iterator[socket.socket]:
 @pytest.mark.parametrize(
     ("wanted", "lease_s"), [("NaN", 0.0), (-1, 0.0), ("Infinity", 3600.0), (7200, 3600.0), (5, 5.0)]
 )
-def test_a_lease_is_bounded_whatever_a_worker_asks_for(listener: socket.socket, wanted: object, lease_s: float) -> None:
+def test_a_lease_is_bounded_whatever_a_worker_requests(listener: socket.socket, wanted: object, lease_s: float) -> None:
     keeper = Keeper(listener)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
@@ -35,7 +35,7 @@ def test_a_lease_is_bounded_whatever_a_worker_asks_for(listener: socket.socket, 
         pool.close()
 
 
-def test_each_worker_and_the_host_keep_a_bounded_number_of_pools() -> None:
+def test_the_number_of_kept_pools_is_bounded_for_each_worker_and_host() -> None:
     def kept(worker_id: str, until_s: float) -> KeptMemory:
         description: dict[str, object] = {"key": "k", "worker_id": worker_id, "pool_id": f"{worker_id}{until_s}"}
         pool = KeptMemory(description, [], 60.0, 1)

@@ -1,5 +1,4 @@
-"""Kills a decode worker again and again, at random moments: its successors continue every stream exactly, with its
-pages."""
+"""Kills a decode worker repeatedly at random moments: its successors continue every stream exactly, with its pages."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ MAX_TOKENS = 150
 
 @dataclass
 class Stream:
-    """A request that is sent again with what it has until it is whole."""
+    """Holds a request that is sent again with its tokens so far until it is complete."""
 
     prompt: list[int]
     sampling: SamplingParams
@@ -38,8 +37,8 @@ class Stream:
     cached_tokens: int = 0
     progress: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def go_on(self, router: Caller) -> None:
-        """Reads until the end of the stream or of its worker."""
+    async def read(self, router: Caller) -> None:
+        """Reads until the stream or its worker ends."""
         self.progress.clear()
         sent = [*self.prompt, *self.tokens]
         stream = router.submit(sent, self.sampling, num_prompt_tokens=len(self.prompt))
@@ -83,9 +82,9 @@ async def test_streams_are_exact_however_often_and_whenever_their_worker_is_kill
         for number in range(NUM_KILLS):
             [worker] = deployment.start_workers([config])
             async with caller(worker.address) as router:
-                running = [asyncio.create_task(stream.go_on(router)) for stream in streams]
+                running = [asyncio.create_task(stream.read(router)) for stream in streams]
                 await asyncio.sleep(rng.uniform(0.0, 0.3))
-                if number == NUM_KILLS - 1:  # however slow the machine is, there is something to inherit
+                if number == NUM_KILLS - 1:  # even on a slow machine there is something to inherit
                     await asyncio.gather(*(stream.progress.wait() for stream in streams))
                 worker.kill()
                 await asyncio.gather(*running)
@@ -94,6 +93,6 @@ async def test_streams_are_exact_however_often_and_whenever_their_worker_is_kill
                     stream.tokens, stream.is_over = [], False
         [worker] = deployment.start_workers([config])
         async with caller(worker.address) as router:
-            await asyncio.gather(*(stream.go_on(router) for stream in streams))
+            await asyncio.gather(*(stream.read(router) for stream in streams))
     assert all(stream.tokens == stream.whole for stream in streams)
     assert all(stream.cached_tokens >= 288 for stream in streams), "the last worker computed what the others left"

@@ -44,14 +44,14 @@ async def test_a_successor_continues_a_killed_workers_stream_with_its_pages() ->
             assert answer.timing.cached_tokens == len(sent) // 16 * 16
 
 
-async def test_nobody_inherits_the_pages_of_a_worker_that_is_distrusted() -> None:
+async def test_pages_of_a_distrusted_worker_are_not_inherited() -> None:
     keeper = KeeperConfig(name=f"test-{uuid.uuid4().hex}", lease_s=60.0)
     config = worker_config(Role.DECODE, MODEL, engine={"num_pages": 256}, decode={"placement": "local"})
     config = config.model_copy(update={"keeper": keeper})
     distrust(keeper.name, 1)  # there is no keeper yet
     with Deployment() as deployment:
         workers = []
-        for cached_tokens in (0, 592, 0):  # the second worker inherits, and so would the third
+        for cached_tokens in (0, 592, 0):  # the second worker inherits, and the third would as well
             [worker] = deployment.start_workers([config])
             workers.append(worker)
             async with caller(worker.address) as router:
@@ -63,7 +63,7 @@ async def test_nobody_inherits_the_pages_of_a_worker_that_is_distrusted() -> Non
             worker.kill()
 
 
-async def test_nobody_inherits_pages_of_other_weights(tmp_path: Path) -> None:
+async def test_pages_of_other_weights_are_not_inherited(tmp_path: Path) -> None:
     keeper = KeeperConfig(name=f"test-{uuid.uuid4().hex}", lease_s=60.0)
     config = worker_config(Role.DECODE, MODEL, engine={"num_pages": 256}, decode={"placement": "local"})
     config = config.model_copy(update={"keeper": keeper})

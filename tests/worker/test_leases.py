@@ -1,4 +1,4 @@
-"""Leases: an otherwise idle worker notices a peer that falls silent while its connection lives."""
+"""Tests that an otherwise idle worker notices a peer that falls silent while its connection stays open."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.support.serving import (
 from worker import fence_keeper
 
 PROMPT = [(5 * i) % 300 + 2 for i in range(50)]
-LEASE_S = 1.0  # several times what a busy machine holds up the event loop, which sends heartbeats
+LEASE_S = 1.0  # several times as long as a busy machine may delay the event loop that sends heartbeats
 SHORT = {"timeout_s": LEASE_S}
 
 
@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class SilentPrefill(worker_pb2_grpc.PrefillWorkerServicer):
-    """Requests its destination, then is silent until the test lets it close."""
+    """Requests its destination, then stays silent until the test lets it close."""
 
     def __init__(self, num_heartbeats: int = 0) -> None:
         self.num_heartbeats = num_heartbeats
@@ -94,7 +94,7 @@ async def test_an_idle_decode_worker_gives_up_a_silent_prefill_worker(model: Pat
             assert answer.token_ids == wanted
             assert waited_s >= LEASE_S * (1 + num_heartbeats / HEARTBEATS_A_LEASE)  # heartbeats extend the lease
             pool = decode.worker.scheduler._pool
-            assert pool.num_fenced == 4  # the prefill worker may still write these
+            assert pool.num_fenced == 4  # the prefill worker may still write these pages
             await until(lambda: {"heartbeat", "cancel"} <= set(silent.heard))
             silent.may_close.set()
             await wait_until_empty(decode)
@@ -102,10 +102,10 @@ async def test_an_idle_decode_worker_gives_up_a_silent_prefill_worker(model: Pat
         await server.stop()
 
 
-async def test_a_silent_sender_that_never_connected_costs_no_page_for_ever(
+async def test_a_silent_sender_that_never_connected_holds_no_page_forever(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sender's machine is gone, so nothing answers. No wait proves that, but it has no way into the pool."""
+    """The sender's machine has gone, so nothing answers. Waiting proves nothing, but it cannot write into the pool."""
     monkeypatch.setattr(fence_keeper, "_CALL_TIMEOUT_S", 0.2)
     silent = SilentPrefill()
     server = GrpcServer([worker_pb2.DESCRIPTOR.services_by_name["PrefillWorker"]])
@@ -128,7 +128,7 @@ async def test_a_silent_sender_that_never_connected_costs_no_page_for_ever(
 
 @contextlib.contextmanager
 def black_hole(port: int, server: GrpcServer) -> Iterator[Awaitable[None]]:
-    """Takes over the server's port while it stops: connections are accepted by the kernel and never answered."""
+    """Takes over the server's port while it stops: the kernel accepts connections that are never answered."""
 
     async def close() -> None:
         await server.stop()
@@ -140,7 +140,7 @@ def black_hole(port: int, server: GrpcServer) -> Iterator[Awaitable[None]]:
         yield close()
 
 
-async def test_an_idle_prefill_worker_takes_its_pages_back_from_a_silent_decode_worker(model: Path) -> None:
+async def test_an_idle_prefill_worker_frees_its_pages_when_the_decode_worker_is_silent(model: Path) -> None:
     async with workers(
         worker_config(Role.PREFILL, model, transfer=SHORT), worker_config(Role.DECODE, model, transfer=SHORT)
     ) as (prefill, decode):
@@ -180,7 +180,7 @@ async def test_an_idle_prefill_worker_takes_its_pages_back_from_a_silent_decode_
 
 
 def test_the_step_loop_sweeps_while_it_is_idle_and_steps_after_it() -> None:
-    """Nothing is posted: the time that the sweep returned wakes the loop, and a step follows at once."""
+    """Nothing is posted: the time that the sweep returns wakes the loop, and a step follows at once."""
     done, log = threading.Event(), list[str]()
     leases = list[Lease]()
 

@@ -1,4 +1,4 @@
-"""Pulled prefixes: what a pull is predicted to gain, that answers stay the same, and what happens when a pull fails."""
+"""Tests pulled prefixes: the predicted gain, answers that stay the same, and pulls that fail."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_small_chunks_do_not_make_large_ones_look_slow() -> None:
     costs = PullCosts(256)
     steps = tokens = 0
     seconds = 0.0
-    for round_ in range(60):  # a step takes 20 ms and a token 0.3 ms
+    for round_ in range(60):  # a step takes 20 ms, and a token 0.3 ms
         num_steps, num_tokens = (8, 2048) if round_ % 3 == 0 else (1, 16)
         steps, tokens, seconds = steps + num_steps, tokens + num_tokens, seconds + num_steps * 0.02 + num_tokens * 3e-4
         costs.on_steps(StepTotals(steps, tokens, 0.0, seconds))
@@ -102,7 +102,7 @@ def test_the_routers_prediction_counts_until_something_is_learned(
         assert plan.compute_s == compute_s
 
 
-def test_a_slow_source_is_pulled_from_no_more_until_it_is_forgotten() -> None:
+def test_a_slow_source_is_avoided_until_its_measurement_is_forgotten() -> None:
     costs, now_s = learned(1e-3), 0.0
     assert costs.plan(SOURCE, MISSING, now_s) is not None
     costs.on_pulled(SOURCE, MISSING, 3.0, now_s)
@@ -111,7 +111,7 @@ def test_a_slow_source_is_pulled_from_no_more_until_it_is_forgotten() -> None:
     assert costs.plan(SOURCE, MISSING, now_s + 61.0) is not None
 
 
-def test_a_source_that_fails_is_left_alone_for_a_while() -> None:
+def test_a_failing_source_is_avoided_for_a_while() -> None:
     costs = learned(1e-3)
     costs.on_failed(SOURCE, MISSING, 0.001, 10.0)
     assert costs.plan(SOURCE, MISSING, 12.0) is None
@@ -124,7 +124,7 @@ def test_a_source_that_fails_is_left_alone_for_a_while() -> None:
     num_bytes=st.integers(1, 1 << 40),
     outcomes=st.lists(st.tuples(st.booleans(), st.floats(0, 100))),
 )
-def test_no_prompt_waits_longer_than_computing_is_predicted_to_take(
+def test_no_prompt_waits_longer_than_the_predicted_computation(
     pull_s: float, compute_s: float, num_bytes: int, outcomes: list[tuple[bool, float]]
 ) -> None:
     costs, now_s = PullCosts(256), 0.0
@@ -138,11 +138,11 @@ def test_no_prompt_waits_longer_than_computing_is_predicted_to_take(
         (costs.on_pulled if is_whole else costs.on_failed)(source, missing, seconds, now_s)
 
 
-# Prompts that wait, over an engine's cache alone.
+# Waiting prompts, over an engine's cache alone.
 
 
 class Waiting:
-    """What a pull asks of a sequence."""
+    """Stands in for a sequence, as far as a pull needs it."""
 
     lane = "standard"
     scores_prompt = False
@@ -155,7 +155,7 @@ class Waiting:
 
 
 class Pulls:
-    """`PrefixPulls` of an empty cache; a test ends the pulls by hand."""
+    """Holds the `PrefixPulls` of an empty cache; the test ends each pull."""
 
     def __init__(self, model: Path, **settings: Any) -> None:
         self.engine = Engine.load(EngineConfig(model=str(model), num_pages=64, num_threads=1))
@@ -197,10 +197,10 @@ def test_prompts_that_lack_the_same_pages_wait_for_one_pull(model: Path) -> None
     assert [pull.pulled_tokens for pull in world.ended if pull] == [PULLED, PULLED, 64]
     assert world.pulls.num_open == 0
     world.bring(PROMPT)
-    assert world.ended[-1] is None  # there is nothing to pull any more
+    assert world.ended[-1] is None  # nothing is left to pull
 
 
-def test_a_pull_is_stopped_when_the_last_prompt_that_waits_for_it_ends(model: Path) -> None:
+def test_a_pull_stops_when_the_last_waiting_prompt_ends(model: Path) -> None:
     world = Pulls(model)
     first, second = world.bring(PROMPT), world.bring(PROMPT)
     world.pulls.leave(first)
@@ -219,7 +219,7 @@ def test_a_pull_is_stopped_when_the_last_prompt_that_waits_for_it_ends(model: Pa
     assert PULL_FAILURES.name not in world.pulls.metrics.values()
 
 
-def test_only_pages_that_are_not_here_are_asked_for(model: Path) -> None:
+def test_only_uncached_pages_are_requested(model: Path) -> None:
     world = Pulls(model)
     world.land(5)
     world.bring(PROMPT, replace(CHEAP, cached_tokens=9 * PAGE + 3))
@@ -227,7 +227,7 @@ def test_only_pages_that_are_not_here_are_asked_for(model: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"pull": False}, {"min_pull_tokens": 500}])
-def test_nothing_is_pulled_where_it_is_off_or_not_worth_it(model: Path, settings: dict[str, Any]) -> None:
+def test_nothing_is_pulled_if_disabled_or_not_worth_it(model: Path, settings: dict[str, Any]) -> None:
     world = Pulls(model, **settings)
     world.bring(PROMPT)
     world.bring(PROMPT, None)
@@ -247,7 +247,7 @@ def test_pulls_beyond_the_limit_are_computed(model: Path) -> None:
 
 @pytest.fixture
 def always() -> Iterator[None]:
-    """Predicts that every pull is worth it: these models compute a prompt in no time."""
+    """Predicts that every pull pays, although these models compute a prompt in no time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PullCosts, "plan", lambda self, source, missing, now_s: PullPlan(0.001, 20.0, 20.0))
         yield
@@ -255,7 +255,7 @@ def always() -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def fleet(model: Path, *roles: Role, **parts: Any) -> AsyncIterator[list[Any]]:
-    """Starts workers that pull pages of any prompt, and shows at the end that none of them holds a page."""
+    """Starts workers that pull pages of any prompt, and checks at the end that none of them holds a page."""
     parts = {"decode": {"placement": "local"}, "transfer": {"min_pull_tokens": PAGE}} | parts
     configs = [worker_config(role, model, f"{role.value}-{number}", **parts) for number, role in enumerate(roles)]
     async with workers(*configs) as servers:
@@ -308,7 +308,7 @@ async def test_a_decode_worker_pulls_what_another_one_holds(model: Path, transpo
             assert (pull_of(answer).pulled_tokens, pull_of(answer).problem) == (PULLED, "")
             assert answer.timing is not None
             assert answer.timing.cached_tokens == PULLED
-        assert metric(puller, PULLS.name) == 1  # for all three
+        assert metric(puller, PULLS.name) == 1  # for all three prompts
         assert metric(puller, PULLED_PAGES.name) == PULLED // PAGE
         again = await ask(puller, source(holder, puller))
         assert not pull_of(again).source
@@ -319,7 +319,8 @@ async def test_a_prefill_worker_pulls_from_prefill_and_decode_workers(model: Pat
     async with fleet(model, *roles, decode={"placement": "remote"}) as (first, second, decode, other):
         await ask(decode, prefill=candidate(first))
         assert first.worker.scheduler.num_queued == 0
-        pulled = await ask(other, prefill=candidate(second, source(decode, second)))  # decode to prefill
+        # from a decode worker to a prefill worker
+        pulled = await ask(other, prefill=candidate(second, source(decode, second)))
         assert pulled.token_ids == expected(model)
         assert pull_of(pulled).pulled_tokens == PULLED
         assert pulled.timing is not None
@@ -339,9 +340,7 @@ def candidate(server: PrefillServer, pulled_from: worker_pb2.PrefixSource | None
     )
 
 
-async def test_a_source_that_lost_its_pages_its_process_or_its_name_costs_nothing_but_time(
-    model: Path, always: None
-) -> None:
+async def test_a_source_that_lost_its_pages_process_or_name_only_costs_time(model: Path, always: None) -> None:
     async with fleet(model, Role.DECODE, Role.DECODE) as (holder, puller):
         empty = await ask(puller, source(holder, puller))
         assert empty.token_ids == expected(model)
@@ -356,7 +355,7 @@ async def test_a_source_that_lost_its_pages_its_process_or_its_name_costs_nothin
         assert metric(puller, PULL_FAILURES.name) == metric(puller, PULLS.name) == 4
 
 
-async def test_a_source_that_breaks_off_leaves_what_has_come_and_the_rest_is_computed(
+async def test_after_a_source_breaks_off_the_rest_is_computed(
     model: Path, always: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handover_policy, "BATCH_PAGES", 4)
@@ -394,7 +393,7 @@ async def test_damaged_pages_are_dropped_and_computed(
         assert pull_of(answer).pulled_tokens == 0
 
 
-async def test_a_worker_that_may_not_or_can_not_send_or_spare_pages_says_so(model: Path, always: None) -> None:
+async def test_workers_that_may_not_send_or_cannot_spare_pages_report_it(model: Path, always: None) -> None:
     transfer = {"min_pull_tokens": PAGE, "max_pulls": 1}
     async with fleet(model, Role.DECODE, Role.DECODE, transfer=transfer) as (holder, puller):
         await ask(holder)
@@ -412,7 +411,7 @@ async def test_a_worker_that_may_not_or_can_not_send_or_spare_pages_says_so(mode
         held: list[Any] = []
         puller.shell.loop.post(lambda: held.extend(pool.allocate(pool.num_pages - 20)))
         await until(lambda: bool(held))
-        part = await ask(puller, source(holder, puller))  # of which it can spare 12 pages less
+        part = await ask(puller, source(holder, puller))  # it can spare 12 pages fewer
         puller.shell.loop.post(lambda: pool.release(held))
         for answer in (busy, off, part):
             assert answer.token_ids == expected(model)
@@ -423,7 +422,7 @@ async def test_a_worker_that_may_not_or_can_not_send_or_spare_pages_says_so(mode
                 await worker_pb2_grpc.PageHandoverStub(channel).SendPages(request, timeout=TIMEOUT_S)
 
 
-async def test_a_pull_that_takes_too_long_is_given_up_and_one_without_a_request_is_stopped(
+async def test_a_slow_pull_is_abandoned_and_one_without_a_request_is_stopped(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patience_s = [0.3]
@@ -459,9 +458,7 @@ async def test_a_pull_that_takes_too_long_is_given_up_and_one_without_a_request_
         assert (again.token_ids, pull_of(again).pulled_tokens) == (expected(model), PULLED)
 
 
-async def test_a_prefill_that_is_cancelled_stops_its_pull(
-    model: Path, always: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cancelled_prefill_stops_its_pull(model: Path, always: None, monkeypatch: pytest.MonkeyPatch) -> None:
     roles = (Role.PREFILL, Role.DECODE, Role.DECODE)
     async with fleet(model, *roles, decode={"placement": "remote"}) as (prefill, decode, holder):
         await ask(holder, prefill=candidate(prefill))
@@ -484,7 +481,7 @@ async def test_a_prefill_that_is_cancelled_stops_its_pull(
 
 async def test_a_pulled_prefix_survives_preemption(model: Path, always: None) -> None:
     async with fleet(model, Role.DECODE, Role.DECODE, engine={"num_pages": 44}) as (holder, puller):
-        await ask(holder)  # two such answers take 12 pages together and 20 each
+        await ask(holder)  # two such answers take 12 pages together at first, and 20 each in the end
         answers = await asyncio.gather(*(ask(puller, source(holder, puller), sampling=LONG) for _ in range(2)))
         for answer in answers:
             assert answer.token_ids == expected(model, LONG.max_tokens)

@@ -1,4 +1,4 @@
-"""Progress of a start: which lines a worker reports, and how they are parsed and shown."""
+"""Tests the progress of a start: which lines a worker reports, and how they are parsed and shown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from worker.start_progress import StartReporter, load_replica, parse_stage, progress_bar
 
 
-def test_a_worker_reports_every_twentieth_of_its_weights_and_each_graph() -> None:
+def test_a_worker_reports_each_twentieth_of_its_weights_and_each_graph() -> None:
     lines: list[str] = []
     reporter = StartReporter(lines.append)
     for step in range(1000):

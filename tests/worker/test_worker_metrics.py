@@ -1,4 +1,4 @@
-"""A worker's own metrics port: what it says while the worker serves, who finds it, and that it ends with the worker."""
+"""Tests a worker's own metrics port: what it exports while the worker serves, how it is found, and that it closes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def scrape(address: str) -> Series:
 
 
 def value(series: Series, name: str, **labels: str) -> float:
-    """Returns the one series of this name whose labels hold these."""
+    """Returns the only series of this name with these labels."""
     (found,) = [
         amount for (known, pairs), amount in series.items() if known == name and labels.items() <= dict(pairs).items()
     ]
@@ -81,7 +81,7 @@ def test_names_keep_their_colons_when_prometheus_prefers_openmetrics(port: Metri
     assert "\nvllm:num_requests_running{" in text
 
 
-def test_a_report_is_exported_under_the_names_that_dashboards_know(port: MetricsPort) -> None:
+def test_a_report_is_exported_under_the_names_that_dashboards_use(port: MetricsPort) -> None:
     series = scrape(f"127.0.0.1:{port.port}")
     mine = {"worker": "w", "role": "decode", "model_name": "m"}
     assert value(series, "vllm:num_requests_running", **mine) == 3
@@ -111,7 +111,7 @@ def test_a_report_is_exported_under_the_names_that_dashboards_know(port: Metrics
 def test_the_contract_of_the_gateway_api_with_model_servers_holds(
     port: MetricsPort, name: str, labels: tuple[str, ...]
 ) -> None:
-    """The Gateway API Inference Extension names these gauges in its model server protocol."""
+    """The Gateway API Inference Extension defines these gauges in its model server protocol."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port.port}/metrics", timeout=10.0) as answer:
         text = answer.read().decode()
     assert f"# TYPE {name} gauge" in text
@@ -119,7 +119,7 @@ def test_the_contract_of_the_gateway_api_with_model_servers_holds(
     assert set(labels) <= {label for label, _ in series}
 
 
-def test_use_of_the_device_follows_from_the_sizes_of_the_model() -> None:
+def test_device_utilization_follows_from_the_sizes_of_the_model() -> None:
     shape = ModelShape("m", 2, 64, 4, 2, 16, 128, 1000, 4096)
     work = ModelWork(shape, num_devices=2)
     prompt, decode = StepTotals(1, 100, 4950.0, 0.1), StepTotals(10, 40, 4000.0, 0.2)
@@ -129,7 +129,7 @@ def test_use_of_the_device_follows_from_the_sizes_of_the_model() -> None:
         series = scrape(f"127.0.0.1:{port.port}")
     finally:
         port.close()
-    per_context = 2 * 4 * 4 * 16  # layers, QK and PV of each head
+    per_context = 2 * 4 * 4 * 16  # layers, and QK and PV of each head
     flops = 2 * shape.active_parameters * 140 + per_context * (4950 + 4000)
     weights, kv = shape.always_read_parameters * 2 * 11, 4000 * 2 * 2 * 2 * 16 * 2
     assert value(series, "vllm:estimated_flops_per_gpu_total") == flops / 2
@@ -139,7 +139,7 @@ def test_use_of_the_device_follows_from_the_sizes_of_the_model() -> None:
     assert value(series, "penstock:worker_peak_read_bytes") == 3.35e12
 
 
-def test_windows_bound_the_work_and_few_experts_are_read_by_a_small_batch() -> None:
+def test_windows_bound_the_work_and_a_small_batch_reads_few_experts() -> None:
     dense = ModelShape("m", 2, 64, 4, 2, 16, 128, 1000, 4096)
     windowed = replace(dense, window=8, num_window_layers=2)
     far = StepTotals(1, 1, 4000.0, 0.1)
@@ -169,20 +169,20 @@ def test_quantized_weights_and_pages_take_fewer_bytes(
     assert (work.shape.weight_bytes_per_value, work.shape.kv_bytes_per_value) == (weight_bytes, kv_bytes)
 
 
-def test_a_model_whose_sizes_are_unknown_and_a_card_without_a_known_peak_export_nothing(tmp_path: Path) -> None:
+def test_unknown_model_sizes_or_device_peaks_export_nothing(tmp_path: Path) -> None:
     assert find_work(EngineConfig(model=str(tmp_path)), 1) is None
     assert accelerator_of("NVIDIA H100 PCIe") is None
     assert accelerator_of("cpu") is None
 
 
-def test_a_taken_port_is_refused_by_name(port: MetricsPort) -> None:
+def test_a_port_in_use_is_refused(port: MetricsPort) -> None:
     with pytest.raises(ConfigError, match=rf"metrics_port = {port.port}: cannot listen on 127\.0\.0\.1"):
         MetricsPort("127.0.0.1", port.port, WorkerCollector(DESCRIBED, WorkerLoad))
 
 
-def test_of_several_ports_a_free_one_is_taken(port: MetricsPort) -> None:
+def test_a_free_port_of_several_is_chosen(port: MetricsPort) -> None:
     collector = WorkerCollector(DESCRIBED, WorkerLoad)
-    for last in range(port.port + 1, port.port + 20):  # others may use some of them
+    for last in range(port.port + 1, port.port + 20):  # other processes may use some of them
         with contextlib.suppress(ConfigError):
             second = MetricsPort("127.0.0.1", port.port, collector, last_port=last)
             break
@@ -226,7 +226,7 @@ async def test_both_workers_of_a_request_count_it_and_their_ports_end_with_them(
             socket.create_connection((host, int(number)), timeout=5.0)
 
 
-def test_pages_are_counted_by_state_with_what_their_holders_leave_empty() -> None:
+def test_pages_are_counted_by_state_with_the_unused_part_of_held_ones() -> None:
     pool = PagePool(10)
     first, second = (
         Sequence(RequestId("r"), list(range(length)), length, SamplingParams(max_tokens=4), b"") for length in (24, 8)
@@ -245,7 +245,7 @@ def test_pages_are_counted_by_state_with_what_their_holders_leave_empty() -> Non
     assert measure_pages(pool, (), 16).num_allocated == 3
 
 
-def test_what_becomes_of_proposed_tokens_is_counted_by_proposer_and_position() -> None:
+def test_outcomes_of_proposed_tokens_are_counted_by_proposer_and_position() -> None:
     metrics = SpeculationMetrics(DESCRIBED)
     metrics.observe(ProposalKind.DRAFT, 4, 2)
     metrics.observe(ProposalKind.DRAFT, 4, 1)

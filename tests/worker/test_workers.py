@@ -1,4 +1,4 @@
-"""Workers over gRPC, in this process: fallbacks, cancellation at every phase, limits, health, reflection."""
+"""Tests workers over gRPC in this process: fallbacks, cancellation at every phase, limits, health, reflection."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.support.serving import (
 
 LONG = replace(GREEDY, max_tokens=200)
 ENDLESS = replace(GREEDY, max_tokens=7000)  # runs for seconds on the fastest machine; no test waits for its end
-ROOMY = {"num_pages": 3000}  # for six such answers
+ROOMY = {"num_pages": 3000}  # room for six such answers
 PROMPT = [(5 * i) % 300 + 2 for i in range(200)]
 NOBODY = worker_pb2.PrefillCandidate(worker_id="gone", epoch=1, address="127.0.0.1:9")
 Pair = tuple[PrefillServer, DecodeServer]
@@ -64,7 +64,7 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.asynccontextmanager
 async def running_pair(model: Path, engine: dict[str, object]) -> AsyncIterator[Pair]:
-    """A prefill worker that takes 25 steps for the prompt, and a decode worker."""
+    """Runs a prefill worker that takes 25 steps for the prompt, and a decode worker."""
     async with workers(
         worker_config(Role.PREFILL, model, engine=engine, prefill={"max_batch_tokens": 8}),
         worker_config(Role.DECODE, model, engine=engine),
@@ -82,12 +82,12 @@ async def pair(model: Path) -> AsyncIterator[Pair]:
 
 @pytest.fixture
 async def long_pair(long_model: Path) -> AsyncIterator[Pair]:
-    """Workers with a context in which no `ENDLESS` answer ends before the test ends it."""
+    """Runs workers with a context in which no `ENDLESS` answer ends before the test ends it."""
     async with running_pair(long_model, ROOMY) as made:
         yield made
 
 
-async def test_a_dead_candidate_costs_time_and_no_token(pair: Pair, wanted: list[int]) -> None:
+async def test_a_dead_candidate_loses_no_token(pair: Pair, wanted: list[int]) -> None:
     prefill, decode = pair
     async with caller(decode) as router:
         first = await router.answer(router.submit(PROMPT, GREEDY, [NOBODY, prefill]))
@@ -113,7 +113,7 @@ async def test_the_outcome_of_each_prefill_attempt_reaches_the_router_at_once(pa
 
 
 class _Deaf(worker_pb2_grpc.PrefillWorkerServicer):
-    """Accepts a prefill and never begins it."""
+    """Accepts a prefill and never starts it."""
 
     def __init__(self) -> None:
         self.cancelled = asyncio.Event()
@@ -128,7 +128,7 @@ class _Deaf(worker_pb2_grpc.PrefillWorkerServicer):
                 return
 
 
-async def test_a_prefill_that_does_not_begin_is_hedged(model: Path, wanted: list[int]) -> None:
+async def test_a_prefill_that_does_not_start_is_hedged(model: Path, wanted: list[int]) -> None:
     deaf = _Deaf()
     server = GrpcServer([worker_pb2.DESCRIPTOR.services_by_name["PrefillWorker"]])
     worker_pb2_grpc.add_PrefillWorkerServicer_to_server(deaf, server.server)
@@ -164,8 +164,9 @@ async def test_workers_of_different_models_refuse_each_other(
     assert decode.worker._engine.layout.digest() in refusal
 
 
-async def test_a_prompt_too_long_for_the_prefill_worker_is_computed_here(model: Path, wanted: list[int]) -> None:
-    """Pools may differ in their context; a prefill worker refuses a prompt that it cannot hold and stays up."""
+async def test_a_prompt_too_long_for_the_prefill_worker_is_computed_locally(model: Path, wanted: list[int]) -> None:
+    """Pools may differ in their context; a prefill worker refuses a prompt that it cannot hold and continues to
+    serve."""
     short = worker_config(Role.PREFILL, model, engine={"max_context": 64})
     async with workers(short, worker_config(Role.DECODE, model)) as (prefill, decode):
         async with caller(decode) as router:
@@ -206,14 +207,15 @@ async def test_a_cancelled_request_releases_everything_unfinished(long_pair: Pai
                 router.cancel(stream)
             await wait_until_empty(prefill, decode)
             assert decode.worker.load.requests.ended == 0
-            await router.answer(router.submit(PROMPT, GREEDY, [prefill]))  # what was sent before has arrived by then
+            await router.answer(router.submit(PROMPT, GREEDY, [prefill]))  # everything sent before has arrived
             num_frames = len(router.frames)
             await router.answer(router.submit(PROMPT, GREEDY, [prefill]))
             late = {delta.stream_id for frame in router.frames[num_frames:] for delta in frame.deltas}
             assert not late & set(streams)
     await wait_until_empty(prefill, decode)
     if how == "cancel":
-        await until(lambda: decode.worker.load.requests.ended >= 2)  # the load is of the last step, or the one before
+        # the load is that of the last step or the one before
+        await until(lambda: decode.worker.load.requests.ended >= 2)
     assert decode.worker.load.requests.ended == (2 if how == "cancel" else 0)
 
 
@@ -257,7 +259,7 @@ async def test_bad_requests_are_refused_and_the_worker_stays_up(pair: Pair, toke
         assert len((await router.answer(router.submit([5, 6]))).token_ids) == 16
 
 
-async def test_more_requests_than_it_may_hold_are_refused_with_a_hint(long_model: Path) -> None:
+async def test_more_requests_than_the_limit_are_refused_with_a_hint(long_model: Path) -> None:
     limits = {"max_batch_sequences": 2, "max_batch_tokens": 8, "max_waiting": 1}
     config = worker_config(Role.DECODE, long_model, engine=ROOMY, decode=limits)
     async with workers(config) as (decode,), caller(decode) as router:
@@ -269,13 +271,13 @@ async def test_more_requests_than_it_may_hold_are_refused_with_a_hint(long_model
             router.cancel(stream)
 
 
-async def test_finish_reasons(pair: Pair, wanted: list[int]) -> None:
+async def test_finish_reasons_are_reported(pair: Pair, wanted: list[int]) -> None:
     prefill, decode = pair
     stop_token = next(token for token in wanted[4:] if token not in wanted[:4])
     stop = SamplingParams(max_tokens=200, temperature=0.0, stop_token_ids=(stop_token,), ignore_eos=True)
     async with caller(decode) as router:
-        one = await router.answer(router.submit(PROMPT, replace(GREEDY, max_tokens=1), [prefill]))
-        assert (one.token_ids, one.finish_reason) == (wanted[:1], common_pb2.FINISH_REASON_LENGTH)
+        answer = await router.answer(router.submit(PROMPT, replace(GREEDY, max_tokens=1), [prefill]))
+        assert (answer.token_ids, answer.finish_reason) == (wanted[:1], common_pb2.FINISH_REASON_LENGTH)
         stopped = await router.answer(router.submit(PROMPT, stop, [prefill]))
         assert stopped.finish_reason == common_pb2.FINISH_REASON_STOP
         assert stopped.token_ids == wanted[: wanted.index(stop_token) + 1]
@@ -304,7 +306,7 @@ async def test_cached_pages_are_announced_with_the_hashes_that_a_router_computes
             stale.cancel()
 
 
-async def test_a_worker_without_events_says_so(model: Path, wanted: list[int]) -> None:
+async def test_a_worker_without_events_reports_that_it_has_none(model: Path, wanted: list[int]) -> None:
     config = worker_config(Role.DECODE, model, engine={"kv_events": False}, decode={"placement": "local"})
     async with workers(config) as (decode,):
         assert isinstance(decode, DecodeServer)
@@ -321,13 +323,13 @@ async def test_a_worker_without_events_says_so(model: Path, wanted: list[int]) -
         assert batch.load.cache.device_hits == 12  # the cache itself works
 
 
-async def test_health_and_reflection(pair: Pair) -> None:
+async def test_health_and_reflection_are_served(pair: Pair) -> None:
     for server, service in zip(pair, ("PrefillWorker", "DecodeWorker"), strict=True):
         async with make_channel(server.address) as channel:
             check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
             assert (await check).status == health_pb2.HealthCheckResponse.SERVING
             question = reflection_pb2.ServerReflectionRequest(list_services="")
-            for version in ("v1", "v1alpha"):  # some tools know one of the two alone
+            for version in ("v1", "v1alpha"):  # some tools know only one of the two
                 ask = channel.stream_stream(
                     f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
                     request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
@@ -357,10 +359,10 @@ async def test_a_prefill_call_must_begin_with_start(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-async def test_a_worker_that_stops_listens_until_its_sender_writes_nothing_more(
+async def test_a_stopping_worker_listens_until_its_sender_has_finished_writing(
     model: Path, role: Role, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Receivers take a refused connection as leave to reuse the pages that it may write."""
+    """Receivers take a refused connection as permission to reuse the pages that it may write."""
     listened: list[bool] = []
     async with workers(worker_config(role, model)) as (server,):
         host, _, port = server.address.rpartition(":")

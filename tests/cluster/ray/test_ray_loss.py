@@ -188,7 +188,8 @@ def _check_threads(serving: Serving) -> None:
     """Checks that the environment of each process sets its own number of threads."""
     servers = [each for each in _descendants(serving) if each.name().startswith("ray::ServerActor")]
     found = sorted(
-        (one["OMP_NUM_THREADS"], one["OPENBLAS_NUM_THREADS"]) for one in map(psutil.Process.environ, servers)
+        (environment["OMP_NUM_THREADS"], environment["OPENBLAS_NUM_THREADS"])
+        for environment in map(psutil.Process.environ, servers)
     )
     worker = str(max(1, len(os.sched_getaffinity(0))))
     assert found == sorted([("1", "1"), (worker, worker)])  # the router and the decode worker

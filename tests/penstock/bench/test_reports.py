@@ -23,8 +23,10 @@ SLO = parse_slo("ttft=1,tpot=0.5")
 
 @examples(20)
 @given(run_records(), run_records())
-def test_any_result_has_a_report_and_a_page(one: RunRecord, other: RunRecord) -> None:
-    points = [make_point(f"point {index}", {"rate": index + 1.0}, run, [SLO]) for index, run in enumerate((one, other))]
+def test_any_result_has_a_report_and_a_page(first: RunRecord, second: RunRecord) -> None:
+    points = [
+        make_point(f"point {index}", {"rate": index + 1.0}, run, [SLO]) for index, run in enumerate((first, second))
+    ]
     result = replace(steady_result(1, 1, 0, count=2), label="<it>", points=points, slos=[SLO])
     text = describe_result(result)
     assert "== point 1 ==" in text

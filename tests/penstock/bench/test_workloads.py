@@ -119,11 +119,11 @@ def test_prompts_share_exactly_the_blocks_that_their_ids_share(a: list[int], b: 
     writer = PromptWriter("salt")
     shared = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     made = [PromptBlocks(tuple((block, 1) for block in blocks), 16, 16 * len(blocks)) for blocks in (a, b)]
-    one, other = map(writer.token_ids, made)
-    assert one[: 16 * shared] == other[: 16 * shared]
+    first, second = map(writer.token_ids, made)
+    assert first[: 16 * shared] == second[: 16 * shared]
     assert (
         a == b
-        or one[16 * shared : 16 * shared + 16] != other[16 * shared : 16 * shared + 16]
+        or first[16 * shared : 16 * shared + 16] != second[16 * shared : 16 * shared + 16]
         or shared
         in (
             len(a),

@@ -37,7 +37,7 @@ async def test_a_retry_continues_at_the_next_router_after_the_received_tokens() 
             assert (await client.complete("Hello")).text == "ok"
         async with AsyncClient([server.address, spare.address], retry=QUICK) as client:
             assert (await client.complete("Hello")).text == "ab"
-    assert [list(one.token_ids) for one in other.requests[0].emitted] == [list(first.token_ids)]
+    assert [list(completion.token_ids) for completion in other.requests[0].emitted] == [list(first.token_ids)]
     assert len(service.requests) == 3
 
 

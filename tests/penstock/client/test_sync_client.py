@@ -161,7 +161,7 @@ def test_unavailable_after_the_first_token_continues_after_it_with_the_same_seed
     before, after = service.requests
     assert before.sampling.seed == after.sampling.seed
     assert not before.emitted
-    assert [(one.index, list(one.token_ids), one.finished) for one in after.emitted] == [
+    assert [(completion.index, list(completion.token_ids), completion.finished) for completion in after.emitted] == [
         (0, list(first.token_ids), False)
     ]
 
@@ -180,8 +180,8 @@ def test_an_ended_stream_is_not_restarted() -> None:
 def test_calls_continue_at_the_next_router_and_stay_there() -> None:
     first, second = say("a", "b")
     dead, alive = FakeInference([first, Unavailable("gone")]), FakeInference([second], say("ok"))
-    with FakeServer(dead) as one, FakeServer(alive) as other:
-        with Client([one.address, other.address], retry=QUICK) as client:
+    with FakeServer(dead) as first, FakeServer(alive) as second:
+        with Client([first.address, second.address], retry=QUICK) as client:
             assert client.complete("Hello").text == "ab"
             assert client.complete("Hello").text == "ok"
     assert (len(dead.requests), len(alive.requests)) == (1, 2)

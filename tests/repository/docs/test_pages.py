@@ -1,4 +1,4 @@
-"""Tests what pages say: commands parse, files exist, and figures of the tuning guide follow from the code."""
+"""Tests what pages claim: commands parse, files exist, and figures of the tuning guide follow from the code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"
 
 
 def command_lines(page: Path) -> Iterator[str]:
-    """Yields the commands of a page's blocks, continued lines joined."""
+    """Yields the commands of a page's blocks, with continued lines joined."""
     for block in re.findall(r"(?ms)^```(?:console)?\n(.*?)^```", page.read_text()):
         yield from (line.strip() for line in re.sub(r"\\\n", " ", block).splitlines())
 
@@ -67,7 +67,7 @@ def test_files_of_the_repository_exist(page: Path) -> None:
         assert (ROOT / path).exists(), path
 
 
-def test_the_configuration_of_a_gpu_host_is_the_one_shown() -> None:
+def test_the_shown_configuration_of_a_gpu_host_is_current() -> None:
     file = ROOT / "deploy" / "config" / "gpu-host.toml"
     config = parse(ServeConfig, read(file), source=str(file))
     assert (config.prefill_pool.num_gpus, config.decode_pool.num_gpus) == (1, 1)
@@ -75,7 +75,7 @@ def test_the_configuration_of_a_gpu_host_is_the_one_shown() -> None:
     assert shown in file.read_text()
 
 
-def test_the_charts_values_that_are_set_exist() -> None:
+def test_chart_values_that_pages_set_exist() -> None:
     values = yaml.safe_load((ROOT / "deploy" / "helm" / "penstock" / "values.yaml").read_text())
     keys = re.findall(r"--set ([\w.]+)=", (DOCS / "quickstart" / "kubernetes.md").read_text())
     assert keys
@@ -108,7 +108,7 @@ def test_the_table_of_pages_follows_from_the_layout() -> None:
         assert quantized.page_bytes == shape.num_layers * 2 * heads * 16 * (dim + 4)
 
 
-def test_the_example_is_what_the_command_prints(
+def test_the_example_shows_the_commands_output(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)

@@ -54,7 +54,7 @@ def test_served_latencies_are_those_of_the_committed_result() -> None:
 
 
 def make_anchors(page: Path) -> set[str]:
-    """Return the anchors that GitHub gives the headings of ``page``; of equal headings the later ones are numbered."""
+    """Returns the anchors that GitHub gives the headings of `page`; repeated headings are numbered."""
     text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
     anchors: list[str] = []
     for heading in re.findall(r"(?m)^#+ +(.*)", text):

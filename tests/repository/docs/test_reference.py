@@ -1,4 +1,4 @@
-"""Tests that docs/reference/ says what the code says, and that its parts of every kind are there."""
+"""Tests that docs/reference/ matches the code, and that every kind of entry is in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def test_the_pages_are_current() -> None:
     assert not stale_pages(), "run `python -m tests.support.repository.reference --write`"
 
 
-def test_every_http_call_says_what_it_does() -> None:
+def test_every_http_call_is_described() -> None:
     operations = [each for of in http_page.document()["paths"].values() for each in of.values()]
     assert operations
     assert [each["summary"] for each in operations if not each.get("description")] == []

@@ -47,7 +47,7 @@ def test_nothing_is_fetched_from_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(DOCS)))
-def test_a_page_reads_alike_on_github_and_on_the_site(page: Path) -> None:
+def test_a_page_reads_the_same_on_github_and_on_the_site(page: Path) -> None:
     text = re.sub(r"(?ms)^ *```.*?^ *```", "", page.read_text())
     assert re.match(r"# \S", text), "begins with its title"
     for target in re.findall(r"!?\[[^\]]*\]\(([^)#\s]+)", text):
@@ -63,7 +63,7 @@ def test_a_page_reads_alike_on_github_and_on_the_site(page: Path) -> None:
 
 
 @pytest.mark.parametrize("has_script", [True, False])
-def test_diagrams_need_the_script_of_the_environment(
+def test_diagrams_use_the_script_from_the_environment(
     has_script: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Config:

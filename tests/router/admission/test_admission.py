@@ -94,8 +94,8 @@ def test_a_queued_request_is_served_within_a_bound_under_any_load(victim_lane, d
             assert not isinstance(answer, Dispatched)
         made.end(out.pop(rng.randrange(len(out))), RequestUsage(rng.randint(1, 2)), now_s)
         answers = made.poll(now_s)
-        out += [one.key for one in answers if isinstance(one, Dispatched)]
-        if victim := [one for one in answers if one.key == 0]:
+        out += [answer.key for answer in answers if isinstance(answer, Dispatched)]
+        if victim := [answer for answer in answers if answer.key == 0]:
             assert victim == [Dispatched(0, 50, waited_s=now_s)]
             return
     pytest.fail(f"not served within {bound} turns")
@@ -125,7 +125,7 @@ def test_each_admitted_request_leaves_exactly_once_and_all_counts_return_to_zero
 
     for key in range(data.draw(st.integers(5, 60))):
         now_s += data.draw(st.floats(0.0, 1.0))
-        one = ask(
+        request = ask(
             key,
             data.draw(st.sampled_from(list(Lane))),
             data.draw(st.sampled_from(["", "a"])),
@@ -135,7 +135,7 @@ def test_each_admitted_request_leaves_exactly_once_and_all_counts_return_to_zero
             n=data.draw(st.integers(1, 3)),
             open_ended=data.draw(st.booleans()),
         )
-        answer = made.offer(one, now_s)
+        answer = made.offer(request, now_s)
         if not isinstance(answer, Refused):
             (out if isinstance(answer, Dispatched) else waiting).add(key)
         action = data.draw(st.sampled_from(["none", "start", "grow", "end", "lose", "cancel"]))
@@ -381,8 +381,8 @@ def test_a_full_queue_refuses_with_jittered_hints():
     for key in range(8):
         assert made.offer(ask(key), 0.0) == Queued(key)
     refused = [made.offer(ask(key), 0.0) for key in range(100, 150)]
-    assert {one.reason for one in refused} == {RefusalReason.QUEUE_FULL}
-    assert len({one.retry_after_s for one in refused}) == 50
+    assert {refusal.reason for refusal in refused} == {RefusalReason.QUEUE_FULL}
+    assert len({refusal.retry_after_s for refusal in refused}) == 50
     assert isinstance(refused[0].error(), Overloaded)
 
 

@@ -159,8 +159,8 @@ async def test_requests_queue_in_the_router_and_interactive_ones_are_dispatched_
             await until(lambda number=number: _waiting(router) == number + 1)
         first = next(iter(worker.submits)).stream_id
         calls[0].cancel()
-        await worker.until(lambda one: first in one.cancelled)
-        await worker.until(lambda one: one.submits[-1].request_id == f"lane-{common_pb2.LANE_INTERACTIVE}")
+        await worker.until(lambda fake: first in fake.cancelled)
+        await worker.until(lambda fake: fake.submits[-1].request_id == f"lane-{common_pb2.LANE_INTERACTIVE}")
         assert _waiting(router) == 2
         worker.resume.set()
         for call in calls[1:]:
@@ -270,7 +270,7 @@ async def test_a_burst_over_http_is_answered_whole_while_others_leave_after_one_
         httpx.AsyncClient(base_url=router.http_url, timeout=300.0, limits=limits) as http,
     ):
 
-        async def one(number):
+        async def call(number):
             body = {"prompt": [5, 6, number], "max_tokens": 8, "stream": True, "ignore_eos": True}
             headers = {"x-penstock-lane": list(Lane)[number % 3].value}
             async with http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
@@ -280,7 +280,7 @@ async def test_a_burst_over_http_is_answered_whole_while_others_leave_after_one_
                 text = (await answer.aread()).decode()
                 return answer.status_code, text.count("data: {"), '"finish_reason":"length"' in text
 
-        results = await asyncio.gather(*(one(number) for number in range(240)))
+        results = await asyncio.gather(*(call(number) for number in range(240)))
         stayed = [result for result in results if result is not None]
         assert len(stayed) == 180
         assert {(status, is_whole) for status, _, is_whole in stayed} == {(200, True)}
@@ -412,7 +412,7 @@ async def test_a_burst_beyond_capacity_is_partly_served_and_refused_with_hints()
     lanes = {lane.value: {"max_queue": 4} for lane in Lane}
     async with running_router(worker, admission=lanes) as router:
 
-        async def one(number):
+        async def call(number):
             nonlocal most_running
             try:
                 messages = await collect(router.stub.Generate(ask(1 + number % 3, max_tokens=4)))
@@ -421,12 +421,12 @@ async def test_a_burst_beyond_capacity_is_partly_served_and_refused_with_hints()
             most_running = max(most_running, len(worker.running))
             return messages
 
-        results = await asyncio.gather(*(one(number) for number in range(90)))
-        refused = [one for one in results if isinstance(one, Exception)]
-        served = [one for one in results if not isinstance(one, Exception)]
+        results = await asyncio.gather(*(call(number) for number in range(90)))
+        refused = [result for result in results if isinstance(result, Exception)]
+        served = [result for result in results if not isinstance(result, Exception)]
         assert len(served) >= 18  # the slots and the queues
-        assert all(isinstance(one, Overloaded) and one.retry_after_s > 0 for one in refused)
-        assert all(finish_of(one[-1]) == "length" for one in served)
+        assert all(isinstance(result, Overloaded) and result.retry_after_s > 0 for result in refused)
+        assert all(finish_of(result[-1]) == "length" for result in served)
         assert most_running <= 6
         gate = router.server.context.gate
         await until(lambda: gate.admission.num_inside == 0)

@@ -49,8 +49,8 @@ def test_two_busy_tenants_are_served_by_weight(weights, prompts, outputs, seed):
             waiting[tenant] -= 1
             out.append((answer.key, tenant))
             service[tenant] += (size[tenant][0] + 2.0 * size[tenant][1]) / limits[tenant].weight
-        costliest = max((size[one][0] + 2.0 * 50) / limits[one].weight for one in ("a", "b"))
-        unsettled = sum(2.0 * 50 / limits[one].weight for _, one in out if one)
+        costliest = max((size[name][0] + 2.0 * 50) / limits[name].weight for name in ("a", "b"))
+        unsettled = sum(2.0 * 50 / limits[name].weight for _, name in out if name)
         assert abs(service["a"] - service["b"]) <= 2 * costliest + unsettled
 
 

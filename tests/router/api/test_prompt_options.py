@@ -54,9 +54,9 @@ def chunks_of(answer):
 async def test_a_cache_salt_changes_the_pages_salt(http, worker, path):
     for salt in ({}, {"cache_salt": "one"}, {"cache_salt": "two"}, {"cache_salt": "one"}, {"cache_salt": ""}):
         await post(http, path, **salt)
-    bare, one, two, again, empty = (submit.salt for submit in worker.submits)
-    assert len({bare, one, two}) == 3
-    assert (again, empty) == (one, bare)
+    bare, first, second, again, empty = (submit.salt for submit in worker.submits)
+    assert len({bare, first, second}) == 3
+    assert (again, empty) == (first, bare)
 
 
 async def test_a_priority_selects_the_lane(http, worker):

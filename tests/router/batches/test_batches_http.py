@@ -81,9 +81,9 @@ async def test_a_batch_answers_each_line_once_in_the_bulk_lane(worker, tmp_path)
         assert "max_tokens" in errors["bad"]["response"]["body"]["error"]["message"]
         lanes = [submit.lane for submit in worker.submits]
         assert lanes == [common_pb2.LANE_BULK] * 20 + [common_pb2.LANE_STANDARD]
-        assert [one.id for one in (await client.batches.list()).data] == [batch.id]
+        assert [batch.id for batch in (await client.batches.list()).data] == [batch.id]
         files = await client.files.list()
-        assert {one.purpose for one in files.data} == {"batch", "batch_output"}
+        assert {file.purpose for file in files.data} == {"batch", "batch_output"}
 
 
 def counted_loads(monkeypatch, record_type):
@@ -105,26 +105,26 @@ async def test_a_listing_reads_only_the_records_that_it_shows(worker, tmp_path, 
         ids = [store.put("", f"{number}.jsonl", io.BytesIO(b"x")).id for number in range(150)]
         loaded = counted_loads(monkeypatch, FileRecord)
         first = await client.files.list(limit=3)
-        assert [one.id for one in first.data] == ids[:-4:-1]
+        assert [file.id for file in first.data] == ids[:-4:-1]
         assert (first.has_more, len(loaded)) == (True, 3)
-        assert [one.id for one in (await client.files.list(limit=2, after=ids[4], order="asc")).data] == ids[5:7]
+        assert [file.id for file in (await client.files.list(limit=2, after=ids[4], order="asc")).data] == ids[5:7]
         assert len(loaded) == 5
         largest = await client.files.list(limit=10_000, order="asc")
-        assert ([one.id for one in largest.data], largest.has_more) == (ids[:100], True)
-        assert [one.id async for one in client.files.list(limit=10_000, order="asc")] == ids, "clients page on"
+        assert ([file.id for file in largest.data], largest.has_more) == (ids[:100], True)
+        assert [file.id async for file in client.files.list(limit=10_000, order="asc")] == ids, "clients page on"
 
 
 async def test_batches_and_outputs_are_paged_too(worker, tmp_path, monkeypatch):
     async with serving(worker, tmp_path) as client:
         batches = [await finished(client, await begin(client, [line("a")])) for _ in range(4)]
         outputs = [batch.output_file_id for batch in batches]
-        assert [one.id async for one in client.files.list(purpose="batch_output", order="asc", limit=3)] == outputs
+        assert [file.id async for file in client.files.list(purpose="batch_output", order="asc", limit=3)] == outputs
         assert (await client.files.list(purpose="fine-tune")).data == []
-        assert [one.id async for one in client.batches.list(limit=3)] == [batch.id for batch in reversed(batches)]
+        assert [batch.id async for batch in client.batches.list(limit=3)] == [batch.id for batch in reversed(batches)]
         await begin(client, [line("a")])  # the router knows by now that the others are finished
         shown = []
         monkeypatch.setattr(BatchRecord, "as_json", lambda record: shown.append(record.id) or {"id": record.id})
-        assert [one.id for one in (await client.batches.list(limit=2, after=batches[3].id)).data] == shown
+        assert [batch.id for batch in (await client.batches.list(limit=2, after=batches[3].id)).data] == shown
         assert shown == [batches[2].id, batches[1].id]
 
 

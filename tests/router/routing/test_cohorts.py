@@ -39,7 +39,7 @@ async def test_requests_follow_the_shares_however_the_new_workers_differ(revisio
         fleet = router.server.fleet
         await ask(router)
         assert (len(old.submits), len(new.submits)) == (COUNT, 0)
-        assert [one.worker_id for one in fleet.every_group().decode] == ["decode-0"]
+        assert [worker.worker_id for worker in fleet.every_group().decode] == ["decode-0"]
 
         admin.set(old, new, new=[new], new_share=1.0)
         await until(lambda: fleet.choose_group(0.0).cohort == "new")
@@ -49,7 +49,7 @@ async def test_requests_follow_the_shares_however_the_new_workers_differ(revisio
         admin.set(old, new, new=[new], new_share=0.5)
         await until(lambda: fleet.choose_group(0.0).cohort == "")
         assert [fleet.choose_group(draw).cohort for draw in (0.49, 0.51)] == ["", "new"]
-        assert {one.worker_id for one in fleet.every_group().decode} == {"decode-0", "decode-1"}
+        assert {worker.worker_id for worker in fleet.every_group().decode} == {"decode-0", "decode-1"}
 
         admin.set(new)  # the upgrade has ended
         await until(lambda: fleet.group(cohort="new") is None)
@@ -79,7 +79,7 @@ async def test_prompts_use_their_cohorts_prefill_workers_while_it_has_any() -> N
         fleet = router.server.fleet
 
         def senders(cohort: str) -> list[str]:
-            return [one.worker_id for one in fleet.group(cohort=cohort).prefill]
+            return [worker.worker_id for worker in fleet.group(cohort=cohort).prefill]
 
         assert (senders(""), senders("new")) == (["prefill-0"], ["prefill-1"])
         admin.set(*decode, prefill[1], strange, new=[decode[1], prefill[1]], new_share=0.5)

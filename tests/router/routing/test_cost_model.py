@@ -67,7 +67,7 @@ def test_models_follow_a_worker_that_slows_down():
     book, rng, load = CostBook(), random.Random(1), WorkerLoad()
     for _ in range(100):
         load = report(book, WORKER, load, rng)
-    slow = StepCost(*(3 * one for one in (TRUTH_PREFILL.fixed_s, TRUTH_PREFILL.token_s, TRUTH_PREFILL.context_s)))
+    slow = StepCost(*(3 * cost for cost in (TRUTH_PREFILL.fixed_s, TRUTH_PREFILL.token_s, TRUTH_PREFILL.context_s)))
     for _ in range(60):
         load = report(book, WORKER, load, rng, truth_prefill=slow)
     assert book.costs(WORKER).prefill.prefill_s(2000, 2000, 2048) == pytest.approx(
@@ -151,8 +151,8 @@ def test_no_measurement_drives_a_model_out_of_bounds(rows, prior):
     model = ThreeTermCost((prior.fixed_s, prior.token_s, prior.context_s))
     for quantities, seconds in rows:
         model.observe(quantities, seconds)
-        for one, start in zip(model.coefficients, (prior.fixed_s, prior.token_s, prior.context_s), strict=True):
-            assert 0 <= one <= 1e4 * start * 1.0001
+        for coefficient, start in zip(model.coefficients, (prior.fixed_s, prior.token_s, prior.context_s), strict=True):
+            assert 0 <= coefficient <= 1e4 * start * 1.0001
 
 
 @given(rows=st.lists(st.tuples(st.tuples(_ANYTHING, _ANYTHING, _ANYTHING), _ANYTHING), max_size=60))

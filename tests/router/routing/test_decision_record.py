@@ -30,7 +30,7 @@ WORKER = WorkerId("w")
 
 
 def choice(number, names):
-    scores = [PairScore(WorkerId(f"p{one}"), WorkerId(names), *[one / 7] * 8, 12345, 678) for one in range(number)]
+    scores = [PairScore(WorkerId(f"p{n}"), WorkerId(names), *[n / 7] * 8, 12345, 678) for n in range(number)]
     fallbacks = tuple(PrefillEstimate(WorkerId(names), 0.1, 0.2) for _ in range(3))
     return PairChoice(WorkerId(names), fallbacks, 5, scores[0], tuple(scores))
 
@@ -59,10 +59,10 @@ class TestPredictions:
     @given(st.lists(st.booleans(), max_size=60))
     def test_occasional_evictions_raise_no_alarm(self, kept):
         predictions = Predictions()
-        for at, one in enumerate(kept):
+        for at, is_kept in enumerate(kept):
             predictions.on_cache(WORKER, 160, 160, now_s=float(at))
             predictions.on_cache(WORKER, 160, 160, now_s=float(at))
-            assert not predictions.on_cache(WORKER, 160, 160 if one else 100, now_s=float(at))
+            assert not predictions.on_cache(WORKER, 160, 160 if is_kept else 100, now_s=float(at))
 
     def test_more_cached_tokens_than_promised_are_no_error(self):
         predictions = Predictions()
@@ -74,7 +74,7 @@ class TestPredictions:
         predictions = Predictions()
         for predicted_s, actual_s in times:
             predictions.on_time(WORKER, predicted_s, actual_s)
-        assert all(0 <= one.time_ratio <= 100 for one in predictions.workers.values())
+        assert all(0 <= worker.time_ratio <= 100 for worker in predictions.workers.values())
 
     def test_a_time_ratio_follows_a_slow_worker(self):
         predictions = Predictions()
@@ -93,9 +93,9 @@ async def test_grpc_trailers_explain_the_decision_on_request():
         await collect(call)
         trailers = dict(await call.trailing_metadata())
         whole = json.loads(trailers["x-penstock-decision"])
-        assert [one["index"] for one in whole["completions"]] == [0, 1]
+        assert [completion["index"] for completion in whole["completions"]] == [0, 1]
         attempt, actual = whole["completions"][0]["attempts"][0], whole["completions"][0]["actual"]
-        pairs = {(one["prefill"], one["decode"]) for one in attempt["considered"]}
+        pairs = {(pair["prefill"], pair["decode"]) for pair in attempt["considered"]}
         assert pairs == {("prefill-0", "decode-0"), ("decode-0", "decode-0")}
         assert attempt["predicted"] in attempt["considered"]
         assert 0 <= actual["prefill_ms"] <= 2.0  # the worker says 2, and the first token may arrive sooner
@@ -109,7 +109,7 @@ async def test_a_lost_worker_adds_an_attempt():
     first = await FakeWorker("decode-0", epoch=1, pause_at=2).start()
     async with running_router(first, wait=True) as router:
         call = router.stub.Generate(request(token_ids=range(300, 310)), metadata=EXPLAIN)
-        await first.until(lambda one: len(one.submits) == 1)
+        await first.until(lambda fake: len(fake.submits) == 1)
         port = int(first.address.rsplit(":", 1)[1])
         await first.stop()
         second = await FakeWorker("decode-0", epoch=2).start(port)
@@ -132,7 +132,7 @@ async def test_the_async_client_reads_decisions_and_names_sessions():
         async with AsyncClient(router.grpc_address) as client:
             results = [await client.complete("hi", max_tokens=2, session="s1", explain=True) for _ in range(6)]
             assert (await client.complete("hi", max_tokens=2)).decision is None
-        served = {one.decision["completions"][0]["actual"]["decode_worker"] for one in results}
+        served = {result.decision["completions"][0]["actual"]["decode_worker"] for result in results}
         assert len(served) == 1
         async with httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
             for body, headers in (({"user": "s1"}, {}), ({}, {"x-penstock-session": "s1"})):

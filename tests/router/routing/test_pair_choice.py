@@ -47,7 +47,7 @@ class TableLinks:
     @property
     def fastest(self):
         costs = self.table.values()
-        return LinkCost(min(one.latency_s for one in costs), min(one.byte_s for one in costs))
+        return LinkCost(min(cost.latency_s for cost in costs), min(cost.byte_s for cost in costs))
 
     def cost(self, prefill, decode):
         return self.table[prefill, decode]
@@ -59,7 +59,7 @@ class TableLinks:
 class TestKvAware:
     def test_the_cached_prefix_wins_when_queues_are_equal(self):
         choice = choose([view("d")], [view("p1"), view("p2")], replace(DEMAND, cached_tokens={"p2": 128}))
-        assert [one.worker_id for one in choice.prefill] == ["p2", "p1"]
+        assert [candidate.worker_id for candidate in choice.prefill] == ["p2", "p1"]
         assert choice.uncached_tokens == 32
         assert choice.score.prefill_cached_tokens == 128
 
@@ -133,7 +133,7 @@ class TestKvAware:
     def test_equal_workers_share_the_load(self):
         decode, prefill = [view("d1"), view("d2")], [view("p1"), view("p2")]
         choices = [choose(decode, prefill, seed=seed) for seed in range(200)]
-        pairs = Counter((one.decode, one.prefill[0].worker_id) for one in choices)
+        pairs = Counter((choice.decode, choice.prefill[0].worker_id) for choice in choices)
         assert len(pairs) == 4
         assert min(pairs.values()) > 20
 
@@ -154,7 +154,9 @@ class TestKvAware:
         again = {choose(decode, prefill, demand, seed).decode for seed in range(20)}
         assert again == {choice.decode}
         assert choice.score.bonus_s == 1.0  # both ends
-        at = prefill.index(next(one for one in prefill if one.worker_id == choice.prefill[0].worker_id))
+        at = prefill.index(
+            next(candidate for candidate in prefill if candidate.worker_id == choice.prefill[0].worker_id)
+        )
         busy = list(prefill)
         busy[at] = view(prefill[at].worker_id, queued_prefill_tokens=800)  # 0.4 s
         assert choose(decode, busy, demand).prefill[0].worker_id == choice.prefill[0].worker_id
@@ -172,7 +174,7 @@ class TestKvAware:
     def test_explained_choices_list_the_considered_pairs(self):
         choice = choose([view("d1"), view("d2")], [view("p1"), view("p2")], replace(DEMAND, explain=True))
         assert len(choice.considered) == 4
-        assert [one.total_s for one in choice.considered] == sorted(one.total_s for one in choice.considered)
+        assert [score.total_s for score in choice.considered] == sorted(score.total_s for score in choice.considered)
         assert choice.score in choice.considered
 
 
@@ -187,14 +189,14 @@ _VIEW = st.builds(
 
 
 def _named(prefix, views):
-    return [replace(one, worker_id=WorkerId(f"{prefix}{at}")) for at, one in enumerate(views)]
+    return [replace(view, worker_id=WorkerId(f"{prefix}{at}")) for at, view in enumerate(views)]
 
 
 @st.composite
 def fleets(draw):
     decode = _named("d", draw(st.lists(_VIEW, min_size=1, max_size=7)))
     prefill = _named("p", draw(st.lists(_VIEW, max_size=7)))
-    names = [one.worker_id for one in (*decode, *prefill)]
+    names = [view.worker_id for view in (*decode, *prefill)]
     cached = draw(st.dictionaries(st.sampled_from(names), st.integers(1, 10).map(lambda pages: pages * PAGE_SIZE)))
     cost = st.builds(LinkCost, st.floats(0, 0.1), st.floats(0, 1e-6))
     table = {(p.worker_id, d.worker_id): draw(cost) for p in prefill for d in decode}
@@ -227,11 +229,11 @@ def test_no_pair_is_cheaper_than_the_chosen_one(fleet, seed):
 def test_every_policy_chooses_existing_workers(name, fleet, seed):
     demand, decode, prefill = fleet
     choice = make_policy(name).choose(demand, decode, prefill, random.Random(seed))
-    assert choice.decode in {one.worker_id for one in decode}
-    names = [one.worker_id for one in choice.prefill]
+    assert choice.decode in {view.worker_id for view in decode}
+    names = [view.worker_id for view in choice.prefill]
     assert len(set(names)) == len(names) <= min(3, len(prefill))
     assert names or not prefill or name == "kv-aware"
-    assert set(names) <= {one.worker_id for one in prefill}
+    assert set(names) <= {view.worker_id for view in prefill}
     assert 1 <= choice.uncached_tokens <= demand.num_tokens
     assert choice.score.decode == choice.decode
     assert choice.score.prefill == (names[0] if names else None)
@@ -261,7 +263,8 @@ class TestConsistentHash:
     def test_a_loaded_worker_passes_its_keys_on(self):
         first = self.choose(b"same", self.PREFILL).prefill[0].worker_id
         loaded = [
-            replace(one, load=WorkerLoad(queued_prefill_tokens=100 * (one.worker_id == first))) for one in self.PREFILL
+            replace(view, load=WorkerLoad(queued_prefill_tokens=100 * (view.worker_id == first)))
+            for view in self.PREFILL
         ]
         assert self.choose(b"same", loaded).prefill[0].worker_id != first
 

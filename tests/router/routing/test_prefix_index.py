@@ -221,9 +221,9 @@ class IndexHistory(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS), prompt=st.sampled_from(_PROMPTS), length=st.integers(1, 5))
     def store(self, worker: WorkerId, prompt: list[PageHash], length: int) -> None:
-        one = self.workers[worker]
-        one.log.stored(prompt[:length], ROOT)
-        one.places |= dict.fromkeys(prompt[:length], DEVICE)
+        cache = self.workers[worker]
+        cache.log.stored(prompt[:length], ROOT)
+        cache.places |= dict.fromkeys(prompt[:length], DEVICE)
 
     @rule(
         worker=st.sampled_from(WORKERS),
@@ -247,14 +247,14 @@ class IndexHistory(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS), back=st.integers(0, 4))
     def delay(self, worker: WorkerId, back: int) -> None:
-        one = self.workers[worker]
-        one.delayed.append(one.log.read(max(1, self.index.next_seq(worker) - back)))
+        cache = self.workers[worker]
+        cache.delayed.append(cache.log.read(max(1, self.index.next_seq(worker) - back)))
 
     @rule(worker=st.sampled_from(WORKERS), twice=st.booleans())
     def deliver_late(self, worker: WorkerId, twice: bool) -> None:
-        one = self.workers[worker]
-        if one.delayed:
-            batch = one.delayed[-1] if twice else one.delayed.pop()
+        cache = self.workers[worker]
+        if cache.delayed:
+            batch = cache.delayed[-1] if twice else cache.delayed.pop()
             self.index.apply(worker, _wired(batch))
 
     @rule(worker=st.sampled_from(WORKERS))
@@ -272,11 +272,11 @@ class IndexHistory(RuleBasedStateMachine):
 
     @rule()
     def converge(self) -> None:
-        for worker, one in self.workers.items():
-            batch = one.log.read(self.index.next_seq(worker))
+        for worker, cache in self.workers.items():
+            batch = cache.log.read(self.index.next_seq(worker))
             assert self.index.apply(worker, _wired(batch))
-            assert self.index.next_seq(worker) == one.log.next_seq
-        held = {worker: one.places for worker, one in self.workers.items()}
+            assert self.index.next_seq(worker) == cache.log.next_seq
+        held = {worker: cache.places for worker, cache in self.workers.items()}
         for prompt in _PROMPTS:
             assert self.index.match(prompt) == twin_match(held, prompt)
 
@@ -320,18 +320,18 @@ def test_a_thinned_index_claims_no_page_that_the_worker_lacks(data: st.DataObjec
     workers = {worker: _Worker() for worker in WORKERS[:2]}
     for _ in range(data.draw(st.integers(1, 30))):
         worker = data.draw(st.sampled_from(WORKERS[:2]))
-        one, prompt = workers[worker], data.draw(st.sampled_from(_PROMPTS))
+        cache, prompt = workers[worker], data.draw(st.sampled_from(_PROMPTS))
         if data.draw(st.booleans()):
-            one.log.stored(prompt, ROOT)
-            one.places |= dict.fromkeys(prompt, DEVICE)
+            cache.log.stored(prompt, ROOT)
+            cache.places |= dict.fromkeys(prompt, DEVICE)
         else:
-            one.move(prompt[data.draw(st.integers(0, 4)) :], data.draw(st.sampled_from([HOST, GONE])))
-        index.apply(worker, _wired(one.log.read(index.next_seq(worker))))
+            cache.move(prompt[data.draw(st.integers(0, 4)) :], data.draw(st.sampled_from([HOST, GONE])))
+        index.apply(worker, _wired(cache.log.read(index.next_seq(worker))))
         index.check_integrity()
-        assert sum(index.pages_of(one) for one in WORKERS) <= index._max_pages
+        assert sum(index.pages_of(name) for name in WORKERS) <= index._max_pages
         known = {page: mask for page, mask in index._masks.masks.items() if mask}
         for prompt in _PROMPTS:
-            truth = twin_match({worker: one.places for worker, one in workers.items()}, prompt)
+            truth = twin_match({worker: cache.places for worker, cache in workers.items()}, prompt)
             for name, matched in index.match(prompt).items():
                 assert matched.num_pages <= truth[name].num_pages
                 assert all(page in known for page in prompt[: matched.num_pages])

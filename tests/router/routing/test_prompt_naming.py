@@ -17,10 +17,10 @@ def name(tokens: list[int], size: int = 16) -> bytes:
 
 def test_long_prompts_are_distinguished_beyond_their_common_prefix() -> None:
     shared = list(range(512))
-    one, other = [name([*shared, *[number] * 2000]) for number in (1, 2)]
-    assert one != other
-    assert name([*shared, *[1] * 5000]) == one
-    assert one == bytes(hash_pages([*shared, *[1] * 1536], 16, SALT)[-1])
+    first, second = [name([*shared, *[number] * 2000]) for number in (1, 2)]
+    assert first != second
+    assert name([*shared, *[1] * 5000]) == first
+    assert first == bytes(hash_pages([*shared, *[1] * 1536], 16, SALT)[-1])
 
 
 def test_short_prompts_are_named_by_their_first_pages() -> None:

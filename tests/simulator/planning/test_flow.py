@@ -1,4 +1,4 @@
-"""The flow model queues requests as workers do: by hand in small cases, and by invariants in all."""
+"""Tests that the flow model queues requests as workers do, by hand in small cases and by invariants in all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_prompts_wait_for_the_first_free_worker() -> None:
     assert queue_prompts(requests, times_s, 2) == pytest.approx([0.1, 0.1, 0.2])
 
 
-def test_cached_tokens_are_not_computed_but_the_last_token_is() -> None:
+def test_cached_tokens_are_not_computed_except_for_the_last_token() -> None:
     assert prompt_s(100, 60, PREFILL, 1024) == pytest.approx(0.04)
     assert prompt_s(100, 100, PREFILL, 1024) == pytest.approx(0.001)
     attending = PrefillCosts(step_s=0.0, token_s=0.0, context_s=1e-3)
@@ -40,7 +40,7 @@ def test_a_batch_shares_its_steps() -> None:
     requests = [make_request(0.0), make_request(0.0, num_output=21)]
     times = make_flow().run(requests, [0.0, 0.0])
     assert times is not None
-    # The costs have nothing that grows with the batch but 1 ms a token.
+    # Only 1 ms for each token of the batch grows with it.
     assert times.tpot_s == pytest.approx([0.012, (10 * 0.012 + 10 * 0.011) / 20])
     assert times.peak_batch == 2
 
@@ -54,7 +54,7 @@ def test_sequences_wait_for_room(kv_tokens: int, max_batch: int) -> None:
     assert times.ttft_s == pytest.approx([0.0, 10 * 0.011])
 
 
-def test_colocated_prompts_slow_tokens_and_wait_for_them() -> None:
+def test_colocated_prompts_delay_tokens_and_wait_for_them() -> None:
     requests = [make_request(0.0, num_input=1, num_output=101), make_request(0.1, num_input=100, num_output=1)]
     times = make_flow(chunk=50).run(requests, [0.0, 0.1])
     alone = make_flow(chunk=50).run(requests[:1], [0.0])
@@ -64,7 +64,7 @@ def test_colocated_prompts_slow_tokens_and_wait_for_them() -> None:
     assert times.tpot_s[0] == pytest.approx(alone.tpot_s[0] + 100 * 0.001 / 100, rel=0.01)
 
 
-def test_patience_ends_a_run_that_cannot_meet_its_target() -> None:
+def test_a_run_that_cannot_meet_its_target_ends_early() -> None:
     requests = [make_request(0.0) for _ in range(20)]
     flow, ready_s = make_flow(max_batch=1), [0.0] * 20
     limits_s = [0.5] * 20

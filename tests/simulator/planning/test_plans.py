@@ -1,4 +1,5 @@
-"""Plans meet their goal, no smaller deployment of the same kind does, and every figure can be redone by hand."""
+"""Tests that plans meet their goal, that no smaller deployment of the same kind does, and that figures can be
+recomputed."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def sample(rate: float = 30.0, **more: float) -> Workload:
     return TrafficStatistics(rate, 2000, 200, **more, num_requests=300).sample(1)  # type: ignore[arg-type]
 
 
-def test_statistics_are_met_by_the_sample() -> None:
+def test_the_sample_matches_the_statistics() -> None:
     workload = TrafficStatistics(5.0, 1000, 100, hit_rate=0.4, gap_cv=2.0, num_requests=4000).sample(3)
     assert workload.requests_per_s == pytest.approx(5.0, rel=0.1)
     assert workload.mean_input_tokens == pytest.approx(1000, rel=0.1)
@@ -38,12 +39,12 @@ def test_statistics_are_met_by_the_sample() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("requests_per_s", 0), ("hit_rate", 1.0), ("input_cv", -1.0)])
-def test_statistics_that_cannot_be_are_refused(field: str, value: float) -> None:
+def test_impossible_statistics_are_refused(field: str, value: float) -> None:
     with pytest.raises(InvalidInput, match=field):
         replace(TrafficStatistics(1.0, 10, 10), **{field: value})  # type: ignore[arg-type]
 
 
-def test_a_trace_brings_its_curve_of_reuse() -> None:
+def test_a_trace_provides_its_reuse_curve() -> None:
     records = tuple(TraceRecord(turn - 1.0, 40 * turn, 5, to_runs(range(4 * turn)), 10) for turn in range(1, 20))
     workload = workload_of(Trace("turns", records, True))
     assert workload.hit_share(0) == 0.0
@@ -93,7 +94,7 @@ def test_costs_follow_from_price_and_tokens() -> None:
     assert economy.per_million_tokens < economy.per_million_output_tokens
 
 
-def test_sensitivity_names_what_each_assumption_changes() -> None:
+def test_sensitivity_says_what_each_assumption_changes() -> None:
     workload = sample(hit_rate=0.3)
     plan = find_plans(LLAMA, [H100], workload, GOAL)[0]
     found = {each.name: each for each in vary(plan, workload, GOAL)}
@@ -112,7 +113,7 @@ def test_sensitivity_names_what_each_assumption_changes() -> None:
         (replace(GOAL, max_devices=1), [L40S], "up to 1 devices"),
     ],
 )
-def test_a_goal_out_of_reach_is_explained(goal: Goal, offers: list[PricedAccelerator], message: str) -> None:
+def test_an_unreachable_goal_is_explained(goal: Goal, offers: list[PricedAccelerator], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         find_plans(LLAMA, offers, sample(100.0), goal)
 
@@ -122,7 +123,7 @@ def test_a_model_that_fits_nowhere_is_explained() -> None:
         find_plans(DEEPSEEK, [L40S], sample(), GOAL)
 
 
-def test_kv_arithmetic() -> None:
+def test_kv_bytes_follow_from_the_shape() -> None:
     assert "= 131,072 bytes" in arithmetic.explain_kv(LLAMA, 1000)[0]
     assert "= 70,272 bytes" in arithmetic.explain_kv(DEEPSEEK, 1000)[0]
     quantized = arithmetic.quantize_kv(LLAMA, "fp8")
@@ -143,7 +144,7 @@ def test_chunks_are_long_enough_for_the_hardware() -> None:
     assert kind.kv_tokens == int(0.8 * (80e9 - (600 << 20) - LLAMA.weight_bytes) / LLAMA.kv_token_bytes)
 
 
-def test_the_simulator_has_the_last_word() -> None:
+def test_the_simulator_verifies_the_chosen_plan() -> None:
     rng = random.Random(5)
     workload = sample(20.0)
     workload = replace(workload, requests=workload.requests[:60], records=workload.records[:60])

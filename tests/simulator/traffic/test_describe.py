@@ -1,4 +1,4 @@
-"""The report of a trace: bursts, sessions and its forms as JSON and as a page."""
+"""Tests the report of a trace: bursts, sessions, and its formats as JSON and as a page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_record(arrival_s: float, blocks: range | list[int], session: str = "", 
     return TraceRecord(arrival_s, 10 * len(blocks), 5, to_runs(blocks), 10, session, agent)
 
 
-def test_a_poisson_process_is_found_to_be_one() -> None:
+def test_a_poisson_process_is_recognized() -> None:
     rng, times_s = random.Random(7), [0.0]
     while times_s[-1] < 4000:
         times_s.append(times_s[-1] + rng.expovariate(2.0))
@@ -39,13 +39,13 @@ def test_bursts_show_in_every_figure() -> None:
     assert one_second.dispersion > 40
 
 
-def test_peaks_are_found_wherever_their_window_begins() -> None:
+def test_peaks_are_found_wherever_their_window_starts() -> None:
     assert most_within([0.0, 0.9, 1.1, 1.8, 5.0], 1.0) == 3
     assert count_by_window([0.0, 0.9, 1.1, 1.8, 5.0], 1.0) == [2, 2, 0, 0, 0]
     assert describe_arrivals([3.0]).windows == ()
 
 
-def test_percentiles() -> None:
+def test_percentiles_are_nearest_ranks_or_weighted() -> None:
     assert nearest_rank([1.0, 2.0, 3.0, 4.0], 0.5) == 2.0
     assert nearest_rank([], 0.5) == 0.0
     assert weighted_percentile([(1.0, 1.0), (2.0, 8.0), (3.0, 1.0)], 0.5) == 2.0
@@ -53,7 +53,7 @@ def test_percentiles() -> None:
     assert summarize_values([2.0, 2.0]).cv == 0.0
 
 
-def test_sessions_that_a_trace_names() -> None:
+def test_sessions_are_taken_from_the_trace() -> None:
     records = (
         make_record(0.0, range(2), "a", "main"),
         make_record(1.0, range(100, 102), "a", "helper"),
@@ -68,17 +68,17 @@ def test_sessions_that_a_trace_names() -> None:
     assert sessions.gap_s.count == 2
     assert sessions.gap_s.largest == 4.0
     assert sessions.growth_tokens.largest == 10
-    assert sessions.own_hit_share == 0.5  # the last request hits what the other session had
+    assert sessions.own_hit_share == 0.5  # the last request hits what the other session has computed
 
 
-def test_sessions_that_only_blocks_show() -> None:
+def test_sessions_are_inferred_from_shared_blocks() -> None:
     system = [0]
     records = (
         make_record(0.0, [*system, 1, 2]),
-        make_record(1.0, [*system, 5]),  # shares the system prompt alone
-        make_record(2.0, [*system, 1, 2, 3]),  # continues the first
+        make_record(1.0, [*system, 5]),  # shares only the system prompt
+        make_record(2.0, [*system, 1, 2, 3]),  # continues the first request
         make_record(3.0, system),
-        make_record(4.0, [*system, 7]),  # begins with all of the one before, which had nothing of its own
+        make_record(4.0, [*system, 7]),  # starts with the whole previous request, which has no blocks of its own
     )
     sessions = describe_trace(Trace("blocks", records, True)).sessions
     assert sessions is not None
@@ -87,7 +87,7 @@ def test_sessions_that_only_blocks_show() -> None:
     assert sessions.gap_s.largest == 2.0
 
 
-def test_a_trace_without_blocks_says_so() -> None:
+def test_a_trace_without_blocks_is_reported_as_such() -> None:
     records = tuple(TraceRecord(float(number), 20, 5, ((number, 1),), 20) for number in range(10))
     report = describe_trace(Trace("lengths", records, False))
     assert report.reuse is None

@@ -1,4 +1,4 @@
-"""Stack distances give the hits of a cache of every size, as that cache would have them."""
+"""Tests that stack distances give the hits of a cache of any size, as that cache would have them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from simulator.report import single_cache_hit_rate
 from simulator.request import TraceRequest
 from simulator.traffic.reuse import measure_reuse
 
-_SIZE = 4  # tokens of a block
+_SIZE = 4  # tokens in a block
 
 
 def make_record(blocks: Sequence[int], missing: int = 0) -> TraceRecord:
@@ -20,7 +20,7 @@ def make_record(blocks: Sequence[int], missing: int = 0) -> TraceRecord:
 
 
 def simulate_cache(records: Sequence[TraceRecord], num_blocks: int) -> int:
-    """Returns the hit tokens of a cache that evicts the least recently used leaf, by doing just that."""
+    """Returns the hit tokens of a cache that evicts the least recently used leaf, by simulating it."""
     cached: dict[tuple[int, ...], int] = {}  # prefix -> last request
     hits = 0
     for number, record in enumerate(records):
@@ -38,20 +38,20 @@ def simulate_cache(records: Sequence[TraceRecord], num_blocks: int) -> int:
     return hits
 
 
-# A block's id comes from its depth and a choice, so that prompts share prefixes, leave them and come back.
+# A block's id follows from its depth and a choice, so that prompts share prefixes, diverge and return.
 paths = st.lists(st.integers(0, 2), min_size=1, max_size=8)
 prompts = st.tuples(paths, st.integers(0, _SIZE - 1))
 
 
 @given(st.lists(prompts, max_size=30), st.integers(0, 40))
-def test_hits_are_those_of_a_cache_of_that_size(rows: list[tuple[list[int], int]], num_blocks: int) -> None:
+def test_hits_equal_those_of_a_cache_of_that_size(rows: list[tuple[list[int], int]], num_blocks: int) -> None:
     records = [make_record(blocks, missing) for blocks, missing in rows]
     report = measure_reuse(records)
     assert sum(run.hit_tokens(num_blocks * _SIZE) for run in report.runs) == simulate_cache(records, num_blocks)
 
 
 @given(st.lists(prompts, min_size=1, max_size=30))
-def test_the_ceiling_is_reached_where_nothing_is_evicted(rows: list[tuple[list[int], int]]) -> None:
+def test_the_ceiling_is_reached_if_nothing_is_evicted(rows: list[tuple[list[int], int]]) -> None:
     records = [make_record(blocks, missing) for blocks, missing in rows]
     report = measure_reuse(records)
     assert report.hit_rate(report.num_distinct_tokens) == report.ceiling
@@ -71,7 +71,7 @@ def test_a_chain_of_turns_reuses_all_but_the_new_blocks() -> None:
     assert report.cache_tokens_for(1.0) == 20 * _SIZE
 
 
-def test_agrees_with_the_real_prefix_cache() -> None:
+def test_hits_agree_with_the_real_prefix_cache() -> None:
     turns = [(user, turn) for turn in range(1, 5) for user in range(6)]
     requests = [
         TraceRequest(

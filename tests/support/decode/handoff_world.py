@@ -1,8 +1,8 @@
-"""Runs a prefill core and a decode core in one thread, with every message and write that is in flight between them.
+"""Runs a prefill core and a decode core in one thread, with every message and write in flight between them.
 
-Calls keep the order of their messages, and of nothing else; writes are one-sided (fake_wire.py). `World.actions` are
-the possible next events, from which a test picks: a step, a message, a write, the passing of time. Mishaps are methods
-of their own: a broken call, a killed prefill worker, one of the two frozen.
+Each call keeps the order of its messages, but different calls do not; writes are one-sided (fake_wire.py).
+`World.actions` are the possible next events, from which a test picks: a step, a message, a write, the passing of time.
+Mishaps are separate methods: a broken call, a killed prefill worker, or either worker frozen.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        # One size at both ends half the time; the pools hold about as many tokens whatever the sizes.
+        # Half of the time both ends have one page size; the pools hold about as many tokens whatever the sizes.
         self.decode_size = self.rng.choice([4, 4, 2, 6])
         self.prefill_size = self.decode_size if self.rng.random() < 0.5 else self.rng.choice([2, 3, 4, 8])
         self.window = random.Random(seed).choice([None, None, 2, 3, 7, 12])  # of every layer
@@ -45,7 +45,7 @@ class World:
         self.receiver = FakeReceiver()
         self.now_s = 0.0
         self.frozen: object = (
-            None  # the worker that neither computes nor sends anything, though its writes may continue
+            None  # the worker that neither computes nor sends anything, although its writes may complete
         )
         transfers = TransferTable(
             self.decode_engine,  # type: ignore[arg-type]
@@ -57,27 +57,27 @@ class World:
             clock=lambda: self.now_s,
         )
         self.transfers = transfers
-        self.runs_ahead = self.rng.random() < 0.5  # the prefill worker, a step
+        self.runs_ahead = self.rng.random() < 0.5  # a step of the prefill worker
         self.hedging = self.rng.random() < 0.5
         config = DecodeConfig(
             max_batch_sequences=4,
             max_batch_tokens=8,
             placement=self.rng.choice(["remote", "split", "auto"]),
             watermark=0.0,
-            hedge_after_s=1.0 if self.hedging else 0,  # which comes when `grow_impatient` says so
+            hedge_after_s=1.0 if self.hedging else 0,  # a hedge starts once `grow_impatient` was called
         )
         self.decode = DecodeWorker(WorkerId("d"), self.decode_engine, transfers, config, CONTEXT)  # type: ignore[arg-type]
         self.steps = SplitSteps(self.decode, self.decode_engine, self.rng)
         self.prefill_epoch = Epoch(100)
         self.to_prefill: dict[TransferKey, deque[Callable[[], None]]] = {}
         self.to_decode: dict[TransferKey, deque[Callable[[], None]]] = {}
-        self.lost_keys: set[TransferKey] = set()  # calls that broke while the sender may still write
+        self.lost_keys: set[TransferKey] = set()  # broken calls whose sender may still write
         self.received: dict[int, list[TokenDelta]] = {}
         self.requests: dict[int, DecodeRequest] = {}
         self.start_prefill_worker()
 
     def pool_sizes(self, page_size: int) -> tuple[int, int, int]:
-        """Returns the size of a pool that is often too small for all prefixes, of a page, and of the host memory."""
+        """Returns the sizes of a pool that is often too small for all prefixes, of a page, and of the host memory."""
         return self.rng.randint(44, 100) // page_size, page_size, self.rng.choice([0, 8, 100])
 
     def start_prefill_worker(self) -> None:
@@ -94,7 +94,7 @@ class World:
         )
         self.prefill = PrefillWorker(self.prefill_engine, self.sender, config, CONTEXT, lambda: self.now_s)  # type: ignore[arg-type]
 
-    # The calls that the decode worker makes (`decode_worker.prefill.client.PrefillClient`).
+    # Calls that the decode worker makes (`decode_worker.prefill.client.PrefillClient`).
 
     def start(self, prefill: RemotePrefill, events: TransferEvents) -> None:
         key = prefill.key
@@ -129,7 +129,7 @@ class World:
         if key in self.to_prefill:
             self.to_prefill[key].append(lambda: worker.on_heartbeat(key))
 
-    # Messages back.
+    # Messages to the decode worker.
 
     def from_prefill(self, key: TransferKey, outcome: PrefillOutcome) -> None:
         if key not in self.to_decode:
@@ -158,14 +158,14 @@ class World:
         del self.to_decode[key], self.to_prefill[key]
         self.lost_keys.add(key)
         self.decode.on_lost(key, TransferError("the call broke"))
-        self.prefill.cancel(key)  # the service does so when its caller leaves; a no-op for an earlier incarnation
+        self.prefill.cancel(key)  # the service cancels when its caller leaves; this does nothing for an earlier epoch
 
     # Possible events.
 
     def submit(self, stream_id: int, prompt: list[int], sampling: SamplingParams) -> None:
         lane = self.rng.choice(list(Lane))
         sequence = Sequence(RequestId(f"r{stream_id}"), list(prompt), len(prompt), sampling, b"salt", lane=lane)
-        # The second candidate is the same worker once more, or one that has died: a start there is lost at once.
+        # The second candidate is the same worker again, or one that has died, where a start is lost at once.
         epochs = [self.prefill_epoch, self.rng.choice([Epoch(1), self.prefill_epoch])][: self.rng.randint(1, 2)]
         candidates = deque(PrefillCandidate("p", epoch, "nowhere", 0.0, 0.0) for epoch in epochs)
         self.received[stream_id] = []
@@ -185,7 +185,7 @@ class World:
             self.decode.on_arrival(key, write.index, 1)
 
     def may_end(self) -> list[TransferKey]:
-        """Returns the links that may end; an aborted one may be cut with a page in flight."""
+        """Returns the links that may end; an aborted link may be cut with a page in flight."""
         return [key for key, link in self.sender.links.items() if link.ending and (link.aborted or not link.writes)]
 
     def end_sender(self) -> None:
@@ -209,7 +209,7 @@ class World:
         queues[key].popleft()()
 
     def kill_prefill_worker(self) -> None:
-        """Kills the worker: what was in flight is gone, and a new incarnation takes its place."""
+        """Kills the worker: its messages in flight are lost, and a new epoch takes its place."""
         self.prefill_epoch = Epoch(self.prefill_epoch + 1)
         for link in self.sender.links.values():
             self.leave_behind(link)
@@ -222,7 +222,7 @@ class World:
         self.decode.on_slow(self.rng.choice(list(self.to_decode)))
 
     def ask_about_lost(self) -> None:
-        """Lifts fences like the fence keeper, once their senders cannot write any more."""
+        """Lifts fences, like the fence keeper, once their senders cannot write any more."""
         for key in list(self.lost_keys):
             if key.sender_epoch != self.prefill_epoch or not self.prefill.is_open(key):
                 self.lost_keys.discard(key)

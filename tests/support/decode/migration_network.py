@@ -22,14 +22,14 @@ Action = Callable[[], object]
 
 @dataclass
 class Call:
-    """The messages of one `ReceiveSequence` call, in order each way, until it breaks or ends."""
+    """Holds the messages of one `ReceiveSequence` call, in order each way, until it breaks or ends."""
 
     to_target: deque[Action] = field(default_factory=deque)
     to_source: deque[Action] = field(default_factory=deque)
 
 
 class End(Protocol):
-    """An incarnation of a decode worker."""
+    """Represents one epoch of a decode worker."""
 
     epoch: Epoch
     worker: DecodeWorker
@@ -50,7 +50,7 @@ class MigrationNetwork:
         return [queue for call in self.calls.values() for queue in (call.to_target, call.to_source)]
 
     def die(self, end: End) -> None:
-        """Breaks the calls of a dead worker and forgets what it has lost."""
+        """Breaks the calls of a dead worker and forgets its lost calls."""
         self.lost = {key: target for key, target in self.lost.items() if target is not end}
         for key in [key for key in self.calls if end.epoch in (key.sender_epoch, key.receiver_epoch)]:
             self.break_call(key)
@@ -69,7 +69,7 @@ class MigrationNetwork:
         target.incoming.on_closed(key, error)
 
     def ask_about_lost(self) -> None:
-        """Lifts fences like the fence keeper, once their sources cannot write any more."""
+        """Lifts fences, like the fence keeper, once their sources cannot write any more."""
         for key, target in list(self.lost.items()):
             source = self.alive(key.sender_epoch)
             if source is None or key not in source.calls.open_keys:
@@ -83,7 +83,7 @@ class OutgoingCalls:
     def __init__(self, network: MigrationNetwork, source: End) -> None:
         self._network = network
         self._source = source
-        self.open_keys: set[TransferKey] = set()  # that may write
+        self.open_keys: set[TransferKey] = set()  # sources that may write
 
     def start(
         self,
@@ -127,7 +127,7 @@ class OutgoingCalls:
 
 @dataclass
 class SourceCall:
-    """Sends a target's events back; an `incoming.SourceCall`."""
+    """Sends a target's events back; stands in for `incoming.SourceCall`."""
 
     network: MigrationNetwork
     source: End

@@ -1,4 +1,4 @@
-"""Runs decode cores that migrate sequences to each other, a router and a one-sided wire, all in one thread.
+"""Runs decode cores that migrate sequences to each other, a router and a one-sided transport, all in one thread.
 
 `World.actions` are the possible next events, from which a test picks: a step, a message, a write. `migrate` begins a
 migration, and `mishap` picks what goes wrong: an overdue answer, time that passes, a cancellation, a broken call, a
@@ -35,12 +35,12 @@ SHORT = TransferConfig(timeout_s=10.0, checksums=False)  # pages have no bytes h
 
 
 class Node:
-    """An incarnation of a decode worker."""
+    """Represents one epoch of a decode worker."""
 
     def __init__(self, world: World, epoch: int) -> None:
         self.world = world
         self.epoch = Epoch(epoch)
-        # One size at both ends half the time; the pools hold about as many tokens whatever the sizes.
+        # Half of the time both ends have one page size; the pools hold about as many tokens whatever the sizes.
         size = self.page_size = 4 if world.rng.random() < 0.7 else world.rng.choice([2, 3, 6])
         num_host_pages = world.rng.choice([0, 8, 100])
         self.engine = FakeEngine(world.rng.randint(72, 160) // size, size, num_host_pages, world.window)
@@ -50,7 +50,7 @@ class Node:
             return world.now_s
 
         self.wire = BreakableSender(size, world.page_size)
-        no_prefills = cast(PrefillClient, None)  # everything is computed here
+        no_prefills = cast(PrefillClient, None)  # every prompt is computed locally
         transfers = TransferTable(
             self.engine,  # type: ignore[arg-type]
             self.receiver,  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ class Node:
 
 @dataclass
 class Stream:
-    """A request, as the router sees it."""
+    """Holds a request as the router sees it."""
 
     number: int
     prompt: list[int]
@@ -135,7 +135,7 @@ class World:
         self.window = random.Random(seed).choice([None, None, 2, 3, 7, 12])  # of every layer
         self.network = MigrationNetwork(self.alive)
         self.streams: list[Stream] = []
-        self.sizes: dict[int, int] = {}  # of pages, by epoch, dead incarnations included
+        self.sizes: dict[int, int] = {}  # page sizes by epoch, including dead epochs
         self.nodes = [self.start_node(1), self.start_node(2)]
         self.num_migrated = 0
 
@@ -182,9 +182,8 @@ class World:
     # Mishaps.
 
     def kill(self, node: Node) -> None:
-        """Kills the worker and starts a new incarnation. Streams continue elsewhere with the tokens that clients
-        have."""
-        fresh = self.start_node(max(one.epoch for one in self.nodes) + 1)
+        """Kills the worker and starts a new epoch. Streams continue elsewhere with the tokens that clients have."""
+        fresh = self.start_node(max(node.epoch for node in self.nodes) + 1)
         self.nodes[self.nodes.index(node)] = fresh
         self.network.die(node)
         for other in self.nodes:
@@ -204,7 +203,9 @@ class World:
         if self.rng.random() < 0.1:
             node.wire.refuse = "layouts differ"
         chosen, _ = node.outgoing.select((), None)
-        chosen = chosen or [one for one in node.worker.requests if node.worker.scheduler.is_running(one.sequence)]
+        chosen = chosen or [
+            request for request in node.worker.requests if node.worker.scheduler.is_running(request.sequence)
+        ]
         if chosen:
             node.outgoing.begin(
                 self.rng.choice(chosen), MigrationTarget(WorkerId("t"), target.epoch, "", ""), self.count
@@ -281,7 +282,7 @@ class World:
         """Runs everything in flight to its end, in random order; leases end last."""
         for _ in range(steps):
             if all(stream.over for stream in self.streams) and not self.busy():
-                for _ in range(3):  # a sequence without a router is dropped at the second sweep, at the latest
+                for _ in range(3):  # a sequence without a router is dropped by the second sweep at the latest
                     self.pass_time(LEASE_S)
                 return
             self.rng.choice(self.actions())()

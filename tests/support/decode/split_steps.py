@@ -1,5 +1,5 @@
-"""Drives a decode worker like `decode_worker.schedule.step_driver`, without a thread: other events happen between the
-beginning of a step and its end, and a step's writes reach the pages when it ends, not before."""
+"""Drives a decode worker like `decode_worker.schedule.step_driver`, but without a thread: other events happen between
+the beginning and the end of a step, and its writes reach the pages only at its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.step.sequence import Sequence
 from penstock.types import PageId
 from tests.support.engine.fake_engine import FakeEngine, next_token
 
-Place = tuple[PageId, int]  # a page and where in it
+Place = tuple[PageId, int]  # a page and the place in it
 
 
 @dataclass
@@ -34,7 +34,7 @@ class _Computed:
 
 class SplitSteps:
     def __init__(self, worker: DecodeWorker, engine: FakeEngine, rng: random.Random | None = None) -> None:
-        """With `rng`, steps are also scheduled ahead, and fail now and then."""
+        """Drives the worker; with `rng`, steps also run ahead, and fail at random."""
         self._worker = worker
         self._engine = engine
         self._rng = rng
@@ -63,7 +63,7 @@ class SplitSteps:
             self.end()
 
     def whole(self) -> bool:
-        """Runs a step from its beginning to its end; returns False if there was nothing to compute."""
+        """Runs a step from beginning to end; returns False if there was nothing to compute."""
         while self._in_flight:
             self.end()
         self.begin()

@@ -1,4 +1,4 @@
-"""Small random LoRA adapters in PEFT's own format, written without PEFT."""
+"""Writes small random LoRA adapters in PEFT's own format, without PEFT."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_adapter(
     config: Mapping[str, Any] | None = None,
     name: str | None = None,
 ) -> AdapterRef:
-    """Writes an adapter of the modules that the model has; values are normal times `size`."""
+    """Writes an adapter of the modules that the model has; its values are normally distributed, times `size`."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}

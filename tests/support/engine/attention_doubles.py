@@ -1,5 +1,5 @@
-"""Doubles of attention libraries, for a CPU. They accept only what the real libraries document, check it, and compute
-by the definition, in float64.
+"""Provides doubles of attention libraries for a CPU. They accept only what the real libraries document, check it, and
+compute by the definition in float64.
 
 FlashInfer's as of 0.7 (`BatchDecodeWithPagedKVCacheWrapper`, `BatchPrefillWithPagedKVCacheWrapper`), torch's
 `varlen_attn` as of 2.13 with FlashAttention 3, which needs the block table.
@@ -26,8 +26,8 @@ def attend_pages(
     window_left: int,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attends from the last queries of one sequence to the tokens up to each, at most `window_left` before it (-1:
-    all)."""
+    """Attends from the last queries of one sequence to the tokens up to each of them, at most `window_left` before it
+    (-1 for all)."""
     k_CKH, v_CKH = (x[pages].flatten(0, 1)[:context].double().numpy() for x in (k_PSKH, v_PSKH))
     place_T1 = np.arange(context - len(q_TNH), context)[:, None]
     token_C = np.arange(context)
@@ -94,7 +94,9 @@ class _Wrapper:
         assert paged_kv_cache.shape[1] == 2
         assert tuple(paged_kv_cache.shape[2:]) == self._shape
         assert paged_kv_cache.stride(-1) == 1
-        assert q.shape == out.shape == (sum(one[0] for one in self._sequences), self._num_heads, self._shape[2])
+        assert (
+            q.shape == out.shape == (sum(sequence[0] for sequence in self._sequences), self._num_heads, self._shape[2])
+        )
         k_PSKH, v_PSKH = (x.transpose(1, 2) for x in paged_kv_cache.unbind(dim=1))
         row = 0
         for queries, pages, context in self._sequences:

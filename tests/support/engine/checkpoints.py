@@ -1,4 +1,4 @@
-"""Small random checkpoints of every supported family, as `transformers` writes them.
+"""Makes small random checkpoints of every supported family, as `transformers` writes them.
 
 `make_checkpoint("llama", tmp_path)` takes well under a second: 2 layers of width 32, a byte-level tokenizer of 320
 tokens. Weights depend only on the family and the overrides.
@@ -37,7 +37,7 @@ _BASE: dict[str, Any] = {
     "pad_token_id": None,
     "initializer_range": 0.3,  # wide, so that logits differ clearly and greedy choices are not ties
 }
-# Only some experts are chosen, and tests have so few tokens that some expert has none.
+# Only some experts are chosen, and tests have so few tokens that some expert gets none.
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "deepseek_v2": {
         "head_dim": None,
@@ -147,7 +147,7 @@ def make_checkpoint(
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Norms and biases are ones and zeros at first, which would hide mistakes.
+            # Norms and biases start as ones and zeros, which would hide mistakes.
             if parameter.dim() == 1 or name.endswith("proj_bias"):
                 parameter.add_(torch.randn_like(parameter) * (0.1 if "norm" in name else 0.3))
         for name, buffer in model.named_buffers():
@@ -161,7 +161,7 @@ def make_checkpoint(
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Writes a tokenizer with one token per byte: 0 begins, 1 ends, bytes follow."""
+    """Writes a tokenizer with one token for each byte: 0 begins, 1 ends, and bytes follow."""
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<s>": 0, "</s>": 1} | {symbol: 2 + index for index, symbol in enumerate(symbols)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -172,9 +172,10 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def perturb_weights(folder: Path, into: Path, seed: int) -> LoadedWeightsConfig:
-    """Writes the weights of a checkpoint, slightly changed, as a trainer would: safetensors files alone.
+    """Writes the weights of a checkpoint slightly changed, as a trainer would: only safetensors files.
 
-    Returns them as update number `seed`."""
+    Returns them as update number `seed`.
+    """
     into.mkdir(parents=True, exist_ok=True)
     random = torch.Generator().manual_seed(seed)
     for file in list_weight_files(folder):

@@ -1,8 +1,8 @@
-"""A model whose KV can be checked: each position holds a digest of the tokens up to it.
+"""Provides a model whose KV can be checked: each position holds a digest of the tokens up to it.
 
-`FakeEngine.step` fails on any page that does not hold exactly what its sequence's tokens say, so a stale, reused or
-half-written page cannot go unnoticed. The next token depends on the tokens alone, as with a real model. With a window,
-pages behind it are not looked at, and a sequence that holds more than the window's is noted in `most_held`.
+`FakeEngine.step` fails on any page that does not match its sequence's tokens, so a stale, reused or half-written page
+is noticed. The next token depends only on the tokens, as with a real model. With a window, pages behind it are not
+checked, and `most_held` records the most pages that a sequence has held.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.types import FinishReason, PageId
 
 VOCAB_SIZE = 500
 EOS = 7
-CONTEXT = 64  # of the workers whose streams `expected_tokens` predicts
+CONTEXT = 64  # the window of the workers whose streams `expected_tokens` predicts
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class FakeHost:
 
 
 class PendingStep:
-    """A launched step; until it is waited for, its pages must not be allocated again."""
+    """Represents a launched step; until it is waited for, its pages must not be allocated again."""
 
     def __init__(self, output: StepOutput, pages: set[PageId], in_flight: list[set[PageId]]) -> None:
         self._output, self._pages, self._in_flight = output, pages, in_flight
@@ -109,7 +109,7 @@ class FakeEngine:
         self.pool = self.prefix_cache.pool
         self._allocate, self.pool.allocate = self.pool.allocate, self.allocate  # type: ignore[method-assign]
         self.window = window
-        self.most_held = 0  # pages that a sequence had when a step began
+        self.most_held = 0  # the most pages that a sequence held when a step began
 
     def allocate(self, num_pages: int) -> list[PageId]:
         pages = self._allocate(num_pages)

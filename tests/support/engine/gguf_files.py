@@ -1,4 +1,4 @@
-"""Small GGUF files, as llama.cpp's converter makes them: names and block formats are those of the `gguf` package."""
+"""Writes small GGUF files as llama.cpp's converter does; names and block formats come from the `gguf` package."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def swap_rows(values: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 
 def random_blocks(shape: tuple[int, ...], kind: GGMLQuantizationType, seed: int) -> np.ndarray:
-    """Returns random blocks of Q4_K or Q6_K, which the package can read but not make, of values around 0."""
+    """Returns random blocks of Q4_K or Q6_K with values around 0; the package can read these formats but not write
+    them."""
     block, size = GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (int(np.prod(shape)) // block, size), np.uint8)

@@ -1,4 +1,4 @@
-"""Grammars for tests over the bundled model, and the text of its tokens."""
+"""Provides grammars for tests over the bundled model, and the text of its tokens."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _KINDS = {
 
 
 def hostile(name: str) -> Grammar:
-    """Returns a grammar of `benchmarks.attack`."""
+    """Returns a hostile grammar of `benchmarks.attack`."""
     field, value = HOSTILE[name]
     return Grammar(_KINDS[field], value if isinstance(value, str) else json.dumps(value))
 

@@ -1,9 +1,9 @@
-"""Compiles Triton kernels for a GPU, without one: every launch inside `recording`, with the shapes of the call.
+"""Compiles Triton kernels for a GPU without having one: each launch inside `recording`, with the shapes of the call.
 
-Nothing is computed: a launch compiles to machine code and reports what that uses. `python -m
-tests.support.engine.hopper` does so with the engine's kernels for a Hopper, `... '[[86, 101376, ["decode"]]]'` with
-some launches for other compute capabilities and their shared memory. It is a process of its own with
-TRITON_INTERPRET=0, because importing decides whether to interpret.
+Nothing is computed: a launch compiles to machine code and reports the resources that it uses. `python -m
+tests.support.engine.hopper` does so with the engine's kernels for a Hopper, and `... '[[86, 101376, ["decode"]]]'` with
+some launches for other compute capabilities and their shared memory. It runs in its own process with
+TRITON_INTERPRET=0, because Triton decides at import whether to interpret.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Compiled:
     registers: int
     stack_bytes: int  # values that do not fit the registers
     has_wgmma: bool  # a Hopper's own matrix instruction
-    has_wide_loads: bool  # of 16 bytes
+    has_wide_loads: bool  # copies of 16 bytes
 
 
 _BUILT: dict[tuple[str, str, str], Compiled] = {}  # by variant

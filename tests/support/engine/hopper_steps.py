@@ -1,9 +1,9 @@
-"""Lists the variants of Triton kernels that an engine needs on a Hopper, without one: launches are recorded, not
+"""Lists the variants of Triton kernels that an engine needs on a Hopper, without having one: launches are recorded, not
 computed.
 
-`python -m tests.support.engine.hopper_steps FOLDER...` warms up an engine on each checkpoint as a worker does and then
-takes steps of all sizes; it prints how many variants that needed, and those that only the steps needed. Runs in its own
-process with TRITON_INTERPRET=0, like `tests.support.engine.hopper`.
+`python -m tests.support.engine.hopper_steps FOLDER...` warms up an engine on each checkpoint as a worker does, then
+takes steps of all sizes. It prints how many variants that needed, and which ones only the steps needed. It runs in its
+own process with TRITON_INTERPRET=0, like `tests.support.engine.hopper`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NUM_STEPS = 40
 
 
 def needed(folder: str, kv_dtype: str, quantization: str) -> tuple[int, list[str]]:
-    """Returns the variants of warming up, and those that steps need besides."""
+    """Returns the variants that warm-up compiles, and those that steps need beyond them."""
     settings = {"kv_dtype": kv_dtype, "quantization": quantization, "dtype": "bfloat16", "attention": "triton"}
     config = EngineConfig.model_validate({"model": folder, "num_pages": 64, "share_weights": False, **settings})
     warm: set[tuple[str, str, str]] = set()

@@ -29,7 +29,8 @@ def config_of(scheme: str, inputs: dict[str, Any] | None = TOKEN_WISE) -> dict[s
 
 
 def quantize_checkpoint(folder: Path, to: Path, scheme: str) -> tuple[Path, Path]:
-    """Writes the projections of a checkpoint quantized and, into a second folder, their values; returns the two."""
+    """Writes the projections of a checkpoint quantized and, into a second folder, their plain values; returns both
+    folders."""
     stored: dict[str, torch.Tensor] = {}
     values: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -56,10 +57,11 @@ def quantize_checkpoint(folder: Path, to: Path, scheme: str) -> tuple[Path, Path
 
 
 class RoundedInputs(torch.nn.Module):
-    """A linear layer that rounds each input row to the nearest of 255 values, as the format's definition says."""
+    """Computes a linear layer that rounds each input row to the nearest of 255 values, as the format defines."""
 
     def __init__(self, linear: torch.nn.Linear, steps: float) -> None:
-        """`steps` of a row's scale reach its largest magnitude: 127, or 127.5 as compressed-tensors divides."""
+        """Wraps a layer; `steps` of a row's scale reach its largest magnitude: 127, or 127.5 as compressed-tensors
+        divides."""
         super().__init__()
         self.linear, self.steps = linear, steps
 

@@ -1,6 +1,6 @@
 """Runs a test with the CPU kernels of each instruction set that this machine has.
 
-Tests below `tests/engine` use the fixture `isa`; the kernels that they load are then those of that instruction set.
+Tests in `tests/engine` request the fixture `isa`; the kernels that they load are then those of that instruction set.
 """
 
 from __future__ import annotations

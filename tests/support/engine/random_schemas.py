@@ -1,4 +1,4 @@
-"""Random JSON schemas of every keyword that grammars obey, nested, with definitions and references."""
+"""Makes random JSON schemas with every keyword that grammars obey, nested, with definitions and references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m tests.support.prefork.mirror STATUS`: prints what this process is, then ends; without STATUS it waits."""
+"""`python -m tests.support.prefork.mirror STATUS`: describes its own process, then ends; without STATUS it waits."""
 
 from __future__ import annotations
 

@@ -25,11 +25,12 @@ from tests.support.prefork.server import MAX_REQUEST_BYTES
 from tests.support.suite import own_processes
 
 ROOT = Path(__file__).resolve().parents[3]
-_FORK_TIMEOUT_S = 240.0  # of the first one, which waits for the server's imports
+_FORK_TIMEOUT_S = 240.0  # for the first process, which waits for the server's imports
 
 
 class ModuleProcess:
-    """A running process whose stdout is a pipe to this one. `ended` gets its exit status, as `subprocess` counts it."""
+    """Represents a running process whose stdout is a pipe to this one. `ended` gets its exit status, as `subprocess`
+    counts it."""
 
     def __init__(self, pid: int, stdout: IO[bytes], ended: Future[int]) -> None:
         self.pid = pid
@@ -60,7 +61,7 @@ class ModuleProcess:
 
 
 class _ForkServer:
-    """A server process and the processes that it has forked."""
+    """Holds a server process and the processes that it has forked."""
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -71,14 +72,15 @@ class _ForkServer:
         ray_workers.listen()
         files = [theirs.fileno(), ray_workers.fileno()]
         command = [sys.executable, "-m", "tests.support.prefork.server", *map(str, files)]
-        # A thread of a numerical library would not be there in the forked processes.
+        # Threads of a numerical library would be missing in the forked processes.
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
         with theirs, ray_workers:
             self._server = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, cwd=ROOT, env=environment, pass_fds=files
             )
         self._starting = threading.Lock()  # one at a time, so that answers need no numbers
-        self._answers: SimpleQueue[int | None] = SimpleQueue()  # ids of started processes; None: the server is gone
+        # ids of started processes; None means that the server has ended
+        self._answers: SimpleQueue[int | None] = SimpleQueue()
         self._exits: dict[int, Future[int]] = {}
         threading.Thread(target=self._read, name="prefork", daemon=True).start()
 
@@ -86,7 +88,7 @@ class _ForkServer:
         return self._server.poll() is None
 
     def fork(self, request: Mapping[str, Any], stderr: int) -> ModuleProcess:
-        """Returns a process that has been forked for this request. Raises OSError if the server is gone."""
+        """Returns a process that was forked for this request. Raises OSError if the server has ended."""
         message = json.dumps(request).encode()
         assert len(message) <= MAX_REQUEST_BYTES
         reader, writer = os.pipe()
@@ -119,7 +121,7 @@ class _ForkServer:
 
 def _new_exit() -> Future[int]:
     ended: Future[int] = Future()
-    ended.set_running_or_notify_cancel()  # whoever waits may give up, for itself alone
+    ended.set_running_or_notify_cancel()  # each waiter may give up, only for itself
     return ended
 
 
@@ -142,13 +144,14 @@ _starter = _Starter()
 
 
 def use_forks() -> None:
-    """Makes `start_module` fork from now on. The server is started with the first process."""
+    """Makes `start_module` fork from now on. The first process starts the server."""
     _starter.forks = True
 
 
 @contextlib.contextmanager
 def forked_ray_workers() -> Iterator[None]:
-    """Forks the workers of every Ray that is started meanwhile, if `use_forks` was called, as for `start_module`."""
+    """Forks the workers of every Ray that starts within the block, if `use_forks` was called, as `start_module`
+    does."""
     if not _starter.forks:
         yield
         return
@@ -169,9 +172,9 @@ def start_module(
     cpu: int | None = None,
     fresh: bool = False,
 ) -> ModuleProcess:
-    """Returns `python -m MODULE ARGUMENTS`, started with this process's environment and what `environment` adds.
+    """Starts `python -m MODULE ARGUMENTS` with this process's environment and what `environment` adds.
 
-    It is a Python of its own instead of a fork if it is to be `fresh`, or to run on the core `cpu` alone.
+    It is a new Python instead of a fork if it is `fresh`, or runs only on the core `cpu`.
     """
     variables = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
     if _starter.forks and not fresh and cpu is None:

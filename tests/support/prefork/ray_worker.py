@@ -1,11 +1,11 @@
-"""Stands between Ray and the workers that the fork server makes for it. `forked_ray_workers` puts it there.
+"""Stands between Ray and the workers that the fork server makes for it. `forked_ray_workers` installs it.
 
 Ray's node manager starts this file as it would start a worker. It asks the server for a fork that becomes the worker,
-and is there as long as that is: killed, it takes the worker with it, so that ending all descendants of a node manager
-ends its workers too. Ray itself speaks to the worker and kills it by its own id.
+and lives as long as the fork does. If it is killed, the worker ends with it, so that ending all descendants of a node
+manager ends its workers too. Ray itself talks to the worker and kills it by its own id.
 
-The worker's own command line, parent and initial environment are the server's; what a test says of those needs fresh
-processes. This file imports nothing but small modules of Python, since it costs its start once for each worker.
+The worker's own command line, parent and initial environment are the server's; tests of those need fresh processes.
+This file imports only small modules of Python, because each worker pays for its start.
 """
 
 import argparse
@@ -20,7 +20,7 @@ _MAX_ANSWER_BYTES = 4096
 
 
 def main() -> None:
-    """Asks for a fork that becomes the worker named by this process's arguments, and ends as that does."""
+    """Asks for a fork that becomes the worker of this process's arguments, and ends when that does."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--serialized-runtime-env-context", default="{}")
     parser.add_argument("--language")

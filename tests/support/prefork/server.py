@@ -1,8 +1,8 @@
 """`python -m tests.support.prefork.server FD RAY_FD`: forks a process for each module that it is asked to run.
 
-Reads requests from the socket FD, answers each with the process's id, and reports when it ends. It ends when the socket
-does. At the listening socket RAY_FD it forks workers of Ray for `tests.support.prefork.ray_worker`: a connection asks
-for one, is answered when that ends, and ends it by hanging up.
+Reads requests from the socket FD, answers each with the process's id, and reports when it ends. The server ends when
+the socket does. At the listening socket RAY_FD it forks workers of Ray for `tests.support.prefork.ray_worker`: each
+connection asks for one worker, gets an answer when that ends, and ends it by hanging up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-# Not Ray: the library that it loads reads the environment of a worker at that moment.
+# Ray is not imported here: the library that it loads reads a worker's environment at that moment.
 PRELOADED = ("cluster.local.role_host", "prefill_worker.server", "decode_worker.server", "router.server")
 MAX_REQUEST_BYTES = 256 * 1024
 _NUM_FILES = 2  # stdout and stderr of the process
@@ -32,7 +32,7 @@ _NUM_FILES = 2  # stdout and stderr of the process
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """The code that a forked process is to run, and its files."""
+    """Holds the code that a forked process is to run, and its files."""
 
     code: str  # a module's name, or a script's path
     arguments: list[str]
@@ -51,7 +51,7 @@ class _Server:
         self._is_over = False
 
     def run(self) -> _Job | None:
-        """Serves until the socket ends. Returns a job in the process that was forked for it, and None in this one."""
+        """Serves until the socket ends. Returns a job in a process that was forked for it, and None in this one."""
         while not self._is_over:
             for ready, _ in self._selector.select():
                 if job := ready.data():
@@ -102,7 +102,7 @@ class _Server:
         return None
 
     def _fork(self, job: _Job) -> int:
-        """Returns 0 in the new process, which keeps nothing of the server but the job, and its id in this one."""
+        """Returns 0 in the new process, which keeps nothing of the server except the job, and its id in this one."""
         child = os.fork()
         if child == 0:
             for key in list(self._selector.get_map().values()):
@@ -126,7 +126,7 @@ class _Server:
 
 
 def _receive(asking: socket.socket) -> _Job | None:
-    """Returns what a peer asks for; None if it has hung up."""
+    """Returns what a peer asks for, or None if it has hung up."""
     with contextlib.suppress(ConnectionError):
         request, files, _, _ = socket.recv_fds(asking, MAX_REQUEST_BYTES, _NUM_FILES)
         return _Job(**json.loads(request), files=files) if request else None
@@ -134,7 +134,7 @@ def _receive(asking: socket.socket) -> _Job | None:
 
 
 def _answer(asking: socket.socket, message: dict[str, Any]) -> None:
-    with contextlib.suppress(BrokenPipeError):  # nobody is there to ask for more: the loop reads the end
+    with contextlib.suppress(BrokenPipeError):  # the peer has gone; the loop reads the end of its connection
         asking.send(json.dumps(message).encode())
 
 
@@ -157,7 +157,7 @@ def _become(job: _Job) -> None:
 
 
 def _status_of(job: _Job) -> int:
-    """Runs the job. Returns the exit status that Python would give it."""
+    """Runs the job, and returns the exit status that Python would give it."""
     try:
         _become(job)
     except SystemExit as end:
@@ -175,7 +175,7 @@ def _status_of(job: _Job) -> int:
 
 
 def _end(status: int) -> NoReturn:
-    """Ends this process as Python does, except that it frees no memory: each page of that would be copied first."""
+    """Ends this process as Python does, but frees no memory, since each page would be copied first."""
     threading._shutdown()  # type: ignore[attr-defined]  # it waits for threads
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -184,10 +184,10 @@ def _end(status: int) -> NoReturn:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the tests
     for module in PRELOADED:
         importlib.import_module(module)
-    gc.freeze()  # else each process would copy what its first collection touches
+    gc.freeze()  # otherwise each process would copy what its first collection touches
     control_fd, ray_workers_fd = map(int, sys.argv[1:])
     with socket.socket(fileno=control_fd) as control, socket.socket(fileno=ray_workers_fd) as ray_workers:
         job = _Server(control, ray_workers).run()

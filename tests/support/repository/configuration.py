@@ -149,7 +149,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _own_defaults(model: type[BaseModel], key: str) -> str:
-    """Names the defaults of subclasses that share the section, such as the lanes."""
+    """Lists the defaults of subclasses that share the section, such as the lanes."""
     if model is not LaneConfig:
         return ""
     lanes = config.AdmissionConfig()

@@ -27,22 +27,23 @@ _WORD = re.compile(r'"(?:[^"\\]|\\.)*"|[()|,]|:=|[^\s()|,"]+')
 
 
 def load_yaml(text: str) -> Any:
-    """Returns what a document of YAML holds, read by libyaml: ten times as fast as `yaml.safe_load`, and alike."""
+    """Parses a YAML document with libyaml: the same result as `yaml.safe_load`, ten times as fast."""
     return yaml.load(text, yaml.CSafeLoader)
 
 
 def load_all_yaml(text: str) -> Iterator[Any]:
-    """Yields what each document of a YAML text holds, as `load_yaml` does."""
+    """Yields each document of a YAML text, parsed like `load_yaml`."""
     yield from yaml.load_all(text, yaml.CSafeLoader)
 
 
 class RenderError(Exception):
-    """A template that this renderer, or helm, does not accept."""
+    """Reports a template that this renderer, or helm, does not accept."""
 
 
 @dataclass
 class Node:
-    """A parsed part of a template: text, value, if, range or define. A branch of an `if` is its condition and body."""
+    """Holds a parsed part of a template: text, value, if, range or define. Each branch of an `if` has a condition and a
+    body."""
 
     kind: str
     text: str = ""
@@ -64,7 +65,7 @@ def _tokens(source: str) -> Iterator[tuple[str, str]]:
 
 
 def _parse(tokens: Iterator[tuple[str, str]], end: bool = False) -> tuple[list[Node], str]:
-    """Returns the nodes up to their `end` or `else`, and which of the two closed them."""
+    """Returns the nodes up to their `end` or `else`, and which of the two was found."""
     nodes: list[Node] = []
     for kind, content in tokens:
         word, _, rest = content.partition(" ")
@@ -103,7 +104,7 @@ class Renderer:
         release: Mapping[str, str],
         files: Mapping[str, str] | None = None,
     ) -> None:
-        """`files` is the text of each template; by default the chart's."""
+        """Reads the chart; `files` is the text of each template, by default the chart's."""
         about = load_yaml((chart / "Chart.yaml").read_text())
         self._root: dict[str, object] = {
             "Values": values,
@@ -177,7 +178,7 @@ class Renderer:
         items = dict(enumerate(found)) if isinstance(found, list) else found
         if not isinstance(items, Mapping):
             raise RenderError(f"range {node.text!r}: takes only tables and lists")
-        for key in sorted(items):  # as Go walks maps
+        for key in sorted(items):  # in the order in which Go walks maps
             yield self._run(node.body, items[key], {**variables, match[1]: key, match[2]: items[key]})
 
     def _evaluate(self, text: str, scope: object, variables: dict[str, object]) -> object:
@@ -244,7 +245,7 @@ def _format(value: object) -> str:
 
 
 def overlay(values: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
-    """Returns `over` laid over `values`, table by table, as helm does with `--values`."""
+    """Returns `over` merged into `values`, table by table, as helm does with `--values`."""
     merged = dict(values)
     for key, value in over.items():
         below = merged.get(key)

@@ -1,8 +1,7 @@
-"""Makes the schemas of those chart values that penstock/config reads unchanged, from its models.
+"""Makes the schemas of chart values that penstock/config reads unchanged, from its models.
 
-With them, `helm install` refuses a misspelt setting before a pod starts.
-`python -m tests.support.repository.helm_schema --write` puts them below `definitions` in
-deploy/helm/penstock/values.schema.json.
+With them, `helm install` refuses a misspelt setting before a pod starts. `python -m
+tests.support.repository.helm_schema --write` puts them under `definitions` in deploy/helm/penstock/values.schema.json.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ def _add(made: dict[str, Any], name: str, kind: type[BaseModel], without: set[st
 
 
 def _plain(schema: Any, of_names: bool = False) -> Any:
-    """Returns the schema without notes. The keys of `properties` are names, which may be spelt like a note."""
+    """Returns the schema without notes. The keys of `properties` are field names, which may be spelled like a note."""
     if isinstance(schema, list):
         return [_plain(each) for each in schema]
     if not isinstance(schema, dict):
@@ -105,7 +104,7 @@ def _only_used(made: dict[str, Any]) -> dict[str, Any]:
 
 
 def whole() -> str:
-    """Returns what the file should hold."""
+    """Returns the whole content of the file."""
     schema = json.loads(FILE.read_text())
     return json.dumps({**schema, "definitions": definitions()}, indent=1) + "\n"
 

@@ -26,7 +26,7 @@ MAX_FUNCTION_LINES = 60
 LONG_FUNCTIONS = {
     "engine/kernels/triton/attention/paged_prefill.py:paged_prefill": "one launch with two dozen arguments",
 }
-# Generated, third-party or historical: not written in the project's words.
+# Generated, third-party or historical files, not written in the project's words.
 NOT_PROSE = (
     "CHANGELOG.md",
     "LICENSE",
@@ -68,7 +68,7 @@ class Definition:
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """An import statement: of modules, or of names from one module."""
+    """Holds an import statement: of modules, or of names from one module."""
 
     module: str | None  # None: `names` are modules
     names: tuple[str, ...]
@@ -78,7 +78,7 @@ class Import:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The parts of a file that these checks look at. The whole tree would take a hundred times the memory."""
+    """Holds the parts of a file that these checks look at; the whole tree would take a hundred times the memory."""
 
     definitions: tuple[Definition, ...]
     imports: tuple[Import, ...]
@@ -135,7 +135,7 @@ def long_files(*prefixes: str) -> list[str]:
 
 
 def long_functions(*prefixes: str) -> list[str]:
-    """Lists functions outside tests/ and benchmarks/ with more than MAX_FUNCTION_LINES lines, but for those exempt."""
+    """Lists functions outside tests/ and benchmarks/ with more than MAX_FUNCTION_LINES lines, except exempt ones."""
     return [
         f"{name}: {each.name} has {each.num_lines} lines"
         for name in sources(*prefixes)
@@ -194,7 +194,7 @@ def banned_words() -> re.Pattern[str]:
 
 
 def banned_uses(*prefixes: str) -> list[str]:
-    """Lists the lines that use a word which docs/glossary.md bans."""
+    """Lists the lines with a word that docs/glossary.md bans."""
     found = []
     for name in tracked_files():
         if name.startswith(NOT_PROSE) or "_pb2" in name or (prefixes and not name.startswith(prefixes)):

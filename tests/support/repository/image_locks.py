@@ -39,7 +39,7 @@ def make(variant: str) -> str:
     """Returns the list of one image. Blocks on the network; raises CalledProcessError with uv's message."""
     with tempfile.TemporaryDirectory() as folder:
         constraints, build = ROOT / "constraints.txt", Path(folder, "build.txt")
-        build.write_text("setuptools\n")  # builds the project itself, where nothing else is fetched
+        build.write_text("setuptools\n")  # builds the project itself, in an environment that can fetch nothing
         command = ["uv", "pip", "compile", "pyproject.toml", str(build), "--constraint", str(constraints), *_PLATFORM]
         command += ["--generate-hashes", "--only-binary", ":all:", "--no-header", "--no-annotate", "--quiet"]
         command += ["--default-index", "https://pypi.org/simple"]

@@ -16,7 +16,7 @@ import google.rpc
 
 ROOT = Path(__file__).resolve().parents[3]
 STUBS = Path("penstock/v1")
-# The generator stamps its own version into the file; stubs made by another patch release are just as fresh.
+# The generator writes its own version into the file; stubs made by another patch release are just as fresh.
 _VERSIONS = re.compile(r"(?m)^# Protobuf Python Version: .*$|GRPC_GENERATED_VERSION = '.*'|^    \d+,$")
 
 

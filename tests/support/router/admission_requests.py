@@ -1,4 +1,4 @@
-"""An admission policy before one small fleet, and requests to offer it: the fixtures of the admission tests."""
+"""Holds the fixtures of the admission tests: a policy for one small fleet, and requests to offer it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def admission(config=PATIENT, fleet=FLEET, limits_of=None, seed=1):
 
 
 def fill(made, now_s=0.0, first_key=10_000, **settings):
-    """Offers requests until one is queued. Returns the keys of those dispatched."""
+    """Offers requests until one is queued; returns the keys of the dispatched ones."""
     keys = []
     while isinstance(made.offer(ask(first_key + len(keys), at=now_s, **settings), now_s), Dispatched):
         keys.append(first_key + len(keys))

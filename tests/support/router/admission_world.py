@@ -1,4 +1,4 @@
-"""A deployment in virtual time around admission: prefill workers as one queue, decode slots, load reports."""
+"""Simulates a deployment in virtual time around admission: prefill workers as one queue, decode slots, load reports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Arrival:
 
 @dataclass
 class Fate:
-    """The outcome of one arrival."""
+    """Holds the outcome of one arrival."""
 
     arrival: Arrival
     ask: AdmissionRequest
@@ -83,7 +83,7 @@ class World:
 
     def run(self, arrivals: list[Arrival], until_s: float) -> list[Fate]:
         for arrival in arrivals:
-            self._at(arrival.at_s, lambda one=arrival: self._arrive(one))
+            self._at(arrival.at_s, lambda arrival=arrival: self._arrive(arrival))
         self._at(0.0, self._report)
         while self._events and self._events[0][0] <= until_s:
             self.now_s, _, act = heapq.heappop(self._events)
@@ -148,7 +148,7 @@ class World:
             tokens = min(fate.arrival.output_tokens, fate.max_tokens)
             ends_s = self.now_s + tokens * self.fleet.step_s
             fate.too_late = ends_s > fate.ask.deadline_s
-            self._at(min(ends_s, max(self.now_s, fate.ask.deadline_s)), lambda one=fate: self._end(one))
+            self._at(min(ends_s, max(self.now_s, fate.ask.deadline_s)), lambda fate=fate: self._end(fate))
 
     def _end(self, fate: Fate) -> None:
         self._num_decoding -= 1
@@ -165,7 +165,7 @@ class World:
             num_prefill=self.fleet.prefill,
             slots=self.fleet.slots,
             num_waiting=len(self._for_slot),
-            queued_prefill_tokens=sum(one.arrival.prompt_tokens for one in self._prefilling),
+            queued_prefill_tokens=sum(fate.arrival.prompt_tokens for fate in self._prefilling),
             prefill_tokens_per_s=self.fleet.tokens_per_s,
             step_s=self.fleet.step_s,
         )

@@ -1,4 +1,5 @@
-"""A headless Chromium for tests of pages, driven over its debugging pipe: no driver and no WebSocket library."""
+"""Drives a headless Chromium for tests of pages over its debugging pipe, with neither a driver nor a WebSocket
+library."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ _FLAGS = (
 
 
 class Page:
-    """A browser tab. Every call waits at most a minute."""
+    """Represents a browser tab. Every call waits at most a minute."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self._to_browser = to_browser
@@ -41,7 +42,7 @@ class Page:
         self._unread = b""
         self._ids = itertools.count(1)
         self._session = ""
-        self.problems: list[str] = []  # exceptions and refused loads, as the page's console has them
+        self.problems: list[str] = []  # exceptions and refused loads, as the page's console shows them
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
@@ -51,7 +52,7 @@ class Page:
         self._call("Page.navigate", url=url)
 
     def resize(self, width: int, height: int, *, dark: bool = False) -> None:
-        """Sets the size of the window in pixels, and the colours that the reader prefers."""
+        """Sets the size of the window in pixels, and the preferred colours."""
         self._call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )

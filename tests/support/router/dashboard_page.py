@@ -48,11 +48,11 @@ border-bottom: 1px solid #2c3235; font-variant-numeric: tabular-nums } svg { wid
 """
 _COLORS = {"green": "#73bf69", "orange": "#ff9830", "red": "#f2495c", "blue": "#5794f2"}
 _LINES = ("#73bf69", "#f2cc0c", "#5794f2", "#ff9830", "#f2495c", "#b877d9", "#8ab8ff", "#fade2a", "#56a64b", "#e0b400")
-_MOST_ROWS = 12  # of a table, which scrolls in Grafana
+_MOST_ROWS = 12  # rows of a table, which scrolls in Grafana
 
 
 def render(name: str, prometheus: Prometheus, seconds: float) -> str:
-    """Returns a dashboard of the last seconds as an HTML page in Grafana's grid, rendered here and not by Grafana."""
+    """Returns the last seconds of a dashboard as an HTML page in Grafana's grid, rendered here and not by Grafana."""
     board = BOARDS[name]
     parts = []
     for panel in board["panels"]:

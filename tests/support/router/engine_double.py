@@ -1,7 +1,7 @@
-"""A small engine that speaks as vLLM does: HTTP completions and metrics, KV events over ZMQ with replays.
+"""Provides a small engine that behaves as vLLM does: HTTP completions and metrics, KV events over ZMQ with replays.
 
-Its tokens depend on the prompt alone. It refuses what vLLM would refuse, and decodes a prompt computed elsewhere only
-for the `kv_transfer_params` that the other double has given out.
+Its tokens depend only on the prompt. It refuses what vLLM would refuse, and decodes a prompt computed elsewhere only
+with the `kv_transfer_params` that the other double has issued.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ def expected(prompt: Sequence[int], count: int) -> list[int]:
 
 @dataclass
 class EngineDouble:
-    """Start it with `running_engine`. Set `refuse` or `break_after` to make it fail."""
+    """Serves like vLLM; `running_engine` starts it. Set `refuse` or `break_after` to make it fail."""
 
     name: str = "engine"
     model: str = "model"
     refuse: int = 0  # HTTP status of every completion
     refusal: str = "not now"
     trouble: str = ""  # how streams end; see `_end`
-    break_after: int | None = None  # tokens after which its connections break
-    is_frozen: bool = False  # takes connections and answers nothing
-    pause_at: int | None = None  # tokens after which streams wait for `resume`
+    break_after: int | None = None  # the number of tokens after which its connections break
+    is_frozen: bool = False  # accepts connections and answers nothing
+    pause_at: int | None = None  # the number of tokens after which streams wait for `resume`
     knows_cached: bool = True
     bodies: list[dict[str, object]] = field(default_factory=list)
     resume: asyncio.Event = field(default_factory=asyncio.Event)
     num_running: int = 0
     num_cancelled: int = 0
-    given: set[str] = field(default_factory=set)  # ids of prompts computed for others
+    given: set[str] = field(default_factory=set)  # ids of prompts computed for other engines
     peers: list[EngineDouble] = field(default_factory=list)
     started_s: float = 1000.0
     cached: dict[tuple[int, ...], int] = field(default_factory=dict)  # block hashes by the text up to the block's end
@@ -109,7 +109,7 @@ class EngineDouble:
             await self._router.send_multipart([frames[0], b"", b"", END_SEQ, b""])
 
     async def _cache(self, tokens: list[int], salt: str) -> int:
-        """Caches a text's full blocks, and returns how many tokens were cached before."""
+        """Caches a text's full blocks, and returns how many tokens were already cached."""
         known = 0
         key: tuple[int, ...] = (hash(salt),)
         for end in range(BLOCK, len(tokens) + 1, BLOCK):
@@ -200,7 +200,7 @@ class EngineDouble:
         return response
 
     async def _end(self, request: web.Request, response: web.StreamResponse, body: dict[str, object]) -> bool:
-        """Fails in the configured way after the last token. Returns whether nothing more is to be sent."""
+        """Fails in the configured way after the last token. Returns whether nothing more may be sent."""
         if self.trouble == "goes on":
             for token in range(20, 40):
                 await _send(response, {"choices": [_choice(token, None, body)]})

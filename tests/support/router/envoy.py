@@ -1,4 +1,4 @@
-"""Starts a real Envoy that asks a router's endpoint picker where requests go, as an inference gateway does."""
+"""Starts a real Envoy that asks a router's endpoint picker where to send requests, as an inference gateway does."""
 
 from __future__ import annotations
 

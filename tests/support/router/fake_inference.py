@@ -1,4 +1,4 @@
-"""A scripted Inference service on a real gRPC port, for tests of the client and of the terminal commands."""
+"""Provides a scripted Inference service on a real gRPC port, for tests of the client and of terminal commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMING = common_pb2.Timing(
 
 
 def say(*texts: str, index: int = 0, last: bool = True) -> list[inference_pb2.GenerateResponse]:
-    """Returns the messages of one completion, of one token each, with ids from 100."""
+    """Returns the messages of one completion, one token each, with ids from 100."""
     messages = [
         inference_pb2.GenerateResponse(request_id="r", model="fake", index=index, text=text, token_ids=[100 + number])
         for number, text in enumerate(texts)
@@ -35,7 +35,7 @@ def say(*texts: str, index: int = 0, last: bool = True) -> list[inference_pb2.Ge
 
 
 class FakeInference(inference_pb2_grpc.InferenceServicer):
-    """Each Generate call takes the next script: messages, an error to end with, or HANG to wait for the caller."""
+    """Plays one script for each Generate call: messages, an error to end with, or HANG to wait for the caller."""
 
     HANG = object()
 
@@ -44,7 +44,7 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
         self.requests: list[inference_pb2.GenerateRequest] = []
         self.time_left_s: list[float | None] = []
         self.called = threading.Event()
-        self.cancelled = threading.Event()  # a call that hung has ended
+        self.cancelled = threading.Event()  # a hanging call has ended
 
     def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
@@ -89,7 +89,7 @@ def _abort(context: grpc.ServicerContext, error: PenstockError) -> None:
 
 
 class FakeServer:
-    """Serves a FakeInference on a free loopback port, or on the given one, while the `with` block lasts."""
+    """Serves a FakeInference on a free loopback port, or on the given one, within the `with` block."""
 
     def __init__(self, service: FakeInference, port: int = 0) -> None:
         self.service = service

@@ -1,7 +1,8 @@
-"""Pictures of the live page for the docs: `python -m tests.support.router.live_pictures` writes them in docs/images.
+"""Takes pictures of the live page for the docs: `python -m tests.support.router.live_pictures` writes them to
+docs/images.
 
 A deployment of two prefill and two decode workers on an embedded Ray is shown idle, under load, during a drain and
-after a kill. The pictures of 200 workers alone have made-up state, since they stand for more machines than are at hand.
+after a kill. Only the pictures of 200 workers have made-up state, because no such fleet is at hand.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def shoot_deployment(page: Page) -> None:
         )
         page.screenshot(IMAGES / "live-page-kill.png")
     penstock("status", "--wait", "120")
-    # Both workers are full, so that sequences have to end where they are.
+    # Both workers are full, so sequences must finish where they are.
     with load(num_callers=48, longest=1024), ThreadPoolExecutor(1) as pool:
         time.sleep(20)
         drained = pool.submit(penstock, "drain", "decode-1")

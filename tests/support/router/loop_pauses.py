@@ -1,4 +1,5 @@
-"""Bounds what a router's event loop computes at a stretch, in processor time: a busy machine does not lengthen it."""
+"""Bounds what a router's event loop computes without a pause, in processor time, which a busy machine does not
+lengthen."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import pytest
 
 from penstock.errors import InvalidInput
 
-MAX_PAUSE_S = 0.05  # the worst takes 6 to 12 ms on a quiet core, up to twice that beside other work
+MAX_PAUSE_S = 0.05  # the worst takes 6 to 12 ms on a quiet core, and up to twice that beside other work
 
 
 @contextlib.contextmanager
@@ -41,7 +42,7 @@ def bounded_pauses(case: str) -> Iterator[None]:
 
 
 def longest_call_s(work: Callable[[], object]) -> float:
-    """Returns the processor time of the longest call into C: the interpreter's lock is not released before it ends."""
+    """Returns the processor time of the longest call into C, which holds the interpreter's lock until it ends."""
     starts: list[float] = []
     longest_s = 0.0
 

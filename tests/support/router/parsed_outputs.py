@@ -12,7 +12,7 @@ from router.parsers.tools import ToolFunction
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A tool call of a whole output. `complete` is False if the output ended inside the arguments."""
+    """Holds a tool call of a whole output. `complete` is False if the output ended inside the arguments."""
 
     name: str
     arguments: str
@@ -21,7 +21,7 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedOutput:
-    """A whole output, parsed."""
+    """Holds a whole parsed output."""
 
     text: str = ""
     reasoning: str = ""

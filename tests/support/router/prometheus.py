@@ -1,4 +1,5 @@
-"""A real Prometheus over a small deployment under load, for tests of dashboards and for their pictures in the docs.
+"""Runs a real Prometheus over a small deployment under load, for tests of dashboards and for their pictures in the
+docs.
 
 The deployment has a prefill worker, two decode workers, a router and three tenants, one in each lane. Prometheus is
 Debian's (`apt-get install prometheus`); it finds the workers as in production, by HTTP discovery at the router.
@@ -51,12 +52,12 @@ scrape_configs:
 
 @dataclass(frozen=True, slots=True)
 class Prometheus:
-    """A running server. Every call waits at most a minute, and fails if the server refuses the query."""
+    """Queries a running server. Every call waits at most a minute, and fails if the server refuses the query."""
 
     url: str
 
     def instant(self, query: str) -> list[dict[str, Any]]:
-        """Returns each series with its `value` of now."""
+        """Returns each series with its current `value`."""
         return self._get("query", query=query)
 
     def over_time(self, query: str, seconds: float, step_s: float = 1.0) -> list[dict[str, Any]]:

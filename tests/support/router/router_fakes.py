@@ -1,4 +1,4 @@
-"""Fakes at the router's edges, over real gRPC: workers that invent tokens, and an Admin service."""
+"""Provides fakes at the router's edges over real gRPC: workers that invent tokens, and an Admin service."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ NextToken = Callable[[Sequence[int], common_pb2.SamplingParams], int]
 
 
 def chained_token(token_ids: Sequence[int], sampling: common_pb2.SamplingParams) -> int:
-    """Returns a token that depends on seed, position and the tokens before: a lost one changes all that follow."""
+    """Returns a token that depends on seed, position and the tokens before, so that a lost one changes all later
+    ones."""
     state = (sampling.seed, len(token_ids), *token_ids[-4:])
     return 300 + int.from_bytes(blake2b(repr(state).encode(), digest_size=4).digest(), "little") % 1700
 
@@ -74,8 +75,9 @@ class FakeWorker(worker_pb2_grpc.DecodeWorkerServicer):
         self.tokens_per_frame = tokens_per_frame
         self.pause_at = pause_at
         self.refuse_with = refuse_with
-        self.dies_of = dies_of  # a token: a prompt that holds it kills this worker
-        self.prefill_faults: dict[str, worker_pb2.PrefillFault] = {}  # reported of a first candidate, by worker id
+        self.dies_of = dies_of  # a token: a prompt that contains it kills this worker
+        # outcomes to report for first candidates, by worker id
+        self.prefill_faults: dict[str, worker_pb2.PrefillFault] = {}
         self.resume = asyncio.Event()
         self.submits: list[worker_pb2.DecodeSubmit] = []
         self.cancelled: list[int] = []
@@ -100,7 +102,7 @@ class FakeWorker(worker_pb2_grpc.DecodeWorkerServicer):
         )
 
     async def start(self, port: int = 0) -> FakeWorker:
-        self._server = grpc.aio.server(options=PING_POLICY)  # routers ping, at a pace that varies with load
+        self._server = grpc.aio.server(options=PING_POLICY)  # routers ping at a pace that varies with load
         self.service = WorkerService(self._description, self.log, lambda: self.load, lambda key: False)
         worker_pb2_grpc.add_WorkerServicer_to_server(self.service, self._server)
         worker_pb2_grpc.add_DecodeWorkerServicer_to_server(self, self._server)
@@ -210,7 +212,7 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
         self._changed: set[asyncio.Event] = set()
 
     async def start(self, port: int = 0) -> FakeAdmin:
-        self._server = grpc.aio.server(options=PING_POLICY)  # routers ping, at a pace that varies with load
+        self._server = grpc.aio.server(options=PING_POLICY)  # routers ping at a pace that varies with load
         admin_pb2_grpc.add_AdminServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
         self.address = f"127.0.0.1:{self.port}"
@@ -261,7 +263,7 @@ class FakeAdmin(admin_pb2_grpc.AdminServicer):
 
 
 class RunningRouter:
-    """A router over fake workers, and a stub that calls it."""
+    """Holds a router over fake workers, and a stub that calls it."""
 
     def __init__(self, server: RouterServer, channel: grpc.aio.Channel) -> None:
         self.server = server
@@ -275,7 +277,7 @@ class RunningRouter:
 async def running_router(
     *workers: FakeWorker, admin: FakeAdmin | None = None, wait: bool = True, **settings: object
 ) -> AsyncIterator[RunningRouter]:
-    """Stops the router and the workers afterwards. With `wait`, returns once every worker is followed."""
+    """Runs a router and stops it and the workers afterwards. With `wait`, yields once every worker is followed."""
     source = {"admin": admin.address} if admin else {"workers": tuple(worker.address for worker in workers)}
     config = RouterConfig.model_validate(
         {"model": str(MODEL), "grpc_port": 0, "http_port": 0, "default_timeout_s": 60.0, **source, **settings}
@@ -298,7 +300,7 @@ def all_followed(server: RouterServer, count: int) -> bool:
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Waits for state that has no event of its own. Fails when the time is up."""
+    """Waits for state that no event announces. Fails when the time is up."""
     limit_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < limit_s, "the condition did not come true"

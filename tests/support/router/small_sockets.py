@@ -1,4 +1,4 @@
-"""Sockets that hold little, so that a client who reads nothing is noticed after kilobytes."""
+"""Makes sockets with small buffers, so that a client that reads nothing is noticed after kilobytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.api.http.connections import bound_unread
 
 
 def shrink_sent_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds what the kernel holds of a router's answers; it would grow a connection's buffer to megabytes."""
+    """Bounds the kernel's buffers of a router's answers, which would otherwise grow to megabytes."""
 
     def bound(listener: socket.socket, limits: LimitsConfig) -> None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
@@ -23,7 +23,7 @@ def shrink_sent_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def connect_small(client: socket.socket, port: int) -> None:
-    """Connects a socket that takes little to a port of this machine."""
+    """Connects a socket with a small receive buffer to a port of this machine."""
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.setblocking(False)
     await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port))

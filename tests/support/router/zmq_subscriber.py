@@ -1,4 +1,4 @@
-"""A subscriber to a worker's block events, as another project would write one: plain blocking sockets."""
+"""Provides a subscriber to a worker's block events, as another project would write one: plain blocking sockets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PATIENCE_MS = 60_000
 
 
 class ZmqSubscriber:
-    """Use as a context manager."""
+    """Subscribes to events; use as a context manager."""
 
     def __init__(self, port: int, replay_port: int, topic: bytes = b"") -> None:
         self._context = zmq.Context()
@@ -31,7 +31,7 @@ class ZmqSubscriber:
         self._context.destroy(linger=0)
 
     def is_ready(self) -> bool:
-        """Returns whether a batch is here, or comes within a moment."""
+        """Returns whether a batch has arrived, or arrives within a moment."""
         return bool(self._events.poll(50))
 
     def next(self) -> tuple[bytes, int, list[BlockEvent]]:

@@ -1,7 +1,7 @@
-"""Orders test files by how long they take, the slowest first, so that no long one is left for the end of a run.
+"""Orders test files by duration, the slowest first, so that no long one is left for the end of a run.
 
 `--dist loadfile` hands files to the next free process in the order of collection. The times are those that a run
-measured with `--record-costs`; a file without a record counts as a common one. Tests of the slowest files are marked
+measured with `--record-costs`; a file without a record counts as an average one. Tests of the slowest files are marked
 `slow`.
 """
 
@@ -48,7 +48,7 @@ def mark_slow(items: list[pytest.Item], costs: Mapping[str, float]) -> None:
 def may_skip(file: str, markers: str, costs: Mapping[str, float]) -> bool:
     """Returns whether `-m MARKERS` deselects every test of a file because it is slow.
 
-    Such a file need not be imported, which takes a third of the time of `make test-fast` for all files together.
+    Such a file is not imported; imports take a third of the time of `make test-fast`.
     """
     return "not slow" in markers.split(" and ") and costs.get(file, _COMMON_S) > SLOW_S
 

@@ -1,4 +1,4 @@
-"""Says how many examples a property test takes: those of every run, and many times as many with `make test-deep`."""
+"""Sets how many examples a property test takes: the same in every run, and many times as many with `make test-deep`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 from hypothesis import settings
 
-DEPTH = "PENSTOCK_TEST_DEPTH"  # an environment variable: examples for each that an ordinary run takes
+DEPTH = "PENSTOCK_TEST_DEPTH"  # an environment variable with the factor by which examples are multiplied
 
 
 def examples(count: int, **options: object) -> settings:

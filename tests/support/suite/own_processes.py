@@ -1,7 +1,7 @@
 """Keeps tests that are not marked `processes` from starting any: `make test-fast` runs exactly those tests.
 
-A process means a Python of ours (a worker, a router, a controller, a script) or a daemon of Ray. Tools such as git, a
-compiler and ruff are free, and so are the sandboxes of chat templates and grammars, which every router has.
+A process means one of our own Pythons (a worker, a router, a controller, a script) or a daemon of Ray. Tools such as
+git, a compiler and ruff are allowed, and so are the sandboxes of chat templates and grammars, which every router has.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import pytest
 
 MARKER = "processes"
 _FREE_MODULES = frozenset({"router.text.template_sandbox", "router.text.grammar_sandbox", "ruff", "grpc_tools.protoc"})
-_running: list[pytest.Item] = []  # the test that runs now, if it may start no process
+_running: list[pytest.Item] = []  # the running test, if it may start no process
 
 
 class ProcessStarted(Exception):
-    """A test that is not marked `processes` has tried to start one."""
+    """Reports that a test that is not marked `processes` tried to start one."""
 
 
 def install() -> None:
-    """Makes process starts of this process subject to `allow`."""
+    """Checks every process start of this process from now on."""
     subprocess.Popen.__init__ = _guarded(subprocess.Popen.__init__)  # type: ignore[method-assign]
     multiprocessing.process.BaseProcess.start = _guarded_start(multiprocessing.process.BaseProcess.start)  # type: ignore[method-assign]
 
 
 def enter(item: pytest.Item) -> None:
-    """Notes the test that runs from now on."""
+    """Records the test that runs from now on."""
     _running.clear()
     if item.get_closest_marker(MARKER) is None:
         _running.append(item)
@@ -51,7 +51,7 @@ def is_own(command: str | bytes | os.PathLike[str] | Sequence[str | bytes | os.P
 
 
 def check(command: str | bytes | os.PathLike[str] | Sequence[str | bytes | os.PathLike[str]]) -> None:
-    """Raises ProcessStarted if the present test may not start this process."""
+    """Raises ProcessStarted if the current test may not start this process."""
     if _running and is_own(command):
         _refuse(str(command)[:80])
 

@@ -1,4 +1,4 @@
-"""Says which test files share one test process; every other file goes to whichever process is free."""
+"""Sets which test files share one test process; every other file goes to whichever process is free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RAY_FILES = frozenset(
         "tests/system/test_runbooks.py",
     }
 )
-# They parse every source of the project, which one process does once for all of them.
+# These parse every source of the project, which one process does once for all of them.
 SOURCE_FILES = frozenset(
     {
         "tests/repository/test_imports.py",
@@ -29,7 +29,7 @@ SOURCE_FILES = frozenset(
 
 
 class GroupedFiles(LoadFileScheduling):
-    """`--dist loadfile`, with the Ray files as one, and those that read all sources as one."""
+    """Distributes like `--dist loadfile`, but keeps the Ray files together, and those that read all sources."""
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
@@ -39,5 +39,5 @@ class GroupedFiles(LoadFileScheduling):
 
 
 def make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
-    """Returns the scheduler of `--dist loadfile`; None for other ways to distribute."""
+    """Returns the scheduler of `--dist loadfile`, or None for other ways to distribute."""
     return GroupedFiles(config, log) if config.getvalue("dist") == "loadfile" else None

@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that can lose either direction or be cut."""
+"""Provides a TCP proxy on loopback that can lose either direction or be cut."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ChaosProxy:
 
     def cut(self) -> None:
         for connection in (self._listening, *self._sockets):
-            with contextlib.suppress(OSError):  # not connected any more
+            with contextlib.suppress(OSError):  # already disconnected
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
 

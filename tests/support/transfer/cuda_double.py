@@ -1,6 +1,6 @@
-"""A double of the CUDA driver for the `cuda_ipc` transport, with memory files on a CPU.
+"""Provides a double of the CUDA driver for the `cuda_ipc` transport, with memory files on a CPU.
 
-It doubles what the driver does: handles of allocations, opening and closing them. The rest is the transport's own code.
+It doubles only the driver: handles of allocations, and opening and closing them. The rest is the transport's own code.
 """
 
 from __future__ import annotations

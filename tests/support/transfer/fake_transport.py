@@ -1,6 +1,7 @@
-"""A one-sided transport between fake engines that writes pages only when a test lets it, also into closed transfers.
+"""Provides a one-sided transport between fake engines that writes a page only when a test lets it, even into closed
+transfers.
 
-Replaces senders and receivers of KV in tests that run decision code under every order of events.
+Replaces senders and receivers of KV in tests that run decision code under random orders of events.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, page_size=4, head_dim=1, dtype="
 
 @dataclass
 class Write:
-    """A page in flight. It is read from the source when it completes, as a one-sided transport may do."""
+    """Represents a page in flight. It is read from the source when it completes, as a one-sided transport may do."""
 
     index: int
-    slices: PageSlices  # of the source's pages
+    slices: PageSlices  # pages of the source
     dst: PageId
 
     def content(self, source: FakeEngine, page_size: int) -> list[int | None]:
-        """Returns what the source's pages hold now, as a page of the target."""
+        """Returns the current content of the source's pages, as a page of the target."""
         content: list[int | None] = [None] * page_size
         for taken in self.slices:
             (page,) = source.read([taken.page])
@@ -40,7 +41,7 @@ class Write:
 
 @dataclass
 class Link:
-    """The sender's side of one transfer."""
+    """Represents the sender's side of one transfer."""
 
     writes: deque[Write] = field(default_factory=deque)
     ending: bool = False
@@ -50,7 +51,7 @@ class Link:
 class FakeReceiver:
     def __init__(self) -> None:
         self.open_keys: set[TransferKey] = set()
-        self.num_forgotten = 0  # of the next transfers, whose sender was forgotten since it was offered to
+        self.num_forgotten = 0  # of the next transfers, whose sender is forgotten after its offer
         self.settling: list[Callable[[], None]] = []
         self.late: list[Callable[[], None]] = []  # writes that were in flight when their sender gave up
 
@@ -98,16 +99,16 @@ class FakeSender:
     def abort(self, key: TransferKey) -> None:
         link = self.links[key]
         link.ending = link.aborted = True
-        while len(link.writes) > 1:  # the oldest is in flight and cannot be called back
+        while len(link.writes) > 1:  # the oldest write is in flight and cannot be recalled
             link.writes.pop()
 
 
 class BreakableSender:
-    """A sender whose link to a target may break at any moment."""
+    """Sends over a link that may break at any moment."""
 
     def __init__(self, page_size: int, find_size: Callable[[Epoch], int]) -> None:
         self.page_size = page_size
-        self.find_size = find_size  # of an incarnation's pages
+        self.find_size = find_size  # page sizes by epoch
         self.links: dict[TransferKey, Link] = {}
         self.refuse = ""  # a reason to refuse the next transfer
 
@@ -137,5 +138,5 @@ class BreakableSender:
         link = self.links.get(key)
         if link is not None:
             link.ending = True
-            while len(link.writes) > 1:  # the oldest is in flight and cannot be called back
+            while len(link.writes) > 1:  # the oldest write is in flight and cannot be recalled
                 link.writes.pop()

@@ -1,4 +1,4 @@
-"""Runs one end of a transfer in a process of its own, driven by commands over a pipe."""
+"""Runs one end of a transfer in a process of its own, controlled by commands over a pipe."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from penstock.types import Epoch, TransferKey
 from tests.support.transfer import cuda_double
 from tests.support.transfer.transfer_pair import PREFILL, Log, config, receiver, sender
 
-# Keys of a child's environment: whether it gets a network namespace of its own, and the address that it listens on.
+# Keys of a child's environment: whether it gets its own network namespace, and its listening address.
 OWN_NETWORK, HOST = "OWN_NETWORK", "HOST"
 CLONE_NEWNET, CLONE_NEWNS = 0x40000000, 0x00020000  # linux/sched.h
 REPLY_TIMEOUT_S = 60.0
-SAMPLE_BYTES = 4096  # one byte of so many is compared
+SAMPLE_BYTES = 4096  # one byte in so many is compared
 
 
 def make_source(num_pages: int, page_bytes: int, transport: str = "shm") -> torch.Tensor:
@@ -48,7 +48,7 @@ def make_target(num_pages: int, page_bytes: int, transport: str = "shm") -> torc
 
 
 class Child:
-    """A process that runs one end, and calls into it with a deadline."""
+    """Runs one end in a process, and calls it with a deadline."""
 
     def __init__(
         self, role: str, transport: str, epoch: int, num_pages: int, page_bytes: int, **environment: str
@@ -85,7 +85,7 @@ class Child:
 
 @contextmanager
 def children(*made: Child) -> Iterator[tuple[Child, ...]]:
-    """Waits until each child is ready; kills those that are left at the end."""
+    """Waits until each child is ready; kills the remaining ones at the end."""
     try:
         for child in made:
             assert child.reply() == "ready"
@@ -96,10 +96,10 @@ def children(*made: Child) -> Iterator[tuple[Child, ...]]:
 
 
 def _settle_in(pipe: Connection, environment: dict[str, str]) -> None:
-    """Applies the environment, and enters a network of its own if asked to; the parent then adds a device to it."""
+    """Applies the environment, and enters its own network namespace on request; the parent then adds a device to it."""
     if environment.pop(OWN_NETWORK, ""):
         alone = ctypes.CDLL(None).unshare(CLONE_NEWNET | CLONE_NEWNS) == 0
-        # UCX finds devices in /sys, which shows those of the namespace that it was mounted in.
+        # UCX finds devices in /sys, which shows those of the namespace in which it was mounted.
         for command in ("mount --make-rprivate /", "mount -t sysfs none /sys"):
             alone = alone and subprocess.run(command.split(), check=False, capture_output=True).returncode == 0
         pipe.send("alone" if alone else "")
@@ -117,13 +117,13 @@ def run_sender(
     _settle_in(pipe, environment)
     torch.set_num_threads(1)
     log = Log()
-    cuda_double.install(pytest.MonkeyPatch())  # for this process's life
+    cuda_double.install(pytest.MonkeyPatch())  # kept for this process's life
     end = sender(make_source(num_pages, page_bytes, transport), log, _settings(transport), epoch)
     pipe.send("ready")
     while True:
         name, arguments = pipe.recv()
         match name:
-            case "run":  # (key, offer, pushes): every push, then finish, then wait
+            case "run":  # (key, offer, pushes): pushes, finishes and waits
                 key, offer, pushes = arguments
                 try:
                     end.open(key, offer)
@@ -156,7 +156,7 @@ def run_receiver(
     _settle_in(pipe, environment)
     torch.set_num_threads(1)
     log = Log()
-    cuda_double.install(pytest.MonkeyPatch())  # for this process's life
+    cuda_double.install(pytest.MonkeyPatch())  # kept for this process's life
     pool = make_target(num_pages, page_bytes, transport)
     end = receiver(pool, log, _settings(transport), epoch)
     pipe.send("ready")
@@ -167,12 +167,14 @@ def run_receiver(
                 key, pages = arguments
                 end.open(key, pages)
                 pipe.send(end.offer(PREFILL, Epoch(key.sender_epoch)))
-            case "ended":  # (key, pages) -> (landed indexes, their bytes), once all have landed or the transfer failed
+            # (key, pages) -> (landed indexes, their bytes), once all have landed or the transfer has failed
+            case "ended":
                 key, pages = arguments
                 log.wait(lambda key=key, pages=pages: ended(log, key, len(pages)))  # type: ignore[misc]
                 landed = sorted(log.landed.get(key, ()))
                 pipe.send((landed, pool[[pages[index] for index in landed]].numpy().tobytes()))
-            case "lift":  # (key, pages, pause) -> pages that change after their fence is lifted, and their bytes then
+            # (key, pages, pause) -> the pages that change after their fence is lifted, and their bytes then
+            case "lift":
                 key, pages, pause_s = arguments
                 end.close(key)
                 is_lifted = threading.Event()
@@ -184,7 +186,7 @@ def run_receiver(
                 num_changed = int((before != pool[:, ::SAMPLE_BYTES]).any(dim=1).sum())
                 pipe.send((num_changed, pool[pages].numpy().tobytes()))
                 pool.zero_()
-            case "landed":  # (key, number of pages) -> their bytes, as the pool has them
+            case "landed":  # (key, number of pages) -> their bytes in the pool
                 key, pages = arguments
                 log.wait(lambda key=key, pages=pages: len(log.landed.get(key, ())) == len(pages))  # type: ignore[misc]
                 end.close(key)

@@ -19,7 +19,7 @@ WAIT_S = 60.0
 
 
 def layout(page_bytes: int, revision: str = "test-layout") -> KVLayout:
-    """Returns a layout of pages of that size, whatever their inner form."""
+    """Returns a layout with pages of that size, whatever their inner form."""
     return KVLayout(
         num_layers=1, num_kv_heads=1, page_size=1, head_dim=page_bytes // 4, dtype="float16", model_revision=revision
     )
@@ -41,7 +41,7 @@ def key(number: int, sender_epoch: int = 1, receiver_epoch: int = 2) -> Transfer
 
 @dataclass
 class Log:
-    """Records callbacks in their order and lets tests wait for them."""
+    """Records callbacks in order, and lets tests wait for them."""
 
     landed: dict[TransferKey, set[int]] = field(default_factory=dict)
     done: list[TransferKey] = field(default_factory=list)

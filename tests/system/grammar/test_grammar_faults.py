@@ -49,7 +49,7 @@ def undisturbed() -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("name", GRAMMARS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_decode_worker_lost_in_the_middle_of_a_grammar_costs_no_token(
+async def test_a_decode_worker_lost_in_the_middle_of_a_grammar_loses_no_token(
     fleet: Fleet, undisturbed: dict[str, list[int]], name: str, number: signal.Signals
 ) -> None:
     async with client(fleet.router) as router:

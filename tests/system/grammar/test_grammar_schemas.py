@@ -17,7 +17,7 @@ from tests.support.serving import caller, worker_config, workers
 
 pytestmark = pytest.mark.processes
 
-NUM_SCHEMAS = 200  # of each way, none twice
+NUM_SCHEMAS = 200  # for each way of sampling, all different
 FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 WAYS = {
     "greedy": SamplingParams(max_tokens=200, temperature=0.0),
@@ -26,7 +26,7 @@ WAYS = {
 
 
 def schemas(first_seed: int) -> list[dict[str, object]]:
-    """Returns schemas that llguidance obeys; it refuses those that nothing satisfies."""
+    """Returns schemas that llguidance accepts; it refuses those that nothing satisfies."""
     found, seed = [], first_seed
     while len(found) < NUM_SCHEMAS:
         made = make_schema(seed)

@@ -1,7 +1,7 @@
 """Tests that an output with a grammar has the same tokens however it is served: the invariant, for grammars.
 
-Real workers with their gRPC servers and transports in this process, over the bundled model in bf16. Forced tokens enter
-several at a time, so that every hand-off can fall between them.
+Real workers with their gRPC servers and transports run in this process, over the bundled model in bf16. Several forced
+tokens are appended at a time, so that every hand-off can fall between them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.serving import SALT, Caller, caller, wait_until_empty, worker
 
 pytestmark = pytest.mark.processes
 
-# Exact in single precision, which is how they are sent.
+# These values are exact in single precision, the precision of the wire format.
 GREEDY = SamplingParams(max_tokens=36, temperature=0.0)
 SEEDED = SamplingParams(max_tokens=36, temperature=0.875, top_p=0.9375, seed=5)
 WAYS = {
@@ -53,7 +53,7 @@ def single_process(prompt: list[int], sampling: SamplingParams) -> list[int]:
 
 
 def mixed(sampling: SamplingParams) -> list[tuple[list[int], SamplingParams]]:
-    """Returns requests of every grammar, and free ones between them, for one batch."""
+    """Returns requests of every grammar, with requests without a grammar between them, for one batch."""
     requests = []
     for number, grammar in enumerate([*GRAMMARS.values(), None, schema(PERSON)]):
         for prompt in PROMPTS[number % 2 :: 2]:
@@ -63,7 +63,7 @@ def mixed(sampling: SamplingParams) -> list[tuple[list[int], SamplingParams]]:
 
 @functools.cache
 def asked(way: str) -> tuple[list[tuple[list[int], SamplingParams]], list[list[int]]]:
-    """Returns the requests of one way to sample, and what a single process answers to each."""
+    """Returns the requests of one way to sample, and a single process's answer to each."""
     requests = mixed(WAYS[way])
     return requests, [single_process(*request) for request in requests]
 
@@ -103,11 +103,12 @@ async def test_run_ahead_and_chunks_change_nothing(way: str) -> None:
 
 
 async def test_rows_with_and_without_grammars_run_ahead_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step after the one in flight is given to the device whole, and sampled once its texts are known."""
+    """The device gets the whole next step while one is in flight, and samples it once its texts are known."""
     requests, wanted = asked("seeded")
     free = [(prompt, replace(sampling, grammar=None)) for prompt, sampling in requests]
     wanted_free = [single_process(prompt, sampling) for prompt, sampling in free]
-    kinds: set[tuple[bool, bool]] = set()  # of steps sampled late: do they have rows with, and rows without, a grammar?
+    # for each late-sampled step: whether it has rows with, and rows without, a grammar
+    kinds: set[tuple[bool, bool]] = set()
     sample_ahead = Engine.sample_ahead
 
     def note(engine: Engine, step: PreparedStep, *rest: Any) -> SampledTokens:
@@ -126,7 +127,7 @@ async def test_rows_with_and_without_grammars_run_ahead_together(monkeypatch: py
     assert (True, True) in kinds
 
 
-async def test_preempted_sequences_go_on_in_their_grammars() -> None:
+async def test_preempted_sequences_continue_in_their_grammars() -> None:
     requests, wanted = asked("seeded")
     small = BF16 | {"num_pages": 16}
     async with workers(worker_config(Role.DECODE, MODEL, engine=small, decode={"watermark": 0.0})) as (decode,):
@@ -139,7 +140,7 @@ async def test_preempted_sequences_go_on_in_their_grammars() -> None:
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-async def test_an_output_that_another_worker_began_goes_on_alike_wherever_it_was_cut(name: str) -> None:
+async def test_an_output_continued_by_another_worker_is_the_same_wherever_it_was_split(name: str) -> None:
     prompt, sampling = PROMPTS[1], replace(SEEDED, grammar=GRAMMARS[name])
     wanted = single_process(prompt, sampling)
     roomy = BF16 | {"num_pages": 512}
@@ -147,7 +148,7 @@ async def test_an_output_that_another_worker_began_goes_on_alike_wherever_it_was
         worker_config(Role.PREFILL, MODEL, engine=roomy), worker_config(Role.DECODE, MODEL, engine=roomy)
     ) as (prefill, decode):
         async with caller(decode) as router:
-            for half in range(2):  # the second half finds pages of the first in the caches
+            for half in range(2):  # the second half finds pages of the first half in the caches
                 cuts = [cut for cut in range(1, len(wanted)) if cut // 2 % 2 == half]
                 streams = []
                 for cut in cuts:
@@ -176,7 +177,7 @@ async def test_texts_match_their_grammars_and_end_with_stop() -> None:
                     assert re.fullmatch(grammar.source, text)
 
 
-async def test_a_grammar_that_cannot_be_obeyed_fails_its_request_alone() -> None:
+async def test_an_unusable_grammar_fails_only_its_request() -> None:
     impossible = replace(GREEDY, grammar=regex("(?=a)b"))
     contradictory = replace(GREEDY, grammar=Grammar(GrammarKind.CHOICE, '["yes"]'), logprobs=1)
     fine = replace(GREEDY, grammar=schema(PERSON))

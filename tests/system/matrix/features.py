@@ -1,4 +1,5 @@
-"""The features of the matrix: a request for each, long enough to be in flight when something happens to its workers."""
+"""Defines the features of the matrix: a request for each, long enough to be in flight when its workers are
+disturbed."""
 
 from __future__ import annotations
 
@@ -32,10 +33,10 @@ ADAPTER = "tuned"  # the name of the adapter that one feature asks for
 ENGINE = {"max_adapters": 2, "max_adapter_rank": 4}
 MAX_TOKENS = 96
 PROMPT_TOKENS = 90
-WINDOW = 40  # tokens that each layer of the other model sees
+WINDOW = 40  # the window of the other model's layers, in tokens
 CONTEXT_LENGTH = 2048
-# Exact in single precision, which is how they are sent.
-_REPETITIVE = json.dumps(  # of which the grammar forces most tokens
+# These values are exact in single precision, the precision of the wire format.
+_REPETITIVE = json.dumps(  # the grammar forces most of these tokens
     {
         "type": "array",
         "minItems": 40,
@@ -80,7 +81,7 @@ TOOL = ToolFunction(
         "additionalProperties": False,
     },
 )
-CHAT: dict[str, Any] = {  # whose answer is a call of the tool
+CHAT: dict[str, Any] = {  # the answer is a call of the tool
     "messages": [{"role": "user", "content": "Take a note."}],
     "tools": [{"type": "function", "function": {"name": TOOL.name, "parameters": TOOL.parameters}}],
     "tool_choice": {"type": "function", "function": {"name": TOOL.name}},
@@ -91,13 +92,13 @@ SEEDED = {"temperature": 0.875, "top_p": 0.9375, "seed": 11, "ignore_eos": True}
 @dataclass(frozen=True, eq=False)
 class Feature:
     name: str
-    options: Mapping[str, Any] = field(default_factory=dict)  # beside `SEEDED` and max_tokens
+    options: Mapping[str, Any] = field(default_factory=dict)  # in addition to `SEEDED` and max_tokens
     lane: str | None = None
     over_http: bool = False  # it has no gRPC form
     adapter: str = ""
     is_chat: bool = False  # over HTTP: `CHAT` is the prompt
-    end_is_late: bool = False  # at a stop that its own text has in the second half
-    is_windowed: bool = False  # of `windowed_model`
+    end_is_late: bool = False  # at a stop string from the second half of its own text
+    is_windowed: bool = False  # served by `windowed_model`
     num_prompt_tokens: int = PROMPT_TOKENS
     kv_hints: KvHints = NO_KV_HINTS
 
@@ -111,7 +112,7 @@ class Feature:
         """Returns a prompt of its own, so that no feature finds another one's pages."""
         if self.is_chat:
             return _chat_tokens()
-        # The adapter's is that of another feature, whose pages it must not find.
+        # The adapter feature has another feature's prompt, whose pages it must not find.
         name = "seed" if self.adapter else self.name
         number = [*FEATURES, "first", "second", "third"].index(name)
         return [(7 * i + 131 * number) % 900 + 20 for i in range(self.num_prompt_tokens)]
@@ -150,8 +151,8 @@ FEATURES = {
         Feature("structural_tag", {"grammar": Grammar(GrammarKind.STRUCTURAL_TAG, _TAGS)}),
         Feature("tools", {"ignore_eos": False}, over_http=True, is_chat=True),
         Feature("adapter", adapter=ADAPTER),
-        Feature("speculation", {"allowed_token_ids": [300, 301, 302]}),  # a text that often repeats what was before
-        Feature("window", is_windowed=True),  # pages behind the window are given back
+        Feature("speculation", {"allowed_token_ids": [300, 301, 302]}),  # a text that often repeats what came before
+        Feature("window", is_windowed=True),  # pages behind the window are freed
         Feature("kv_hints", kv_hints=KvHints(session="s", pin_s=60.0, priority=3, prefetch_s=1.0)),
     )
 }
@@ -159,7 +160,7 @@ FEATURES = {
 
 @functools.cache
 def adapter_ref() -> AdapterRef:
-    """Writes the adapter when it is first asked for. Its values are small, as those of trained ones."""
+    """Writes the adapter at its first use. Its values are small, like those of trained adapters."""
     folder = Path(tempfile.mkdtemp(prefix="penstock-adapter-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return make_adapter(MODEL, folder, rank=4, size=0.15, name=ADAPTER)
@@ -167,7 +168,7 @@ def adapter_ref() -> AdapterRef:
 
 @functools.cache
 def windowed_model() -> Path:
-    """Returns the model as one whose every layer has a window, with the same weights."""
+    """Returns the model with the same weights and a window in every layer."""
     folder = Path(tempfile.mkdtemp(prefix="penstock-windowed-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for file in MODEL.iterdir():
@@ -219,7 +220,7 @@ def spelling() -> Any:
 
 
 def resolve(options: Mapping[str, Any], num_prompt_tokens: int) -> SamplingParams:
-    """Returns what the router makes of the options."""
+    """Returns the sampling parameters that the router makes of the options."""
     card = ModelCard.load(RouterConfig(model=str(MODEL)))
     sampling = sampling_fields.resolve(
         build_request([0], options).sampling,

@@ -1,7 +1,7 @@
-"""The hand-offs of the matrix: each runs all features' requests at once and lets one thing happen to them.
+"""Runs the hand-offs of the matrix: each runs all features' requests at once and disturbs them in one way.
 
-Most run over workers and a router in this process; those that kill share two decode workers and a router of their own.
-A run returns every feature's stream with the evidence that its hand-off has happened.
+Most run over workers and a router in this process; those that kill processes share two decode workers and a router. A
+run returns every feature's stream with the evidence that its hand-off has happened.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from worker.pull.prompts import PrefixPulls
 Results = dict[str, Stream]
 _UNREPORTED = ("stop", "include_stop", "echo", "tools")
 _LOCAL = {"placement": "local"}
-_DRAFTED = _LOCAL | {"draft_model": str(DRAFT)}  # rebuilds the draft's KV of what it takes over
+_DRAFTED = _LOCAL | {"draft_model": str(DRAFT)}  # rebuilds the draft's KV of sequences that it takes over
 _MIGRATION_TRIES = 5
 _SLICES_S = (0.02, 0.02, 0.01, 0.01, 0.005, 0.005, 0.005, 0.005)  # tried in turn
 _PAGES_ASIDE = 3  # of a small pool, which bounds the context although a window leaves few pages in use
@@ -51,13 +51,14 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Group:
-    """Features of one model, which are served together."""
+    """Holds features of one model, which are served together."""
 
     features: tuple[Feature, ...]
     starved: tuple[Feature, ...]  # the features again, with prompts for few pages
-    few_pages: int  # for any one whole sequence; `first` and another one's prompt leave none or one of them
+    # enough for any single whole sequence; beside `first`, another one's prompt leaves none or one of them
+    few_pages: int
     first: Feature  # ranks before those that starve
-    max_batch_tokens: int  # where pages are few
+    max_batch_tokens: int  # in the hand-off with few pages
 
     @property
     def model(self) -> Path:
@@ -74,16 +75,16 @@ GROUPS = (
     Group(
         _PLAIN,
         starved=_PLAIN,
-        few_pages=21,  # the first one's prompt has 15, those of the others have six
+        few_pages=21,  # the first prompt has 15 pages, the others have six
         first=Feature("first", num_prompt_tokens=236),
         max_batch_tokens=1024,
     ),
     Group(
         _WINDOWED,
         starved=tuple(replace(each, num_prompt_tokens=17) for each in _WINDOWED),
-        few_pages=5,  # both prompts have two; from the 33rd token on, both sequences hold three or four
+        few_pages=5,  # both prompts have two pages; from the 33rd token on, both sequences hold three or four
         first=Feature("first", is_windowed=True, num_prompt_tokens=17),
-        max_batch_tokens=25,  # both prompts begin at once; what a preempted sequence comes back with fits
+        max_batch_tokens=25,  # both prompts start at once; a preempted sequence fits when it resumes
     ),
 )
 
@@ -145,7 +146,7 @@ def _num_accepted(server: DecodeServer | PrefillServer) -> float:
 
 
 def _timings(results: Results) -> Iterator[tuple[Stream, Any]]:
-    """Yields what workers report; the router ends an answer with a stop string before its worker has reported."""
+    """Yields the workers' timings; at a stop string the router ends an answer before its worker has reported."""
     for stream in results.values():
         if stream.feature.name not in _UNREPORTED:
             for timing in stream.timings:
@@ -169,11 +170,11 @@ async def disaggregated(group: Group) -> Results:
 
 
 async def split(group: Group) -> Results:
-    """Half of each prompt is computed by the prefill worker, the rest in chunks by the decode worker."""
+    """Lets the prefill worker compute half of each prompt, and the decode worker the rest in chunks."""
     small = {"placement": "split", "max_batch_tokens": 40, "max_batch_sequences": 24}
     results = await _served(group, _config(group, Role.PREFILL), _config(group, Role.DECODE, decode=small))
     for stream, timing in _timings(results):
-        # A second completion that begins later finds more than half of the prompt cached.
+        # A second completion that starts later finds more than half of the prompt cached.
         places = {"local"} if stream.feature.scores_prompt else {"split", "remote"}
         assert timing.prices[0].place in places, (stream.feature.name, timing.prices)
         assert (timing.pages_moved > 0) != stream.feature.scores_prompt
@@ -195,7 +196,7 @@ async def prefix_hit(group: Group) -> Results:
 
 
 async def pulled(group: Group) -> Results:
-    """Each prompt's pages are in another decode worker's cache, from which they are pulled."""
+    """Puts each prompt's pages into another decode worker's cache, from which they are pulled."""
     settings: dict[str, Any] = {"decode": _LOCAL, "transfer": {"min_pull_tokens": 16, "max_pulls": 64}}
     async with workers(
         _config(group, Role.DECODE, 0, **settings), _config(group, Role.DECODE, 1, **settings)
@@ -223,9 +224,9 @@ def _count_objects(folder: str) -> int:
 
 
 async def stored(group: Group) -> Results:
-    """Each prompt's pages are in a store, where a worker that has ended has left them."""
+    """Puts each prompt's pages into a store, where a worker that has ended has left them."""
     settings: dict[str, Any] = {"decode": _LOCAL, "transfer": {"min_pull_tokens": 16, "max_pulls": 64}}
-    settings["engine"] = {"page_size": 4, "num_pages": 4096}  # a prompt has a run of pages, and none is evicted
+    settings["engine"] = {"page_size": 4, "num_pages": 4096}  # a prompt has one run of pages, and none is evicted
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(PullCosts, "plan", lambda *_: PullPlan(0.001, _TIMEOUT_S, _TIMEOUT_S))
         shared = KvStoreConfig(url=f"file://{folder}", write="computed", listing_s=0.05)
@@ -239,7 +240,8 @@ async def stored(group: Group) -> Results:
                 await until(lambda pages=pages, count=num_stored: len(pages._known._listed) >= count)
                 async with _router(group, [server.address], 1) as router, _streams(router, group.features) as streams:
                     results = await streams.results()
-                await until(lambda pages=pages: not pages._deferred and not pages._waiting_bytes)  # all is written
+                # everything is written
+                await until(lambda pages=pages: not pages._deferred and not pages._waiting_bytes)
                 await wait_until_empty(server)
                 values = server.shell._load().metrics
             assert number or num_stored == 0
@@ -267,11 +269,10 @@ def _num_sequences(server: object) -> int:
 
 
 async def preempted(group: Group) -> Results:
-    """Leaves too few pages for the answers of `group.first` and of any other: whichever of the two grows, the other
-    one, which ranks behind, is preempted. The worker computes nothing until it has all requests, so that `group.first`
-    and the next one begin together. Those that begin after `group.first` has ended and are not preempted by others are
-    tried again, and the first of them is preempted each time.
-    """
+    """Leaves too few pages for the answers of `group.first` and any other request: when either grows, the other one,
+    which ranks behind, is preempted. The worker computes nothing until it has all requests, so that `group.first`
+    and the next one start together. Those that start after `group.first` has ended, and are not preempted by others,
+    are tried again, and the first of them is preempted each time."""
     small = {"num_pages": group.few_pages + _PAGES_ASIDE, "prefix_caching": False}
     results: Results = {}
     left = list(group.starved)
@@ -296,7 +297,8 @@ async def preempted(group: Group) -> Results:
 async def _begun_together(
     server: DecodeServer | PrefillServer, router: RouterServer, first: Feature, features: list[Feature]
 ) -> Results:
-    """Lets the worker compute once all requests are there, however few pages it has for them, `first` before others."""
+    """Lets the worker compute once all requests have arrived, however few pages it has for them, `first` before
+    others."""
     async with contextlib.AsyncExitStack() as stack:
         with _held_steps(server), unittest.mock.patch.object(admission_policy, "has_room", return_value=True):
             before = await stack.enter_async_context(_streams(router, [first]))
@@ -331,8 +333,8 @@ async def lookaside(group: Group) -> Results:
 
 
 class _Processes:
-    """Two decode workers, the second with a draft model. Only the first takes the requests: the other one is frozen
-    until they are in flight."""
+    """Holds two decode workers, the second with a draft model. Only the first takes the requests: the other one is
+    frozen until they are in flight."""
 
     def __init__(self, deployment: Deployment, group: Group) -> None:
         self.deployment, self.group = deployment, group
@@ -342,7 +344,7 @@ class _Processes:
 
     @contextlib.asynccontextmanager
     async def in_flight(self, features: Iterable[Feature]) -> AsyncIterator[tuple[RouterServer, Streams]]:
-        """Yields with their requests in flight at the first worker, which is frozen, and the second one ready."""
+        """Yields with their requests in flight at the first worker, which is frozen, while the second one is ready."""
         self.second.signal(signal.SIGSTOP)
         addresses = [self.first.address, self.second.address]
         async with _router(self.group, addresses, 1) as router, contextlib.AsyncExitStack() as stack:
@@ -356,10 +358,10 @@ class _Processes:
 
 @contextlib.asynccontextmanager
 async def in_flight_at(worker: Process, make_streams: Callable[[], Streams]) -> AsyncIterator[Streams]:
-    """Yields streams that are all in flight at the worker, which is frozen then.
+    """Yields streams that are all in flight at the worker, which is then frozen.
 
-    The worker computes in slices until they are. Where this process ran so late that an answer had ended before its
-    slice did, the requests are made again, with shorter slices.
+    The worker computes in slices until they are. If this process ran so late that an answer ended before its slice did,
+    the requests are made again with shorter slices.
     """
     for slice_s in _SLICES_S:
         async with make_streams() as streams:
@@ -370,7 +372,7 @@ async def in_flight_at(worker: Process, make_streams: Callable[[], Streams]) -> 
 
 
 async def _advance(worker: Process, streams: Streams, slice_s: float) -> bool:
-    """Lets the worker compute until all requests are in flight, and returns False if an answer has ended before."""
+    """Lets the worker compute until all requests are in flight; returns False if an answer has ended before."""
     async with asyncio.timeout(_TIMEOUT_S):
         while not streams.all_in_flight:
             worker.signal(signal.SIGCONT)
@@ -378,14 +380,14 @@ async def _advance(worker: Process, streams: Streams, slice_s: float) -> bool:
                 async with asyncio.timeout(slice_s):
                     await streams.until(lambda: streams.all_in_flight)
             worker.signal(signal.SIGSTOP)
-            await asyncio.sleep(0.02)  # what it has sent arrives
+            await asyncio.sleep(0.02)  # everything that it has sent arrives
             if any(stream.is_over for stream in streams.streams):
                 return False
     return True
 
 
 async def migrated(processes: _Processes) -> Results:
-    """Makes requests again, without the others, that ended before their turn to migrate, as on a busy machine."""
+    """Makes requests again, without the others, if they ended before their turn to migrate, as on a busy machine."""
     results: Results = {}
     left = list(processes.group.features)
     for _ in range(_MIGRATION_TRIES):
@@ -398,7 +400,8 @@ async def migrated(processes: _Processes) -> Results:
                 processes.first.signal(signal.SIGCONT)
                 response = await call
             answered = await streams.results()
-        ended = tuple(failure.request_id for failure in response.failed)  # those of a request begin with its own id
+        # the sequences of a request have ids that start with its own
+        ended = tuple(failure.request_id for failure in response.failed)
         results |= {
             name: stream
             for name, stream in answered.items()
@@ -458,7 +461,7 @@ HAND_OFFS = (*ALONE, *WITH_PROCESSES)
 
 
 class Runs:
-    """Runs each hand-off once, when its first cell is tested. Those of processes run in order, in one fleet."""
+    """Runs each hand-off once, when its first cell is tested. Hand-offs of processes run in order, in one fleet."""
 
     def __init__(self) -> None:
         self._results: dict[str, Results | BaseException] = {}
@@ -467,7 +470,7 @@ class Runs:
                 single_process(feature)
 
     def __getitem__(self, hand_off: str) -> Results:
-        """Raises what the hand-off has raised."""
+        """Returns the hand-off's results, or raises its error."""
         if hand_off in ALONE and hand_off not in self._results:
             for group in GROUPS:
                 self._keep(hand_off, lambda group=group: asyncio.run(_whole(ALONE[hand_off](group))))  # type: ignore[misc]
@@ -486,7 +489,7 @@ class Runs:
                 self._keep(name, lambda run=run: asyncio.run(_whole(run(processes))))  # type: ignore[misc]
 
     def _keep(self, hand_off: str, run: Callable[[], Results]) -> None:
-        """Adds a group's results to those of the groups before it; keeps the first error instead."""
+        """Adds a group's results to those of the earlier groups; keeps the first error instead."""
         known = self._results.get(hand_off, {})
         if isinstance(known, BaseException):
             return

@@ -38,7 +38,7 @@ from tests.system.matrix.features import (
 
 @dataclass
 class Answered:
-    """A completion. A log-probability is a token with its own and those of its alternatives, by token."""
+    """Holds a completion. A log-probability is a token with its own value and those of its alternatives, by token."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -64,7 +64,7 @@ def engine(model: Path = MODEL) -> Engine:
 
 @functools.cache
 def options_of(feature: Feature) -> Mapping[str, Any]:
-    """Returns the feature's options; a late stop is taken from what it answers without one."""
+    """Returns the feature's options; a late stop string is taken from its answer without one."""
     if not feature.end_is_late:
         return feature.all_options
     [plain] = _answer(feature.prompt, resolve(feature.all_options, len(feature.prompt)))
@@ -92,7 +92,7 @@ def single_process(feature: Feature) -> list[Answered]:
 
 
 def without_window(feature: Feature) -> list[Answered]:
-    """Returns what the model with the same weights and no window answers."""
+    """Returns the answer of the model with the same weights and no window."""
     return _answer(feature.prompt, resolve(options_of(feature), len(feature.prompt)))
 
 
@@ -145,7 +145,7 @@ def _feed(
     answer: Answered, text: CompletionText, sequence: Sequence, index: int, logprobs: list[common_pb2.TokenLogprob]
 ) -> None:
     """Adds the sequence's last token to the answer."""
-    made = engine()  # the models end alike
+    made = engine()  # the models have the same end tokens
     reason = finish_reason(sequence, made.model.eos_token_ids, made.model.context_length)
     part = text.feed(CompletionDelta(index, [sequence.token_ids[-1]], logprobs, reason))
     answer.text += part.text

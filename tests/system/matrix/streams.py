@@ -1,4 +1,4 @@
-"""Runs the requests of all features at once, over gRPC or HTTP, and knows how far each has come."""
+"""Runs the requests of all features at once, over gRPC or HTTP, and tracks how far each has come."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _TIMEOUT_S = 60.0
 
 @dataclass
 class Stream:
-    """A feature's request."""
+    """Holds a feature's request and its answer so far."""
 
     feature: Feature
     answers: list[Answered] = field(default_factory=list)
     timings: list[Timing] = field(default_factory=list)  # of requests over gRPC
     spelt: list[tuple[str, float | None]] = field(default_factory=list)  # over HTTP: tokens and log-probabilities
     calls: list[ParsedCall] = field(default_factory=list)  # of a chat
-    request_id: str = ""  # known once the answer is complete, or has begun over HTTP
-    begun: set[int] = field(default_factory=set)  # completions with a token
+    request_id: str = ""  # known once the answer is complete, or over HTTP once it has started
+    begun: set[int] = field(default_factory=set)  # completions that have a token
     is_over: bool = False
     is_broken: bool = False  # the connection ended before the answer did
 
@@ -40,7 +40,7 @@ class Stream:
         return len(self.begun) == options_of(self.feature).get("n", 1) and not self.is_over
 
     def check(self) -> None:
-        """Raises AssertionError unless the answer is that of a single process."""
+        """Raises AssertionError unless the answer equals a single process's."""
         wanted = single_process(self.feature)
         if not self.feature.over_http:
             for found, expected in zip(self.answers, wanted, strict=True):
@@ -154,7 +154,7 @@ def _scored(logprob: Logprob) -> tuple[int, float, dict[int, float]]:
 
 
 class Streams:
-    """All features' requests in flight together. Use as a context manager, then `results`."""
+    """Holds all features' requests in flight together. Use as a context manager, then `results`."""
 
     def __init__(
         self, features: Iterable[Feature], grpc: str | list[str], http: str, *, lookaside: bool = False

@@ -1,4 +1,4 @@
-"""The table of features and hand-offs, which docs/features.md shows and `test_matrix` proves cell by cell.
+"""Generates the table of features and hand-offs, which docs/features.md shows and `test_matrix` checks cell by cell.
 
 `python -m tests.system.matrix.table --write` writes it into the page.
 """
@@ -15,15 +15,15 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "features.md"
 BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
 
 SAME = "same"
-WHOLE = "same, computed whole"  # every token of the prompt, at the decode worker
+WHOLE = "same, computed whole"  # the decode worker computes every token of the prompt
 BREAKS = "breaks"  # the client's connection ends without `[DONE]`
-ABSENT = "absent"  # there is no such request
+ABSENT = "absent"  # such a request does not exist
 _CACHED_OR_REMOTE = ("disaggregated", "split", "prefix hit", "pulled", "stored", "lookaside")
 _OVER_HTTP = {"lookaside": ABSENT, "router killed": BREAKS}
 
 
 def cell(feature: str, hand_off: str) -> str:
-    """Returns what a client gets: the answer of a single process, unless it says otherwise."""
+    """Returns what a client gets: the answer of a single process, unless the cell says otherwise."""
     if FEATURES[feature].over_http and hand_off in _OVER_HTTP:
         return _OVER_HTTP[hand_off]
     if FEATURES[feature].scores_prompt and hand_off in _CACHED_OR_REMOTE:

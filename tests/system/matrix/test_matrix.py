@@ -37,7 +37,7 @@ def test_the_answer_is_that_of_a_single_process(runs: Runs, hand_off: str, featu
 
 @pytest.mark.parametrize("feature", FEATURES.values(), ids=lambda feature: feature.name)
 def test_a_feature_changes_the_answer_of_a_single_process(feature: Feature) -> None:
-    """A feature that did nothing would be the same everywhere."""
+    """A feature without effect would be the same everywhere."""
     answers = single_process(feature)
     plain = {**options_of(FEATURES["seed"])}
     if feature.name in ("seed", "lane", "kv_hints"):

@@ -1,4 +1,4 @@
-"""A subscriber that applies every block event holds what the cache holds, whatever happens to its pages."""
+"""Tests that a subscriber that applies every block event holds what the cache holds, after any history."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MEDIA = {KvEventKind.STORED: "GPU", KvEventKind.ON_HOST: "CPU", KvEventKind.ON_D
 
 @dataclass
 class Text:
-    """A sequence as the cache sees it."""
+    """Holds a sequence as the cache sees it."""
 
     token_ids: list[int]
     salt: bytes = b"shared"
@@ -37,7 +37,7 @@ class Text:
 
 
 class Subscriber:
-    """Holds blocks by medium, and the tokens of each, as a router of another project would."""
+    """Holds blocks by medium, with the tokens of each, as a router of another project does."""
 
     def __init__(self) -> None:
         self.held: dict[BlockHash, set[str]] = {}
@@ -87,7 +87,7 @@ MOVES = st.lists(
 
 @given(moves=MOVES, window=st.integers(1, 6))
 @example(moves=[("store", 0), ("store", 2), ("ON_HOST", 0), ("read", 0), ("store", 0)], window=1)
-def test_a_subscriber_holds_the_cache(moves: list[tuple[str, int]], window: int) -> None:
+def test_a_subscriber_holds_what_the_cache_holds(moves: list[tuple[str, int]], window: int) -> None:
     log, subscriber, next_seq = KvEventLog(window), Subscriber(), 0
     published = pages(log)
     places: dict[PageHash, KvEventKind] = {}
@@ -102,7 +102,7 @@ def test_a_subscriber_holds_the_cache(moves: list[tuple[str, int]], window: int)
         else:
             last = [page for page in text.hashes if page in places][-1:]
             if last and any(last[0] in other.hashes and other.hashes[-1] in places for other in TEXTS if other != text):
-                continue  # leaves leave first
+                continue  # leaves are evicted first
             log.moved(last, KvEventKind[move])
             places.update(dict.fromkeys(last, KvEventKind[move]))
             if move == "REMOVED":
@@ -115,7 +115,7 @@ def test_a_subscriber_holds_the_cache(moves: list[tuple[str, int]], window: int)
     assert len(log.texts_of(places)) == len(places)
 
 
-def test_texts_leave_with_their_pages() -> None:
+def test_texts_are_dropped_with_their_pages() -> None:
     log = KvEventLog()
     pages(log)
     store(log, TEXTS[0])
@@ -126,7 +126,7 @@ def test_texts_leave_with_their_pages() -> None:
 def test_pages_from_another_worker_are_published_once_a_request_finds_them() -> None:
     log = KvEventLog()
     published, text = pages(log), TEXTS[0]
-    log.stored(text.hashes, PageHash(b""))  # grafted: nobody names their tokens
+    log.stored(text.hashes, PageHash(b""))  # grafted, so nothing gives their tokens
     events, next_seq = translated(log, published, 0)
     assert (events, published.num_unnamed) == ([BlocksCleared()], 3)
     log.note_held_texts(text, [*text.hashes, PageHash(b"not held")])
@@ -142,7 +142,7 @@ def test_adapters_and_tenants_are_extra_keys() -> None:
         store(log, text)
     events, _ = translated(log, published, 0)
     found = [(event.lora_name, event.extra_keys) for event in events if isinstance(event, BlocksStored)]
-    assert found == [(None, None), ("law", (("law", "6162"), ("law",)))]  # the third has the first one's hashes
+    assert found == [(None, None), ("law", (("law", "6162"), ("law",)))]  # the third text has the first one's hashes
 
 
 def test_only_salts_of_tenants_are_published() -> None:

@@ -1,4 +1,4 @@
-"""The publisher's sockets: what is sent, replayed and published again, and what it refuses."""
+"""Tests the publisher's sockets: what is sent, replayed and published again, and what is refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def publishing(log: KvEventLog, **settings: object) -> Iterator[KvPublisher]:
 
 
 def replayed(subscriber: ZmqSubscriber, publisher: KvPublisher, num_batches: int) -> list[tuple[int, bytes]]:
-    """Replays from the start until so many batches are there."""
+    """Replays from the start until so many batches have arrived."""
     while len(found := subscriber.replay(0)) < num_batches:
         publisher.notify()
     return found
@@ -65,7 +65,7 @@ def test_a_failure_makes_the_publisher_clear_and_publish_everything_again(monkey
     log = KvEventLog()
     with publishing(log) as publisher, ZmqSubscriber(publisher.port, publisher.replay_port) as subscriber:
         store(log, Text([1, 2]))
-        before = len(replayed(subscriber, publisher, 2))  # the first may be of an empty cache
+        before = len(replayed(subscriber, publisher, 2))  # the first batch may be of an empty cache
         translate, failures = publisher._pages.translate, [ValueError("no such page")]
 
         def fail_once(*arguments: object) -> object:
@@ -109,18 +109,18 @@ def _apply(held: set[object], event: object) -> set[object]:
     return held - {*event.block_hashes} if isinstance(event, BlocksRemoved) else set()
 
 
-def test_nonsense_at_the_replay_socket_is_ignored() -> None:
+def test_invalid_messages_at_the_replay_socket_are_ignored() -> None:
     log = KvEventLog()
     store(log, Text([1, 2]))
     with publishing(log) as publisher, ZmqSubscriber(publisher.port, publisher.replay_port) as subscriber:
         for frames in ((b"",), (b"", b"short"), (b"x", bytes(8)), (b"", bytes(8), b"more")):
             subscriber.ask(*frames)
         with ZmqSubscriber(publisher.port, publisher.replay_port) as hostile:
-            hostile.ask(b"", b"long" * 2000)  # ends its connection
-        assert replayed(subscriber, publisher, 1)  # the publisher lives, and answers nothing else
+            hostile.ask(b"", b"long" * 2000)  # the socket ends its connection
+        assert replayed(subscriber, publisher, 1)  # the publisher lives, but answers nothing else
 
 
-def test_ports_that_are_taken_are_named() -> None:
+def test_ports_in_use_are_reported() -> None:
     with contextlib.ExitStack() as stack:
         taken = stack.enter_context(socket.socket())
         taken.bind(("127.0.0.1", 0))
@@ -134,11 +134,11 @@ def test_a_range_gives_each_worker_two_adjacent_ports() -> None:
     with publishing(KvEventLog()) as somewhere:
         first = somewhere.port + 20
     settings = {"port": first, "last_port": first + 40}
-    with publishing(KvEventLog(), **settings) as one, publishing(KvEventLog(), **settings) as other:
-        assert one.replay_port == one.port + 1
-        assert other.replay_port == other.port + 1
-        assert other.port > one.port
-        assert (one.port - first) % 2 == (other.port - first) % 2 == 0
+    with publishing(KvEventLog(), **settings) as left, publishing(KvEventLog(), **settings) as right:
+        assert left.replay_port == left.port + 1
+        assert right.replay_port == right.port + 1
+        assert right.port > left.port
+        assert (left.port - first) % 2 == (right.port - first) % 2 == 0
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_range_gives_each_worker_two_adjacent_ports() -> None:
         ({"host": "10.0.0.1"}, r"set kv_publisher\.insecure = true"),
     ],
 )
-def test_ports_beyond_loopback_need_a_word(settings: dict[str, object], message: str) -> None:
+def test_ports_beyond_loopback_must_be_allowed(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         KvPublisherConfig.model_validate(settings)
     assert KvPublisherConfig.model_validate({**settings, "insecure": True}).insecure

@@ -1,4 +1,4 @@
-"""vLLM's own classes decode what workers publish; PENSTOCK_VLLM_PYTHON names the interpreter that has a vLLM."""
+"""Tests that vLLM's own classes decode what workers publish; PENSTOCK_VLLM_PYTHON names an interpreter with vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Real workers publish the pages of prompts that they computed, received and decoded, and forget those they evict."""
+"""Tests that real workers publish the pages of prompts that they computed, received and decoded, and forget evicted
+ones."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def publisher_of(server: PrefillServer | DecodeServer) -> KvPublisher:
 
 
 def held_texts(subscriber: ZmqSubscriber) -> set[tuple[int, ...]]:
-    """Returns the whole text up to the end of each held block, as somebody computes who only reads the events."""
+    """Returns the whole text up to the end of each held block, as a reader of the events reconstructs it."""
     texts: dict[object, tuple[int, ...]] = {}
     for _, payload in subscriber.replay(0):
         for event in decode_batch(payload):
@@ -52,7 +53,7 @@ def held_texts(subscriber: ZmqSubscriber) -> set[tuple[int, ...]]:
 
 def _store(texts: dict[object, tuple[int, ...]], event: BlocksStored) -> None:
     assert event.block_size == PAGE
-    scope = (SALT.hex(),)  # which is not the salt of a request without a tenant
+    scope = (SALT.hex(),)  # a request without a tenant has another salt
     assert event.extra_keys == (None if event.parent is not None else (scope, *[None] * len(event.block_hashes[1:])))
     before = () if event.parent is None else texts[event.parent]
     for index, block in enumerate(event.block_hashes):
@@ -81,7 +82,7 @@ async def test_both_roles_publish_what_they_hold(model: Path) -> None:
                 whole = PROMPT + answer.token_ids[:-1]  # the last token has no KV
                 await until(lambda: held_texts(at_prefill) == prefixes(PROMPT))
                 await until(lambda: held_texts(at_decode) == prefixes(whole))
-                other = [token + 1 for token in PROMPT]  # has no room beside the first
+                other = [token + 1 for token in PROMPT]  # has no room beside the first prompt
                 answer = await router.answer(router.submit(other, GREEDY, [prefill]))
                 await until(lambda: prefixes(other + answer.token_ids[:-1]) <= held_texts(at_decode))
                 await until(lambda: len(held_texts(at_decode)) == decode.shell.replica.engine.prefix_cache.num_cached)

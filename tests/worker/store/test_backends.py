@@ -1,4 +1,4 @@
-"""Backends of the shared store: whole objects, many writers, crashes, and what a configuration refuses."""
+"""Tests backends of the shared store: whole objects, many writers, crashes, and refused configurations."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_readers_see_whole_objects_beside_many_writers(store: ObjectStore) -> No
     assert [each.name for each in store.list("v1")] == ["v1/x/aa/aa"]
 
 
-def test_files_are_private_and_reading_renews_them(tmp_path: Path) -> None:
+def test_files_are_private_and_reads_renew_them(tmp_path: Path) -> None:
     store = FolderStore(str(tmp_path / "kv"))
     store.put("v1/x/aa/aabb", (b"pages",))
     path = tmp_path / "kv" / "v1" / "x" / "aa" / "aabb"
@@ -78,7 +78,7 @@ def test_files_are_private_and_reading_renews_them(tmp_path: Path) -> None:
     assert path.stat().st_mtime > 1e9
 
 
-def test_a_crash_while_writing_leaves_a_partial_object_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_while_writing_leaves_only_a_partial_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FolderStore(str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda *_: os._exit(0))
@@ -120,13 +120,13 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
         ({"url": "file:///kv", "endpoint": "http://x"}, "applies only to s3:// URLs; leave it out"),
     ],
 )
-def test_a_url_that_names_no_store_is_refused(settings: dict[str, str], message: str) -> None:
+def test_a_url_of_no_store_is_refused(settings: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message) as refusal:
         KvStoreConfig.model_validate(settings)
     assert "key:secret" not in str(refusal.value).split("[type=")[0]
 
 
-def test_a_store_that_cannot_be_opened_says_why(tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_opened_states_the_cause(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"kv_store.url = file://.*; give a folder that this user can make or write"):
         open_store(KvStoreConfig(url=f"file://{tmp_path}/file/kv"))
@@ -151,7 +151,7 @@ def test_engines_whose_pages_cannot_be_shared_are_refused(engine: dict[str, obje
         )
 
 
-def test_a_deployments_store_is_that_of_its_workers() -> None:
+def test_a_deployments_store_is_passed_to_its_workers() -> None:
     config = ServeConfig.model_validate({"model": "m", "kv_store": {"url": "s3://bucket/kv", "write": "never"}})
     for role in Role:
         assert config.worker_config("w", role).kv_store == config.kv_store

@@ -1,4 +1,4 @@
-"""Requests that change their worker, or lose it, while their pages come from a shared store: no token differs."""
+"""Tests requests that change or lose their worker while their pages come from a shared store: no token differs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ both = pytest.mark.parametrize("sampling", [LONG, SEEDED], ids=["greedy", "seede
 
 
 async def whole_answer(model: Path, folder: Path, sampling: SamplingParams) -> list[int]:
-    """Returns the answer of a worker without a store's pages."""
+    """Returns the answer of a worker that reads no page from a store."""
     async with running(sharing(folder / "none", model, "alone", write="never")) as [alone], caller(alone) as router:
         return (await router.answer(router.submit(PROMPT, sampling))).token_ids
 
@@ -63,9 +63,9 @@ async def test_a_sequence_whose_prompt_came_from_the_store_migrates(
     expected = await whole_answer(model, tmp_path, sampling)
     await fill(tmp_path / "kv", model)
     left, right = (sharing(tmp_path / "kv", model, name) for name in ("left", "right"))
-    async with running(left, right) as [source, target], caller(source) as one, caller(target) as other:
+    async with running(left, right) as [source, target], caller(source) as to_source, caller(target) as to_target:
         await knows(source, 3)
-        router = Router({source.epoch: one, target.epoch: other})
+        router = Router({source.epoch: to_source, target.epoch: to_target})
         stream = asyncio.create_task(router.stream(source, PROMPT, sampling))
         await until_running(source, 1)
         response = await migrate(source, target)
@@ -102,10 +102,10 @@ def _fields(sampling: SamplingParams) -> dict[str, Any]:
 
 
 @both
-async def test_a_preempted_sequence_comes_back_from_the_store(
+async def test_a_preempted_sequence_resumes_from_the_store(
     model: Path, tmp_path: Path, sampling: SamplingParams
 ) -> None:
-    """The pool holds two prompts and not two whole sequences, so that one of them is preempted and comes back later."""
+    """The pool holds two prompts but not two whole sequences, so one of them is preempted and resumed later."""
     other = [1, *PROMPT[1:]]
     expected = await whole_answer(model, tmp_path, sampling)
     async with running(sharing(tmp_path / "kv", model, "first")) as [first]:
@@ -124,7 +124,7 @@ async def test_a_preempted_sequence_comes_back_from_the_store(
     assert answers[0].token_ids == expected
 
 
-async def test_a_request_that_is_cancelled_while_the_store_answers_holds_nothing(
+async def test_a_request_cancelled_during_a_store_read_holds_nothing(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await fill(tmp_path, model)
@@ -140,7 +140,7 @@ async def test_a_request_that_is_cancelled_while_the_store_answers_holds_nothing
 
 
 def _hold_reads(server: DecodeServer, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Keeps reads from being made until the returned call."""
+    """Blocks reads until the returned function is called."""
     threads = server.shell._shared._threads  # type: ignore[union-attr]
     held: list[Any] = []
     read = threads.read
@@ -153,10 +153,10 @@ def _hold_reads(server: DecodeServer, monkeypatch: pytest.MonkeyPatch) -> Any:
     return go_on
 
 
-async def test_storage_that_hangs_costs_a_prompt_its_patience_and_no_step(
+async def test_a_hanging_store_delays_a_prompt_by_its_limit_and_no_step(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While one prompt waits for the store, another one is answered; the first is then computed."""
+    """While one prompt waits for the store, another is answered; then the first is computed."""
     expected = await whole_answer(model, tmp_path, LONG)
     await fill(tmp_path / "kv", model)
     async with running(sharing(tmp_path / "kv", model, "second")) as [second], caller(second) as router:
@@ -168,7 +168,7 @@ async def test_storage_that_hangs_costs_a_prompt_its_patience_and_no_step(
         assert other.error is None
         assert second.shell.pulls.num_open == 1
         [reading] = second.shell._shared._readings
-        second.shell.loop.post(lambda: setattr(reading, "deadline_s", 0.0))  # its time is up
+        second.shell.loop.post(lambda: setattr(reading, "deadline_s", 0.0))  # its time limit has passed
         answer = await router.answer(patient)
     assert answer.token_ids == expected
     assert answer.timing is not None

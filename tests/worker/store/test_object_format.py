@@ -1,4 +1,4 @@
-"""Objects of the shared store: what a reader accepts, and that nothing else is ever read as pages."""
+"""Tests objects of the shared store: what a reader accepts, and that nothing else is ever read as pages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def packed(form: RunFormat = FORM) -> bytes:
 
 
 @pytest.mark.parametrize("form", [FORM, OPEN])
-def test_what_was_packed_is_unpacked(form: RunFormat) -> None:
+def test_a_packed_object_is_unpacked(form: RunFormat) -> None:
     content = packed(form)
     assert form.unpack(memoryview(content), HASHES) == PAGES
     assert len(content) <= form.max_object_bytes
@@ -34,7 +34,7 @@ def test_what_was_packed_is_unpacked(form: RunFormat) -> None:
 @pytest.mark.parametrize("form", [FORM, OPEN])
 @examples(200)
 @given(where=st.floats(0, 1, exclude_max=True), flipped=st.integers(1, 255))
-def test_no_changed_byte_is_read(form: RunFormat, where: float, flipped: int) -> None:
+def test_an_object_with_a_changed_byte_is_refused(form: RunFormat, where: float, flipped: int) -> None:
     content = bytearray(packed(form))
     content[int(where * len(content))] ^= flipped
     with pytest.raises(UnusableObject):
@@ -43,7 +43,7 @@ def test_no_changed_byte_is_read(form: RunFormat, where: float, flipped: int) ->
 
 @examples(100)
 @given(length=st.integers(0, len(packed()) - 1), longer=st.booleans())
-def test_no_cut_or_prolonged_object_is_read(length: int, longer: bool) -> None:
+def test_a_truncated_or_extended_object_is_refused(length: int, longer: bool) -> None:
     content = packed()
     content = content + content[:length] + b"." if longer else content[:length]
     with pytest.raises(UnusableObject):
@@ -52,20 +52,20 @@ def test_no_cut_or_prolonged_object_is_read(length: int, longer: bool) -> None:
 
 @examples(100)
 @given(content=st.binary(max_size=4096))
-def test_no_foreign_content_is_read(content: bytes) -> None:
+def test_foreign_content_is_refused(content: bytes) -> None:
     for form in (FORM, OPEN):
         with pytest.raises(UnusableObject):
             form.unpack(memoryview(content), HASHES)
 
 
 @pytest.mark.parametrize("form", [FORM, OPEN])
-def test_an_object_under_another_name_is_not_read(form: RunFormat) -> None:
+def test_an_object_under_another_name_is_refused(form: RunFormat) -> None:
     others: list[PageHash] = hash_pages(list(range(1, 1 + 16 * form.run_pages)), 16, b"salt")
     with pytest.raises(UnusableObject, match="other pages than its name says"):
         form.unpack(memoryview(packed(form)), others)
 
 
-def test_a_writer_without_the_secret_adds_nothing() -> None:
+def test_a_writer_without_the_secret_cannot_add_objects() -> None:
     for stranger in (OPEN, replace(FORM, key=b"x" * 32)):
         assert stranger.folder != FORM.folder
         with pytest.raises(UnusableObject, match="a stranger has written it"):
@@ -74,7 +74,7 @@ def test_a_writer_without_the_secret_adds_nothing() -> None:
         OPEN.unpack(memoryview(packed()), HASHES)
 
 
-def test_layouts_keys_and_tenants_have_names_of_their_own() -> None:
+def test_layouts_keys_and_tenants_have_different_names() -> None:
     forms = [FORM, OPEN, replace(FORM, layout="other"), replace(FORM, page_bytes=96), replace(FORM, page_tokens=8)]
     assert len({form.folder for form in forms}) == len(forms)
     tokens = list(range(16))

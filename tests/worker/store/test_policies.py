@@ -1,4 +1,4 @@
-"""Tests what is written into and deleted from the shared store, when it is called, and what a worker knows of it."""
+"""Tests what is written to and deleted from the shared store, when it is called, and what a worker knows of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_only_whole_runs_that_are_not_stored_are_written() -> None:
     assert choose_runs(RUN - 1, RUN, lambda run: False, 10) == []
 
 
-def test_what_is_written_depends_on_the_mode() -> None:
+def test_the_mode_decides_what_is_written() -> None:
     assert [worth_at_start(mode, 7) for mode in ("reused", "computed", "never")] == [7, 7, 0]
     assert [worth_at_end(mode, 7, False) for mode in ("reused", "computed", "never")] == [0, 7, 0]
     assert [worth_at_end(mode, 7, True) for mode in ("reused", "computed", "never")] == [7, 7, 0]
@@ -55,25 +55,27 @@ def test_a_sweep_bounds_the_store_and_deletes_the_longest_unused(
     whole = [each for each in plan.deleted if not each.is_partial]
     if sum(each.num_bytes for each in objects if each not in stale) <= max_bytes:
         assert not whole
-    assert all(one.used_s <= two.used_s for one in whole for two in kept if not two.is_partial)
+    assert all(
+        deleted.used_s <= remaining.used_s for deleted in whole for remaining in kept if not remaining.is_partial
+    )
 
 
-def test_a_lease_passes_on_when_it_has_run_out() -> None:
+def test_an_expired_lease_is_taken_over() -> None:
     lease = SweepLease("a", 130.0)
     assert lease.allows("a", 100.0, 30.0)
     assert not lease.allows("b", 129.0, 30.0)
     assert lease.allows("b", 130.0, 30.0)
-    assert lease.allows("b", 10.0, 30.0)  # of a clock that is two minutes ahead
+    assert lease.allows("b", 10.0, 30.0)  # written by a clock that is two minutes ahead
 
 
-def test_a_store_that_fails_is_left_alone_and_tried_again() -> None:
+def test_a_failing_store_is_avoided_and_retried() -> None:
     circuit = Circuit()
     assert [circuit.on_failure(0.0) for _ in range(3)] == [False, False, True]
     assert circuit.is_open
     assert not circuit.allows(4.0)
     assert circuit.allows(6.0)
     assert not circuit.allows(6.0)  # one trial at a time
-    assert not circuit.on_failure(7.0)  # the log says it once
+    assert not circuit.on_failure(7.0)  # the log has it once
     assert not circuit.allows(16.0)
     assert circuit.allows(40.0)
     circuit.on_success()
@@ -81,31 +83,31 @@ def test_a_store_that_fails_is_left_alone_and_tried_again() -> None:
     assert circuit.allows(40.0)
 
 
-def test_a_worker_knows_what_was_listed_and_what_it_has_written() -> None:
+def test_a_worker_knows_what_was_listed_and_what_it_wrote() -> None:
     known = KnownRuns()
     assert known.num_leading(FORM, HASHES, 0, None) == 0
     known.on_listed(FORM.folder, frozenset(LASTS[:2]), 10.0)
     known.add_pending(FORM, LASTS[2])
     assert known.holds(FORM, LASTS[2])
-    assert known.num_leading(FORM, HASHES, 0, None) == 2 * RUN  # what waits to be written cannot be read
+    assert known.num_leading(FORM, HASHES, 0, None) == 2 * RUN  # objects that wait to be written cannot be read
     known.end_pending(FORM, LASTS[2], is_stored=True, now_s=11.0)
     assert known.num_leading(FORM, HASHES, 0, None) == 3 * RUN
-    known.on_listed(FORM.folder, frozenset(LASTS[:2]), 10.5)  # begun before it was written
+    known.on_listed(FORM.folder, frozenset(LASTS[:2]), 10.5)  # the listing began before it was written
     assert known.num_leading(FORM, HASHES, 0, None) == 3 * RUN
     known.on_listed(FORM.folder, frozenset(LASTS[:2]), 20.0)  # it is gone
     assert known.num_leading(FORM, HASHES, 0, None) == 2 * RUN
 
 
-def test_pages_that_are_here_are_not_looked_for() -> None:
+def test_pages_in_the_cache_are_not_looked_up() -> None:
     known = KnownRuns()
     known.on_listed(FORM.folder, frozenset(LASTS[2:4]), 0.0)
     assert known.num_leading(FORM, HASHES, 0, None) == 0
     assert known.num_leading(FORM, HASHES, 2 * RUN + 3, None) == 4 * RUN
-    assert known.num_leading(FORM, HASHES, 0, lambda num_pages: num_pages - 1) == 4 * RUN  # a window of a page
+    assert known.num_leading(FORM, HASHES, 0, lambda num_pages: num_pages - 1) == 4 * RUN  # a window of one page
     assert known.num_leading(FORM, HASHES, 0, lambda num_pages: 0) == 0
 
 
-def test_what_was_missing_or_unusable_is_written_again() -> None:
+def test_missing_and_unusable_objects_are_written_again() -> None:
     known = KnownRuns()
     for spoil in (known.refuse, known.discard):
         known.on_listed(FORM.folder, frozenset(LASTS), 0.0)
@@ -115,7 +117,7 @@ def test_what_was_missing_or_unusable_is_written_again() -> None:
         assert known.num_leading(FORM, HASHES, 0, None) == 5 * RUN
     known.refuse(LASTS[0])
     known.on_listed(FORM.folder, frozenset(LASTS), 2.0)
-    assert not known.holds(FORM, LASTS[0])  # still the unusable one
+    assert not known.holds(FORM, LASTS[0])  # still the unusable object
 
 
 def test_other_folders_are_forgotten() -> None:
@@ -126,7 +128,7 @@ def test_other_folders_are_forgotten() -> None:
     assert known.num_leading(FORM, HASHES, 0, None) == 0
 
 
-def test_reads_are_predicted_from_what_they_took() -> None:
+def test_read_times_are_predicted_from_earlier_reads() -> None:
     costs = ReadCosts()
     for _ in range(50):
         costs.observe(1 << 20, 0.1, 0.0)

@@ -1,4 +1,4 @@
-"""Workers that share a store: later ones use what earlier ones have computed, and nothing that fails is noticed."""
+"""Tests workers that share a store: later ones use what earlier ones computed, and failures change no answer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from worker.pull.policy import PullCosts, PullPlan
 from worker.pull.store.folder_store import FolderStore
 
 PAGE = 16
-RUN = 16 * PAGE  # tokens of an object
+RUN = 16 * PAGE  # tokens in an object
 PROMPT = [(7 * index) % 90 + 5 for index in range(3 * RUN + 40)]
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def always() -> Iterator[None]:
-    """Predicts that every pull is worth it: these models compute a prompt in no time."""
+    """Predicts that every pull pays, although these models compute a prompt in no time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PullCosts, "plan", lambda self, source, missing, now_s: PullPlan(0.001, 20.0, 20.0))
         yield
@@ -63,7 +63,7 @@ def sharing(folder: Path, model: Path, name: str, role: Role = Role.DECODE, **se
 
 @contextlib.asynccontextmanager
 async def running(*configs: WorkerConfig) -> AsyncIterator[list[Any]]:
-    """Starts workers and shows at the end that none of them holds a page."""
+    """Starts workers, and checks at the end that none of them holds a page."""
     async with workers(*configs) as servers:
         yield servers
         await wait_until_empty(*servers)
@@ -95,7 +95,7 @@ async def knows(server: Server, num_runs: int) -> None:
 
 
 async def fill(folder: Path, model: Path, **settings: Any) -> list[int]:
-    """Returns the answer of a worker that has written what it has computed, and has ended."""
+    """Returns the answer of a worker that has written what it computed, and has ended."""
     async with running(sharing(folder, model, "first", **settings)) as [first]:
         answer = await ask(first)
         await stored(first, 3)
@@ -116,7 +116,7 @@ async def test_a_later_worker_continues_with_what_an_earlier_one_computed(model:
         assert metric(second, STORE_MISSED_PAGES.name) == 2
         again = await ask(second)
         assert again.timing is not None
-        assert not again.timing.pull.source  # it is here now
+        assert not again.timing.pull.source  # the prompt is cached here now
 
 
 async def test_prefill_workers_share_a_store(model: Path, tmp_path: Path) -> None:
@@ -132,23 +132,23 @@ async def test_prefill_workers_share_a_store(model: Path, tmp_path: Path) -> Non
 
 
 async def test_two_living_workers_share_what_one_has_computed(model: Path, tmp_path: Path) -> None:
-    async with running(sharing(tmp_path, model, "a"), sharing(tmp_path, model, "b")) as [one, two]:
-        first = await ask(one)
-        await stored(one, 3)
-        await knows(two, 3)
-        second = await ask(two)
+    async with running(sharing(tmp_path, model, "a"), sharing(tmp_path, model, "b")) as [earlier, later]:
+        first = await ask(earlier)
+        await stored(earlier, 3)
+        await knows(later, 3)
+        second = await ask(later)
         assert second.token_ids == first.token_ids
-        assert metric(two, STORE_READ_PAGES.name) == 3 * RUN / PAGE
-        assert metric(two, STORE_WRITES.name) == 0  # all of it is stored
+        assert metric(later, STORE_READ_PAGES.name) == 3 * RUN / PAGE
+        assert metric(later, STORE_WRITES.name) == 0  # all of it is stored
 
 
-async def test_only_what_is_begun_with_again_or_pinned_is_written_by_default(model: Path, tmp_path: Path) -> None:
+async def test_by_default_only_repeated_beginnings_and_pinned_prompts_are_written(model: Path, tmp_path: Path) -> None:
     async with running(sharing(tmp_path, model, "only", write="reused")) as [only]:
         await ask(only)
         await ask(only, [1, *PROMPT], kv_hints=KvHints(pin_s=60.0))
-        await stored(only, 3)  # the pinned one
+        await stored(only, 3)  # the pinned prompt
         await ask(only, [*PROMPT[: 2 * RUN + 8], 1, 2])
-        await stored(only, 5)  # the part of the first one that was begun with again
+        await stored(only, 5)  # the part of the first prompt that was repeated
     assert len(objects(tmp_path)) == 5
 
 
@@ -184,7 +184,7 @@ async def test_a_damaged_object_is_refused_computed_and_written_again(model: Pat
         await until(lambda: paths[0].read_bytes() == contents[paths[0]] or metric(second, STORE_WRITES.name) >= 1)
 
 
-async def test_tenants_secrets_and_weights_share_nothing(model: Path, tmp_path: Path) -> None:
+async def test_different_tenants_secrets_and_weights_share_nothing(model: Path, tmp_path: Path) -> None:
     await fill(tmp_path, model)
     (tmp_path / "secret").write_text("a" * 64)
     (tmp_path / "secret").chmod(0o600)
@@ -204,7 +204,7 @@ async def test_tenants_secrets_and_weights_share_nothing(model: Path, tmp_path: 
         await knows(same, 3)
 
 
-async def test_a_store_that_fails_is_given_up_and_found_again(
+async def test_a_failing_store_is_avoided_and_found_again(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = await fill(tmp_path, model)
@@ -227,9 +227,7 @@ async def test_a_store_that_fails_is_given_up_and_found_again(
         await knows(second, 3)
 
 
-async def test_a_prompt_that_is_cancelled_reads_no_more(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cancelled_prompt_reads_no_more(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     await fill(tmp_path, model)
     begun, go_on = threading.Event(), threading.Event()
     names: list[str] = []
@@ -256,4 +254,4 @@ async def test_a_prompt_that_is_cancelled_reads_no_more(
         answer = await ask(second)
         assert answer.timing is not None
         assert answer.timing.pull.problem == ""
-    assert len(names) == 1 + 3  # two objects were still to come when the prompt was cancelled
+    assert len(names) == 1 + 3  # two objects were still unread when the prompt was cancelled

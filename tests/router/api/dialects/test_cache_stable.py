@@ -30,7 +30,7 @@ def spoken(turn: int) -> str:
 def num_shared(first: list[int], second: list[int]) -> int:
     """Returns the length of the common prefix in tokens."""
     pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
+    return next((place for place, (left, right) in pairs if left != right), min(len(first), len(second)))
 
 
 async def replay(agent: type[Agent], num_turns: int) -> list[list[int]]:

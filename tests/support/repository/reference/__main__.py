@@ -17,7 +17,7 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def stale_pages() -> list[str]:
-    """Returns the names of the pages that differ from what the code says."""
+    """Returns the names of the pages that differ from the code."""
     return [
         name
         for name, render in PAGES.items()

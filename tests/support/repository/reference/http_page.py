@@ -30,7 +30,7 @@ _OF_FRAMEWORK = {"HTTPValidationError", "ValidationError"}
 
 
 def document() -> Json:
-    """Returns the OpenAPI document. Nothing is served: the app is asked in this process, and its parts are mocks."""
+    """Returns the OpenAPI document. Nothing is served: the app runs in this process, with mocks as its parts."""
     app = make_app(MagicMock(), MagicMock(), MagicMock(), MagicMock(), batches=OfflineParts(_CONFIG, MagicMock())).app
 
     async def get() -> Json:
@@ -52,7 +52,8 @@ def render() -> str:
 
 def _operation(path: str, method: str, operation: Json) -> str:
     content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
-    statuses = [status for status in operation["responses"] if status != "422"]  # the framework's, never answered
+    # a default of the framework that is never answered
+    statuses = [status for status in operation["responses"] if status != "422"]
     about = " ".join(operation.get("description", "").split()) or operation.get("summary", "")
     body = _type(content.get("schema", {})) if content else ""
     return f"| `{method.upper()} {path}` | {body} | {' '.join(statuses)} | {about} |"

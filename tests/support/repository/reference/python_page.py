@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[4]
-# The classes of the page, in its order; of a client every public method is shown.
+# The classes of the page in order; every public method of a client is shown.
 CLIENT = "penstock/client/sync_client.py"
 CLASSES = (
     (CLIENT, "Client"),
@@ -92,7 +92,7 @@ def _signature(method: ast.FunctionDef | ast.AsyncFunctionDef, name: str, is_pro
 
 
 def _split(arguments: str) -> Iterator[str]:
-    """Yields arguments apart at commas outside brackets."""
+    """Splits arguments at commas outside brackets."""
     depth, start = 0, 0
     for index, letter in enumerate(arguments):
         depth += (letter in "([{") - (letter in ")]}")
@@ -103,7 +103,7 @@ def _split(arguments: str) -> Iterator[str]:
 
 
 def _spaced(argument: str) -> str:
-    """Returns an annotated argument with spaces around its default, as the code has them."""
+    """Returns an annotated argument with spaces around its default, as in the code."""
     name, colon, rest = argument.partition(": ")
     return f"{name}{colon}{' = '.join(rest.split('=', 1))}" if colon else argument
 

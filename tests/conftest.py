@@ -82,7 +82,7 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     recorded = costs.recorded()
     costs.mark_slow(items, recorded)
-    costs.dearest_first(items, recorded)
+    costs.slowest_first(items, recorded)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -143,7 +143,7 @@ def test_own_processes_are_not_tools(command: list[str] | str, own: bool) -> Non
 def test_the_slowest_files_come_first_and_each_file_stays_together() -> None:
     names = ["a.py::1", "b.py::1", "c.py::1", "a.py::2", "d.py::1", "b.py::2"]
     items = [cast(pytest.Item, SimpleNamespace(nodeid=name)) for name in names]
-    costs.dearest_first(items, {"a.py": 2.0, "b.py": 9.0, "d.py": 2.0})
+    costs.slowest_first(items, {"a.py": 2.0, "b.py": 9.0, "d.py": 2.0})
     assert [item.nodeid for item in items] == ["b.py::1", "b.py::2", "c.py::1", "a.py::1", "a.py::2", "d.py::1"]
 
 

@@ -51,7 +51,7 @@ def config(role: Role, number: int) -> WorkerConfig:
 
 
 class Fleet(MendedFleet):
-    """Two prefill and two decode workers."""
+    """Runs two prefill and two decode workers."""
 
     @property
     def prefill(self) -> list[Process]:

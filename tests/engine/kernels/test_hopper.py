@@ -34,7 +34,7 @@ def run(module: str, *arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-# The launches with the largest tiles. Codes in fp8 need compute capability 8.9.
+# These launches have the largest tiles. Codes in fp8 need compute capability 8.9.
 WIDEST = ["decode", "prefill", "prefill of 256", "latents of a chunk", "experts, many rows", "int4, many rows"]
 GPUS: dict[str, tuple[int, int, list[str]]] = {
     "H100": (90, SHARED_BYTES, []),  # every launch

@@ -456,7 +456,7 @@ async def test_the_retry_budget_bounds_redispatches():
         assert error.retry_after_s is not None
 
 
-def test_sequences_of_other_routers_are_what_reports_exceed_our_own_for_a_second():
+def test_reported_sequences_beyond_our_own_count_as_other_routers_after_a_second():
     others = PeerSequenceEstimate()
     assert others.observe(10, 10, 0.0) == 0
     assert others.observe(10, 2, 0.5) == 0  # our own sequence has just ended, and reports lag

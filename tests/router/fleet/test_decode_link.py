@@ -28,7 +28,7 @@ class _Stream:
 
 
 class _Call:
-    """A Serve call whose frames come from the test."""
+    """Stands in for a Serve call; the test provides its frames."""
 
     def __init__(self) -> None:
         self.frames: asyncio.Queue[worker_pb2.StepFrame | None] = asyncio.Queue()

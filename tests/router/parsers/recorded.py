@@ -1,4 +1,4 @@
-"""Outputs as models of each family write them, and what they hold."""
+"""Holds outputs as models of each family write them, and what parsers should find in them."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def sources(*prefixes: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """A class or function, or the module itself."""
+    """Holds a class or function, or the module itself."""
 
     kind: type[ast.AST]
     name: str

@@ -1,4 +1,4 @@
-"""The panels of the Grafana dashboards, the queries that they send to Prometheus, and a rendering of the answers.
+"""Renders panels of the Grafana dashboards from the answers of Prometheus to their queries.
 
 `python -m tests.support.router.dashboard_page` renders each dashboard over a deployment under load, in docs/images. The
 rendering follows Grafana's grid and kinds of panels, but is made here: Grafana itself is not needed.

@@ -28,7 +28,7 @@ def recorded() -> Mapping[str, float]:
     return found
 
 
-def dearest_first(items: list[pytest.Item], costs: Mapping[str, float]) -> None:
+def slowest_first(items: list[pytest.Item], costs: Mapping[str, float]) -> None:
     """Sorts the items in place by the cost of their files. Tests of one file stay together and in order."""
 
     def rank(item: pytest.Item) -> tuple[float, str]:

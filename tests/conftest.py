@@ -21,7 +21,7 @@ if not Path("/dev/nvidiactl").exists():
     # Several test processes share the cores, so a second thread of torch would mostly wait and spin. Tests of threads,
     # and processes of workers, set their own number.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-# otherwise each call that ends with its process is a line of the output
+# Otherwise each call that ends with its process is a line of the output.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 own_processes.install()

@@ -20,6 +20,6 @@ def test_public_messages_have_no_field_that_steers_a_transfer() -> None:
     steering = ("transfer", "page", "epoch", "salt", "offer", "worker_address", "candidate")
     request = inference_pb2.GenerateRequest.DESCRIPTOR
     fields = [*request.fields, *common_pb2.SamplingParams.DESCRIPTOR.fields]
-    # a tenant chooses it, in addition to the tenant's own salt
+    # A tenant chooses it, in addition to the tenant's own salt.
     names = {field.name for field in fields} - {"cache_salt"}
     assert not [name for name in names if any(word in name for word in steering)]

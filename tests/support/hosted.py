@@ -137,7 +137,7 @@ class Hosted:
     admin: str = ""
     controller: Controller = field(init=False)
     workers: dict[WorkerId, HostedWorker] = field(default_factory=dict)  # by the name under which each started
-    # the processes that a successor of the controller would find
+    # The processes that a successor of the controller would find.
     records: list[ControllerRecord] = field(default_factory=list)
     pinned: list[int] = field(default_factory=list)  # pages that each ended worker still held
 

@@ -88,7 +88,7 @@ def test_every_page_goes_to_a_target_and_never_without_its_parent(prompts: list[
             there.add(page_hash)
     roomy = assign_pages(pages, [target(number) for number in range(len(limits))])
     assert set().union(*roomy.values()) == set(range(len(pages)))
-    # a second round gives the same
+    # A second round gives the same.
     assert roomy == assign_pages(pages, [target(number) for number in range(len(limits))])
 
 

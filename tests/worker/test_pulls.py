@@ -319,7 +319,7 @@ async def test_a_prefill_worker_pulls_from_prefill_and_decode_workers(model: Pat
     async with fleet(model, *roles, decode={"placement": "remote"}) as (first, second, decode, other):
         await ask(decode, prefill=candidate(first))
         assert first.worker.scheduler.num_queued == 0
-        # from a decode worker to a prefill worker
+        # The page goes from a decode worker to a prefill worker.
         pulled = await ask(other, prefill=candidate(second, source(decode, second)))
         assert pulled.token_ids == expected(model)
         assert pull_of(pulled).pulled_tokens == PULLED

@@ -214,7 +214,7 @@ async def test_a_cancelled_request_releases_everything_unfinished(long_pair: Pai
             assert not late & set(streams)
     await wait_until_empty(prefill, decode)
     if how == "cancel":
-        # the load is that of the last step or the one before
+        # The load is that of the last step or the one before.
         await until(lambda: decode.worker.load.requests.ended >= 2)
     assert decode.worker.load.requests.ended == (2 if how == "cancel" else 0)
 

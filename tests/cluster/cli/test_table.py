@@ -51,7 +51,7 @@ def test_a_reason_that_does_not_fit_gets_its_own_lines() -> None:
     assert lines[at + 1].startswith("    no node has 2 GPUs free")
     words = " ".join(line.strip() for line in lines[at + 1 : at + 4])
     assert words.startswith(reason.strip()[:100])
-    # piped output has one line for each worker
+    # Piped output has one line for each worker.
     assert max(map(len, format_status(status_with(reason)).splitlines())) > 200
 
 

@@ -123,7 +123,7 @@ class World:
         version = -1
         async with asyncio.timeout(60):
             while True:
-                # a new load changes no version, so the wait times out
+                # A new load changes no version, so the wait times out.
                 snapshot = await self.controller.wait(version, 0.2)
                 if condition(snapshot.status):
                     return snapshot.status

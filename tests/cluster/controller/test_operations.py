@@ -152,7 +152,7 @@ async def test_an_impossible_scale_is_refused_with_the_fix() -> None:
         world.controller.pool_service.scale("router", 2)
     with pytest.raises(InvalidInput, match="is 0 for the decode pool; without a decode worker nothing is served"):
         world.controller.pool_service.scale("decode", 0)
-    # decode workers then compute prompts locally
+    # Decode workers then compute prompts locally.
     assert world.controller.pool_service.scale("prefill", 0) == ["prefill-0"]
     await world.controller.stop()
 

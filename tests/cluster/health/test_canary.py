@@ -39,7 +39,7 @@ def test_rounding_and_ties_are_no_disagreement() -> None:
     assert disagreement(answer({7: -0.5}, {8: -2.0}, {9: -0.1}), RIGHT) == (
         "token 1 is 8 with log-probability -2.000, not 8 with -1.000"
     )
-    # another token than the reference's
+    # Token 0 is not the reference's.
     assert "token 0 is 4" in disagreement(answer({4: -0.5}, {8: -1.0}, {9: -0.1}), RIGHT)
     assert disagreement(answer({1: -1.5}, {8: -1.0}, {9: -0.1}), RIGHT) == "token 0 is an unlikely 1"
     assert disagreement(answer({7: -0.5}), RIGHT) == "1 tokens instead of 3"
@@ -99,7 +99,7 @@ async def test_real_workers_agree_and_a_damaged_one_is_found() -> None:
         spoil(third)
         with pytest.raises(WrongAnswer, match="it answers wrongly: token 0 is"):
             await check.check(e, [d], [])
-        # the others are not suspected
+        # The others are not suspected.
         await check.check(d, [e], [p])
         await check.check(p, [e, d], [])  # nor is one that was tested through it
         spoil(first)

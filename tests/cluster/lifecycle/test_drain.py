@@ -280,7 +280,7 @@ async def test_rounds_of_migrations_empty_a_decode_worker() -> None:
         drain = Drain(member, 20.0, 64, FakeView(source, members))
         await drain.run()
     assert source.sequences == {}
-    # the third worker's KV has another layout
+    # The third worker's KV has another layout.
     assert {request.address for request in source.asked} == {to_other}
     assert {request.source_address for request in source.asked} == {address}  # the address in the membership
     assert list(source.asked[0].request_ids) == ["b", "a", "c"]

@@ -83,7 +83,7 @@ def test_the_gate_opens_without_evidence_only_on_request() -> None:
     assert judge_upgrade(gate, 0.1, sample(0), sample(0), 29.0).decision is GateDecision.WAIT
     verdict = judge_upgrade(gate, 0.1, sample(3), sample(0), 30.0)
     assert (verdict.decision, verdict.reason.partition(":")[0]) == (GateDecision.PASS, "without evidence")
-    # because traffic avoids new workers
+    # Traffic avoids new workers.
     assert judge_upgrade(gate, 0.1, sample(100), sample(0), 30.0).decision is GateDecision.FAIL
     assert judge_upgrade(gate, 0.1, sample(0), sample(0, 3), 30.0).decision is GateDecision.FAIL
     none_required = replace(GATE, min_requests=0)

@@ -155,7 +155,7 @@ def test_the_doctor_finds_a_token_that_others_may_read(home: Path, monkeypatch: 
 def test_the_doctor_ignores_its_own_environment_for_a_running_rays_token(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # the embedded Ray's processes have the setting
+    # The embedded Ray's processes have the setting.
     monkeypatch.setattr(ray_checks, "ray_requires_token", lambda: False)
     none_yet = ray_checks.check_installed_ray("this machine")[1]
     assert none_yet.severity is Severity.SKIPPED

@@ -162,7 +162,7 @@ def test_after_a_lost_node_manager_streams_end_well_and_serving_resumes_at_the_s
 
 
 def test_ctrl_c_ends_a_deployment_in_order(serving: Serving) -> None:
-    # although Ray was lost before
+    # It is ready although Ray was lost before.
     assert serving.printed.count("ready: penstock-tiny, 0 prefill + 1 decode workers") == 2
     _check_commands(serving)
     _check_threads(serving)

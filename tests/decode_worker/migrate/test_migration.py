@@ -274,7 +274,7 @@ async def test_a_worker_that_listens_on_every_interface_migrates_under_the_calle
 
 async def test_a_full_target_refuses_and_the_stream_goes_on(model: Path) -> None:
     async with running_pair(model) as pair:
-        # nothing else runs on this worker, and its context holds the stream whatever its length
+        # Nothing else runs on this worker, and its context holds the stream whatever its length.
         pool = pair.right.worker._engine.pool
         held = pool.allocate(pool.num_free - 1)
         stream = asyncio.create_task(pair.router.stream(pair.left, PROMPT[:110], LONG))

@@ -20,7 +20,7 @@ def play(seed: int, mishaps: bool) -> World:
     world = World(seed)
     rng = world.rng
     for _ in range(rng.randint(1, 5)):
-        # only two beginnings, so that prefixes repeat
+        # There are only two beginnings, so that prefixes repeat.
         base = [rng.choice([1, 2]) * 10 + i for i in range(rng.randint(1, 20))]
         world.submit(base, rng.randint(1, 40))
         for _ in range(rng.randint(20, 120)):

@@ -73,7 +73,7 @@ def test_every_copy_reaches_its_pause_within_its_reservation(
 @pytest.mark.parametrize(
     ("progress", "pauses"),
     [
-        # nothing to copy before the pause
+        # Nothing to copy before the pause.
         (CopyProgress(num_full=0, num_held=0, num_landed=0, num_reserved=3), True),
         (
             CopyProgress(num_full=1, num_held=0, num_landed=0, num_reserved=4),

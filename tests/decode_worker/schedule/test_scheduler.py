@@ -137,7 +137,7 @@ def test_a_preempted_sequence_is_not_readmitted_in_the_same_step() -> None:
     for sequence in made[:3]:
         scheduler.forget(sequence)
     work = run_step(scheduler)
-    # three of its pages are still cached
+    # Three of its pages are still cached.
     assert [(item.sequence, item.num_tokens) for item in work] == [(made[3], 7)]
     assert scheduler.num_cached_tokens(made[3]) == 0  # none was when it was first admitted
 

@@ -63,7 +63,7 @@ class Machine:
         )
         self.in_flight: deque[tuple[StepPlan, list[int | None], set[PageId]]] = deque()
         self.num_accepted = 0  # proposed tokens that were accepted
-        # how many tokens follow a sampled one without sampling, as a grammar forces them
+        # How many tokens follow a sampled one without sampling, as a grammar forces them.
         self.num_forced: Callable[[], int] = lambda: 0
         self.kv: dict[tuple[PageId, int], int] = {}  # the token whose KV lies in this place
         self.live: list[Sequence] = []
@@ -347,7 +347,7 @@ def test_run_ahead_waits_for_a_first_token_that_depends_on_the_text() -> None:
         machine.live.append(sequence)
     machine.launch(scheduler.schedule())
     assert [chunk.num_tokens for chunk in machine.in_flight[-1][0].chunks] == [8]
-    # it would admit the second prompt, which needs a step that follows no other
+    # It would admit the second prompt, which needs a step that follows no other.
     assert scheduler.schedule_ahead() is None
     machine.record()
     machine.launch(scheduler.schedule())

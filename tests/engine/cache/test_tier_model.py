@@ -16,7 +16,7 @@ from tests.engine.cache.test_host_tier import GPU, SALT, Store, corrupt, holds
 from tests.support.suite.examples import examples
 
 NUM_PAGES = 8
-# few tokens, so that chains share prefixes, branch and recur
+# There are few tokens, so that chains share prefixes, branch and recur.
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=6)
 
 

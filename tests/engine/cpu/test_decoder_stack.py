@@ -98,7 +98,7 @@ def test_a_packed_product_equals_torchs(dtype: torch.dtype, outputs: int, inputs
     weight, bias = noise(outputs, inputs, dtype=dtype), noise(outputs, dtype=dtype) if has_bias else None
     linear = pack_for_tiles(weight, bias)
     assert isinstance(linear, TileLinear)
-    # bf16 keeps 8 bits; float32 sums 576 products of 24 bits in another order
+    # bf16 keeps 8 bits; float32 sums 576 products of 24 bits in another order.
     tolerance = 8e-3 if dtype == torch.bfloat16 else 1e-4
     for num_rows in (0, 1, 15, 16, 17, 33, 300):
         x = noise(num_rows, inputs, dtype=dtype)

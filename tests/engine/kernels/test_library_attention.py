@@ -49,7 +49,7 @@ def _doubles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def make_library(name: str) -> AttentionLibrary:
     if name == "varlen":
-        # this imports torch's compiler, which takes a second
+        # This imports torch's compiler, which takes a second.
         from engine.kernels.libraries.varlen import VarlenAttention
 
         return VarlenAttention()

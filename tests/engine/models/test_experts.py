@@ -43,7 +43,7 @@ def test_the_likeliest_experts_are_chosen_and_weighted() -> None:
     chosen_TC, weight_TC = choose_experts(logits_TE, 2, normalize=False)
     assert chosen_TC.tolist() == [[1, 3]]
     torch.testing.assert_close(weight_TC, logits_TE.softmax(-1)[:, [1, 3]])
-    # with groups=(2, 1), only the second of two pairs may be chosen from
+    # With groups=(2, 1), only the second of two pairs may be chosen from.
     logits_TE[0] = torch.tensor([2.5, 1.0, 3.0, 0.0])
     assert choose_experts(logits_TE, 2, normalize=False, groups=(2, 1))[0].tolist() == [[2, 3]]
     assert choose_experts(logits_TE, 2, normalize=False, groups=(2, 2))[0].tolist() == [[2, 0]]

@@ -115,7 +115,7 @@ def test_a_row_samples_the_same_token_alone_and_in_any_batch_and_order(dtype: to
     together = sample(logits, rows, EOS)
     for index, scheduled in enumerate(rows):
         assert sample(logits[index : index + 1], [scheduled], EOS) == [together[index]]
-    # several chunks on the CPU
+    # They take several chunks on the CPU.
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).tolist() * 8
     assert sample(logits[order], [rows[index] for index in order], EOS) == [together[index] for index in order]
 

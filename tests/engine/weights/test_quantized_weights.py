@@ -374,7 +374,7 @@ def test_a_plain_checkpoint_is_quantized_while_it_is_loaded(
         make_layout(EngineConfig(model=str(llama), quantization=quantization), config)
         for quantization in ("none", kind)
     )
-    # page salts contain the revision, and requests stay with one revision
+    # Page salts contain the revision, and requests stay with one revision.
     assert plain.model_revision != own.model_revision
     with pytest.raises(TransferRefused, match=f"quantization is '{kind}' at the receiver, 'none' at the sender"):
         plan_reshard(plain, own)

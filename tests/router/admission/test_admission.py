@@ -299,7 +299,7 @@ def test_the_cost_before_a_newcomer_is_its_tenants_earlier_requests(data):
 def test_a_deadline_that_cannot_be_met_is_refused_at_once():
     fleet = replace(FLEET, prefill_tokens_per_s=1000.0, queued_prefill_tokens=8000)
     made = admission(fleet=fleet)
-    # nothing is outstanding, so the request is tried
+    # Nothing is outstanding, so the request is tried.
     assert isinstance(made.offer(ask(0, timeout=5.0), 0.0), Dispatched)
     refused = made.offer(ask(1, timeout=5.0), 0.0)
     assert isinstance(refused, Refused)

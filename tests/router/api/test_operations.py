@@ -65,7 +65,7 @@ async def test_the_metrics_port_lists_the_workers_with_their_own_metrics() -> No
                 ("prefill-0", "prefill", "10.0.0.2:9100"),
             )
         ]
-        # callers of the model do not get the list
+        # Callers of the model do not get the list.
         assert (await http.get(f"{router.http_url}/metrics/targets")).status_code == 404
 
 

@@ -58,7 +58,7 @@ async def test_a_client_that_leaves_before_the_first_token_removes_its_bookings(
     for worker in world.decodes:
         worker.pause_at = 0
     call = world.router.stub.Generate(request(token_ids=PROMPT, n=2))
-    # the other bookings end with the first token
+    # The other bookings end with the first token.
     await until(lambda: sum(len(worker.running) for worker in world.decodes) == 1)
     assert world.link_bytes > 0
     call.cancel()

@@ -86,7 +86,7 @@ async def test_adapters_are_added_replaced_and_removed_while_the_deployment_serv
             async with AsyncClient(f"127.0.0.1:{router.ports.grpc}", timeout_s=60) as client:
                 stream = client.generate(PROMPT, model="law", max_tokens=60, temperature=0.0, ignore_eos=True)
                 started = (await anext(stream)).text
-                # replaced, while the running stream's adapter is no longer there
+                # The file replaces `sql` and drops `law`, whose stream still runs.
                 replace(path, '[adapters]\nsql = "second"\n')
                 await is_listed(router, "sql")
                 running = started + "".join([chunk.text async for chunk in stream])

@@ -63,7 +63,7 @@ def test_a_prefix_that_can_be_pulled_leaves_the_choice_to_load(byte_s: float | N
         assert choice.score.queue_s == pytest.approx(pull.pull_s) == choice.prefill[0].queue_s  # it has no queue
         assert choice.score.prefill_s < 0.1 < pull.compute_s
         assert choice.uncached_tokens == 16
-        # counts only held tokens, not pulled ones, because predictions are checked against it
+        # Counts only held tokens, not pulled ones, because predictions are checked against it.
         assert choice.score.prefill_cached_tokens == 0
 
 

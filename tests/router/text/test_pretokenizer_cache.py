@@ -109,7 +109,7 @@ _WORDS = [
     "|>",
     "é",
     "e\u0301",
-    # pieces that rules for words treat differently
+    # Pieces that rules for words treat differently.
     *("Be", "1", "5678", "'s", "'LL", "?!", "_", "\r\n", "\t", "\v", "\x1c"),
     "日本",
 ]

@@ -79,7 +79,7 @@ class _ForkServer:
                 command, stdin=subprocess.DEVNULL, cwd=ROOT, env=environment, pass_fds=files
             )
         self._starting = threading.Lock()  # one at a time, so that answers need no numbers
-        # ids of started processes; None means that the server has ended
+        # Ids of started processes; None means that the server has ended.
         self._answers: SimpleQueue[int | None] = SimpleQueue()
         self._exits: dict[int, Future[int]] = {}
         threading.Thread(target=self._read, name="prefork", daemon=True).start()

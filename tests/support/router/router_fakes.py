@@ -76,7 +76,7 @@ class FakeWorker(worker_pb2_grpc.DecodeWorkerServicer):
         self.pause_at = pause_at
         self.refuse_with = refuse_with
         self.dies_of = dies_of  # a token: a prompt that contains it kills this worker
-        # outcomes to report for first candidates, by worker id
+        # Outcomes to report for first candidates, by worker id.
         self.prefill_faults: dict[str, worker_pb2.PrefillFault] = {}
         self.resume = asyncio.Event()
         self.submits: list[worker_pb2.DecodeSubmit] = []

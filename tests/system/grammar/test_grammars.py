@@ -107,7 +107,7 @@ async def test_rows_with_and_without_grammars_run_ahead_together(monkeypatch: py
     requests, wanted = asked("seeded")
     free = [(prompt, replace(sampling, grammar=None)) for prompt, sampling in requests]
     wanted_free = [single_process(prompt, sampling) for prompt, sampling in free]
-    # for each late-sampled step: whether it has rows with, and rows without, a grammar
+    # Whether each late-sampled step has rows with, and rows without, a grammar.
     kinds: set[tuple[bool, bool]] = set()
     sample_ahead = Engine.sample_ahead
 

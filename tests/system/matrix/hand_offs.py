@@ -55,7 +55,7 @@ class Group:
 
     features: tuple[Feature, ...]
     starved: tuple[Feature, ...]  # the features again, with prompts for few pages
-    # enough for any single whole sequence; beside `first`, another one's prompt leaves none or one of them
+    # Enough for any single whole sequence; the prompts of `first` and another one leave none or one of them.
     few_pages: int
     first: Feature  # ranks before those that starve
     max_batch_tokens: int  # in the hand-off with few pages
@@ -240,7 +240,7 @@ async def stored(group: Group) -> Results:
                 await until(lambda pages=pages, count=num_stored: len(pages._known._listed) >= count)
                 async with _router(group, [server.address], 1) as router, _streams(router, group.features) as streams:
                     results = await streams.results()
-                # everything is written
+                # Everything is written.
                 await until(lambda pages=pages: not pages._deferred and not pages._waiting_bytes)
                 await wait_until_empty(server)
                 values = server.shell._load().metrics
@@ -400,7 +400,7 @@ async def migrated(processes: _Processes) -> Results:
                 processes.first.signal(signal.SIGCONT)
                 response = await call
             answered = await streams.results()
-        # the sequences of a request have ids that start with its own
+        # The sequences of a request have ids that start with its own.
         ended = tuple(failure.request_id for failure in response.failed)
         results |= {
             name: stream

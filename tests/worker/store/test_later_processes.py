@@ -51,7 +51,7 @@ async def test_a_new_process_serves_a_prefix_that_an_earlier_one_computed(tmp_pa
         [first] = deployment.start_workers([sharing(tmp_path)])
         async with caller(first.address) as router:
             whole = await router.answer(router.submit(PROMPT, GREEDY))
-            # the second prompt with this beginning makes it worth writing
+            # The second prompt with this beginning makes it worth writing.
             await router.answer(router.submit(PROMPT, GREEDY))
             await wait_for(first.address, STORE_WRITES.name, STORED // 256)
         if is_killed:

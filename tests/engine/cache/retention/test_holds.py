@@ -159,7 +159,7 @@ def test_a_thousand_pins_and_forks_keep_their_quotas_and_never_block_a_sequence(
 def test_a_tenant_that_pins_and_floods_evicts_no_pages_of_others_within_their_shares() -> None:
     world = Tenants(64, RetentionConfig(held_share=0.25, cached_share=0.5))
     world.serve("victim", prompt_of(1, 16), KvHints(pin_s=1000.0))
-    # the victim has 24 pages; the flood has 32, and 8 more while a request runs
+    # The victim has 24 pages; the flood has 32, and 8 more while a request runs.
     world.serve("victim", prompt_of(2, 8), KvHints())
     for number in range(300):
         world.now_s += 0.1

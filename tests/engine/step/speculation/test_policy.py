@@ -345,7 +345,7 @@ def test_sequences_with_grammars_or_without_output_get_no_proposals() -> None:
         Sequence(RequestId("first"), [1, 1], 2, SamplingParams(max_tokens=9), b""),
     ]
     lefts = {plain: 3, others[0]: 9, others[1]: 9}
-    # the step samples one more token
+    # The step samples one more token.
     assert speculator.propose([plain, *others], lefts.__getitem__, 100) == {plain: (1, 1)}
     assert speculator.propose([plain], lambda _: 1, 100) == {}
     assert speculator.propose([plain], lambda _: 9, 1) == {plain: (1,)}

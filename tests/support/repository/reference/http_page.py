@@ -52,7 +52,7 @@ def render() -> str:
 
 def _operation(path: str, method: str, operation: Json) -> str:
     content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
-    # a default of the framework that is never answered
+    # A default of the framework that is never answered.
     statuses = [status for status in operation["responses"] if status != "422"]
     about = " ".join(operation.get("description", "").split()) or operation.get("summary", "")
     body = _type(content.get("schema", {})) if content else ""

@@ -190,8 +190,10 @@ class PlacementCore:
         pages = -(-num_held // page_size)
         computed_by = choice.prefill[0].worker_id if choice.prefill else choice.decode
         credits = [
-            ledger.record(choice.decode, InflightWork(num_requests=1, num_pages=pages), now_s),
+            ledger.record(choice.decode, InflightWork(num_requests=1), now_s),
             ledger.record(computed_by, InflightWork(prefill_tokens=choice.uncached_tokens), now_s),
+            # The worker reserves pages when the prompt's first chunk begins, which may be long after its next report.
+            ledger.record(choice.decode, InflightWork(num_pages=pages), now_s, keep=True),
         ]
         if choice.uncached_tokens >= MARK_TOKENS and choice.score.first_token_s >= _MIN_PENDING_S:
             self._pending.add(credits[1], computed_by, marks())

@@ -51,17 +51,22 @@ class WorkKey(NamedTuple):
 
 @dataclass(slots=True)
 class _Account:
-    total: InflightWork = NO_WORK  # invariant: the sum of `entries` and `pinned`
+    total: InflightWork = NO_WORK  # invariant: the sum of `entries`, `pinned` and `kept`
     entries: dict[int, tuple[float, InflightWork]] = field(default_factory=dict)  # ordered by the time sent
     pinned: dict[int, InflightWork] = field(default_factory=dict)  # not sent yet
+    kept: dict[int, InflightWork] = field(default_factory=dict)  # whatever is reported
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.entries or self.pinned or self.kept)
 
 
 class InflightLedger:
     """Credits workers and links with what this router sends them.
 
     An entry for a worker is removed when its request makes progress or ends (`settle`), or when a later load report
-    includes it. Load reports do not cover links, so only `settle` removes a link's entries. Work that a client has yet
-    to send is pinned, and no report removes it until it is unpinned.
+    includes it. Load reports do not cover links, so only `settle` removes a link's entries. The same holds for work
+    recorded with `keep`. Work that a client has yet to send is pinned, and no report removes it until it is unpinned.
     """
 
     def __init__(self) -> None:
@@ -83,7 +88,7 @@ class InflightLedger:
         return [
             (owner, account.total)
             for owner, account in self._accounts.items()
-            if (account.entries or account.pinned) and not isinstance(owner, tuple)
+            if not account.is_empty and not isinstance(owner, tuple)
         ]
 
     def sent_to(self, worker_id: WorkerId) -> InflightWork:
@@ -95,10 +100,13 @@ class InflightLedger:
         account = self._accounts.get(link)
         return account.total.num_bytes if account else 0
 
-    def record(self, owner: WorkerId | WorkerPair, work: InflightWork, now_s: float) -> WorkKey:
+    def record(self, owner: WorkerId | WorkerPair, work: InflightWork, now_s: float, *, keep: bool = False) -> WorkKey:
         account = self._accounts.setdefault(owner, _Account())
         self._last += 1
-        account.entries[self._last] = (now_s, work)
+        if keep:
+            account.kept[self._last] = work
+        else:
+            account.entries[self._last] = (now_s, work)
         self._change(account, account.total + work)
         return WorkKey(owner, self._last)
 
@@ -111,9 +119,9 @@ class InflightLedger:
             if account is None:
                 continue
             _, work = account.entries.pop(key.number, (0.0, None))
-            work = work or account.pinned.pop(key.number, None)
+            work = work or account.pinned.pop(key.number, None) or account.kept.pop(key.number, None)
             if work is not None:
-                if not (account.entries or account.pinned) and isinstance(key.owner, tuple):
+                if account.is_empty and isinstance(key.owner, tuple):
                     del self._accounts[key.owner]
                 self._change(account, account.total - work)
 
@@ -121,7 +129,8 @@ class InflightLedger:
         """Marks entries as not sent yet, because a client sends them later; no report removes them before `unpin`."""
         for key in keys:
             account = self._accounts[key.owner]
-            account.pinned[key.number] = account.entries.pop(key.number)[1]
+            if key.number in account.entries:
+                account.pinned[key.number] = account.entries.pop(key.number)[1]
 
     def unpin(self, keys: Iterable[WorkKey], now_s: float) -> None:
         """Marks pinned entries as sent now. Idempotent."""

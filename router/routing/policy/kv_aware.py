@@ -76,7 +76,7 @@ class KvAwarePolicy:
             receivers = self._costs.decode(demand, decode, rng)
             local = self._local_pairs(demand, receivers, bool(prefill))
             floors = _floors(demand, receivers) if senders else []
-        pairs = _with_local(_search(demand, senders, floors, slack_s), local)
+        pairs = _with_local(_search(demand, senders, floors, slack_s, local), local)
         return _choice(demand, self._sample(pairs, rng), senders, pairs)
 
     def _wide_ends(
@@ -126,11 +126,15 @@ def _floors(demand: PlacementDemand, receivers: list[End]) -> list[Floor]:
     return floors
 
 
-def _search(demand: PlacementDemand, senders: list[End], floors: list[Floor], slack_s: float) -> list[_Pair]:
-    """Returns every pair of two workers that may be the best one or within `slack_s` of it."""
+def _search(
+    demand: PlacementDemand, senders: list[End], floors: list[Floor], slack_s: float, local: list[_Pair]
+) -> list[_Pair]:
+    """Returns every pair of two workers that may be the best one or within `slack_s` of it, also among `local`."""
     links = demand.links
     found: list[_Pair] = []
     best_s = math.inf
+    if local and senders:  # no pair beyond this is chosen, whatever its surcharge: see `_with_local`
+        best_s = min(pair.total_s for pair in local) + max(sender[5] for sender in senders)
     remaining = _MAX_PAIRS
     for floor_s, _, receiver, num_bytes in floors:
         if floor_s + senders[0][0] > best_s + slack_s:

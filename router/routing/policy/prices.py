@@ -88,7 +88,8 @@ def transfer_bytes(demand: PlacementDemand, view: WorkerView) -> float:
 def decode_queue_s(demand: PlacementDemand, view: WorkerView) -> float:
     """Returns the time until the worker's running sequences have freed enough pages and a slot.
 
-    Requests already waiting come first, and each is assumed to need as many pages as a running one holds.
+    Requests already waiting come first. They need the pages that were promised to them, or as many as running ones hold
+    if that is more: routers do not know what preempted sequences and other routers' older requests need.
     """
     load, num_requests = view.load, view.num_requests
     if not num_requests:
@@ -100,7 +101,7 @@ def decode_queue_s(demand: PlacementDemand, view: WorkerView) -> float:
         missing = _num_pages(demand, view) + view.sent.num_pages - load.free_pages
         if missing > 0:
             used = max(1, load.total_pages - load.free_pages)
-            missing += load.num_waiting * used // max(1, load.num_running)
+            missing += max(0, load.num_waiting * used // max(1, load.num_running) - view.sent.num_pages)
             wait_s = remaining_s * missing / used
     limit = view.limits.max_running
     if limit and num_requests >= limit:

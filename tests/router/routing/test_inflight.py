@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.types import WorkerId
+from penstock.types import WorkerId, WorkerLoad
+from router.routing.costs.cost_model import CostBook
 from router.routing.costs.inflight import NO_WORK, InflightLedger, InflightWork
+from router.routing.costs.link_costs import LinkBook
+from router.routing.placement_core import PlacementCore
+from router.routing.policy.interface import PlacementDemand, WorkerLimits, WorkerView
+from router.routing.policy.kv_aware import KvAwarePolicy
 from tests.support.suite.examples import examples
 
 WORKERS = [WorkerId(name) for name in ("a", "b", "c")]
@@ -85,3 +92,30 @@ class TestInflightLedger:
             assert all(value >= 0 for value in (ledger.sent_to(worker).num_requests, ledger.sent_to(worker).num_pages))
         ledger.settle(keys)
         assert all(ledger.sent_to(worker) == NO_WORK for worker in WORKERS)
+
+
+def test_kept_work_is_credited_until_it_is_settled_whatever_is_reported() -> None:
+    ledger = InflightLedger()
+    pages, tokens = InflightWork(num_pages=7), InflightWork(prefill_tokens=5)
+    kept, other = ledger.record(WORKERS[0], pages, 0.0, keep=True), ledger.record(WORKERS[0], tokens, 0.0)
+    ledger.pin([kept, other])
+    ledger.unpin([kept, other], 1.0)
+    ledger.on_report(WORKERS[0], 100.0)
+    assert ledger.totals() == [(WORKERS[0], pages)]
+    ledger.settle([kept, kept, other])
+    assert ledger.totals() == []
+
+
+def test_a_decode_worker_owes_the_pages_of_a_request_until_its_first_token() -> None:
+    """Its reports show them only when the prompt's first chunk begins."""
+    ledger = InflightLedger()
+    core = PlacementCore(ledger, CostBook(), LinkBook())
+    decode = [WorkerView(WORKERS[0], WorkerLoad(), 16, limits=WorkerLimits(max_local_tokens=0))]
+    prefill = [WorkerView(WorkerId("p"), WorkerLoad(queued_prefill_tokens=100_000), 16)]
+    demand = PlacementDemand(1600, 1.0)
+    choice = KvAwarePolicy().choose(demand, decode, prefill, random.Random(0))
+    commitment = core.commit(choice, demand, 16, 0.0)
+    ledger.on_report(WORKERS[0], 100.0)
+    assert ledger.sent_to(WORKERS[0]) == InflightWork(num_pages=100)
+    ledger.settle(commitment.credits)
+    assert ledger.sent_to(WORKERS[0]) == NO_WORK

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import KvAwareConfig
 from penstock.types import WorkerId, WorkerLoad
+from router.routing.costs.inflight import InflightWork
 from router.routing.policy import prices
 from router.routing.policy.interface import PlacementDemand, WorkerLimits, WorkerView
 from router.routing.policy.kv_aware import KvAwarePolicy
@@ -63,3 +65,15 @@ def test_the_wait_for_pages_counts_earlier_requests() -> None:
     assert alone < behind
     remaining_s = 100.0 * decode(A, 0, 4).step_s / 2
     assert behind == remaining_s * (100 + 500) / 1000
+
+
+def test_pages_promised_to_waiting_requests_are_counted_once() -> None:
+    demand = PlacementDemand(1600, 1.0)
+    load = WorkerLoad(num_running=5, num_waiting=5, free_pages=100, total_pages=1000)  # 5 more need 900 pages
+
+    def wait_steps(num_promised: int) -> float:
+        view = WorkerView(A, load, 16, InflightWork(num_pages=num_promised), limits=REMOTE)
+        return prices.decode_queue_s(demand, view) / view.step_s
+
+    assert wait_steps(400) == pytest.approx(wait_steps(900))
+    assert wait_steps(1000) > wait_steps(900)

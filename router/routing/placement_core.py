@@ -116,7 +116,7 @@ class PlacementCore:
             if len(self._tables) >= _MAX_TABLES:
                 self._tables.clear()
             table = self._tables[key] = ViewTable(workers)
-        table.refresh(workers, self._costs.costs, sent_to)
+        table.refresh(workers, self._costs.all_costs, sent_to)
         return table
 
     def pending_tokens(self, marks: Iterable[PageHash], page_size: int) -> Mapping[WorkerId, int]:

@@ -8,7 +8,7 @@ squares with forgetting.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
@@ -75,8 +75,8 @@ class _WorkerModels:
         self.prefill = _StepModel(ThreeTermCost(positive(prior.prefill, PREFILL_PRIOR)))
         self.decode = _StepModel(ThreeTermCost(positive(prior.decode, DECODE_PRIOR)))
         self.queued_token_s = prior.queued_token_s
-        self._costs = prior
-        self._num_known = 0  # observations that `_costs` includes
+        self.known_costs = prior
+        self.num_known = 0  # observations that `known_costs` includes
         self.mark = 0  # the book's mark when it last compared the worker with its peers
 
     @property
@@ -91,10 +91,10 @@ class _WorkerModels:
     def costs(self) -> WorkerCosts:
         """The present costs, computed only when read: reports are more frequent than placements."""
         num_observed = self.prefill.linear.num_observed + self.decode.linear.num_observed
-        if num_observed != self._num_known:
-            self._num_known = num_observed
-            self._costs = WorkerCosts(self.prefill.cost, self.decode.cost, self.queued_token_s)
-        return self._costs
+        if num_observed != self.num_known:
+            self.num_known = num_observed
+            self.known_costs = WorkerCosts(self.prefill.cost, self.decode.cost, self.queued_token_s)
+        return self.known_costs
 
     def assume(self, pooled: WorkerCosts) -> None:
         """Resets each model that has no observations yet to the peers' costs."""
@@ -103,7 +103,7 @@ class _WorkerModels:
             self.queued_token_s = pooled.queued_token_s
         if not self.decode.linear.num_observed:
             self.decode.linear = ThreeTermCost(positive(pooled.decode, DECODE_PRIOR))
-        self._num_known = -1
+        self.num_known = -1
 
 
 class CostBook:
@@ -124,15 +124,29 @@ class CostBook:
         Otherwise a fast worker that was idle at the start would stay priced by the prior, as slow, and get no work from
         which its costs could be learned.
         """
-        models = self._models.get(worker_id) or self._models_of(worker_id)
+        return self.all_costs([worker_id])[0]
+
+    def all_costs(self, worker_ids: Sequence[WorkerId]) -> list[WorkerCosts]:
+        """Returns the costs of each worker. Inlined, because every request reads those of all workers."""
         mark = self._num_prefill.bit_length() * 64 + self._num_decode.bit_length()
-        if models.mark != mark:
-            models.mark = mark
-            if models.is_partly_unknown:
-                if self._pool[0] != mark:
-                    self._pool = mark, self._pooled()
-                models.assume(self._pool[1])
-        return models.costs
+        get, found = self._models.get, []
+        for worker_id in worker_ids:
+            models = get(worker_id)
+            if models is None or models.mark != mark:
+                models = self._compared(worker_id, mark)
+            is_known = models.prefill.linear.num_observed + models.decode.linear.num_observed == models.num_known
+            found.append(models.known_costs if is_known else models.costs)
+        return found
+
+    def _compared(self, worker_id: WorkerId, mark: int) -> _WorkerModels:
+        """Returns the worker's models, after it has taken its peers' costs where it has no observations."""
+        models = self._models_of(worker_id)
+        models.mark = mark
+        if models.is_partly_unknown:
+            if self._pool[0] != mark:
+                self._pool = mark, self._pooled()
+            models.assume(self._pool[1])
+        return models
 
     def on_load(self, worker_id: WorkerId, load: WorkerLoad, page_size: int) -> None:
         """Learns from a worker's report."""

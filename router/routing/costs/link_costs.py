@@ -6,7 +6,8 @@ later for each link by itself. Only the exposed part of a transfer is priced: wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from penstock.types import Labels, WorkerId
 _REFRESH = 256  # transfers after which the lower bound on all links is recomputed; in between it only falls
 _MAX_LINKS = 65536  # links with a model of their own
 _MIN_OWN = 3  # transfers before a link's own model is used instead of that of its distance
+_UNLABELLED = Labels()
 
 
 class Distance(IntEnum):
@@ -64,25 +66,29 @@ class LinkBook:
         self._labels: dict[WorkerId, Labels] = {}
         self._by_distance = {distance: LinearCost(prior) for distance, prior in PRIORS.items()}
         self._own: dict[tuple[WorkerId, WorkerId], LinearCost] = {}
-        self._costs: dict[tuple[WorkerId, WorkerId], LinkCost] = {}  # of the links looked up since the last change
-        self.fastest = _fastest(PRIORS.values())  # lower bound on every link, in latency and in seconds per byte
+        self._own_costs: dict[tuple[WorkerId, WorkerId], LinkCost] = {}  # of the own models that are used
+        self._costs = dict(PRIORS)  # of the models by distance
+        self._distances: dict[tuple[WorkerId, WorkerId], Distance] = {}  # of the links looked up since the last change
+        self._possible = {Distance.UNKNOWN}  # distances that a link may have
+        self.fastest = self._fastest()  # lower bound on every link, in latency and in seconds per byte
         self._num_observed = 0
 
     def set_labels(self, worker_id: WorkerId, labels: Labels) -> None:
         self._labels[worker_id] = labels
-        self._costs.clear()
+        self._distances.clear()
+        self._possible = _possible(self._labels.values())
+        self.fastest = self._fastest()
 
     def forget(self, worker_id: WorkerId) -> None:
         self._labels.pop(worker_id, None)
         self._own = {link: model for link, model in self._own.items() if worker_id not in link}
-        self._costs.clear()
+        self._own_costs = {link: cost for link, cost in self._own_costs.items() if worker_id not in link}
+        self._distances.clear()
 
     def cost(self, prefill: WorkerId, decode: WorkerId) -> LinkCost:
         link = (prefill, decode)
-        found = self._costs.get(link)
-        if found is None:
-            found = self._costs[link] = self._find(link)
-        return found
+        found = self._own_costs.get(link)
+        return self._costs[self._distance(link)] if found is None else found
 
     def observe(self, prefill: WorkerId, decode: WorkerId, num_bytes: float, seconds: float) -> None:
         """Learns how long a transfer took beyond its prefill. `num_bytes` includes the bytes in flight ahead of it."""
@@ -94,22 +100,41 @@ class LinkBook:
         if own is None:
             if len(self._own) >= _MAX_LINKS:
                 self._own.clear()
+                self._own_costs.clear()
             own = self._own[link] = LinearCost(positive(pooled.coefficients, PRIORS[link_distance]))
         own.observe((1, num_bytes), seconds)
-        self._costs.clear()
+        changed = [self.fastest]
+        cost = self._costs[link_distance] = _cost(pooled)
+        changed.append(cost)
+        if own.num_observed >= _MIN_OWN:
+            cost = self._own_costs[link] = _cost(own)
+            changed.append(cost)
         self._num_observed += 1
-        if self._num_observed % _REFRESH:
-            self.fastest = _fastest([self.fastest, _cost(pooled), _cost(own)])
-        else:
-            self.fastest = _fastest(map(_cost, (*self._by_distance.values(), *self._own.values())))
+        self.fastest = _fastest(changed) if self._num_observed % _REFRESH else self._fastest()
 
-    def _find(self, link: tuple[WorkerId, WorkerId]) -> LinkCost:
-        own = self._own.get(link)
-        return _cost(own if own and own.num_observed >= _MIN_OWN else self._by_distance[self._distance(link)])
+    def _fastest(self) -> LinkCost:
+        return _fastest([*(self._costs[each] for each in self._possible), *self._own_costs.values()])
 
     def _distance(self, link: tuple[WorkerId, WorkerId]) -> Distance:
-        unknown = Labels()
-        return distance(self._labels.get(link[0], unknown), self._labels.get(link[1], unknown))
+        found = self._distances.get(link)
+        if found is None:
+            first, second = (self._labels.get(worker_id, _UNLABELLED) for worker_id in link)
+            found = self._distances[link] = distance(first, second)
+        return found
+
+
+def _possible(labels: Collection[Labels]) -> set[Distance]:
+    """Returns the distances that two of these workers, or one without labels, may have."""
+    hosts, racks, zones = (
+        Counter(getattr(each, name) for each in labels if getattr(each, name)) for name in ("host", "rack", "zone")
+    )
+    found = {Distance.UNKNOWN}
+    for counted, narrowest in ((hosts, Distance.HOST), (racks, Distance.RACK), (zones, Distance.ZONE)):
+        if max(counted.values(), default=0) > 1:
+            found.add(narrowest)
+    if len(zones) > 1:
+        found.add(Distance.FAR)
+    return found
 
 
 def _cost(model: LinearCost) -> LinkCost:

@@ -137,11 +137,11 @@ def _search(
         best_s = min(pair.total_s for pair in local) + max(sender[5] for sender in senders)
     remaining = _MAX_PAIRS
     for floor_s, _, receiver, num_bytes in floors:
-        if floor_s + senders[0][0] > best_s + slack_s:
+        if floor_s + senders[0][0] > best_s + slack_s + _TIE_S:
             break
         decode_id = receiver[2].worker_id
         for sender in senders:
-            if floor_s + sender[0] > best_s + slack_s or not remaining:
+            if floor_s + sender[0] > best_s + slack_s + _TIE_S or not remaining:
                 break
             remaining -= 1
             prefill_id = sender[2].worker_id

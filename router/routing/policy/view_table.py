@@ -103,13 +103,13 @@ class ViewTable(Sequence[WorkerView]):
     def refresh(
         self,
         workers: Sequence[RoutableWorker],
-        costs_of: Callable[[WorkerId], WorkerCosts],
+        costs_of: Callable[[Sequence[WorkerId]], list[WorkerCosts]],
         sent_to: Callable[[WorkerId], InflightWork],
     ) -> None:
         """Rebuilds the views of workers whose load, limits, costs or work in flight have changed."""
         loads: list[WorkerLoad] = list(map(_LOAD, workers))
         limits: list[WorkerLimits] = list(map(_LIMITS, workers))
-        costs, sent = list(map(costs_of, self.ids)), list(map(sent_to, self.ids))
+        costs, sent = costs_of(self.ids), list(map(sent_to, self.ids))
         made_of: tuple[list[object], ...] = ([*loads], [*limits], [*costs], [*sent])
         places: Iterable[int]
         if self._made_of:

@@ -199,6 +199,14 @@ class TestLinks:
         assert costs == sorted(set(costs))
         assert book.cost("p1", "elsewhere") == pytest.approx(PRIORS[Distance.UNKNOWN])
 
+    def test_distances_that_no_two_workers_have_do_not_loosen_the_bound(self):
+        book = LinkBook()
+        assert book.fastest == PRIORS[Distance.UNKNOWN]
+        book.set_labels(WorkerId("p1"), Labels("h1", "r1", "z1"))
+        assert book.fastest == PRIORS[Distance.UNKNOWN]
+        book.set_labels(WorkerId("d1"), Labels("h1", "r2", "z2"))
+        assert book.fastest == PRIORS[Distance.HOST]
+
     def test_distance_is_the_narrowest_shared_label(self):
         assert distance(Labels(), Labels()) is Distance.UNKNOWN
         assert distance(Labels("h"), Labels("h")) is Distance.HOST

@@ -64,7 +64,8 @@ class FairCounters(Generic[KeyT]):
         elif contended:
             self._counters[key] = value
         else:
-            self._counters[key] = max(value, min(self._counters[key], self._reached))
+            others = min((self._counters[active] for active in self._active if active != key), default=self._reached)
+            self._counters[key] = max(value, min(self._counters[key], others))
 
     def _drop_idle(self) -> None:
         """Drops idle counters that `activate` would raise above their value anyway."""

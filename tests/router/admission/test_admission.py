@@ -259,7 +259,7 @@ def test_one_tenant_can_fill_half_of_a_queue():
     fill(made)
     assert all(isinstance(made.offer(ask(key, tenant="a"), 0.0), Queued) for key in range(4))
     refused = made.offer(ask(4, tenant="a"), 0.0)
-    assert (refused.reason, "of this tenant" in refused.message) == (RefusalReason.QUEUE_FULL, True)
+    assert (refused.reason, "this tenant's part of" in refused.message) == (RefusalReason.QUEUE_FULL, True)
     assert all(isinstance(made.offer(ask(key, tenant="b"), 0.0), Queued) for key in range(10, 14))
 
 
@@ -307,7 +307,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once():
     assert refused.retry_after_s >= 3.0
     error = refused.error()
     assert isinstance(error, DeadlineExceeded)
-    assert "has 5 s left and needs about 8 s" in error.message
+    assert "has 5 s left until its deadline and needs about 8 s" in error.message
     assert error.retry_after_s == refused.retry_after_s
     assert isinstance(made.offer(ask(2, timeout=9.0), 0.0), Dispatched)
 

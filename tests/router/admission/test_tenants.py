@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from penstock.config.admission import TenantLimits
 from penstock.errors import InvalidInput, Overloaded
+from router.admission import tenant_accounts
 from router.admission.fairness import FairCounters
 from router.admission.interface import Dispatched, Queued, RefusalReason, RequestUsage
-from router.admission.tenant_accounts import TokenBucket
+from router.admission.tenant_accounts import TenantAccounts, TokenBucket
+from router.fleet.tenant_use import TenantUse
 from tests.support.router.admission_requests import admission, ask, fill
 from tests.support.suite.examples import examples
 
@@ -71,10 +73,39 @@ def test_a_refund_without_competitors_puts_no_tenant_ahead():
     counters.activate("alone")
     counters.activate("new")
     counters.settle("alone", -900.0, contended=False)
-    counters.settle("alone", -900.0, contended=False)
-    assert counters["alone"] >= 0.0 == counters["new"] - counters["new"]
+    assert counters["alone"] == counters["new"] == 1000.0
     counters.settle("alone", -50.0, contended=True)
-    assert counters["alone"] < counters["new"]
+    assert counters["alone"] == 950.0
+
+
+def test_a_refund_without_competitors_counts_for_those_that_come_later():
+    counters = FairCounters[str]()
+    counters.activate("alone")
+    counters.serve("alone", 1000.0)
+    counters.settle("alone", -900.0, contended=False)
+    counters.activate("new")
+    assert counters["alone"] == counters["new"] == 100.0
+
+
+def test_changes_of_use_are_reported_for_tenants_with_limits_alone():
+    accounts = TenantAccounts(lambda tenant: TenantLimits(tokens_per_s=10.0) if tenant == "limited" else TenantLimits())
+    seen = []
+    accounts.watch(lambda: seen.append(accounts.uses()))
+    for tenant in ("limited", "free"):
+        accounts.send(tenant, 5)
+        accounts.spend(tenant, 7, 0.0)
+        accounts.end(tenant, 5)
+    assert seen == [{"limited": TenantUse(0, *use)} for use in ((5, 0), (5, 7), (0, 7))]
+
+
+def test_buckets_that_are_full_make_room_for_others(monkeypatch):
+    monkeypatch.setattr(tenant_accounts, "_MAX_BUCKETS", 3)
+    accounts = TenantAccounts(lambda tenant: TenantLimits(tokens_per_s=1.0, burst_tokens=10))
+    accounts.spend("owing", 20, 0.0)
+    for number in range(10):
+        assert accounts.rate_wait_s(f"idle {number}", 10, 0.0) == 0.0
+    assert len(accounts._buckets) <= 4
+    assert accounts.rate_wait_s("owing", 1, 0.0) == 11.0, "a debt stays"
 
 
 # Tenants.

@@ -43,6 +43,17 @@ def test_an_open_breaker_allows_one_trial_after_its_rest_and_starts_slowly() -> 
     assert breaker.share(1.5 + RULES.slow_start_s) == 1.0
 
 
+def test_only_the_failure_that_opens_a_breaker_is_reported_as_such() -> None:
+    breakers = CircuitBreakers[str](RULES)
+    assert [breakers.on_failure("worker", 0.0) for _ in range(RULES.max_failures + 2)] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
+
+
 def test_failing_the_trial_doubles_the_rest_up_to_its_limit() -> None:
     breaker = opened()
     now_s, rests = 0.0, []

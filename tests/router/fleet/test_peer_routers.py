@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from penstock.errors import InvalidInput, Overloaded
 from penstock.types import Epoch, WorkerId
 from penstock.v1 import inference_pb2
+from router.admission import shared_quotas
 from router.admission.shared_quotas import SharedQuotas
 from router.fleet.tenant_use import TenantUse
 from router.routing.costs.inflight import NO_WORK, STALE_S, InflightWork, PeerInflight
@@ -110,7 +111,18 @@ def test_quotas_count_each_reachable_routers_newest_report() -> None:
     assert shared.apply("b", Epoch(1), {"t": TenantUse(1, 10, 70)}) == {"t": 70}  # spent while it was unreachable
     assert shared.apply("b", Epoch(2), {"t": TenantUse(5, 5, 9000)}) == {}  # it has restarted
     assert shared.elsewhere("t") == TenantUse(5, 5)
+    assert shared.apply("b", Epoch(2), {"t": TenantUse(5, 5, 9100)}) == {"t": 100}
     shared.away("unknown")
+
+
+def test_quotas_remember_a_bounded_number_of_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_quotas, "_MAX_PEERS", 3)
+    shared = SharedQuotas()
+    for number in range(3):
+        shared.apply(f"router {number}", Epoch(1), {"t": TenantUse(1)})
+    assert shared.elsewhere("t") == TenantUse(3)
+    shared.apply("router 3", Epoch(1), {"t": TenantUse(4)})
+    assert shared.elsewhere("t") == TenantUse(6)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 7, 19])

@@ -43,6 +43,7 @@ def sample(ended: int, failed: int = 0, ttft_s: float = 0.1, itl_s: float = 0.02
     [
         (sample(100), sample(50), 5.0, GateDecision.WAIT, "50 requests at new workers"),
         (sample(100), sample(50), 10.0, GateDecision.PASS, "50 requests at new workers"),
+        (sample(100), sample(10), 10.0, GateDecision.PASS, "10 requests"),
         (sample(100), sample(5), 10.0, GateDecision.WAIT, "10 are required"),
         (sample(100), sample(5), 30.0, GateDecision.WAIT, "10 are required"),
         (sample(100), sample(5), 100.0, GateDecision.PASS, "5 requests"),
@@ -76,6 +77,11 @@ def test_the_gate_judges_errors_and_latencies_against_old_workers(
     verdict = judge_upgrade(GATE, 0.1, old, new, elapsed_s)
     assert verdict.decision is decision, verdict
     assert reason in verdict.reason
+
+
+def test_only_what_ended_since_an_upgrade_began_is_judged() -> None:
+    before, now = RequestSample(7, 1, 2.0, 1.0, 30), RequestSample(10, 4, 5.0, 6.0, 70)
+    assert now.since(before) == RequestSample(3, 3, 3.0, 5.0, 40)
 
 
 def test_the_gate_opens_without_evidence_only_on_request() -> None:

@@ -12,7 +12,7 @@ function headers() {
   return token ? { authorization: `Bearer ${token}` } : {};
 }
 
-async function read(path) {
+async function fetchJson(path) {
   const answer = await fetch(path, { headers: headers(), signal: AbortSignal.timeout(5000) });
   if (answer.status === 401 || answer.status === 403) throw new Error("token");
   if (!answer.ok) throw new Error(`the router answers ${answer.status}`);
@@ -304,12 +304,12 @@ function connection(text, lost) {
 async function follow() {
   for (;;) {
     try {
-      const state = await read(`state?router=${kept.router}&after=${kept.last}`);
+      const state = await fetchJson(`state?router=${kept.router}&after=${kept.last}`);
       remember(state);
       show(state);
       connection(`as of ${clock(state.unix_time_s)}`, false);
       $("login").hidden = true;
-      showController(await read("controller"));
+      showController(await fetchJson("controller"));
     } catch (error) {
       if (error.message === "token") { $("login").hidden = false; connection("a token is needed", true); } else {
         connection(`the router does not answer (${error.message}); trying again`, true);

@@ -128,7 +128,7 @@ def test_a_deployment_without_routers_opens_no_public_port() -> None:
     resolved = resolve_ports(taken)
     assert (resolved.http_port, resolved.grpc_port, resolved.metrics_ports) == (0, 0, ())
     assert resolved.admin_port
-    with pytest.raises(ConfigError, match="metrics_ports holds 1 ports; with routers = 0"):
+    with pytest.raises(ConfigError, match="metrics_ports holds 1 ports, but routers = 0"):
         parse(ServeConfig, {"model": "m", "routers": 0, "metrics_ports": [8001]})
 
 

@@ -247,7 +247,7 @@ class RouterServer:
 
     @property
     def _needs_control_port(self) -> bool:
-        """Whether a supervisor needs a port of its own.
+        """Returns whether a supervisor needs a port of its own.
 
         It does if other routers share the public port. If that port requires TLS, a supervisor calls without TLS and
         authenticates with the cluster secret, so that it needs a port only if there is a secret.

@@ -55,7 +55,7 @@ class RowEdits:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether no logit changes in this step."""
+        """Returns whether no logit changes in this step."""
         cells = (self.bias, self.seen, self.banned, self.allowed)
         return self.penalties_3E is None and all(one is None for one in cells)
 

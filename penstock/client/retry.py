@@ -186,7 +186,7 @@ class Continuation:
 
     @property
     def is_over(self) -> bool:
-        """Whether every completion has ended."""
+        """Returns whether every completion has ended."""
         num_completions = max(1, self._request.sampling.n)
         return len(self._emitted) == num_completions and all(emitted.finished for emitted in self._emitted.values())
 

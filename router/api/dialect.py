@@ -93,7 +93,7 @@ class ServerEvent:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What one output adds to a choice."""
+    """The addition of one output to a choice."""
 
     choice: int  # index of the choice, counted over the completions of all prompts
     events: Sequence[ParserEvent]  # the output's parsed text; text that is still ambiguous comes with a later delta

@@ -53,7 +53,7 @@ class BatchClaim:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the batch has been cancelled."""
+        """Returns whether the batch has been cancelled."""
         return (self._folder / _CANCEL).exists()
 
     def path(self, name: str) -> Path:

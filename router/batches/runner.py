@@ -58,7 +58,7 @@ class _OpenBatch:
 
     @property
     def has_next(self) -> bool:
-        """Whether a line could start. A batch with too many refused lines starts none, so that other batches may."""
+        """Returns whether a line could start; a batch with too many refused lines starts none."""
         return bool(self.upcoming) and len(self.refused) < _LINES
 
     @property

@@ -187,7 +187,7 @@ class Lookaside:
 
 
 class HeldRequest:
-    """What the router holds for one ticket. Implements `TicketHolder`."""
+    """The resources that the router holds for one ticket. Implements `TicketHolder`."""
 
     def __init__(
         self,

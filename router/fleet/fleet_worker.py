@@ -23,7 +23,7 @@ from router.routing.policy.interface import WorkerLimits
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecords:
-    """What the fleet knows of its workers. Each follower records what its own worker reports."""
+    """The records that the fleet keeps of its workers. Each follower records what its own worker reports."""
 
     index: PrefixIndex
     ledger: InflightLedger

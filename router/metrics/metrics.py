@@ -111,7 +111,7 @@ class RouterMetrics:
         self._gauges("warm_spares", help_text, "pool", tuple(role.value for role in Role), count)
 
     def watch_ends(self, count: Callable[[str], float]) -> None:
-        """Adds a gauge of ended workers by how they ended, which tells planned ends from failures."""
+        """Adds a gauge of ended workers by how they ended, which distinguishes planned ends from failures."""
         help_text = "Workers that ended since the controller started, as the controller reports"
         self._gauges("worker_ends", help_text, "how", tuple(end.value for end in WorkerEnd), count)
 

@@ -37,7 +37,7 @@ class ParserChoice:
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Whether a format's marks are special tokens, so that the text has to keep these."""
+        """Returns whether a format's marks are special tokens, so that the text has to keep these."""
         return self.keeps_special_tokens(has_tools=True)
 
     def keeps_special_tokens(self, has_tools: bool) -> bool:

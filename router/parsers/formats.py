@@ -30,7 +30,7 @@ class CallMark:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What rows of both tables have. A template shows the format if it contains all texts of an entry of `shown_by`."""
+    """The fields of rows of both tables. A template shows a format if it has all texts of an entry of `shown_by`."""
 
     name: str
     shown_by: tuple[tuple[str, ...], ...]
@@ -44,7 +44,7 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat(Format):
-    """How a family of models writes tool calls."""
+    """The way in which a family of models writes tool calls."""
 
     calls: Mapping[str, CallMark] = field(default_factory=dict)
     before: frozenset[str] = frozenset()  # marks that may precede calls
@@ -54,7 +54,7 @@ class ToolFormat(Format):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat(Format):
-    """How a family of models writes reasoning."""
+    """The way in which a family of models writes reasoning."""
 
     opening: str = ""
     closings: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What the router shares with its sandboxed processes (`template_sandbox`, `grammar_sandbox`): frames and memory use.
+"""Frames and memory use, shared with the sandboxed processes (`template_sandbox`, `grammar_sandbox`).
 
 Untrusted processes import it, so it must import neither grpc nor anything of penstock.
 """

@@ -1,4 +1,4 @@
-"""What the router reads about the model from the checkpoint folder: vocabulary size and generation defaults.
+"""Reads what the router needs of the model's checkpoint folder: vocabulary size and generation defaults.
 
 It takes the context length and the revision from workers' reports (`WorkerDescription`) instead.
 """

@@ -52,7 +52,7 @@ class WorkerLeg:
 
 
 class EndedCompletion(NamedTuple):
-    """What the router knows about a completion that has ended. Times are monotonic seconds."""
+    """The router's record of a completion that has ended. Times are monotonic seconds."""
 
     number: int  # increases by one with every completion of this router
     request_id: str
@@ -113,7 +113,7 @@ _SCALAR = Arithmetic(max, min, lambda condition, chosen, other: chosen if condit
 
 
 class StageMoments(NamedTuple):
-    """What `lay_out` computes a completion's stages from: durations, and times since the request was accepted.
+    """The input of `lay_out` for a completion's stages: durations, and times since the request was accepted.
 
     All are in milliseconds, as numbers or arrays.
     """

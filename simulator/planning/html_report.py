@@ -1,4 +1,4 @@
-"""Draws the charts of a plan: attainment by rate, times to first token, and a decode worker's throughput by batch."""
+"""Makes the charts of a plan: attainment by rate, times to first token, and a decode worker's throughput by batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws the charts of a traffic report: hit rates by cache size, lengths, and arrivals over time."""
+"""Makes the charts of a traffic report: hit rates by cache size, lengths, and arrivals over time."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class ConnectionCounts:
 
 
 class HttpConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # chosen by uvicorn when it is imported
-    """One connection. Adds `SUBJECTS` and `ABORT` to the scope of its requests."""
+    """A connection. Adds `SUBJECTS` and `ABORT` to the scope of its requests."""
 
     app: ASGIApp
 

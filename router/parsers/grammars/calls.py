@@ -20,7 +20,7 @@ WriteCall = Callable[[LarkWriter, ToolFunction], str]
 
 @dataclass(frozen=True, slots=True)
 class CallGrammar:
-    """How a format writes calls: `mark` begins each call; `opening` and `closing` enclose all of them."""
+    """The way in which a format writes calls: `mark` begins each call; `opening` and `closing` enclose all of them."""
 
     mark: str
     call: WriteCall  # what follows the mark

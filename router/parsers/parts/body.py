@@ -118,7 +118,7 @@ class Repeated(Part):
 
 
 class Choice(Part):
-    """One of several bodies, chosen by the first character that is not white space; `""` is the default."""
+    """Any of several bodies, chosen by the first character that is not white space; `""` is the default."""
 
     FIELDS = ("case",)
 

@@ -28,7 +28,7 @@ _OPENING = {"[": "l", "(": "t", "{": "d"}
 
 @dataclass(frozen=True, slots=True)
 class KeywordDialect:
-    """How a family of models writes values."""
+    """The way in which a family of models writes values."""
 
     assign: str  # between a key and its value
     quotes: tuple[str, ...]  # each opens a string that the same quote closes

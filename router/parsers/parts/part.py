@@ -14,7 +14,7 @@ MAX_HELD = 1 << 16  # characters that a parser holds before it knows what they a
 
 
 class Step(Enum):
-    """What a part says about a character."""
+    """A part's decision about a character."""
 
     MORE = auto()  # it belongs to the part, which continues
     DONE = auto()  # it is the part's last character

@@ -12,7 +12,7 @@ _MAX_CACHED = 10_000
 
 
 class PrefixMatch(NamedTuple):
-    """How many leading pages of a prompt one worker holds: first on its device, then in host memory, then on disk."""
+    """Counts the leading pages of a prompt that a worker holds: on its device, then in host memory, then on disk."""
 
     num_pages: int  # on any tier
     num_device_pages: int

@@ -133,7 +133,7 @@ NOTHING_CACHED: Mapping[WorkerId, int] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class PlacementDemand:
-    """What a request needs, and what is known about its prompt."""
+    """The needs of a request, and what is known about its prompt."""
 
     num_tokens: int  # that need KV: the prompt and the tokens already emitted
     token_bytes: float  # of KV, for each token

@@ -193,7 +193,7 @@ class QuietSender:
 
 
 def test_a_destination_that_was_not_requested_is_refused_by_field() -> None:
-    """Its first page may be one that the prompt turns out not to need when it starts."""
+    """The first page may be one that the prompt turns out not to need when it starts."""
     engine = FakeEngine(40, 4)
     config = SimpleNamespace(transfer=TransferConfig(checksums=False), prefill=PrefillConfig(max_batch_tokens=64))
     worker = PrefillWorker(cast(Any, engine), cast(Any, QuietSender()), cast(Any, config), CONTEXT)

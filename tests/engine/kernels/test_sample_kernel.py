@@ -104,7 +104,7 @@ def test_the_first_of_equal_logits_is_the_likeliest() -> None:
 @pytest.mark.parametrize("kind", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "min_p": 0.5}])
 @pytest.mark.parametrize("bad", [{7: float("nan")}, {7: float("inf")}, {256: float("nan")}, "nan", "-inf"])
 def test_a_row_without_a_distribution_fails_alone(bad: dict[int, float] | str, kind: dict[str, Any]) -> None:
-    """Its token must still be in the vocabulary: with run-ahead it is embedded before the failure is known."""
+    """The token must still be in the vocabulary: with run-ahead it is embedded before the failure is known."""
     logits = torch.randn(3, 300)
     logits[1] = float(bad) if isinstance(bad, str) else logits[1]
     for place, value in bad.items() if isinstance(bad, dict) else ():

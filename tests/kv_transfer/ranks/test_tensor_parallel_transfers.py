@@ -324,7 +324,7 @@ async def _move(source: DecodeServer, target: DecodeServer) -> worker_pb2.Migrat
 
 
 async def test_a_worker_of_two_ranks_flips_its_role(model: Path, expected: Expected) -> None:
-    """Its ranks keep their weights and pages and then receive transfers instead of sending them."""
+    """The ranks keep their weights and pages and then receive transfers instead of sending them."""
     first = PrefillServer(worker_config(Role.PREFILL, model, engine={"tensor_parallel": 2}))
     await first.start()
     assert first.replica is not None

@@ -1,4 +1,4 @@
-"""Tests that a router tells old and new workers of an upgrade apart by cohort, whatever else differs."""
+"""Tests that a router distinguishes old and new workers of an upgrade by cohort, whatever else differs."""
 
 from __future__ import annotations
 

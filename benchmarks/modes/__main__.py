@@ -2,7 +2,7 @@
 
 Each worker has one core of two; router and load generator share them. First the colocated mode is calibrated: its
 latencies with one request at a time, from which the SLOs follow (3, 5 and 10 times as long), and the requests a second
-of a closed loop, of which the loads are shares. Decode workers are told the middle SLO's time per token
+of a closed loop, of which the loads are shares. Decode workers get the middle SLO's time per token
 (`decode.itl_target_s`). Then each mode gets the same Poisson arrivals at each load.
 
 A whole sweep takes most of an hour on two cores. `--workload`, `--mode` and `--loads` name a part of it; earlier

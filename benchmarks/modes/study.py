@@ -13,7 +13,7 @@ from penstock.bench.results.result_file import BenchResult, PointResult, from_js
 from penstock.bench.results.slo import SloSet, parse_slo
 
 SLO_SCALES = (3.0, 5.0, 10.0)  # times the latencies of an idle deployment, as in DistServe (OSDI'24)
-MIDDLE_SLO = 1  # index in SLO_SCALES: the one that the workers are told, and that charts show
+MIDDLE_SLO = 1  # index in SLO_SCALES: the one that the workers get, and that charts show
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Calibration:
 
     @property
     def itl_target_s(self) -> float:
-        """The limit that decode workers are told: the time per token of the middle SLO."""
+        """The limit that decode workers get: the time per token of the middle SLO."""
         return SLO_SCALES[MIDDLE_SLO] * self.tpot_s
 
     def slos(self) -> list[SloSet]:

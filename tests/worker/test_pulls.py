@@ -209,7 +209,7 @@ def test_a_pull_stops_when_the_last_waiting_prompt_ends(model: Path) -> None:
     world.pulls.leave(second)
     assert world.stopped == [0]
     assert world.pulls.num_open == 0
-    world.bring(PROMPT)  # pulls anew
+    world.bring(PROMPT)  # pulls again
     world.asked[0][1](TransferError("it was stopped"))
     assert (len(world.asked), world.pulls.num_open, world.ended) == (2, 1, [])
     world.land(PULLED // PAGE)

@@ -103,12 +103,12 @@ class RequestPreparer:
 
     @property
     def ready(self) -> bool:
-        """Whether a request sent now would be served."""
+        """Returns whether a request sent now would be served."""
         return not self._leaving and self._fleet.group() is not None
 
     @property
     def leaving(self) -> bool:
-        """Whether the router is shutting down."""
+        """Returns whether the router is shutting down."""
         return self._leaving
 
     def refuse_new(self) -> None:

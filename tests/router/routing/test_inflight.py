@@ -107,7 +107,7 @@ def test_kept_work_is_credited_until_it_is_settled_whatever_is_reported() -> Non
 
 
 def test_a_decode_worker_owes_the_pages_of_a_request_until_its_first_token() -> None:
-    """Its reports show them only when the prompt's first chunk begins."""
+    """The worker's reports show them only when the prompt's first chunk begins."""
     ledger = InflightLedger()
     core = PlacementCore(ledger, CostBook(), LinkBook())
     decode = [WorkerView(WORKERS[0], WorkerLoad(), 16, limits=WorkerLimits(max_local_tokens=0))]

@@ -1,6 +1,6 @@
 """Starts a deployment of the bundled model with an adapter, runs each suite against it, and reports what passed.
 
-A run of some suites keeps the file's results of the others.
+The file keeps its results of suites that do not run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from penstock.config import DecodeConfig, EngineConfig, RouterConfig, WorkerConfig
 from penstock.types import Role
-from tests.conformance.suites import ADAPTER, DEFAULT, MODEL, ROOT, SUITES
+from tests.conformance.suites import ADAPTER, DEFAULT, MODEL, ROOT, SUITES, read_other_results
 from tests.support.engine.adapters import make_adapter
 from tests.support.plain_processes import Deployment
 
@@ -31,9 +31,7 @@ def main() -> int:
     parser.add_argument("--max-examples", type=int, default=200, help="cases of schemathesis for each call")
     parser.add_argument("--file", type=Path, help="where the results go, as JSON")
     chosen = parser.parse_args()
-    results = {}
-    if chosen.file and chosen.file.exists() and set(chosen.suites) < set(DEFAULT):
-        results = json.loads(chosen.file.read_text())  # of the suites that do not run now
+    results = read_other_results(chosen.file, chosen.suites)
     with tempfile.TemporaryDirectory() as scratch, Deployment() as deployment:
         adapter = make_adapter(MODEL, Path(scratch) / ADAPTER, size=0.05)
         engine = EngineConfig.model_validate({"model": str(MODEL), "num_threads": 1, "max_adapters": 1})

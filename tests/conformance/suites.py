@@ -6,7 +6,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import jsonschema
@@ -196,6 +196,13 @@ SUITES: Mapping[str, Callable[[Path, str, Path, int], dict[str, object]]] = {
     "vllm_bench": run_vllm_bench,
 }
 DEFAULT = tuple(name for name in SUITES if name != "vllm_bench")
+
+
+def read_other_results(file: Path | None, chosen: Collection[str]) -> dict[str, dict[str, object]]:
+    """Returns the file's results of the suites that are not chosen; none if there is no file yet."""
+    if file is None or not file.exists():
+        return {}
+    return {name: result for name, result in json.loads(file.read_text()).items() if name not in chosen}
 
 
 def _run(command: list[str], environment: Mapping[str, str]) -> tuple[int, str]:

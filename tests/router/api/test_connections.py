@@ -206,7 +206,8 @@ def test_connections_leave_file_descriptors_for_the_rest(caplog):
     assert not caplog.messages
     assert connections_for(1024, limits) == 256
     assert caplog.messages == [
-        "1024 open files allow 256 connections to a port, and limits.connections = 8192; raise the limit (ulimit -Hn)"
+        "the limit of 1024 open files allows 256 connections to each port, less than limits.connections = 8192; "
+        "raise it (ulimit -Hn)"
     ]
 
 

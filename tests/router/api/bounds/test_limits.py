@@ -67,7 +67,7 @@ TOO_MUCH = {
     "role": (generate(messages=says("x", role="r" * 33)), r"messages\[0\].role: has 33 characters"),
     "model": (generate(text="x", model="m" * 257), "model: has 257 characters; give 256 or fewer"),
     "request id": (generate(text="x", request_id="r" * 129), "request_id: has 129 characters; give 128 or fewer"),
-    "lines in an id": (generate(text="x", request_id="a\nERROR forged"), "request_id: has characters that cannot be"),
+    "lines in an id": (generate(text="x", request_id="a\nERROR forged"), "request_id: has unprintable characters"),
     "n": (generate(text="x", n=9), "sampling.n: is 9; give a value from 1 to 8"),
     "stop strings": (generate(text="x", stop=["s"] * 17), "sampling.stop: has 17 strings; give at most 16"),
     "a stop string": (generate(text="x", stop=["s" * 257]), "sampling.stop: has a string of 257 characters"),
@@ -80,7 +80,7 @@ TOO_MUCH = {
     ),
     "emitted of one": (
         generate(text="x", emitted=emits(9), max_tokens=8, seed=1),
-        r"emitted\[0\].token_ids: hold 9 tokens and max_tokens is 8; no further token is allowed",
+        r"emitted\[0\].token_ids: hold 9 tokens, but max_tokens is 8; raise it to generate more tokens",
     ),
     "logprobs": (generate(text="x", logprobs=21), "sampling.logprobs: is 21; give a value from 0 to 20"),
 }

@@ -303,7 +303,7 @@ BAD = {
         "tools[0].function.lazy",
         "is not a field",
     ),
-    "no tools": ({"tool_choice": "required"}, "tool_choice", "without tools"),
+    "no tools": ({"tool_choice": "required"}, "tool_choice", "but there are no tools"),
     "unknown choice": ({"tools": [CLOCK], "tool_choice": "any"}, "tool_choice", "give auto, none, required"),
     "unknown name": (
         {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "then"}}},
@@ -313,7 +313,7 @@ BAD = {
     "name of a choice": (
         {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "none"}}},
         "tool_choice",
-        "is a choice too",
+        "a reserved name",
     ),
     "functions": ({"functions": [{"name": "a"}]}, "functions", "is not supported"),
     "function_call": ({"function_call": {"name": "a"}}, "function_call", "is not supported"),
@@ -384,7 +384,7 @@ async def test_the_parsers_can_be_configured():
     ):
         answer = await http.post("/v1/chat/completions", json={"messages": HI, "tools": [CLOCK]})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
-        assert "see tool_parser" in answer.json()["error"]["message"]
+        assert "or set tool_parser" in answer.json()["error"]["message"]
     with pytest.raises(ConfigError, match="tool_parser: 'hermit' is not a parser; choose one of auto, none, "):
         async with running_router(tool_parser="hermit", workers=("127.0.0.1:1",)):
             pass

@@ -26,7 +26,7 @@ import psutil
 from benchmarks.cluster.status_follower import WITHIN_S, StatusFollower, admin_metadata, worker
 from benchmarks.common.report import Row, publish
 from benchmarks.common.shapes import BUNDLED
-from cluster.health.liveness import LOST_AFTER_S
+from cluster.health.silence_policy import LOST_AFTER_S
 from cluster.ray.launch import RayDeployment, launch
 from penstock import AsyncClient
 from penstock.config import DecodeConfig, PoolConfig, ServeConfig

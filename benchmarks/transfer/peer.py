@@ -190,7 +190,7 @@ class _BareGloo:
         """Does nothing: the receiver joins the sender's store."""
 
     def receive(self) -> float:
-        self._group.receive(self._pages)
+        self._group.start_receive(self._pages).wait()
         return time.monotonic()
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from engine.sampling.grammar.matcher import GrammarMatcher
 from engine.step.finish import finish_reason
 from engine.step.sequence import ScheduledSequence
 from engine.step.sequence import Sequence as Generation
-from penstock.kv.adapters import AdapterRef
+from penstock.kv.adapter_files import AdapterRef
 from penstock.types import PageHash, RequestId, SamplingParams
 
 

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from penstock.errors import InvalidInput
-from penstock.kv.adapters import AdapterRef
+from penstock.kv.adapter_files import AdapterRef
 from penstock.kv.kv_hints import Hint, HintAnswer, HintOutcome, KvHints
 from penstock.rpc.measured import MAX_TOTAL, drop_false_figures
 from penstock.types import (

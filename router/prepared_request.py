@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from penstock.kv.adapters import AdapterRef
+from penstock.kv.adapter_files import AdapterRef
 from penstock.kv.kv_hints import NO_KV_HINTS, KvHints
 from penstock.text.completions import Emitted
 from penstock.types import Lane, RequestId, SamplingParams

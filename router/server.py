@@ -20,7 +20,7 @@ from penstock.process.setup import raise_file_limit
 from penstock.process.task_set import TaskSet
 from penstock.rpc.server import GrpcServer
 from penstock.v1 import admin_pb2
-from router.api.connection_guard import ConnectionGuard
+from router.api.grpc.flood_guard import FloodGuard
 from router.api.grpc.service import SERVICE, InferenceService
 from router.api.http.app import make_app
 from router.api.http.connections import ConnectionCounts, bound_unread, connections_for, http_protocol, tls_settings
@@ -175,7 +175,7 @@ class RouterServer:
 
     async def _start_grpc(self) -> tuple[int, int]:
         """Serves the gRPC API. Returns its port and the supervisor's control port, or 0 if no such port is needed."""
-        guard = ConnectionGuard(self._config.limits, self._metrics)
+        guard = FloodGuard(self._config.limits, self._metrics)
         service = InferenceService(
             self.preparer,
             self._dispatcher,

@@ -23,7 +23,7 @@ from engine.engine import Engine
 from engine.generate import use_adapter
 from engine.step.sequence import ScheduledSequence, Sequence
 from penstock.config import EngineConfig
-from penstock.kv.adapters import CONFIG_FILE, AdapterRef, read_adapter_ref
+from penstock.kv.adapter_files import CONFIG_FILE, AdapterRef, read_adapter_ref
 from penstock.types import RequestId, SamplingParams
 from tests.support.engine.adapters import make_adapter
 

@@ -21,7 +21,7 @@ from engine.step.sequence import SampledToken
 from kv_transfer.session.transfer_session import Manifest
 from penstock import wire
 from penstock.errors import PenstockError, from_rpc_error, from_status
-from penstock.kv.adapters import AdapterRef
+from penstock.kv.adapter_files import AdapterRef
 from penstock.kv.kv_hints import NO_KV_HINTS, KvHints
 from penstock.process.task_set import TaskSet
 from penstock.rpc.measured import MAX_STAGE_MS, drop_false_figures

@@ -19,7 +19,7 @@ from safetensors.torch import load
 
 from engine.adapters.products import AdaptedProduct, ProductPart
 from penstock.errors import CheckpointError
-from penstock.kv.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterRef, revision_of
+from penstock.kv.adapter_files import CONFIG_FILE, WEIGHTS_FILE, AdapterRef, revision_of
 
 _MAX_CONFIG_BYTES = 1 << 20
 _HEADER_BYTES = 1 << 20  # allowed for the header of the weights' file

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from engine.adapters.checkpoint import read_adapter
 from engine.adapters.slot_policy import AdapterSlots
 from engine.adapters.slot_store import AdapterStore
-from penstock.kv.adapters import AdapterRef
+from penstock.kv.adapter_files import AdapterRef
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from functools import partial
 from engine.adapters.engine_adapters import EngineAdapters
 from engine.step.sequence import Sequence
 from penstock.errors import AdapterUnavailable, PenstockError
-from penstock.kv.adapters import AdapterRef
+from penstock.kv.adapter_files import AdapterRef
 
 _MAX_WAIT_S = 10.0
 _RETRY_AFTER_S = 1.0

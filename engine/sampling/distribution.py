@@ -1,6 +1,8 @@
 """Turns scores into tokens: temperature, the filters, and the walk along the distribution.
 
-It is the part of `engine.sampling.sampler` that works only on tensors and columns and knows no sequences. Each filter
+It is the part of `engine.sampling.sampler` that works only on tensors and columns and knows no sequences, and the
+reference for the kernels that do the same in one call: `engine/cpu/csrc/sample.cpp` and
+`engine/kernels/triton/sample.py`. A change of a rule belongs in all three. Each filter
 is a floor on the probability, and tokens that tie with the last one kept are kept, so no result depends on how ties are
 sorted.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.step.prompt_scores import PromptScores
-from penstock.kv.adapters import AdapterRef
+from penstock.kv.adapter_files import AdapterRef
 from penstock.kv.kv_hints import NO_KV_HINTS, KvHints
 from penstock.kv.page_hash import hash_next_pages, hash_pages
 from penstock.types import Lane, PageHash, PageId, RequestId, SamplingParams, TokenLogprob

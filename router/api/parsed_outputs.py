@@ -13,7 +13,6 @@ from penstock.text.completions import Output
 from penstock.text.spelling import Spelling
 from penstock.v1 import common_pb2
 from router.api.dialect import ChoiceDelta, OutputFormat
-from router.parsers.choice import ParserChoice
 from router.parsers.events import (
     ParserEvent,
     ReasoningDelta,
@@ -23,6 +22,7 @@ from router.parsers.events import (
     ToolCallStart,
 )
 from router.parsers.output_parser import OutputParser
+from router.parsers.parser_choice import ParserChoice
 
 _END_TOKENS = 64  # last tokens of a prompt, which show whether the output begins with reasoning
 

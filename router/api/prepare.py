@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 
 from penstock.config.limits import LimitsConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, ModelNotFound, Overloaded, Quarantined, Unavailable
-from penstock.kv.adapters import AdapterRef
+from penstock.kv.adapter_files import AdapterRef
 from penstock.kv.kv_hints import KvHints
 from penstock.rpc.hints import NO_HINTS, Hints
 from penstock.types import Lane, RequestId, SamplingParams
@@ -41,7 +41,7 @@ from router.api.limits import (
 from router.api.parsed_outputs import OutputParsing
 from router.dispatch.context import DispatchContext
 from router.fleet.worker_groups import WorkerGroup
-from router.parsers.choice import choose_parsers
+from router.parsers.parser_choice import choose_parsers
 from router.prepared_request import PreparedRequest
 from router.text.conversation import Conversation
 from router.text.grammar_check import GrammarCheck

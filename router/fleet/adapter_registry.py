@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock.config import RouterConfig, load
 from penstock.config.router import AdaptersFile
 from penstock.errors import CheckpointError, ConfigError, InvalidInput
-from penstock.kv.adapters import AdapterRef, check_adapter_name, read_adapter_ref
+from penstock.kv.adapter_files import AdapterRef, check_adapter_name, read_adapter_ref
 from penstock.rpc.reload import FileWatcher
 
 

@@ -1,4 +1,5 @@
 """Serves the public gRPC API: reads messages within bounds and writes outputs as responses.
 
-`router.server` uses `InferenceService`. This room knows neither HTTP nor its formats.
+`router.server` uses `InferenceService`, and `FloodGuard`, which ends connections that send without end. This room knows
+neither HTTP nor its formats.
 """

@@ -17,7 +17,7 @@ from penstock.rpc.hints import DECISION, read_hints
 from penstock.rpc.server import read_credentials, typed_errors
 from penstock.text.completions import Output, to_response
 from penstock.v1 import inference_pb2
-from router.api.connection_guard import ConnectionGuard
+from router.api.grpc.flood_guard import FloodGuard
 from router.api.grpc.request_decoding import Undecoded, deserializer
 from router.api.identity import Tenant
 from router.api.prepare import RequestPreparer
@@ -54,7 +54,7 @@ class InferenceService:
         fleet: WorkerFleet,
         metrics: RouterMetrics,
         threads: FairThreads,
-        guard: ConnectionGuard,
+        guard: FloodGuard,
         *,
         wants_tls: bool = False,
     ) -> None:

@@ -6,7 +6,7 @@ import time
 
 from fastapi import FastAPI, Request
 
-from penstock.kv.adapters import AdapterRef
+from penstock.kv.adapter_files import AdapterRef
 from router.api.dialect import Json
 from router.api.http.generation import identify
 from router.api.http.openapi.document import described_reading

@@ -6,7 +6,6 @@ Translates them to the messages and the `ChatOptions` of the gRPC request. No I/
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
@@ -202,29 +201,6 @@ class ChatPrompt(BaseModel):
                 raise InvalidInput("reasoning_effort", f"is {shown(effort)}; give one of {', '.join(EFFORTS)}")
             arguments = {"reasoning_effort": effort, "enable_thinking": effort != "none", "thinking": effort != "none"}
         return arguments | (self.chat_template_kwargs or {})
-
-
-def read_tool_choice(choice: object, tools: Sequence[ToolFunction]) -> str:
-    """Returns "auto", "none", "required" or the name of the tool to call. Raises InvalidInput."""
-    if choice is None:
-        return "auto"
-    if isinstance(choice, str):
-        if choice not in ("auto", "none", "required"):
-            raise InvalidInput("tool_choice", f"is {shown(choice)}; give auto, none, required or a function")
-        if choice == "required" and not tools:
-            raise InvalidInput("tool_choice", "is 'required', but there are no tools; add tools")
-        return choice
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        raise InvalidInput(
-            "tool_choice", f'is {shown(choice)}; give auto, none, required, or {{"type": "function", "function": ...}}'
-        )
-    if name in ("auto", "none", "required"):
-        raise InvalidInput("tool_choice", f"names the tool {name!r}, a reserved name; rename the tool")
-    if all(tool.name != name for tool in tools):
-        raise InvalidInput("tool_choice", f"names {name[:100]!r}, which is not among the tools; add it to tools")
-    return name
 
 
 def _json_text(field: str, value: dict[str, Any]) -> str:

@@ -19,12 +19,13 @@ from penstock.v1 import common_pb2, inference_pb2
 from penstock.wire import grammar_to_wire, kv_hints_to_wire, lane_from_name, lane_to_wire
 from router.api.dialect import PLAIN_TEXT, OutputFormat
 from router.api.limits import check_count
-from router.api.openai.chat_prompt import FIRST_ERROR, PARTS, TEXT, ChatPrompt, read_tool_choice
+from router.api.openai.chat_prompt import FIRST_ERROR, PARTS, TEXT, ChatPrompt
 from router.api.openai.fields import check_fields
 from router.api.openai.json_bodies import read_json, shown
 from router.api.openai.kv_hints import DynamoExtension, KvHintsFields, combined_hints
+from router.api.openai.pydantic_errors import explain
 from router.api.openai.structured import StructuredFields
-from router.api.openai.validation import explain
+from router.api.openai.tool_choice import read_tool_choice
 from router.api.sampling_fields import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_STOP_STRINGS
 
 LANE = "x-penstock-lane"

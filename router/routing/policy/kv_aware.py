@@ -1,6 +1,6 @@
 """The kv-aware policy: chooses the (prefill, decode) pair whose ends and link together cost least. Pure.
 
-A pair costs the sum of its ends (`end_costs`) and of the transfer over its link. The search therefore takes both ends
+A pair costs the sum of its ends (`cost_terms`) and of the transfer over its link. The search therefore takes both ends
 cheapest first and stops when even the fastest link could not make up the difference: it is exact, and prices a few
 pairs in a thousand. A decode worker that computes the prompt itself is one more candidate, priced by the same models.
 The decode worker makes the final decision, so local and remote prefills are compared in the same way as
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from penstock.config import KvAwareConfig
 from router.routing.policy import prices, pulls
-from router.routing.policy.end_costs import DEFAULT_WEIGHTS, End, EndCosts
+from router.routing.policy.cost_terms import DEFAULT_WEIGHTS, End, EndCosts
 from router.routing.policy.interface import (
     MAX_CANDIDATES,
     PairChoice,
@@ -28,7 +28,7 @@ from router.routing.policy.interface import (
     WorkerView,
 )
 from router.routing.policy.view_table import ViewTable
-from router.routing.policy.wide_ends import Floor, WideEndCosts, is_plain
+from router.routing.policy.wide_cost_terms import Floor, WideEndCosts, is_plain
 
 _MAX_PAIRS = 256  # priced for one request; reached only if links differ much, or with a temperature
 _TIE_S = 1e-9  # pairs whose costs differ by no more than this tie

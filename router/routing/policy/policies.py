@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from penstock.config import KvAwareConfig
 from router.routing.policy import prices
-from router.routing.policy.end_costs import DEFAULT_WEIGHTS
+from router.routing.policy.cost_terms import DEFAULT_WEIGHTS
 from router.routing.policy.interface import (
     MAX_CANDIDATES,
     PairChoice,

@@ -2,7 +2,7 @@
 
 The stages: wait in the prefill queue, compute the uncached tokens, transfer what the decode worker lacks, wait on the
 decode worker for pages and a slot, decode. One more sequence also lengthens the decode worker's steps for all others;
-that harm counts as well. `end_costs` weighs these stages, and each `all_*` function computes one for every worker.
+that harm counts as well. `cost_terms` weighs these stages, and each `all_*` function computes one for every worker.
 """
 
 from __future__ import annotations

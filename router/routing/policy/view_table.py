@@ -2,7 +2,7 @@
 
 With a thousand workers, most of a placement would go into visiting the views one by one. Instead, a refresh compares
 what each view was made of with its worker's newest reports, by calls into the interpreter's C code, and rebuilds only
-the views that differ; `wide_ends` prices all of them at once. `router.routing.placement_core` owns the tables.
+the views that differ; `wide_cost_terms` prices all of them at once. `router.routing.placement_core` owns the tables.
 """
 
 from __future__ import annotations

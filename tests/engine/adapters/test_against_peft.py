@@ -15,7 +15,7 @@ from engine.generate import generate, use_adapter
 from engine.step.batch import build_batch
 from engine.step.sequence import ScheduledSequence, Sequence
 from penstock.config import EngineConfig
-from penstock.kv.adapters import AdapterRef, read_adapter_ref
+from penstock.kv.adapter_files import AdapterRef, read_adapter_ref
 from penstock.types import RequestId, SamplingParams
 from tests.support.engine.checkpoints import make_checkpoint
 

@@ -24,7 +24,7 @@ from engine.step.plan import EndConditions, StepPlan
 from engine.step.row_table import RowTable
 from engine.step.sequence import ScheduledSequence, Sequence
 from penstock.config import EngineConfig
-from penstock.kv.adapters import AdapterRef
+from penstock.kv.adapter_files import AdapterRef
 from penstock.types import RequestId, SamplingParams
 from tests.support.engine.adapters import make_adapter
 from tests.support.engine.checkpoints import make_checkpoint

@@ -22,7 +22,7 @@ from engine.models.config import ModelConfig
 from engine.parallel.shard import Shard
 from penstock.config import EngineConfig
 from penstock.errors import CheckpointError, ConfigError, InvalidInput
-from penstock.kv.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterRef, check_adapter_name, read_adapter_ref
+from penstock.kv.adapter_files import CONFIG_FILE, WEIGHTS_FILE, AdapterRef, check_adapter_name, read_adapter_ref
 from tests.support.engine.adapters import make_adapter
 from tests.support.engine.checkpoints import make_checkpoint
 

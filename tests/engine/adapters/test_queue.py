@@ -11,7 +11,7 @@ from engine.adapters.queue import AdapterQueue
 from engine.adapters.slot_policy import AdapterSlots
 from engine.step.sequence import Sequence
 from penstock.errors import AdapterUnavailable, CheckpointError, PenstockError, from_status, to_status
-from penstock.kv.adapters import AdapterRef
+from penstock.kv.adapter_files import AdapterRef
 from penstock.types import RequestId, SamplingParams
 
 _TIMEOUT_S = 30.0

@@ -10,7 +10,7 @@ from engine.engine import Engine
 from engine.generate import generate
 from penstock.config import EngineConfig
 from penstock.errors import CheckpointError
-from penstock.kv.adapters import WEIGHTS_FILE, read_adapter_ref
+from penstock.kv.adapter_files import WEIGHTS_FILE, read_adapter_ref
 from penstock.types import SamplingParams
 from tests.engine.parallel.test_tensor_parallel import launch_threads
 from tests.support.engine.adapters import make_adapter

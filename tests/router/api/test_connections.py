@@ -18,7 +18,7 @@ from penstock.config.limits import LimitsConfig
 from penstock.errors import DeadlineExceeded, Overloaded, from_rpc_error
 from penstock.process.setup import raise_file_limit
 from penstock.v1 import inference_pb2
-from router.api.connection_guard import ConnectionAccounts, Traffic
+from router.api.grpc.flood_guard import ConnectionAccounts, Traffic
 from router.api.http.connections import connections_for, peer_of
 from tests.router.api.test_grpc_service import failure
 from tests.support.router.router_fakes import FakeWorker, running_router, until

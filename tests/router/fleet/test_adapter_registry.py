@@ -8,7 +8,7 @@ import pytest
 
 from penstock.config import RouterConfig, parse
 from penstock.errors import CheckpointError, ConfigError
-from penstock.kv.adapters import CONFIG_FILE, WEIGHTS_FILE, read_adapter_ref
+from penstock.kv.adapter_files import CONFIG_FILE, WEIGHTS_FILE, read_adapter_ref
 from penstock.rpc.reload import FileWatcher
 from router.fleet.adapter_registry import AdapterRegistry, watch_adapters
 from tests.support.key_files import replace

@@ -14,9 +14,9 @@ import pytest
 import tokenizers
 
 from penstock.errors import InvalidInput
-from router.parsers.choice import choose_parsers
 from router.parsers.formats import TOOL_FORMATS
 from router.parsers.grammars.calls import schema_of
+from router.parsers.parser_choice import choose_parsers
 from router.parsers.tools import ToolFunction
 from tests.support.router.parsed_outputs import ParsedOutput, parse_whole
 

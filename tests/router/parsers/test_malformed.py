@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import InvalidInput
-from router.parsers.choice import choose_parsers
 from router.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 from router.parsers.output_parser import OutputParser
+from router.parsers.parser_choice import choose_parsers
 from tests.router.parsers.recorded import RECORDED, TOOLS, Recorded
 from tests.support.router.parsed_outputs import gather
 from tests.support.suite.examples import examples

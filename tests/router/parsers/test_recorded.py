@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.text.spelling import Spelling
-from router.parsers.choice import ParserChoice, choose_parsers
 from router.parsers.events import ParserEvent, TextDelta, ToolCallStart
 from router.parsers.formats import TOOL_FORMATS
 from router.parsers.output_parser import OutputParser
+from router.parsers.parser_choice import ParserChoice, choose_parsers
 from tests.router.parsers.recorded import RECORDED, TOOLS, Recorded
 from tests.support.router.parsed_outputs import gather, parse_whole
 from tests.support.router.router_fakes import MODEL

@@ -14,7 +14,7 @@ from router.routing.costs.cost_model import PREFILL_PRIOR, CostBook
 from router.routing.costs.inflight import NO_WORK, InflightLedger
 from router.routing.costs.link_costs import LinkBook
 from router.routing.placement_core import PlacementCore
-from router.routing.policy.end_costs import PrefillContention
+from router.routing.policy.cost_terms import PrefillContention
 from router.routing.policy.interface import PlacementDemand, WorkerLimits, WorkerView
 from router.routing.policy.kv_aware import KvAwarePolicy
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from engine.adapters.products import adapted_products
 from engine.models.config import ModelConfig
-from penstock.kv.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterRef, read_adapter_ref
+from penstock.kv.adapter_files import CONFIG_FILE, WEIGHTS_FILE, AdapterRef, read_adapter_ref
 
 ALL_MODULES = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.parsers.choice import ParserChoice
 from router.parsers.events import ParserEvent, ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallEnd, ToolCallStart
+from router.parsers.parser_choice import ParserChoice
 from router.parsers.tools import ToolFunction
 
 

@@ -16,11 +16,11 @@ from typing import Any
 
 from penstock.client.results import build_request
 from penstock.config import RouterConfig
-from penstock.kv.adapters import AdapterRef
+from penstock.kv.adapter_files import AdapterRef
 from penstock.kv.kv_hints import NO_KV_HINTS, KvHints
 from penstock.types import Grammar, GrammarKind, SamplingParams
 from router.api import sampling_fields
-from router.parsers.choice import ParserChoice, choose_parsers
+from router.parsers.parser_choice import ParserChoice, choose_parsers
 from router.parsers.tools import ToolFunction
 from router.text.conversation import Conversation
 from router.text.model_card import ModelCard

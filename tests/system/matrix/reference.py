@@ -17,7 +17,7 @@ from engine.step.finish import finish_reason
 from engine.step.sequence import ScheduledSequence, Sequence
 from penstock import wire
 from penstock.config import EngineConfig
-from penstock.kv.adapters import AdapterRef
+from penstock.kv.adapter_files import AdapterRef
 from penstock.text.completion_text import CompletionText
 from penstock.text.completions import CompletionDelta, completion_sampling
 from penstock.text.stop_strings import StopStrings

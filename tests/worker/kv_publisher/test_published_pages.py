@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from penstock.kv.adapters import AdapterRef
+from penstock.kv.adapter_files import AdapterRef
 from penstock.kv.block_events import BlockEvent, BlockHash, BlocksCleared, BlocksRemoved, BlocksStored
 from penstock.kv.events import KvEventKind, KvEventLog
 from penstock.kv.page_hash import hash_pages

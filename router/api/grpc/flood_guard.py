@@ -94,7 +94,7 @@ class ConnectionAccounts:
         return _FIRST_BYTES + for_calls + for_time + _SENT_SHARE * traffic.sent
 
 
-class ConnectionGuard:
+class FloodGuard:
     """Watches the connections to one port of this process and resets those that send too much."""
 
     def __init__(self, limits: LimitsConfig, metrics: RouterMetrics) -> None:

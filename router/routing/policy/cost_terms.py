@@ -2,7 +2,8 @@
 
 The terms, in seconds, come from `prices`; their weights come from `penstock.config.KvAwareConfig`. To add a cost term,
 compute it here (or in `prices`, if it also prices the choices of other policies), add it to the sum in `prefill`,
-`decode` or `local_s` and to the same sum over columns in `wide_ends`, add its weight to KvAwareConfig, and test it.
+`decode` or `local_s` and to the same sum over columns in `wide_cost_terms`, add its weight to KvAwareConfig, and test
+it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from penstock.config import KvAwareConfig
 from penstock.scheduling.queue_length import QueueLength
 from router.routing.policy import prices, pulls
 from router.routing.policy.interface import PlacementDemand, WorkerView
-from router.routing.policy.rendezvous import preferred
+from router.routing.policy.session_affinity import session_bonuses
 
 # Cost in seconds, a random tie-breaker, the worker, the bonus already subtracted from the cost, the seconds that the
 # worker takes to compute the prompt, and what the contention weight adds to the cost beyond the delay itself (both are
@@ -91,7 +92,7 @@ class EndCosts:
             wait_s + load_s
             for wait_s, load_s in zip(pulls.waits_s(views, plans), prices.adapter_waits_s(demand, views), strict=True)
         ]
-        bonuses = self._session_bonuses(demand, views)
+        bonuses = session_bonuses(demand.session, [view.worker_id for view in views], self._weights.affinity_s)
         if demand.replicate:
             self._add_replica_bonuses(demand, views, computes, bonuses)
         tie_breaker = rng.random
@@ -115,7 +116,7 @@ class EndCosts:
         tie_breaker = rng.random
         weights = self._weights
         costs = prices.all_decode_s(demand, views, weights.decode_weight, weights.contention_weight)
-        bonuses = self._session_bonuses(demand, views)
+        bonuses = session_bonuses(demand.session, [view.worker_id for view in views], self._weights.affinity_s)
         loads = prices.adapter_waits_s(demand, views)
         return [
             (cost_s + load_s - bonus_s, tie_breaker(), view, bonus_s, 0.0, 0.0)
@@ -148,13 +149,6 @@ class EndCosts:
         delays = self.contention.delays_s(demand, views, computes)
         self.contention.observe(views)
         return delays
-
-    def _session_bonuses(self, demand: PlacementDemand, views: Sequence[WorkerView]) -> list[float]:
-        """Returns a bonus for the session's worker: another one serves the session only if it is cheaper by more."""
-        bonuses = [0.0] * len(views)
-        if demand.session and views:
-            bonuses[preferred(demand.session.encode(), [view.worker_id for view in views])] = self._weights.affinity_s
-        return bonuses
 
     def _add_replica_bonuses(
         self, demand: PlacementDemand, views: Sequence[WorkerView], computes: list[float], bonuses: list[float]

@@ -1,6 +1,6 @@
 """Prices the ends of pairs for hundreds of workers at once. Pure.
 
-Computes the same sums as `end_costs` and `prices`, in the same order, but over columns instead of view by view. The
+Computes the same sums as `cost_terms` and `prices`, in the same order, but over columns instead of view by view. The
 results are equal to the last bit, which a property test checks. Most requests are priced here; those with an adapter,
 a pull, a temperature, pages in host memory or a requested explanation are priced view by view.
 """
@@ -14,9 +14,9 @@ import numpy as np
 
 from penstock.config import KvAwareConfig
 from router.routing.policy import prices
-from router.routing.policy.end_costs import End, PrefillContention, local_harm_weight
+from router.routing.policy.cost_terms import End, PrefillContention, local_harm_weight
 from router.routing.policy.interface import PlacementDemand
-from router.routing.policy.rendezvous import preferred
+from router.routing.policy.session_affinity import session_bonuses
 from router.routing.policy.view_table import Figures, ViewTable
 
 Floor = tuple[float, float, End, float]  # the end's cost over the fastest link, tie-breaker, end, bytes to transfer
@@ -62,7 +62,7 @@ class WideEndCosts:
         uncached = _uncached(demand, cached)
         compute_s = _compute_s(demand, views, uncached)
         delay_s = self._delays_s(demand, views, uncached, compute_s)
-        bonus_s = self._session_bonuses(demand, views)
+        bonus_s = np.array(session_bonuses(demand.session, views.ids, self._weights.affinity_s))
         if demand.replicate:
             lacks = 2 * cached < cached.max()
             bonus_s[lacks] += np.minimum(self._weights.replica_s, compute_s - compute_s.min())[lacks]
@@ -83,7 +83,7 @@ class WideEndCosts:
             view = views[place]
             delay_s = weights.contention_weight * prices.page_delay_s(demand, view)
             cost_s[place] += prices.decode_queue_s(demand, view) + delay_s
-        bonus_s = self._session_bonuses(demand, views)
+        bonus_s = np.array(session_bonuses(demand.session, views.ids, self._weights.affinity_s))
         ties, nothing = _ties(rng, len(views)), np.zeros(len(views))
         return WideEnds(views, cost_s - bonus_s, ties, bonus_s, nothing, nothing, uncached)
 
@@ -134,12 +134,6 @@ class WideEndCosts:
         like_s = -(-uncached // fastest.chunk_tokens) * cost.fixed_s + uncached * (token_s - uncached * context_s)
         delays_s: Figures = waiting * like_s
         return delays_s
-
-    def _session_bonuses(self, demand: PlacementDemand, views: ViewTable) -> Figures:
-        bonus_s = np.zeros(len(views))
-        if demand.session:
-            bonus_s[preferred(demand.session.encode(), views.ids)] = self._weights.affinity_s
-        return bonus_s
 
 
 def _uncached(demand: PlacementDemand, cached: Figures) -> Figures:

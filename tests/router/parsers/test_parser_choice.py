@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import ConfigError
-from router.parsers.choice import choose_parsers
 from router.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
+from router.parsers.parser_choice import choose_parsers
 
 # Parts of each family's template: the lines that write calls and reasoning.
 TEMPLATES = {

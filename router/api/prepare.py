@@ -39,6 +39,7 @@ from router.api.limits import (
     prompt_texts,
 )
 from router.api.parsed_outputs import OutputParsing
+from router.dispatch.completion_core import WAIT_TO_START_S, no_worker_error
 from router.dispatch.context import DispatchContext
 from router.fleet.worker_groups import WorkerGroup
 from router.parsers.parser_choice import choose_parsers
@@ -49,7 +50,6 @@ from router.text.model_card import ModelCard
 from router.text.tokenizer import Tokenizer, with_bad_sequences
 from router.tracing.request_trace import RequestTrace, SampledCall
 
-_WAIT_FOR_WORKER_S = 5.0
 _MANY_TOKENS = 1 << 16  # tokens, or characters, of a long prompt
 _INLINE_MESSAGES = 128  # read in half a millisecond
 _CHARACTERS_PER_MESSAGE = 16  # that a message counts for in the size of work
@@ -362,10 +362,10 @@ class RequestPreparer:
     async def _wait_for_group(self, session: str, deadline_s: float) -> WorkerGroup:
         """Returns the group of workers that serves the session. Raises Unavailable if none appears in time."""
         fraction = _fraction_of(session) if session else self._rng.random()
-        limit_s = min(max(0.0, deadline_s - time.monotonic()), self._fleet.patience_s(_WAIT_FOR_WORKER_S))
+        limit_s = min(max(0.0, deadline_s - time.monotonic()), self._fleet.patience_s(WAIT_TO_START_S))
         group = await self._fleet.wait_for(lambda: self._fleet.choose_group(fraction), limit_s)
         if group is None:
-            raise Unavailable("no decode worker takes requests now; try again", _RETRY_AFTER_S)
+            raise no_worker_error()
         return group
 
     async def _tokenized(self, call: _CheckedCall) -> _Prompt:

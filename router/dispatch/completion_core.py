@@ -21,6 +21,11 @@ RETRY_AFTER_S = 1.0
 MAX_PAUSES = 1000  # pauses of workers that one completion survives
 
 
+def no_worker_error() -> Unavailable:
+    """Returns the error of a request for which no decode worker became available in time."""
+    return Unavailable("no decode worker takes requests now; try again", RETRY_AFTER_S)
+
+
 class Retries(Protocol):
     """The budget of re-dispatches that all requests of a router share."""
 

@@ -18,6 +18,7 @@ from penstock.rpc.ticket import TicketKey
 from penstock.v1 import common_pb2, worker_pb2
 from router.admission.gate import AdmissionSlot
 from router.admission.interface import NOTHING_USED, RequestUsage
+from router.dispatch.completion_core import WAIT_TO_START_S, no_worker_error
 from router.dispatch.context import DispatchContext
 from router.dispatch.placement import Placement, PromptPages
 from router.fleet.fleet_worker import FleetWorker
@@ -28,8 +29,6 @@ from router.prepared_request import PreparedRequest
 from router.routing.decision_record import DecisionRecord, completion_record, decision_record
 from router.tracing.stages import WorkerLeg
 
-_WAIT_FOR_WORKER_S = 5.0
-_RETRY_AFTER_S = 1.0
 _CALL_GENERATE = "call Generate"
 _MIN_UNUSED = 2
 _UNUSED_SHARE = 0.25  # of the decode slots, so that one tenant's unused tickets leave most slots to streams
@@ -120,12 +119,12 @@ class Lookaside:
         left_s = request.deadline_s - time.monotonic()
         if left_s <= 0:
             raise DeadlineExceeded(f"request {request.request_id} waited past its deadline")
-        limit_s = min(left_s, self._fleet.patience_s(_WAIT_FOR_WORKER_S))
+        limit_s = min(left_s, self._fleet.patience_s(WAIT_TO_START_S))
         group = await self._fleet.wait_for(
             lambda: self._fleet.group_for(request.model_revision, request.cohort), limit_s
         )
         if group is None:
-            raise Unavailable("no decode worker takes requests now; try again", _RETRY_AFTER_S)
+            raise no_worker_error()
         return group
 
     def _place(self, slot: AdmissionSlot, group: WorkerGroup) -> HeldRequest:

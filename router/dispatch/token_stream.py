@@ -37,7 +37,7 @@ from penstock.types import FinishReason
 from penstock.v1 import common_pb2, worker_pb2
 from router.admission.interface import RequestUsage
 from router.dispatch.completion import DispatchedCompletion
-from router.dispatch.completion_core import RETRY_AFTER_S, CompletionCore
+from router.dispatch.completion_core import RETRY_AFTER_S, CompletionCore, no_worker_error
 from router.dispatch.context import DispatchContext
 from router.dispatch.placement import PromptPages
 from router.fleet.fleet_worker import FleetWorker
@@ -352,7 +352,7 @@ class TokenStream:
         if time.monotonic() >= self._request.deadline_s or (group is None and left_s <= patience_s):
             raise self._too_late()
         if group is None:
-            raise Unavailable("no decode worker takes requests now; try again", RETRY_AFTER_S)
+            raise no_worker_error()
         if group.model_revision != revision:
             self._restart_with(group.model_revision)
         return group

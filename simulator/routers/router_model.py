@@ -16,7 +16,7 @@ from penstock.errors import DeadlineExceeded, PenstockError, Unavailable
 from penstock.kv.page_hash import make_salt
 from penstock.types import PageHash, RequestId, Role, SamplingParams, WorkerId
 from router.admission.interface import AdmissionRequest, RequestUsage
-from router.dispatch.completion_core import RETRY_AFTER_S, CompletionCore
+from router.dispatch.completion_core import RETRY_AFTER_S, CompletionCore, no_worker_error
 from router.routing.costs.cost_model import CostBook
 from router.routing.costs.inflight import InflightLedger
 from router.routing.costs.link_costs import LinkBook, LinkCost
@@ -251,8 +251,7 @@ class RouterModel:
 
     def _wait(self, held: _OpenRequest) -> None:
         patience_s = held.core.patience_s()
-        no_worker = Unavailable("no decode worker takes requests now; try again", RETRY_AFTER_S)
-        self._waiting[held] = self.node.after(patience_s, lambda: self._end(held, no_worker))
+        self._waiting[held] = self.node.after(patience_s, lambda: self._end(held, no_worker_error()))
 
     def _on_change(self) -> None:
         self._table.on_change()

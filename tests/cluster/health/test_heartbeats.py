@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 import grpc.aio
 import pytest
+from grpc_health.v1 import health, health_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,11 +23,36 @@ from penstock.v1 import worker_pb2, worker_pb2_grpc
 @pytest.fixture(autouse=True)
 def _leases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shortens the intervals of heartbeats and probes, and loses nobody for being slow."""
-    monkeypatch.setattr(liveness, "ASK_AFTER_S", 0.5)
+    monkeypatch.setattr(liveness, "ASK_AFTER_S", 0.1)
     monkeypatch.setattr(silence_policy, "DOUBT_AFTER_S", 60.0)
     monkeypatch.setattr(silence_policy, "LOST_AFTER_S", 60.0)
     monkeypatch.setattr(liveness, "PROBE_INTERVAL_S", 0.05)
     monkeypatch.setattr(liveness, "_CONNECT_TIMEOUT_S", 30.0)  # a refusal may also come late
+
+
+@pytest.fixture
+def short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks often, so that no single look counts for as long as the shortened limits of silence are apart."""
+    for module in (liveness, silence_policy):
+        monkeypatch.setattr(module, "TICK_S", 0.02)
+    monkeypatch.setattr(silence_policy, "_MOST_S", 0.04)
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[int]:
+    """Receives every status that a health service sends as its answer to a probe."""
+    sent: asyncio.Queue[int] = asyncio.Queue()
+    check = health.aio.HealthServicer.Check
+
+    async def recorded(
+        service: health.aio.HealthServicer, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
+        answer = await check(service, request, context)
+        sent.put_nowait(answer.status)
+        return answer
+
+    monkeypatch.setattr(health.aio.HealthServicer, "Check", recorded)
+    return sent
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
@@ -38,6 +64,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.answers.set()
         self.num_streams = 0
         self.reopened = asyncio.Event()
+        self.was_asked = asyncio.Event()
 
     async def WatchEvents(
         self, request: worker_pb2.WatchEventsRequest, context: grpc.aio.ServicerContext
@@ -53,6 +80,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def Describe(
         self, request: worker_pb2.DescribeRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.WorkerDescription:
+        self.was_asked.set()
         await self.answers.wait()
         return worker_pb2.WorkerDescription(epoch=self.epoch)
 
@@ -80,6 +108,14 @@ class Followed:
             while (await self.loads.get()).num_running < stream:
                 continue
 
+    async def question(self) -> None:
+        """Waits until the worker is asked for a sign of life. Fails if the worker is lost before."""
+        async with asyncio.timeout(60):
+            self.worker.was_asked.clear()
+            asked = asyncio.create_task(self.worker.was_asked.wait())
+            await asyncio.wait((asked, self.task), return_when=asyncio.FIRST_COMPLETED)
+        assert not self.task.done(), self.task.result()
+
     async def reason(self) -> str:
         return await asyncio.wait_for(self.task, 60)
 
@@ -99,19 +135,20 @@ async def test_a_silent_worker_that_still_answers_is_not_lost() -> None:
         await followed.load_of(stream=2)
 
 
+@pytest.mark.usefixtures("short_looks")
 async def test_a_frozen_worker_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(silence_policy, "DOUBT_AFTER_S", 0.7)
-    monkeypatch.setattr(silence_policy, "LOST_AFTER_S", 1.2)
+    monkeypatch.setattr(silence_policy, "DOUBT_AFTER_S", 0.2)
+    monkeypatch.setattr(silence_policy, "LOST_AFTER_S", 0.4)
     async with Followed() as followed:
         followed.worker.speaks.clear()
         followed.worker.answers.clear()
-        assert await asyncio.wait_for(followed.doubts.get(), 60) == "no sign of life for 0.7 s"
+        assert await asyncio.wait_for(followed.doubts.get(), 60) == "no sign of life for 0.2 s"
         assert not followed.task.done()
-        assert await followed.reason() == "no sign of life for 0.5 s, and then DEADLINE_EXCEEDED: Deadline Exceeded"
+        assert await followed.reason() == "no sign of life for 0.1 s, and then DEADLINE_EXCEEDED: Deadline Exceeded"
 
 
 async def test_a_frozen_worker_that_wakes_in_time_is_trusted_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(silence_policy, "DOUBT_AFTER_S", 0.7)
+    monkeypatch.setattr(silence_policy, "DOUBT_AFTER_S", 0.2)
     async with Followed() as followed:
         followed.worker.speaks.clear()
         followed.worker.answers.clear()
@@ -138,31 +175,32 @@ async def test_another_epoch_on_the_same_port_is_a_loss() -> None:
         assert "another incarnation answers" in await followed.reason()
 
 
-async def test_a_router_is_followed_whatever_its_health_until_it_ends() -> None:
+async def test_a_router_is_followed_whatever_its_health_until_it_ends(probes: asyncio.Queue[int]) -> None:
     server, doubts = GrpcServer([]), list[str]()
     port = await server.start("127.0.0.1", 0)
     task = asyncio.create_task(follow_router(f"127.0.0.1:{port}", doubts.append))
-    await asyncio.sleep(0.3)
-    await server.set_serving(True)
-    await asyncio.sleep(0.1)
+    async with asyncio.timeout(60):
+        for _ in range(2):  # the second probe shows that the first answer ended nothing
+            assert await probes.get() == health_pb2.HealthCheckResponse.NOT_SERVING
+        await server.set_serving(True)
+        for _ in range(2):
+            while await probes.get() != health_pb2.HealthCheckResponse.SERVING:
+                continue
     assert not task.done()
     await server.stop(0)
     assert "its health service does not answer: UNAVAILABLE" in await asyncio.wait_for(task, 60)
 
 
-async def test_a_router_that_no_longer_listens_but_runs_has_time_to_end() -> None:
-    server, doubts = GrpcServer([]), list[str]()
+async def test_a_router_that_no_longer_listens_but_runs_has_time_to_end(probes: asyncio.Queue[int]) -> None:
+    server, doubts = GrpcServer([]), asyncio.Queue[str]()
     port = await server.start("127.0.0.1", 0)
     process = await asyncio.create_subprocess_exec("sleep", "60")
     try:
-        following = follow_router(f"127.0.0.1:{port}", doubts.append, process.pid, drain_s=60.0)
+        following = follow_router(f"127.0.0.1:{port}", doubts.put_nowait, process.pid, drain_s=60.0)
         task = asyncio.create_task(following)
-        await asyncio.sleep(0.2)
+        await asyncio.wait_for(probes.get(), 60)
         await server.stop(0)
-        async with asyncio.timeout(60):
-            while not doubts:  # noqa: ASYNC110 - there is not an event to wait for
-                await asyncio.sleep(0.01)
-        assert "asked to end" in doubts[-1]
+        assert "asked to end" in await asyncio.wait_for(doubts.get(), 60)
         assert not task.done()
     finally:
         process.kill()
@@ -170,27 +208,29 @@ async def test_a_router_that_no_longer_listens_but_runs_has_time_to_end() -> Non
     await process.wait()
 
 
-async def test_a_killed_router_is_lost_at_once_although_it_is_a_zombie() -> None:
+async def test_a_killed_router_is_lost_at_once_although_it_is_a_zombie(probes: asyncio.Queue[int]) -> None:
     server, doubts = GrpcServer([]), list[str]()
     port = await server.start("127.0.0.1", 0)
     process = await asyncio.create_subprocess_exec("true")
     await process.wait()
     task = asyncio.create_task(follow_router(f"127.0.0.1:{port}", doubts.append, process.pid, drain_s=60.0))
-    await asyncio.sleep(0.2)
+    await asyncio.wait_for(probes.get(), 60)
     await server.stop(0)
     assert "UNAVAILABLE" in await asyncio.wait_for(task, 60)
     assert not any("asked to end" in doubt for doubt in doubts)
 
 
+@pytest.mark.usefixtures("short_looks")
 async def test_a_worker_is_not_lost_while_its_follower_is_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may leave the controller itself without a core, and its timers then say nothing about the
     worker."""
-    monkeypatch.setattr(silence_policy, "LOST_AFTER_S", 3.0)
+    monkeypatch.setattr(silence_policy, "LOST_AFTER_S", 0.8)
     async with Followed() as followed:
         followed.worker.speaks.clear()
         followed.worker.answers.clear()
-        time.sleep(3.5)  # noqa: ASYNC251 - the loop stands still, longer than the lease
-        await asyncio.sleep(0.5)  # longer than the wait after an expired lease
+        await followed.question()
+        time.sleep(0.9)  # noqa: ASYNC251 - the loop stands still, longer than the lease and the question's deadline
+        await followed.question()
         followed.worker.speaks.set()
         followed.worker.answers.set()
         await followed.load_of(stream=2)

@@ -233,7 +233,9 @@ async def test_mistakes_are_refused_by_field(worker, tmp_path):
             ({"endpoint": "/v1/embeddings"}, 400, "endpoint: is '/v1/embeddings'; give one of /v1/chat/completions"),
             ({"completion_window": "9d"}, 400, "completion_window: is '9d'; give a time such as 24h"),
             ({"completion_window": "soon"}, 400, "completion_window: is 'soon'; give a time"),
-            ({"metadata": {"a": 1}}, 400, "metadata: has 'a': 1; keys may have"),
+            ({"metadata": 3}, 400, "metadata: is 3; give an object"),
+            ({"metadata": {"a": 1}}, 400, "metadata.a: is 1; keys may have"),
+            ({"metadata": dict.fromkeys("abcdefghijklmnopq", "b")}, 400, "metadata: has 17 pairs; give 16 or fewer"),
             ({"output_expires_after": {}}, 400, "output_expires_after: is not supported for a batch"),
         ]:
             answer = await http.post("/batches", json=good | change)

@@ -17,6 +17,7 @@ from router.api.http.generation import GenerationCalls, identify
 from router.api.http.openapi.document import described_call, described_reading
 from router.api.identity import Tenant
 from router.api.openai.json_bodies import read_json, shown
+from router.api.openai.metadata import read_metadata
 from router.api.openai.paging import Json, page
 from router.api.prepare import RequestPreparer
 from router.batches.batches import BatchStore
@@ -27,7 +28,6 @@ _ONE = f"{PATH}/{{batch_id}}"
 _FIELDS = {"input_file_id", "endpoint", "completion_window", "metadata"}
 _WINDOW = re.compile(r"([1-9][0-9]{0,6})([mhd])")
 _UNIT_S = {"m": 60, "h": 3600, "d": 86_400}
-_MAX_PAIRS, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 _BODY = {
     "type": "object",
     "required": ["input_file_id", "endpoint", "completion_window"],
@@ -119,16 +119,4 @@ def _read_body(
     if not 0 < window_s <= config.max_window_s:
         limit = f"router.batches.max_window_s = {config.max_window_s:g}"
         raise InvalidInput("completion_window", f"is {shown(window)}; give a time such as 24h, within {limit}")
-    return input_file_id, str(endpoint), str(window), window_s, _metadata(body.get("metadata"))
-
-
-def _metadata(given: object) -> dict[str, str] | None:
-    if given is None:
-        return None
-    if not isinstance(given, dict) or len(given) > _MAX_PAIRS:
-        raise InvalidInput("metadata", f"is {shown(given)}; give an object of at most {_MAX_PAIRS} strings")
-    for key, value in given.items():
-        if len(key) > _MAX_KEY or not isinstance(value, str) or len(value) > _MAX_VALUE:
-            limits = f"keys may have {_MAX_KEY} characters, values must be strings of up to {_MAX_VALUE}"
-            raise InvalidInput("metadata", f"has {shown(key)}: {shown(value)}; {limits}")
-    return given
+    return input_file_id, str(endpoint), str(window), window_s, read_metadata(body.get("metadata"))

@@ -9,6 +9,7 @@ from penstock.config.limits import LimitsConfig
 from router.api.dialect import Json
 from router.api.limits import check_count
 from router.api.openai.json_bodies import read_json, shown
+from router.api.openai.metadata import read_metadata
 from router.api.openai.requests import ChatBody, validate_body
 from router.api.translation.bodies import ChatTranslation
 from router.api.translation.objects import JsonObject
@@ -45,7 +46,6 @@ _ABSENT_PARTS = (
     "web_search_call.action.sources",
     "web_search_call.results",
 )
-_MAX_PAIRS, _MAX_KEY, _MAX_VALUE = 16, 64, 512  # OpenAI's limits of metadata
 
 
 class ResponsesBody(ChatTranslation):
@@ -75,7 +75,7 @@ def read_response_call(raw: bytes, limits: LimitsConfig, tenant: str, store: Res
     body = JsonObject(read_json(raw, limits))
     fields, echo = _options(body)
     echo |= _read_tools(body, fields) | _read_text(body, fields) | _read_reasoning(body, fields)
-    echo["metadata"] = _metadata(body)
+    echo["metadata"] = read_metadata(body.any("metadata")) or {}
     seals_reasoning = _includes_sealed_reasoning(body)
     if body.flag("background"):
         raise body.error("background", "= true is not supported; leave it out, and use stream for early output")
@@ -192,16 +192,6 @@ def _read_reasoning(body: JsonObject, fields: Json) -> Json:
             fields["reasoning_effort"] = effort
         reasoning.finish(HARMLESS_IN_REASONING, REFUSED_IN_REASONING)
     return {"reasoning": {"effort": effort, "summary": None}}
-
-
-def _metadata(body: JsonObject) -> Json:
-    metadata = body.mapping("metadata") or {}
-    check_count("metadata", len(metadata), _MAX_PAIRS, "pairs")
-    for name, value in metadata.items():
-        if len(name) > _MAX_KEY or not isinstance(value, str) or len(value) > _MAX_VALUE:
-            limits = f"keys may have {_MAX_KEY} characters, values must be strings of up to {_MAX_VALUE}"
-            raise body.error(f"metadata.{name[:_MAX_KEY]}", f"is {shown(value)}; {limits}")
-    return metadata
 
 
 def _includes_sealed_reasoning(body: JsonObject) -> bool:

@@ -171,6 +171,7 @@ def test_too_large_a_response_is_refused_only_if_it_would_be_stored():
         ({"text": {"verbosity": "low"}}, 'text.verbosity: = "low" is not supported'),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema: is missing"),
         ({"max_output_tokens": 0}, "max_output_tokens: is 0; give 1 or more"),
+        ({"metadata": 3}, "metadata: is 3; give an object"),
         ({"metadata": {"a": 3}}, "metadata.a: is 3; keys may have"),
         ({"metadata": {str(number): "a" for number in range(17)}}, "metadata: has 17 pairs; give 16 or fewer"),
         ({"mirostat": 1}, "mirostat: is not a field of this API"),

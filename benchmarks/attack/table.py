@@ -12,7 +12,9 @@ AttackFunction = Callable[[AttackTarget], Awaitable[None]]
 ROOMS = (operators, messages, grammars, quotas, connections, readers, storms)
 ATTACKS: Mapping[str, AttackFunction] = {attack.__name__: attack for room in ROOMS for attack in room.ATTACKS}
 # The ordinary use from which an attack differs in one thing: the attack may slow others as much as that use does.
-ORDINARY_USE: Mapping[AttackFunction, AttackFunction] = quotas.ORDINARY_USE | readers.ORDINARY_USE | storms.ORDINARY_USE
+ORDINARY_USE: Mapping[AttackFunction, AttackFunction] = {
+    attack: use for room in (quotas, readers, storms) for attack, use in room.ORDINARY_USE.items()
+}
 
 
 def describe(attack: AttackFunction) -> str:

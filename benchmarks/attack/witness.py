@@ -8,6 +8,7 @@ each line that it reads, prints a `Window` as JSON.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import json
@@ -20,7 +21,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.attack.verdict import StreamGaps, WindowSums
+from benchmarks.attack.verdict import StreamGaps, Window, WindowSums
 from penstock import AsyncClient
 from penstock.errors import PenstockError
 from penstock.rpc.server import LIVE, GrpcServer
@@ -63,7 +64,7 @@ class Witness:
         idle.terminate()
         await idle.wait()
 
-    def _close(self) -> object:
+    def _close(self) -> Window:
         now_s = time.monotonic()
         self._sums.pause_s, self._sums.idle_pause_s = [probe.close(now_s) for probe in self._probes]
         return self._sums.close(now_s)
@@ -72,8 +73,10 @@ class Witness:
         prompt = f"Once upon a time there was child number {number}. "
         while True:
             try:
-                options = {"max_tokens": _MAX_TOKENS, "temperature": 0.0, "ignore_eos": True}
-                async for chunk in client.generate(prompt, lane=Lane.INTERACTIVE, **options):
+                chunks = client.generate(
+                    prompt, lane=Lane.INTERACTIVE, max_tokens=_MAX_TOKENS, temperature=0.0, ignore_eos=True
+                )
+                async for chunk in chunks:
                     gaps.on_tokens(len(chunk.token_ids), time.monotonic())
                     self._first.set()
                 gaps.on_end()
@@ -137,9 +140,18 @@ async def _serve_idly() -> None:
     await server.stop()
 
 
-if __name__ == "__main__":
-    if sys.argv[1:]:
-        assert os.environ.get("PENSTOCK_API_KEY"), "set PENSTOCK_API_KEY to the witness's key"
-        asyncio.run(Witness(sys.argv[1]).run())
-    else:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "address", nargs="?", help="the router's gRPC address; without it, serve only the health service"
+    )
+    address = parser.parse_args().address
+    if address is None:
         asyncio.run(_serve_idly())
+    else:
+        assert os.environ.get("PENSTOCK_API_KEY"), "set PENSTOCK_API_KEY to the witness's key"
+        asyncio.run(Witness(address).run())
+
+
+if __name__ == "__main__":
+    main()

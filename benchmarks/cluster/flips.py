@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from benchmarks.common.report import Row, publish
 from benchmarks.common.shapes import BUNDLED
@@ -29,7 +30,7 @@ from tests.support.supervised_processes import PlainDeployment, plain_deployment
 ENGINE = {"num_pages": 512, "num_threads": 1, "dtype": "float32"}
 PROMPTS = [[(7 * i + 131 * n) % 900 + 20 for i in range(40 + 16 * n)] for n in range(4)]
 NUM_TOKENS = 150
-SAMPLING = {"temperature": 0.875, "top_p": 0.9375, "ignore_eos": True}
+SAMPLING: dict[str, Any] = {"temperature": 0.875, "top_p": 0.9375, "ignore_eos": True}
 
 
 @dataclass
@@ -120,7 +121,7 @@ def _ready(status: admin_pb2.StatusResponse, pool: str) -> int:
 async def measure(num_changes: int, num_streams: int) -> None:
     engine = Engine.load(EngineConfig.model_validate({"model": str(BUNDLED), **ENGINE}))
     expected = [
-        generate(engine, prompt, SamplingParams(max_tokens=NUM_TOKENS, seed=number, **SAMPLING))  # type: ignore[arg-type]
+        generate(engine, prompt, SamplingParams(max_tokens=NUM_TOKENS, seed=number, **SAMPLING))
         for number, prompt in enumerate(PROMPTS)
     ]
     del engine

@@ -7,6 +7,7 @@ with them it runs layer by layer. One sequence with an adapter among 64 shows th
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -117,6 +118,7 @@ def rows_of(model: Path, folder: Path, rank: int) -> list[Row]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     model = random_llama()
     with tempfile.TemporaryDirectory(prefix="penstock-adapters-") as folder:
         rows = [row for rank in (8, 16) for row in rows_of(model, Path(folder), rank)]

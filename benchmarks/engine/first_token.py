@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
+from typing import Any
 
 PROMPT = list(range(10, 26))
 
 
-def main(subject: str, folder: str, num_threads: int) -> None:
+def sample(subject: str, folder: str, num_threads: int) -> None:
     if subject == "penstock":
         from engine.engine import Engine
         from engine.generate import generate
@@ -21,9 +22,18 @@ def main(subject: str, folder: str, num_threads: int) -> None:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(num_threads)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     print(model.generate(torch.tensor([PROMPT]), max_new_tokens=1, do_sample=False)[0, -1:].tolist())
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("subject", choices=["penstock", "transformers"])
+    parser.add_argument("folder", help="the checkpoint's folder")
+    parser.add_argument("num_threads", type=int)
+    given = parser.parse_args()
+    sample(given.subject, given.folder, given.num_threads)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main()

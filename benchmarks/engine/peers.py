@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, StaticCache
+from transformers.cache_utils import StaticLayer
 
 from benchmarks.common.timing import Stopwatch
 from benchmarks.engine.workload import RequestBurst
@@ -101,10 +102,11 @@ class Transformers:
 
     def _call(self, tokens_BT: torch.Tensor, start: int) -> Call:
         cache = StaticCache(config=self._model.config, max_cache_len=start + tokens_BT.shape[1])
+        layers = cast(list[StaticLayer], cache.layers)
 
         @torch.inference_mode()
         def call() -> object:
-            for layer in cache.layers:
+            for layer in layers:
                 layer.cumulative_length.fill_(start if layer.is_initialized else 0)
             positions = torch.arange(start, start + tokens_BT.shape[1])[None]
             out = self._model(

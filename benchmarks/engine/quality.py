@@ -7,6 +7,7 @@ each token and head, as in our pages, and with one for each page and head. `pyth
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -125,6 +126,7 @@ def kv_rows(kv: torch.Tensor) -> Iterator[Row]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(2)
     prompts = texts(num_texts=8, num_tokens=384)
     rows = []

@@ -11,6 +11,7 @@ core computes the model; another one, if there is one, computes masks.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -139,6 +140,7 @@ def step_rows(engine: Engine) -> list[Row]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     larger = load(larger_model())
     rows = [row for count in BATCHES[:2] for row in itl_rows(larger, "135M", count, STEPS // 3)]
     larger.close()

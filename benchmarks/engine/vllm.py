@@ -6,6 +6,7 @@ It prints a line after its first token, then, for each line of JSON that it read
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -61,7 +62,14 @@ def serve(folder: str, bursts: TextIO, answers: TextIO) -> None:
         print(run(burst.prompts(), burst.new_tokens), file=answers, flush=True)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", help="the checkpoint's folder")
+    folder = parser.parse_args().folder
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    serve(sys.argv[1], sys.stdin, answers)
+    serve(folder, sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,7 @@ pricing every pair, with which it must agree, and policies that consider less. T
 
 from __future__ import annotations
 
+import argparse
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -113,7 +114,7 @@ class BusyFleet:
             prefix=prefix,
         )
 
-    def views(self, names: Sequence[WorkerId]) -> list[WorkerView]:
+    def views(self, names: Sequence[WorkerId]) -> Sequence[WorkerView]:
         return self.core.views([self.workers[name] for name in names], self.ledger.sent_to)
 
     def choose(self, policy: PlacementPolicy, prompt: Cached, now_s: float) -> tuple[PairChoice, PlacementDemand]:
@@ -181,6 +182,7 @@ def _check(fleet: BusyFleet) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     publish(
         "choice",
         f"{2 * NUM_EACH} workers, {NUM_PAGES:,} indexed pages, prompts of {PROMPT_PAGES * PAGE_SIZE:,} tokens",

@@ -7,6 +7,7 @@ workers, updated and searched page by page. Times are the thread's CPU time, so 
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import random
@@ -70,6 +71,7 @@ def chain(rng: random.Random, length: int) -> list[PageHash]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     workload = f"{NUM_WORKERS} workers, {NUM_PAGES:,} pages, prompts of {PROMPT_PAGES} pages, one thread"
     publish("index", workload, rows())
 

@@ -10,9 +10,9 @@ which the relay forwards and direct clients measure.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -170,7 +170,6 @@ async def load(**plan: Any) -> None:
 
 
 def main() -> None:
-    kind, settings = sys.argv[1], json.loads(sys.argv[2])
     work: dict[str, Callable[..., Coroutine[Any, Any, None]]] = {
         "worker": serve_worker,
         "relay": serve_relay,
@@ -178,7 +177,11 @@ def main() -> None:
         "http-worker": serve_http_worker,
         "http-load": load_http,
     }
-    uvloop.run(work[kind](**settings))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=list(work))
+    parser.add_argument("settings", type=json.loads, help="arguments of the kind, as a JSON object")
+    given = parser.parse_args()
+    uvloop.run(work[given.kind](**given.settings))
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ def problem_of(draft: str, schema: Any, text: str) -> str | None:
         value = json.loads(text, parse_float=ExactNumber)
     except ValueError as error:
         return f"no JSON: {error}"
-    error = jsonschema.exceptions.best_match(_validator(draft, schema).iter_errors(value))
-    return None if error is None else error.message
+    worst = jsonschema.exceptions.best_match(_validator(draft, schema).iter_errors(value))
+    return None if worst is None else str(worst.message)
 
 
 def _validator(draft: str, schema: Any) -> Validator:

@@ -125,17 +125,16 @@ def main() -> None:
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--requests", type=int, default=NUM_REQUESTS)
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
-    options, vllm, peer = parse_with_vllm(parser)
+    options, vllm, vllm_description = parse_with_vllm(parser)
     servers = {COLOCATED: penstock_server(True, options.transport), SPLIT: penstock_server(False, options.transport)}
     found = {name: measure(name, server, options.rates, options.requests) for name, server in servers.items()}
-    for name, peer in peers(vllm).items():
+    for name, server in peers(vllm).items():
         try:
-            found[name] = measure(name, peer, options.rates, options.requests)
+            found[name] = measure(name, server, options.rates, options.requests)
         except (RuntimeError, TimeoutError) as error:  # our figures are valid without it
             print(f"skipped {name}: {error!r}", flush=True)
-    workload = (
-        f"{options.requests} requests, 135M Llama shape, bf16, transport {options.transport}; compared with {peer}"
-    )
+    shape = f"135M Llama shape, bf16, transport {options.transport}"
+    workload = f"{options.requests} requests, {shape}; compared with {vllm_description}"
     figures = {name: {rate: metrics_of(point.figures) for rate, point in each.items()} for name, each in found.items()}
     publish("serving", workload, rows_of(figures), curves=list(distributions(found)))
 

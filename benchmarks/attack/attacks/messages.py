@@ -163,9 +163,9 @@ async def template_bombs(target: AttackTarget) -> None:
             code, details = await call_code(made, GENERATE, request.SerializeToString(), target.key)
             if code is grpc.StatusCode.INTERNAL or code is grpc.StatusCode.UNKNOWN:
                 raise Breach(f"a chat was answered {code.name}: {details}")
-        request = inference_pb2.TokenizeRequest(messages=chats[0][:1])
+        tokenize = inference_pb2.TokenizeRequest(messages=chats[0][:1])
         answer = await made.unary_unary(TOKENIZE, request_serializer=bytes, response_deserializer=bytes)(
-            request.SerializeToString(), metadata=(("authorization", f"Bearer {target.key}"),), timeout=60.0
+            tokenize.SerializeToString(), metadata=(("authorization", f"Bearer {target.key}"),), timeout=60.0
         )
         text = "".join(inference_pb2.TokenizeResponse.FromString(answer).tokens)
         if "__mro__" not in text.replace("\u2581", " "):

@@ -46,6 +46,7 @@ async def _must_release(target: AttackTarget, within_s: float) -> None:
     if not await target.wait_until_idle(NUM_VICTIMS, within_s):
         raise Breach(f"{within_s:g} s after {NUM_READERS} unread answers, {await target.describe_held()}")
     request = inference_pb2.GenerateRequest(text=_PROMPT, sampling={"max_tokens": 2}).SerializeToString()
+    refusal = ""
     async with channel(target.grpc) as made:
 
         async def is_served() -> bool:
@@ -53,7 +54,6 @@ async def _must_release(target: AttackTarget, within_s: float) -> None:
             code, refusal = await call_code(made, GENERATE, request, target.key, timeout_s=5.0)
             return code is grpc.StatusCode.OK
 
-        refusal = ""
         if not await becomes(is_served, max(_AT_LEAST_S, began_s + within_s - time.monotonic())):
             raise Breach(f"their tenant's next request was refused {within_s:g} s later: {refusal}")
 

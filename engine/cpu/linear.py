@@ -176,8 +176,8 @@ def _tiles_in_group(weight: QuantizedWeight) -> int:
 
 
 def _pack_codes(weight: QuantizedWeight) -> torch.Tensor:
-    """Arranges the codes in the tiles of `penstock_pack_linear`, [O / 16, I / 32, bytes], ordered as
-    quantized_linear.h reads them."""
+    """Arranges the codes in the tiles of `penstock_pack_linear`, [O / 16, I / 32, bytes], in the order
+    that code_values.h describes."""
     codes = weight.codes_OI.view(torch.uint8)
     if weight.kind == "int8":  # to a sign bit and a magnitude less a half: -1 is the largest value below 0
         codes = codes ^ ((weight.codes_OI >> 7) & 0x7F).view(torch.uint8)

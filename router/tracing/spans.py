@@ -1,7 +1,7 @@
 """Builds the spans of one request from its `RequestTrace`. Imported only if tracing is on.
 
 The root is the router's span. Its children are the stages at the router, and for each completion one span for each leg,
-linked to the previous one. The stages at workers are children of the last leg's span.
+linked to the previous one. The stages at workers are children of the last leg's span. `attributes` describes them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Decides which cached pages of a draining worker go to which of the remaining ones, and in what batches. Pure.
+"""Decides which cached pages of a draining worker go to which of the remaining ones, and in what batches. Pulls send
+their pages in the same batches. Pure.
 
 A prefix is useful only as a whole, so each branch of the cache's tree goes to one worker, together with the trunk that
 leads to it. A branch larger than one worker's share is divided where it forks, so that a system prompt common to all

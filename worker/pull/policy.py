@@ -3,6 +3,10 @@
 Both are priced in seconds: pulling by how long earlier pulls from that worker took, computing by how long this worker's
 own steps took, and each by the router's prediction until something is learned. A prompt never waits longer for a pull
 than the predicted time to compute the same pages, so a failed pull at most doubles that time.
+
+The limits (`max_pulls`, `min_pull_tokens`) are in `penstock.config.TransferConfig`, and `prompts` obeys them. A router
+names a source only if `router.routing.policy.pulls` expects a pull to pay; pages travel in the batches of
+`worker.handover.policy`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Pages that are released together form a run, and a heap orders the runs of each 
 its run at once, but its entry stays there until the run is reached or the heaps are rebuilt. So every operation costs
 O(pages named) and, for each run, O(log runs), whatever the size of the pool.
 
-A key is a rank and, within the rank, a value; the least key is evicted first. An owner with more cached pages than its
+A key is a rank and, within the rank, a value; the least key is evicted first. `page_retention` gives each page its key,
+with what `reuse_policy` learns of its reuse. An owner with more cached pages than its
 share loses its own pages first, so that nobody's cache grows at the expense of pages within their owners' shares.
 """
 

@@ -1,6 +1,7 @@
-// Matrix products with packed weights in vector registers: in float32, and for processors without AMX tiles in bf16. The contract is that of
-// linear.h's `Blocks`: an output is one running sum over the inputs in order (one for each group of a quantized weight),
-// whatever the number of rows and threads, so a row's result depends only on the row, bit for bit.
+// Matrix products with packed weights in vector registers: in float32, and for processors without AMX tiles in bf16.
+// The contract is that of linear.h's `Blocks`: an output is one running sum over the inputs in order (one for each group
+// of a quantized weight), whatever the number of rows and threads, so a row's result depends only on the row, bit for
+// bit.
 //
 // In bf16 a weight's word is a pair of neighbouring inputs. Where an instruction multiplies such pairs (simd.h), rows are
 // read as they are; elsewhere pairs of the weight are split into floats in registers, and rows are widened beforehand.

@@ -1,7 +1,8 @@
 """Prices pulling a prompt's prefix from another worker's cache instead of computing it. Pure.
 
 A prompt is queued after its pull: the pull delays the start and saves the worker from computing the pulled tokens. With
-a pull, a worker without the prefix costs little more than its holder, so load decides between them.
+a pull, a worker without the prefix costs little more than its holder, so load decides between them. The worker decides
+in the end (`worker.pull.policy`), among the sources that routers name.
 """
 
 from __future__ import annotations

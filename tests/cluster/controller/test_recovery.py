@@ -103,9 +103,15 @@ async def test_a_starting_worker_continues_to_start() -> None:
 
 async def test_a_pool_that_was_scaled_down_stays_small() -> None:
     world = Successor(*ALL, record=replace(RECORD, replicas={"prefill": 1, "decode": 1, "router": 1}))
+    assert world.controller.pool_service.replicas("decode") == 1
     world.controller.start()
-    await world.until(lambda status: len(status.workers) == 3)
-    await world.until(lambda status: world.stop_order == ["decode-1"])
+    status = await world.until(lambda status: bool(world.stop_order) and len(status.workers) == 3)
+    assert _names(status) == {"prefill-0", "decode-0", "router-0"}
+    assert world.stop_order == ["decode-1"]
+    membership = await anext(world.controller.membership.watch())
+    assert [each.worker_id for each in membership.members] == ["prefill-0", "decode-0"]
+    assert world.all_processes == set(ALL)  # no other process was started
+    assert world.records[-1].replicas["decode"] == 1
     await world.controller.stop()
 
 

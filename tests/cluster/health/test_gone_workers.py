@@ -32,18 +32,29 @@ class Nodes:
 class Listening(worker_pb2_grpc.WorkerServicer):
     """Stands in for a worker that fails its first calls and records the epochs that it is informed of."""
 
-    def __init__(self, num_failures: int) -> None:
+    def __init__(self, num_failures: int, on_call: Callable[[], None] = lambda: None) -> None:
         self.num_failures = num_failures
+        self.on_call = on_call
+        self.num_calls = 0
         self.gone: list[int] = []
 
     async def NoteGone(
         self, request: worker_pb2.NoteGoneRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.NoteGoneResponse:
+        self.num_calls += 1
+        self.on_call()
         if self.num_failures:
             self.num_failures -= 1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "busy")
         self.gone += request.epochs
         return worker_pb2.NoteGoneResponse()
+
+
+async def serve(servicer: Listening) -> tuple[GrpcServer, int]:
+    """Returns the server and its port."""
+    server = GrpcServer([worker_pb2.DESCRIPTOR.services_by_name["Worker"]])
+    worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server.server)
+    return server, await server.start("127.0.0.1", 0)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -63,9 +74,7 @@ def pools() -> Pools:
 
 async def test_the_others_are_informed_of_a_dead_node_until_they_answer(pools: Pools) -> None:
     nodes, servicer = Nodes(), Listening(num_failures=2)
-    server = GrpcServer([worker_pb2.DESCRIPTOR.services_by_name["Worker"]])
-    worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server.server)
-    port = await server.start("127.0.0.1", 0)
+    server, port = await serve(servicer)
     lost, never_ready = (Incarnation(WorkerId(f"prefill-{number}"), 1) for number in range(2))
     decode = Incarnation(WorkerId("decode-0"), 1)
     pools.of(lost).on_ready(lost, Epoch(11), "10.0.0.1:1", 1, "a")
@@ -86,17 +95,31 @@ async def test_the_others_are_informed_of_a_dead_node_until_they_answer(pools: P
 
 
 async def test_lost_workers_are_not_informed(pools: Pools) -> None:
+    """Neither the lost worker itself, nor another one from the time of its own loss on."""
     nodes = Nodes()
     nodes.dead = {"a"}
     lost, other = (Incarnation(WorkerId(f"prefill-{number}"), 1) for number in range(2))
-    for number, incarnation in enumerate((lost, other)):
-        pools.of(incarnation).on_ready(incarnation, Epoch(11 + number), "127.0.0.1:9", 1, "a")
+
+    def lose_other() -> None:
+        pools.of(other).set_replicas(0)
+        pools.reconcile(0.0)
+
+    lost_servicer, other_servicer = Listening(num_failures=0), Listening(num_failures=1, on_call=lose_other)
+    servers = []
+    for incarnation, epoch, servicer in ((lost, 11, lost_servicer), (other, 12, other_servicer)):
+        server, port = await serve(servicer)
+        servers.append(server)
+        pools.of(incarnation).on_ready(incarnation, Epoch(epoch), f"127.0.0.1:{port}", 1, "a")
     gone = GoneWorkers(nodes, pools, make_channel, look_every_s=0.005)
-    gone.on_lost(lost)
-    await until(lambda: len(gone._tasks) > 1 or nodes.num_looks > 0)
-    pools.of(other).set_replicas(0)
-    pools.reconcile(0.0)
-    await until(lambda: not gone._tasks)
+    try:
+        gone.on_lost(lost)
+        await until(lambda: other_servicer.num_calls > 0 and not gone._tasks)
+        assert other_servicer.num_calls == 1, "it was lost during the first call, which failed"
+        assert lost_servicer.num_calls == 0
+    finally:
+        gone.close()
+        for server in servers:
+            await server.stop()
 
 
 async def test_a_controller_looks_at_the_node_of_each_lost_worker(caplog: pytest.LogCaptureFixture) -> None:

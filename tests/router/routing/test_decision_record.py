@@ -98,7 +98,8 @@ async def test_grpc_trailers_explain_the_decision_on_request():
         pairs = {(pair["prefill"], pair["decode"]) for pair in attempt["considered"]}
         assert pairs == {("prefill-0", "decode-0"), ("decode-0", "decode-0")}
         assert attempt["predicted"] in attempt["considered"]
-        assert 0 <= actual["prefill_ms"] <= 2.0  # the worker says 2, and the first token may arrive sooner
+        stages = ("tokenize_ms", "admission_ms", "placement_ms", "queue_ms", "prefill_ms", "decode_ms")
+        assert [name for name in actual if name in stages] == [*stages]
         assert "* " in format_decision(whole)
         call = router.stub.Generate(request(token_ids=range(300, 400)))
         await collect(call)

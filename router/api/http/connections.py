@@ -14,6 +14,7 @@ import ipaddress
 import json
 import logging
 import socket
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from penstock.config.limits import LimitsConfig
-from penstock.errors import Overloaded, PenstockError, Unavailable
+from penstock.errors import InvalidInput, Overloaded, PenstockError, Unavailable
 from penstock.rpc.tls import ServerCertificate
 from router.api.limits import UnreadRequest
 from router.api.openai.responses import error_json
@@ -142,6 +143,16 @@ class HttpConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # cho
             self._peer = None
         super().connection_lost(error)
 
+    def send_400_response(self, problem: str) -> None:
+        """Refuses a request that uvicorn cannot parse. uvicorn calls this while it handles its parser's error."""
+        if self._is_serving:  # the response of this or an earlier request may have begun
+            super().send_400_response(problem)
+        elif getattr(sys.exception(), "error_status_hint", 400) == 431:  # h11: headers too long
+            limit = self._counts.limits.header_bytes
+            self._refuse(UnreadRequest("headers", f"are too long; send {limit} bytes or fewer", 431))
+        else:
+            self._refuse(InvalidInput("request", "is not valid HTTP/1.1; send a valid one"))
+
     @property
     def _is_serving(self) -> bool:
         """Returns whether a request has begun and its response is not complete."""
@@ -163,6 +174,7 @@ class HttpConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # cho
 
     def _refuse(self, error: PenstockError) -> None:
         """Sends an error before any request has begun, and closes the connection."""
+        self._stop_timer()
         log.info("refused a connection from %s: %s", self.client, error.message)
         body = json.dumps(error_json(error)).encode()
         status = http.HTTPStatus(error.http_status)

@@ -87,6 +87,23 @@ async def test_headers_that_never_arrive_time_out(sent):
         await until(lambda: not router.server.connections.num_open)
 
 
+@pytest.mark.parametrize(
+    ("sent", "status", "message"),
+    [
+        (b"GET /health HTTP/1.1\r\nx: " + b"x" * 5000, 431, "headers: are too long; send 1024 bytes or fewer"),
+        (b"GET /health\r\n\r\n", 400, "request: is not valid HTTP/1.1"),
+    ],
+)
+async def test_requests_that_cannot_be_parsed_get_errors_like_others(sent, status, message):
+    async with router_with(header_bytes=1024) as router, connected(router) as (reader, writer):
+        writer.write(sent)
+        got, headers, error = await answer(reader)
+        assert (got, headers["content-type"], headers["connection"]) == (status, "application/json", "close")
+        assert (error["param"], error["type"]) == (message.partition(":")[0], "invalid_request_error")
+        assert error["message"].startswith(message)
+        await until(lambda: not router.server.connections.num_open)
+
+
 async def test_headers_of_a_later_request_time_out_too():
     async with router_with(header_timeout_s=0.2) as router, connected(router) as (reader, writer):
         for _ in range(2):  # an idle connection is not a slow one

@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 MODEL ?= models/penstock-tiny
 # More than there are cores: tests wait about as long as they compute.
-TEST_PROCESSES ?= 4
+TEST_PROCESSES ?= 5
 
 # Tests and servers start many processes; compiling every module again in each of them costs a sixth of their start.
 unexport PYTHONDONTWRITEBYTECODE
@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
 	@echo "make serve          set up, serve $(MODEL) until Ctrl-C        (MODEL=DIR for another)"
-	@echo "make test           set up, run the whole test suite (about eleven minutes on two quiet cores)"
+	@echo "make test           set up, run the whole test suite (about nine minutes on two quiet cores)"
 	@echo "make test-fast      every test that starts no process and no Ray and is not slow: 90 s on two cores"
 	@echo "make test-deep      every property test with ten times the examples, other ones in each run"
 	@echo "make test-costs     the whole suite, recording what each file costs, by which later runs order them"

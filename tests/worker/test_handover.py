@@ -127,8 +127,9 @@ def test_the_hottest_pages_include_their_parents_and_can_be_grafted_elsewhere(
     wanted = other.lacking([(page.page_hash, page.parent) for page in hot])
     assert wanted == list(range(len(hot)))
     fresh = pool.allocate(len(hot))
-    assert all(other.graft(page.page_hash, page.parent, page) for page, page in zip(hot, fresh, strict=True))
-    assert not any(other.graft(page.page_hash, page.parent, page) for page, page in zip(hot, fresh, strict=True))
+    pairs = list(zip(hot, fresh, strict=True))
+    assert all(other.graft(each.page_hash, each.parent, page) for each, page in pairs)
+    assert not any(other.graft(each.page_hash, each.parent, page) for each, page in pairs)
     pool.release(fresh)
     other.check_integrity()
     for prompt in prompts:

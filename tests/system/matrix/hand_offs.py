@@ -391,21 +391,26 @@ async def migrated(processes: _Processes) -> Results:
     results: Results = {}
     left = list(processes.group.features)
     for _ in range(_MIGRATION_TRIES):
-        async with processes.in_flight(left) as (router, streams):
-            found = {worker.worker_id: worker for worker in router.fleet.followers}
-            target = found[WorkerId("decode-1")]
-            request = worker_pb2.MigrateRequest(worker_id=target.worker_id, epoch=target.epoch, address=target.address)
-            async with make_channel(processes.first.address) as channel:
+        async with make_channel(processes.first.address) as channel:
+            await channel.channel_ready()  # while the worker is frozen, nothing can connect to it
+            async with processes.in_flight(left) as (router, streams):
+                found = {worker.worker_id: worker for worker in router.fleet.followers}
+                target = found[WorkerId("decode-1")]
+                request = worker_pb2.MigrateRequest(
+                    worker_id=target.worker_id, epoch=target.epoch, address=target.address
+                )
                 call = worker_pb2_grpc.DecodeWorkerStub(channel).Migrate(request, timeout=_TIMEOUT_S)
+                await asyncio.sleep(0.02)  # the call arrives before the worker goes on
                 processes.first.signal(signal.SIGCONT)
                 response = await call
-            answered = await streams.results()
-        # The sequences of a request have ids that start with its own.
+                answered = await streams.results()
+        # The sequences of a request have ids that start with its own. One that ended before the call is in no response.
         ended = tuple(failure.request_id for failure in response.failed)
         results |= {
             name: stream
             for name, stream in answered.items()
             if not any(request_id.startswith(stream.request_id) for request_id in ended)
+            and all(timing.num_migrations for _, timing in _timings({name: stream}))
         }
         left = [feature for feature in left if feature.name not in results]
         if not left:

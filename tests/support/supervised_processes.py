@@ -165,6 +165,7 @@ class PlainProcess:
                 peer_address=ready["peer"],
             )
         else:
+            assert isinstance(self._config, WorkerConfig)
             version = self._config.engine.weights_version
             self._started = Started(Epoch(ready["epoch"]), ready["address"], ready["pid"], weights_version=version)
         return self._started

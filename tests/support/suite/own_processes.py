@@ -27,7 +27,8 @@ class ProcessStarted(Exception):
 def install() -> None:
     """Checks every process start of this process from now on."""
     subprocess.Popen.__init__ = _guarded(subprocess.Popen.__init__)  # type: ignore[method-assign]
-    multiprocessing.process.BaseProcess.start = _guarded_start(multiprocessing.process.BaseProcess.start)  # type: ignore[method-assign]
+    base = multiprocessing.process.BaseProcess
+    base.start = _guarded_start(base.start)  # type: ignore[method-assign, assignment]
 
 
 def enter(item: pytest.Item) -> None:

@@ -10,14 +10,15 @@ TEST_PROCESSES ?= 5
 # Tests and servers start many processes; compiling every module again in each of them costs a sixth of their start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup serve demo test test-fast test-deep test-failed test-costs lint types proto check-proto client simulate validate-simulator bench bench-router bench-serving bench-modes bench-stages bench-transfer bench-pull bench-retention bench-replay bench-overload bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-schemas bench-lora bench-speculation bench-quantized conformance attack soak gpu-check results docs tune clean
+.PHONY: help setup serve demo test test-fast test-deep test-failed test-bucket test-costs lint types proto check-proto client simulate validate-simulator bench bench-router bench-serving bench-modes bench-stages bench-transfer bench-pull bench-retention bench-replay bench-overload bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-schemas bench-lora bench-speculation bench-quantized conformance attack soak gpu-check results docs tune clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
 	@echo "make serve          set up, serve $(MODEL) until Ctrl-C        (MODEL=DIR for another)"
 	@echo "make test           set up, run the whole test suite (about nine minutes on two quiet cores)"
 	@echo "make test-fast      every test that starts no process and no Ray and is not slow: 90 s on two cores"
-	@echo "make test-deep      every property test with ten times the examples, other ones in each run"
+	@echo "make test-deep      every property test with ten times the examples, other ones in each run; 504 kills of a worker"
+	@echo "make test-bucket    the shared store in a bucket, at moto's server, installed into .venv-s3"
 	@echo "make test-costs     the whole suite, recording what each file costs, by which later runs order them"
 	@echo "make setup          a virtual environment in .venv, which every other target makes where it is missing"
 	@echo "make lint types     ruff, mypy"
@@ -78,12 +79,26 @@ test: setup
 test-fast: setup
 	$(PYTEST) -m "not processes and not slow"
 
+# Six kills for each unit of depth.
 test-deep: setup
 	PENSTOCK_TEST_DEPTH=10 $(PYTEST) --hypothesis-profile explore -m hypothesis
+	PENSTOCK_TEST_DEPTH=84 $(PY) -m pytest -q tests/worker/test_kept_kills.py
 
 # One process, so that nothing but the machine itself is beside them.
 test-failed: setup
 	$(PY) -m pytest -q --numprocesses 0 --last-failed --last-failed-no-failures none
+
+# The packages of .venv, and two more that no other test needs.
+S3 := .venv-s3
+SITE_PACKAGES := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+$(S3)/.installed: tests/worker/store/requirements.txt $(STAMP)
+	test -x $(S3)/bin/python || $(PYTHON) -m venv $(S3)
+	$(PY) $(SITE_PACKAGES) > $$($(S3)/bin/python $(SITE_PACKAGES))/penstock.pth
+	$(S3)/bin/python -m pip install --quiet --requirement $<
+	touch $@
+
+test-bucket: $(S3)/.installed
+	$(S3)/bin/python -m pytest -q tests/worker/store/test_bucket.py
 
 test-costs: setup
 	$(PYTEST) --record-costs
@@ -266,4 +281,4 @@ tune:
 	TRITON_INTERPRET=0 python3 -m benchmarks.gpu.tune
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(CONFORMANCE) $(DOCS) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) $(CONFORMANCE) $(S3) $(DOCS) build dist *.egg-info

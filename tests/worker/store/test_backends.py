@@ -17,13 +17,8 @@ from worker.pull.store.object_store import ObjectStore
 from worker.pull.store.opening import open_store
 
 
-@pytest.fixture(params=["file", "memory", "s3"])
+@pytest.fixture(params=["file", "memory"])  # and a bucket, in test_bucket.py
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
-    if request.param == "s3":
-        url, endpoint = os.environ.get("PENSTOCK_TEST_S3_URL", ""), os.environ.get("PENSTOCK_TEST_S3_ENDPOINT", "")
-        if not url:
-            pytest.skip("PENSTOCK_TEST_S3_URL names no bucket, such as one of moto's server")
-        return open_store(KvStoreConfig(url=f"{url}/{uuid.uuid4().hex}", endpoint=endpoint))
     url = f"file://{tmp_path}/kv" if request.param == "file" else f"memory://{uuid.uuid4().hex}"
     return open_store(KvStoreConfig(url=url))
 

@@ -19,6 +19,7 @@ TransferId = NewType("TransferId", str)
 PageId = NewType("PageId", int)  # index of a page in one worker's pool
 PageHash = NewType("PageHash", bytes)  # 16 bytes, see penstock.kv.page_hash
 
+SHARED_STORE = WorkerId("shared store")  # the source of pulls from it; no worker has a name with a space
 
 _EPOCH_BITS = 57  # random; two of a thousand workers share an epoch with probability 3e-12
 RANK_BITS = 6  # reserved for a worker's ranks, which count up from its epoch

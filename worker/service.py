@@ -16,6 +16,7 @@ from penstock import wire
 from penstock.kv.events import KvEventBatch, KvEventLog, encode_events, split_snapshot
 from penstock.types import Epoch, TransferKey, WorkerLoad
 from penstock.v1 import worker_pb2, worker_pb2_grpc
+from worker.pull.store.announcer import RunAnnouncer
 from worker.ticket_log import TicketLog
 
 _MIN_INTERVAL_S = 0.02  # pause between two batches for a watcher, so that a burst becomes one message
@@ -35,8 +36,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         check_up: Callable[[], worker_pb2.CheckupResponse] = worker_pb2.CheckupResponse,
         tickets: TicketLog | None = None,
         on_gone: Callable[[list[Epoch]], None] = lambda epochs: None,
+        announcer: RunAnnouncer | None = None,
     ) -> None:
-        """`check_up` blocks and runs in a thread. `on_gone` takes incarnations whose machines are dead."""
+        """`check_up` blocks and runs in a thread. `on_gone` takes incarnations whose machines are dead. `announcer`
+        knows what the worker's shared store holds, if it has one.
+        """
+        self._announcer = announcer
         self._on_gone = on_gone
         self._check_up = check_up
         self._description = description
@@ -79,6 +84,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Ends every watch, so that the server's shutdown does not wait for them."""
         self._closed = True
         self._wake()
+        if self._announcer is not None:
+            self._announcer.close()
 
     def notify(self) -> None:
         """Wakes the watchers after a change of load or cache."""
@@ -140,6 +147,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 changed.clear()
         finally:
             self._watchers.discard(changed)
+
+    async def WatchStore(
+        self, request: worker_pb2.WatchStoreRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.StoredRuns]:
+        if self._announcer is not None:
+            async for runs in self._announcer.changes():
+                yield runs
 
     def _message(self, batch: KvEventBatch, tickets: Sequence[worker_pb2.TicketState]) -> worker_pb2.EventBatch:
         return worker_pb2.EventBatch(

@@ -216,6 +216,8 @@ class WorkerShell:
         """Connects the role's core to the step loop, and adds its `service` to those that every worker has."""
         assert self.replica is not None
         self._core = core
+        if self._shared is not None:
+            self.description.store.CopyFrom(self._shared.describe())
         self.service = WorkerService(
             self.description,
             self.replica.events,
@@ -224,6 +226,7 @@ class WorkerShell:
             partial(check_up, self._engine, self.config.engine),
             self.tickets,
             self.fences.on_gone,
+            self._shared.announcer if self._shared is not None else None,
         )
         if self.config.kv_publisher is not None:
             scope = SharedScope(self.description.model_revision, lambda: self.trust.secrets)

@@ -16,8 +16,8 @@ from hashlib import blake2b
 from penstock.types import PageHash
 
 HASH_VERSION = 1
-_DIGEST_BYTES = 16
-_FRESH = blake2b(digest_size=_DIGEST_BYTES)  # copying this is a quarter cheaper than a new state for each page
+HASH_BYTES = 16
+_FRESH = blake2b(digest_size=HASH_BYTES)  # copying this is a quarter cheaper than a new state for each page
 
 
 def make_salt(model_revision: str, *, adapter: str = "", tenant: str = "", key: bytes = b"") -> bytes:
@@ -25,7 +25,7 @@ def make_salt(model_revision: str, *, adapter: str = "", tenant: str = "", key: 
 
     With a `key` (at most 64 bytes) the root is a MAC: without the key, a hash does not reveal whose pages it names.
     """
-    digest = blake2b(digest_size=_DIGEST_BYTES, person=b"penstock-page", key=key)
+    digest = blake2b(digest_size=HASH_BYTES, person=b"penstock-page", key=key)
     for part in (str(HASH_VERSION), model_revision, adapter, tenant):
         encoded = part.encode()
         digest.update(len(encoded).to_bytes(8, "little") + encoded)

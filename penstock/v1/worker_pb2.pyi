@@ -79,7 +79,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("worker_id", "epoch", "role", "model", "model_revision", "page_size", "num_pages", "layout_digest", "context_length", "transports", "page_bytes", "kv_digest", "silent_cache", "labels", "chunk_tokens", "max_running", "max_local_tokens", "lookaside_address", "num_ranks", "metrics_address", "pulls", "adapter_slots", "max_held_tokens", "itl_target_s")
+    __slots__ = ("worker_id", "epoch", "role", "model", "model_revision", "page_size", "num_pages", "layout_digest", "context_length", "transports", "page_bytes", "kv_digest", "silent_cache", "labels", "chunk_tokens", "max_running", "max_local_tokens", "lookaside_address", "num_ranks", "metrics_address", "pulls", "adapter_slots", "max_held_tokens", "itl_target_s", "store")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +104,7 @@ class WorkerDescription(_message.Message):
     ADAPTER_SLOTS_FIELD_NUMBER: _ClassVar[int]
     MAX_HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ITL_TARGET_S_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     epoch: int
     role: str
@@ -128,7 +129,16 @@ class WorkerDescription(_message.Message):
     adapter_slots: int
     max_held_tokens: int
     itl_target_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., layout_digest: _Optional[str] = ..., context_length: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., page_bytes: _Optional[int] = ..., kv_digest: _Optional[str] = ..., silent_cache: _Optional[bool] = ..., labels: _Optional[_Union[Labels, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., max_local_tokens: _Optional[int] = ..., lookaside_address: _Optional[str] = ..., num_ranks: _Optional[int] = ..., metrics_address: _Optional[str] = ..., pulls: _Optional[bool] = ..., adapter_slots: _Optional[int] = ..., max_held_tokens: _Optional[int] = ..., itl_target_s: _Optional[float] = ...) -> None: ...
+    store: SharedStore
+    def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., layout_digest: _Optional[str] = ..., context_length: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., page_bytes: _Optional[int] = ..., kv_digest: _Optional[str] = ..., silent_cache: _Optional[bool] = ..., labels: _Optional[_Union[Labels, _Mapping]] = ..., chunk_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., max_local_tokens: _Optional[int] = ..., lookaside_address: _Optional[str] = ..., num_ranks: _Optional[int] = ..., metrics_address: _Optional[str] = ..., pulls: _Optional[bool] = ..., adapter_slots: _Optional[int] = ..., max_held_tokens: _Optional[int] = ..., itl_target_s: _Optional[float] = ..., store: _Optional[_Union[SharedStore, _Mapping]] = ...) -> None: ...
+
+class SharedStore(_message.Message):
+    __slots__ = ("url", "run_pages")
+    URL_FIELD_NUMBER: _ClassVar[int]
+    RUN_PAGES_FIELD_NUMBER: _ClassVar[int]
+    url: str
+    run_pages: int
+    def __init__(self, url: _Optional[str] = ..., run_pages: _Optional[int] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "revision", "path")
@@ -159,6 +169,18 @@ class WatchEventsRequest(_message.Message):
     next_seq: int
     router: int
     def __init__(self, epoch: _Optional[int] = ..., next_seq: _Optional[int] = ..., router: _Optional[int] = ...) -> None: ...
+
+class WatchStoreRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StoredRuns(_message.Message):
+    __slots__ = ("added", "removed")
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    added: bytes
+    removed: bytes
+    def __init__(self, added: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("num_running", "num_waiting", "free_pages", "total_pages", "queued_prefill_tokens", "prefill_tokens_per_s", "step_s", "cache", "prefill_steps", "decode_steps", "num_open", "requests", "metrics", "adapters", "adapter_load_s", "leaving")

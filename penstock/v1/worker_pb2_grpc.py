@@ -45,6 +45,11 @@ class WorkerStub:
                 request_serializer=penstock_dot_v1_dot_worker__pb2.WatchEventsRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_worker__pb2.EventBatch.FromString,
                 _registered_method=True)
+        self.WatchStore = channel.unary_stream(
+                '/penstock.v1.Worker/WatchStore',
+                request_serializer=penstock_dot_v1_dot_worker__pb2.WatchStoreRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_worker__pb2.StoredRuns.FromString,
+                _registered_method=True)
         self.TransferState = channel.unary_unary(
                 '/penstock.v1.Worker/TransferState',
                 request_serializer=penstock_dot_v1_dot_worker__pb2.TransferStateRequest.SerializeToString,
@@ -74,6 +79,13 @@ class WorkerServicer:
 
     def WatchEvents(self, request, context):
         """Streams KV events and load. Starts with a snapshot unless the worker still holds every event from next_seq on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchStore(self, request, context):
+        """Streams which runs of pages the worker's shared store holds: first all of them, then what each listing changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -112,6 +124,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.WatchEvents,
                     request_deserializer=penstock_dot_v1_dot_worker__pb2.WatchEventsRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_worker__pb2.EventBatch.SerializeToString,
+            ),
+            'WatchStore': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchStore,
+                    request_deserializer=penstock_dot_v1_dot_worker__pb2.WatchStoreRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_worker__pb2.StoredRuns.SerializeToString,
             ),
             'TransferState': grpc.unary_unary_rpc_method_handler(
                     servicer.TransferState,
@@ -184,6 +201,33 @@ class Worker:
             '/penstock.v1.Worker/WatchEvents',
             penstock_dot_v1_dot_worker__pb2.WatchEventsRequest.SerializeToString,
             penstock_dot_v1_dot_worker__pb2.EventBatch.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchStore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.v1.Worker/WatchStore',
+            penstock_dot_v1_dot_worker__pb2.WatchStoreRequest.SerializeToString,
+            penstock_dot_v1_dot_worker__pb2.StoredRuns.FromString,
             options,
             channel_credentials,
             insecure,

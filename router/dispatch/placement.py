@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from penstock.errors import AdapterUnavailable
 from penstock.kv.page_hash import hash_pages
-from penstock.types import Epoch, PageHash, WorkerId
+from penstock.types import SHARED_STORE, Epoch, PageHash, WorkerId
 from penstock.v1 import common_pb2, worker_pb2
 from router.fleet.fleet_worker import FleetWorker
 from router.fleet.worker_fleet import WorkerFleet
@@ -25,6 +25,7 @@ from router.routing.costs.predictions import Predictions
 from router.routing.index.pending_prompts import MAX_MARKS_PER_PROMPT, mark_pages, marks_of
 from router.routing.index.prefix_index import PrefixIndex
 from router.routing.index.prefix_match import PrefixMatch
+from router.routing.index.stored_pages import StoredPages, StoreKey
 from router.routing.placement_core import Commitment, PlacementCore, num_naming_pages
 from router.routing.policy.interface import PairChoice, PlacementDemand, PlacementPolicy, PlannedPull, PullOffer
 
@@ -61,6 +62,17 @@ class PromptPages:
                 if match.num_pages > match.num_device_pages:
                     below[worker_id] = (match.num_pages - match.num_device_pages) * size
         return found, below
+
+    def stored_tokens(self, stored: StoredPages, store: StoreKey, size: int) -> int:
+        """Returns how many leading tokens a shared store holds, in pages of `size` tokens."""
+        runs, num_full = stored.runs(store), len(self._token_ids) // size
+        num_pages = 0
+        while runs and (stop := num_pages + store.run_pages) <= num_full:
+            hashes = self._first(min(num_full, max(stop, 2 * num_pages)), size)
+            if hashes[stop - 1] not in runs:
+                break
+            num_pages = stop
+        return num_pages * size
 
     def whole(self, size: int) -> list[PageHash]:
         """Returns the hashes of all full pages of that size."""
@@ -141,7 +153,7 @@ class Placer:
     ) -> None:
         """`on_error` takes the prediction errors of a completion's queue, prefill and transfer, in seconds.
 
-        Without `may_pull`, workers get no source to pull a prefix from.
+        Without `may_pull`, workers get no other worker to pull a prefix from.
         """
         self._fleet = fleet
         self._policy = policy
@@ -221,20 +233,29 @@ class Placer:
             prefix=pages.prefix,
             session=request.session,
             explain=request.explain,
-            pull=self._pull_offer(group, cached, below),
+            pull=None if scores_prompt else self._pull_offer(pages, group, cached, below),
             adapter=request.adapter.revision if request.adapter is not None else "",
         )
 
     def _pull_offer(
-        self, group: WorkerGroup, cached: Mapping[WorkerId, int], below: Mapping[WorkerId, int]
+        self,
+        pages: PromptPages,
+        group: WorkerGroup,
+        cached: Mapping[WorkerId, int],
+        below: Mapping[WorkerId, int],
     ) -> PullOffer | None:
-        if not (self._may_pull and group.pulls and cached):
-            return None
-        members = {worker.worker_id for worker in (*group.decode, *group.prefill)}
-        on_device = {
-            worker_id: tokens - below.get(worker_id, 0) for worker_id, tokens in cached.items() if worker_id in members
-        }
-        return self._fleet.pulls.offer(on_device)
+        on_device: dict[WorkerId, int] = {}
+        if self._may_pull and group.pulls and cached:
+            members = {worker.worker_id for worker in (*group.decode, *group.prefill)}
+            on_device = {
+                worker_id: tokens - below.get(worker_id, 0)
+                for worker_id, tokens in cached.items()
+                if worker_id in members
+            }
+        stored = 0
+        if group.store is not None:
+            stored = pages.stored_tokens(self._fleet.stored, group.store, next(iter(group.page_sizes)))
+        return self._fleet.pulls.offer(on_device, stored)
 
     def _pending_tokens(self, pages: PromptPages, group: WorkerGroup) -> dict[WorkerId, int]:
         pending: dict[WorkerId, int] = {}
@@ -345,8 +366,10 @@ def _candidates(choice: PairChoice, group: WorkerGroup) -> list[worker_pb2.Prefi
 
 
 def _source(pull: PlannedPull | None, group: WorkerGroup, own_address: str) -> worker_pb2.PrefixSource | None:
-    """Describes the source of a pull for the worker at `own_address`."""
-    if pull is None:
+    """Describes the worker that the one at `own_address` pulls from; None also for the shared store, which each worker
+    looks up itself.
+    """
+    if pull is None or pull.source == SHARED_STORE:
         return None
     source = next(worker for worker in (*group.prefill, *group.decode) if worker.worker_id == pull.source)
     return worker_pb2.PrefixSource(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from router.routing.costs.inflight import InflightLedger
 from router.routing.costs.link_costs import LinkBook
 from router.routing.costs.pull_costs import PullBook
 from router.routing.index.prefix_index import PrefixIndex
+from router.routing.index.stored_pages import StoredPages, StoreKey
 from router.routing.policy.interface import WorkerLimits
 
 
@@ -32,6 +34,8 @@ class WorkerRecords:
     links: LinkBook
     pulls: PullBook
     tickets: IssuedTickets
+    stored: StoredPages
+    store_turns: defaultdict[StoreKey, asyncio.Lock]  # held while a worker reports what that store holds
 
     def forget(self, worker_id: WorkerId, epoch: Epoch) -> None:
         """Drops everything about an incarnation of a worker that has left."""
@@ -40,7 +44,7 @@ class WorkerRecords:
         self.health.forget(epoch)
         self.costs.forget(worker_id)
         self.links.forget(worker_id)
-        self.pulls.links.forget(worker_id)
+        self.pulls.forget(worker_id)
 
 
 class FleetWorker(ABC):
@@ -81,6 +85,12 @@ class FleetWorker(ABC):
     @property
     def page_size(self) -> int:
         return self.description.page_size
+
+    @property
+    def store(self) -> StoreKey | None:
+        """The shared store that the worker reads pages from, if any."""
+        store = self.description.store
+        return StoreKey(store.url, self.description.layout_digest, store.run_pages) if store.run_pages else None
 
     @property
     @abstractmethod

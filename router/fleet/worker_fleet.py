@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
@@ -36,6 +37,7 @@ from router.routing.costs.inflight import NO_WORK, InflightLedger, InflightWork,
 from router.routing.costs.link_costs import LinkBook
 from router.routing.costs.pull_costs import PullBook
 from router.routing.index.prefix_index import DEFAULT_CONFIG, PrefixIndex
+from router.routing.index.stored_pages import StoredPages
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +67,17 @@ class WorkerFleet:
         self.costs = CostBook()
         self.links = LinkBook()
         self.pulls = PullBook()
+        self.stored = StoredPages()
         self._records = WorkerRecords(
-            self.index, self.ledger, self.health, self.costs, self.links, self.pulls, self.tickets
+            index=self.index,
+            ledger=self.ledger,
+            health=self.health,
+            costs=self.costs,
+            links=self.links,
+            pulls=self.pulls,
+            tickets=self.tickets,
+            stored=self.stored,
+            store_turns=defaultdict(asyncio.Lock),
         )
         self._followers: dict[tuple[str, int], FleetWorker] = {}  # by address and epoch; epoch 0 if unknown
         self._retiring: dict[asyncio.Task[None], FleetWorker] = {}  # by the task that waits for its last request

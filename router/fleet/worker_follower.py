@@ -16,8 +16,9 @@ import grpc.aio
 from penstock import wire
 from penstock.errors import Unavailable
 from penstock.kv.events import KvEventBatch, decode_events
+from penstock.kv.page_hash import HASH_BYTES
 from penstock.rpc.server import Dial, log_level
-from penstock.types import Member, Role, WorkerId, WorkerLoad
+from penstock.types import Member, PageHash, Role, WorkerId, WorkerLoad
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from router.fleet.backoff import Backoff
 from router.fleet.decode_link import DecodeLink
@@ -74,7 +75,7 @@ class WorkerFollower(FleetWorker):
                 try:
                     await self._describe(channel)
                     backoff.reset()
-                    await self._follow(channel)
+                    await self._follow_all(channel)
                 except (grpc.RpcError, Unavailable, TimeoutError) as error:
                     log.log(log_level(error), "worker at %s is unreachable: %s", self.address, _reason(error))
                 except Exception:
@@ -102,6 +103,30 @@ class WorkerFollower(FleetWorker):
         for links in (self._records.links, self._records.pulls.links):
             links.set_labels(self.worker_id, wire.labels_from_wire(description.labels))
         log.info("worker %s epoch %d: %s", description.worker_id, description.epoch, description.role)
+
+    async def _follow_all(self, channel: grpc.aio.Channel) -> None:
+        """Follows the worker and its shared store. Returns or raises when the worker is lost."""
+        store = asyncio.create_task(self._follow_store(channel))
+        try:
+            await self._follow(channel)
+        finally:
+            store.cancel()
+            await asyncio.wait([store])
+
+    async def _follow_store(self, channel: grpc.aio.Channel) -> None:
+        """Records what the worker's shared store holds, if it has one and no other worker reports that store."""
+        backoff, stub = Backoff(random.Random()), worker_pb2_grpc.WorkerStub(channel)
+        while (store := self.store) is not None:
+            async with self._records.store_turns[store]:
+                try:
+                    async for runs in stub.WatchStore(worker_pb2.WatchStoreRequest()):
+                        backoff.reset()
+                        self._records.stored.apply(store, _hashes(runs.added), _hashes(runs.removed))
+                except grpc.RpcError as error:
+                    log.info("the report of %s about its store ended: %s", self.worker_id, _reason(error))
+                finally:
+                    self._records.stored.drop(store)
+            await asyncio.sleep(backoff.next_s())
 
     async def _follow(self, channel: grpc.aio.Channel) -> None:
         """Returns or raises when the worker is lost; a decode worker is lost when its link breaks."""
@@ -222,6 +247,10 @@ async def _read(call: grpc.aio.UnaryStreamCall) -> worker_pb2.EventBatch | None:
     async with asyncio.timeout(_SILENCE_S):
         batch = await call.read()
         return None if batch is grpc.aio.EOF else batch
+
+
+def _hashes(joined: bytes) -> list[PageHash]:
+    return [PageHash(joined[start : start + HASH_BYTES]) for start in range(0, len(joined), HASH_BYTES)]
 
 
 def _reason(error: Exception) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from penstock.types import Role
 from router.fleet.fleet_worker import FleetWorker
+from router.routing.index.stored_pages import StoreKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class WorkerGroup:
     page_sizes: frozenset[int]  # of all its workers
     cohort: str | None = None  # of its decode workers; None: any
     pulls: bool = False  # any of them can pull pages from any other, and all send events about their pages
+    store: StoreKey | None = None  # the shared store that all of them read
 
 
 def largest_group(
@@ -51,6 +53,7 @@ def largest_group(
     # If the cohort's own prefill workers have already left, those of the other cohort can transfer pages to it.
     prefill = [worker for worker in prefill if cohort in (None, worker.cohort)] or prefill
     members = [worker.description for worker in (*decode, *prefill)]
+    stores = {worker.store for worker in (*decode, *prefill)}
     return WorkerGroup(
         model_revision=first.model_revision,
         token_bytes=first.page_bytes / first.page_size,
@@ -61,6 +64,7 @@ def largest_group(
         cohort=cohort,
         pulls=all(worker.pulls and not worker.silent_cache for worker in members)
         and len({worker.layout_digest for worker in members}) == 1,
+        store=stores.pop() if len(stores) == 1 else None,
     )
 
 

@@ -1,15 +1,17 @@
-"""Learns what pulls between workers cost, and how often workers carry out the expected pull. Pure.
+"""Learns what pulls cost, and how often workers carry out the expected pull. Pure.
 
-Nothing overlaps a pull, whereas a transfer overlaps its prefill, so their link costs are learned separately. A worker
-that knows better than the router may compute what it was expected to pull. If most pulls end that way, only a few
-requests are still priced with a pull, to notice when that changes.
+Nothing overlaps a pull, whereas a transfer overlaps its prefill, so their link costs are learned separately, and so are
+those of a shared store. A worker that knows better than the router may compute what it was expected to pull. If most
+pulls from workers, or from the store, end that way, only a few requests are still priced with one, to notice when that
+changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from penstock.types import WorkerId
+from penstock.types import SHARED_STORE, WorkerId
 from penstock.v1 import common_pb2
 from router.routing.costs.link_costs import LinkBook
 from router.routing.policy.interface import PlannedPull, PullOffer
@@ -21,27 +23,49 @@ _PROBE_EVERY = 16  # below `_MIN_KEPT`, one in this many requests is still price
 _UNFINISHED = 2.0  # a failed pull counts as this many times its prediction or its duration, whichever is longer
 
 
+@dataclass(slots=True)
+class _Record:
+    """Learns about pulls from one kind of source: their costs, and how many happen as expected."""
+
+    links: LinkBook = field(default_factory=LinkBook)
+    kept: float = 1.0  # running share of the expected pulls that were completed
+    num_offers: int = 0
+
+    def allows_offer(self) -> bool:
+        """Counts an offer. Returns whether to make it."""
+        self.num_offers += 1
+        return self.kept >= _MIN_KEPT or self.num_offers % _PROBE_EVERY == 0
+
+
 class PullBook:
     """Holds what is learned about pulls, and owns the costs of their links."""
 
     def __init__(self) -> None:
-        self.links = LinkBook()
-        self._kept = 1.0  # running share of the expected pulls that were completed
-        self._num_offers = 0
+        self._from_workers = _Record()
+        self._from_store = _Record()
 
-    def offer(self, on_device: Mapping[WorkerId, int]) -> PullOffer | None:
-        """Returns the worker to pull a prompt's prefix from, or None if pulls are not worth it.
+    @property
+    def links(self) -> LinkBook:
+        """The costs of pulls between workers."""
+        return self._from_workers.links
 
-        `on_device` says how many leading tokens each worker holds on its device.
+    def forget(self, worker_id: WorkerId) -> None:
+        for record in (self._from_workers, self._from_store):
+            record.links.forget(worker_id)
+
+    def offer(self, on_device: Mapping[WorkerId, int], stored: int = 0) -> PullOffer | None:
+        """Returns the source to pull a prompt's prefix from, or None if pulls are not worth it.
+
+        `on_device` says how many leading tokens each worker holds on its device, and `stored` how many the shared store
+        holds. A worker is the faster source, so the store is named only if it holds more by what is worth a pull.
         """
         most = max(on_device.values(), default=0)
-        if most < MIN_TOKENS:
-            return None
-        self._num_offers += 1
-        if self._kept < _MIN_KEPT and self._num_offers % _PROBE_EVERY:
+        if stored >= most + MIN_TOKENS and self._from_store.allows_offer():
+            return PullOffer(SHARED_STORE, stored, self._from_store.links.cost)
+        if most < MIN_TOKENS or not self._from_workers.allows_offer():
             return None
         holders = [worker_id for worker_id, tokens in on_device.items() if tokens == most]
-        return PullOffer(holders[self._num_offers % len(holders)], most, self.links.cost)
+        return PullOffer(holders[self._from_workers.num_offers % len(holders)], most, self.links.cost)
 
     def on_end(
         self, plan: PlannedPull | None, worker: WorkerId, pull: common_pb2.Pull | None, token_bytes: float
@@ -49,10 +73,14 @@ class PullBook:
         """Learns from a prompt that `worker` has computed: `plan` is the expected pull, `pull` the reported one."""
         if pull is not None and pull.wanted_tokens:
             seconds, source = pull.pull_ms / 1e3, WorkerId(pull.source)
-            num_bytes = pull.wanted_tokens * token_bytes
+            links, num_bytes = self._record_of(source).links, pull.wanted_tokens * token_bytes
             if pull.pulled_tokens < pull.wanted_tokens:
-                seconds = _UNFINISHED * max(seconds, self.links.cost(source, worker).transfer_s(num_bytes))
-            self.links.observe(source, worker, int(num_bytes), seconds)
+                seconds = _UNFINISHED * max(seconds, links.cost(source, worker).transfer_s(num_bytes))
+            links.observe(source, worker, int(num_bytes), seconds)
         if plan is not None:
             is_kept = pull is not None and pull.pulled_tokens == pull.wanted_tokens
-            self._kept += _SMOOTHING * (is_kept - self._kept)
+            record = self._record_of(plan.source)
+            record.kept += _SMOOTHING * (is_kept - record.kept)
+
+    def _record_of(self, source: WorkerId) -> _Record:
+        return self._from_store if source == SHARED_STORE else self._from_workers

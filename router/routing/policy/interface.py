@@ -112,10 +112,12 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class PullOffer:
-    """A worker that holds more of a prompt than any other; the others may pull its pages instead of computing them."""
+    """The worker that holds most of a prompt, or the shared store; workers may pull its pages instead of computing
+    them.
+    """
 
-    source: WorkerId
-    tokens: int  # the prompt's leading tokens on the source's device
+    source: WorkerId  # or SHARED_STORE
+    tokens: int  # the prompt's leading tokens on the source's device, or in the store
     cost: Callable[[WorkerId, WorkerId], LinkCost]  # of a pull, by source and by the worker that pulls
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import KvAwareConfig
-from penstock.types import WorkerId, WorkerLoad
+from penstock.types import SHARED_STORE, WorkerId, WorkerLoad
 from penstock.v1 import common_pb2
 from router.routing.costs.cost_model import StepCost, WorkerCosts
 from router.routing.costs.inflight import NO_WORK
@@ -108,6 +108,37 @@ def test_pulls_that_workers_do_not_make_are_no_longer_expected_but_probed() -> N
     for _ in range(10):
         book.on_end(plan, OTHER, made, 4096.0)
     assert all(book.offer({HOLDER: 2000}) is not None for _ in range(16))
+
+
+def test_the_store_is_named_where_it_holds_more_than_any_worker() -> None:
+    book = PullBook()
+    for held, stored, named in [({}, 511, None), ({}, 512, SHARED_STORE), ({HOLDER: 1000}, 1511, HOLDER)]:
+        offer = book.offer(held, stored)
+        assert (offer.source if offer else None) == named
+    offer = book.offer({HOLDER: 1000}, 1512)
+    assert offer is not None
+    assert (offer.source, offer.tokens) == (SHARED_STORE, 1512)
+
+
+def test_a_store_that_workers_do_not_read_spoils_no_pulls_between_workers() -> None:
+    book, plan = PullBook(), PlannedPull(SHARED_STORE, 2000, 0.01, 1.0)
+    for _ in range(10):
+        book.on_end(plan, OTHER, None, 4096.0)
+    offers = [book.offer({HOLDER: 1000}, 2000) for _ in range(160)]
+    assert sum(offer is not None and offer.source == SHARED_STORE for offer in offers) == 10
+    assert sum(offer is not None and offer.source == HOLDER for offer in offers) == 150
+
+
+def test_reads_of_the_store_and_pulls_between_workers_have_costs_of_their_own() -> None:
+    book = PullBook()
+    slow = common_pb2.Pull(source=SHARED_STORE, wanted_tokens=2000, pulled_tokens=2000, pull_ms=3000.0)
+    before = book.links.cost(HOLDER, OTHER)
+    for _ in range(20):
+        book.on_end(None, OTHER, slow, 4096.0)
+    offer = book.offer({}, 2000)
+    assert offer is not None
+    assert offer.cost(SHARED_STORE, OTHER).transfer_s(2000 * 4096.0) == pytest.approx(3.0, rel=0.2)
+    assert book.links.cost(HOLDER, OTHER) == before
 
 
 def test_the_cost_of_a_link_follows_what_pulls_take() -> None:

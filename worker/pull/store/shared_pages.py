@@ -19,7 +19,8 @@ from engine.engine import Engine
 from engine.step.sequence import Sequence as TokenSequence
 from penstock.config.kv_store import KvStoreConfig
 from penstock.errors import Cancelled, DeadlineExceeded, PenstockError, TransferError
-from penstock.types import Epoch, PageHash, PageId, WorkerId
+from penstock.types import SHARED_STORE, Epoch, PageHash, PageId
+from penstock.v1 import worker_pb2
 from penstock.worker_metrics import (
     STORE_BYTES,
     STORE_DELETED,
@@ -39,6 +40,7 @@ from penstock.worker_metrics import (
 )
 from worker.pull.client import Stop
 from worker.pull.policy import PartlyPulled, PrefixSource
+from worker.pull.store.announcer import RunAnnouncer
 from worker.pull.store.housekeeping import Housekeeping, Listing
 from worker.pull.store.known_runs import KnownRuns
 from worker.pull.store.object_format import RunFormat
@@ -50,7 +52,6 @@ from worker.pull.store.write_policy import choose_runs, worth_at_end, worth_at_s
 
 log = logging.getLogger(__name__)
 
-SOURCE = WorkerId("shared store")  # the source of such pulls; no worker has a name with a space
 _BYTES_AT_ONCE = 8 << 20  # most bytes copied into the pool between two steps, which takes a few milliseconds
 _AHEAD_BYTES = 64 << 20  # most bytes of one prompt's objects that are being read, or read and not yet copied
 _SPARED_DIVISOR = 16  # at most this fraction of the pool is held for writes
@@ -120,6 +121,7 @@ class SharedPages:
         self._readings: list[_Reading] = []
         self._deferred: deque[tuple[Sequence[PageHash], int]] = deque()  # texts to be written, which hold no pages
         self._is_closing = False
+        self.announcer = RunAnnouncer()
         self._num_held = 0  # pages held until they are copied
         self._waiting_bytes = 0  # of pages that are copied or to be copied, and not yet written
         self.metrics = WorkerMetrics()
@@ -144,6 +146,9 @@ class SharedPages:
         is_closing.wait(_CLOSE_S)
         self._threads.close(_CLOSE_S)
 
+    def describe(self) -> worker_pb2.SharedStore:
+        return worker_pb2.SharedStore(url=self._config.url, run_pages=self._form().run_pages)
+
     def _form(self) -> RunFormat:
         layout = self._engine.model_layout  # with the revision of the weights in use
         return RunFormat(layout.digest(), layout.page_bytes, layout.page_size, self._key())
@@ -160,7 +165,7 @@ class SharedPages:
             return None
         num_objects = stop // form.run_pages - num_here // form.run_pages
         pull_s = self._costs.predict(num_objects, form.run_bytes, self._clock())
-        return PrefixSource(SOURCE, Epoch(0), self._config.url, "", stop * form.page_tokens, pull_s)
+        return PrefixSource(SHARED_STORE, Epoch(0), self._config.url, "", stop * form.page_tokens, pull_s)
 
     def _num_leading(self, form: RunFormat, hashes: Sequence[PageHash], num_here: int) -> int:
         cache = self._engine.prefix_cache
@@ -358,6 +363,7 @@ class SharedPages:
 
     def _on_listed(self, listing: Listing) -> None:
         self._known.on_listed(listing.folder, listing.known, listing.begun_s)
+        self.announcer.publish(listing.known)
         self.metrics.add(STORE_DELETED, listing.num_deleted)
         if listing.num_bytes is not None:
             self.metrics.set(STORE_BYTES, float(listing.num_bytes))

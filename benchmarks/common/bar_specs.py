@@ -35,6 +35,13 @@ _LATENCIES = r"(?P<row>(?:goodput|TTFT|ITL)[^,]*?"
 _PENSTOCK = (("^colocated$", "Penstock colocated"), (r"^1P\+1D$", "Penstock 1P+1D"))
 _REPLAYED = r"(?P<part>.+): (?P<row>(?:%s)), (?P<kind>.+)"
 
+_ENGINE_STEPS = BarSpec(
+    "One engine in one process, ms",
+    r"(?P<row>(?:decode step|prompt|16 requests).*): (?P<kind>[^/]+)",
+    "ms",
+    with_baselines=False,
+)
+
 SPECS: dict[str, tuple[BarSpec, ...]] = {
     "attack": (
         BarSpec("Longest pause of the router in each attack, s", r"(?P<row>.+): router's longest pause", "s"),
@@ -45,14 +52,11 @@ SPECS: dict[str, tuple[BarSpec, ...]] = {
     ),
     "choice": (BarSpec("Cost of choosing a pair of workers, us", "(?P<row>.+)", "us"),),
     "engine": (
-        BarSpec(
-            "One engine in one process, ms",
-            r"(?P<row>(?:decode step|prompt|16 requests).*): (?P<kind>[^/]+)",
-            "ms",
-            with_baselines=False,
-        ),
+        _ENGINE_STEPS,
         BarSpec("Start to first token, s", r"(?P<row>start.*): (?P<kind>[^/]+)", "s", with_baselines=False),
     ),
+    "engine_avx2": (_ENGINE_STEPS,),
+    "engine_avx512": (_ENGINE_STEPS,),
     "faults": (BarSpec("Faults: noticed and served again, s", "(?P<row>.+)", "s(, .+)?"),),
     "flips": (BarSpec("Flips, drains and restarts under load, s", "(?P<row>.+)", "s"),),
     "index": (

@@ -62,8 +62,9 @@ def machine_of(result: Result) -> str:
     if hardware is None:
         return "virtual time: figures depend on the simulated costs, not on the machine"
     named = re.sub(r"\((?:R|TM)\)", "", str(hardware.get("device") or hardware.get("cpu", "unknown processor")))
+    isa = f" ({hardware['instruction_set']})" if "instruction_set" in hardware else ""
     memory = f", {hardware['memory_gib']:g} GiB" if "memory_gib" in hardware else ""
-    return f"{hardware['cores']} cores of {' '.join(named.split())}{memory}"
+    return f"{hardware['cores']} cores of {' '.join(named.split())}{isa}{memory}"
 
 
 def rows_of(result: Result) -> Iterator[Mapping[str, Any]]:

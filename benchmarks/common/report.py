@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common.charts import write_charts
+from engine.cpu import isa
 from penstock.charts.svg import cumulative_points
 
 _CURVE_POINTS = 101
@@ -117,6 +118,7 @@ def hardware() -> dict[str, object]:
             line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
         ]
         found["cpu"] = models[0] if models else "unknown"
+    found["instruction_set"] = next((each.name for each in isa.candidates()), "none")
     found["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
     return found
 

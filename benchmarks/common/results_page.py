@@ -64,6 +64,20 @@ SUBJECTS = (
         "lab-notes/engine-cpu.md",
     ),
     Subject(
+        "engine_avx512",
+        "The engine with AVX-512 and no BF16",
+        "The same, with this engine, torch and its products limited to AVX-512 without BF16 instructions.",
+        "make bench-engine ISA=avx512",
+        "lab-notes/engine-cpu.md",
+    ),
+    Subject(
+        "engine_avx2",
+        "The engine with AVX2",
+        "The same, with this engine, torch and its products limited to AVX2.",
+        "make bench-engine ISA=avx2",
+        "lab-notes/engine-cpu.md",
+    ),
+    Subject(
         "steps",
         "A step without its model",
         "The cost of scheduling, layout, tokens and frames in a step, over a null engine.",

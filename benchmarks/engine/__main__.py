@@ -4,7 +4,9 @@ It measures decode steps of 1, 16 and 64 sequences at 512 tokens of context, pro
 from prompt to last token, and the start of a process to its first token; 135M shape, bf16, greedy. Steps are compared
 with the bare-torch floor, plain eager torch and `transformers`. A "whole loop" includes scheduling: requests are
 submitted all at once to this engine's worker loop and to vLLM's `LLM.generate`, which runs in its own process if its
-interpreter is named (`benchmarks/common/vllm_process.py`).
+interpreter is named (`benchmarks/common/vllm_process.py`). "Its bare step" is the same engine's step without that loop.
+
+`--isa` limits this engine, torch and oneDNN to a lower instruction set of this machine; vLLM is not limited.
 
 Subjects alternate round by round, and the quickest call of each counts, since other work on the machine only adds time.
 While one is measured, the others are idle.
@@ -31,7 +33,7 @@ from benchmarks.common.report import Row, publish
 from benchmarks.common.shapes import random_llama
 from benchmarks.common.timing import elapsed_s
 from benchmarks.common.vllm_process import Vllm, VllmEngine, parse_with_vllm
-from benchmarks.engine.aims import BATCHING, COLD, FLOOR, OURS, VLLM, WARM, aim_rows, rows_of
+from benchmarks.engine.aims import BARE, BATCHING, COLD, FLOOR, OURS, VLLM, WARM, aim_rows, rows_of
 from benchmarks.engine.loop import EngineLoop
 from benchmarks.engine.peers import EagerTorch, Transformers
 from benchmarks.engine.workload import (
@@ -42,9 +44,11 @@ from benchmarks.engine.workload import (
     REQUESTS_NAME,
     Answer,
     LoopWorkload,
+    RequestBurst,
     loop_workloads,
     time_in_turns,
 )
+from engine.cpu import isa
 from engine.engine import Engine
 from engine.models.config import ModelConfig
 from engine.step.sequence import ScheduledSequence, Sequence
@@ -53,6 +57,10 @@ from penstock.types import RequestId, SamplingParams
 
 _SHORT_S = 0.2  # shorter calls are timed four times a round, others once
 _FIRST_TOKEN_TIMEOUT_S = 300.0
+
+# What limits oneDNN and torch's own loops to an instruction set.
+_ONEDNN = {"avx512_bf16": "AVX512_CORE_BF16", "avx512": "AVX512_CORE", "avx2": "AVX2"}
+_ATEN = {"avx2": "avx2"}
 
 Call = Callable[[], object]
 
@@ -73,6 +81,11 @@ class OwnEngine:
     def prefill(self, num_tokens: int) -> Call:
         sequence = self._sequence(num_tokens, 0)
         return self._holding([ScheduledSequence(sequence, 1)], lambda: self._compute(sequence))
+
+    def answer_bare(self, burst: RequestBurst) -> float:
+        """Returns the seconds of the decode steps after the first token, with the context of the middle one."""
+        call = self.decode(burst.batch, burst.prompt_tokens + burst.new_tokens // 2)
+        return sum(elapsed_s(call) for _ in range(burst.new_tokens - 1))
 
     def _compute(self, sequence: Sequence) -> None:
         """Computes the prompt chunk by chunk, as a prefill worker does for a single prompt."""
@@ -181,9 +194,11 @@ def started_vllm(vllm: Vllm | None, folder: Path, num_threads: int) -> Iterator[
 
 
 def whole_loop(
-    workload: LoopWorkload, own: EngineLoop, hf: Transformers, peer: VllmEngine | None, rounds: int
+    workload: LoopWorkload, own: OwnEngine, hf: Transformers, peer: VllmEngine | None, rounds: int
 ) -> dict[str, float]:
-    answers: dict[str, Answer] = {OURS: own.answer}
+    answers: dict[str, Answer] = {OURS: own.loop.answer}
+    if workload.less is not None:
+        answers[BARE] = own.answer_bare
     if peer is not None:
         answers[VLLM] = peer.answer
     if workload.name == REQUESTS_NAME:
@@ -209,9 +224,20 @@ def measure(
             keep(workload.name, in_turns(workload.calls, rounds))
     for loop_workload in loop_workloads():
         if only in loop_workload.name:
-            keep(loop_workload.name, whole_loop(loop_workload, own.loop, hf, peer, rounds))
+            keep(loop_workload.name, whole_loop(loop_workload, own, hf, peer, rounds))
     own.loop.close()
     return found
+
+
+def limit_to(name: str) -> None:
+    """Limits what this process has not run yet to the named instruction set. Raises ConfigError for one that this
+    machine lacks.
+    """
+    isa.require(name)
+    os.environ[isa.VARIABLE] = name
+    for variable, limits in (("ONEDNN_MAX_CPU_ISA", _ONEDNN), ("ATEN_CPU_CAPABILITY", _ATEN)):
+        if name in limits:
+            os.environ[variable] = limits[name]
 
 
 def main() -> None:
@@ -219,20 +245,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds in which all subjects are measured")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of every subject")
     parser.add_argument("--only", default="", help="workloads whose name contains this; writes no result")
+    names = [each.name for each in isa.supported()]
+    parser.add_argument("--isa", choices=names, help="instruction set to be limited to; its result is engine_ISA.json")
     arguments, vllm, vllm_description = parse_with_vllm(parser)
+    if arguments.isa:
+        limit_to(arguments.isa)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(arguments.threads)
     began_s, folder = time.perf_counter(), random_llama()
-    found = {} if arguments.only else starts(folder, arguments.threads)
+    found = {} if arguments.only or arguments.isa else starts(folder, arguments.threads)
     with started_vllm(vllm, folder, arguments.threads) as (peer, cold_s, warm_s):
-        if peer is not None and not arguments.only:
+        if peer is not None and COLD in found:
             found[COLD][VLLM], found[WARM][VLLM] = cold_s, warm_s
         found |= measure(folder, peer, arguments.threads, arguments.rounds, arguments.only)
     if arguments.only:
         return
     rows: list[Row] = [row for name, seconds in found.items() for row in rows_of(name, seconds)]
     publish(
-        "engine",
+        f"engine_{arguments.isa}" if arguments.isa else "engine",
         f"135M shape, bf16, {arguments.threads} threads; compared with {vllm_description}",
         rows + aim_rows(found),
     )

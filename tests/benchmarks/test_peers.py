@@ -16,7 +16,9 @@ import pytest
 from aiohttp import web
 
 from benchmarks.common.process_group import PipedProcess
+from benchmarks.common.report import hardware
 from benchmarks.common.vllm_process import NoVllm, find_vllm, preloads
+from benchmarks.engine.__main__ import limit_to
 from benchmarks.engine.aims import BATCHING, FLOOR, OURS, VLLM, WARM, aim_rows, rows_of
 from benchmarks.engine.loop import EngineLoop
 from benchmarks.engine.workload import (
@@ -32,8 +34,10 @@ from benchmarks.serving.__main__ import VLLM as VLLM_SERVER
 from benchmarks.serving.__main__ import rows_of as serving_rows
 from benchmarks.serving.vllm_server import VllmPrefill
 from benchmarks.steps.null_engine import NullEngine
+from engine.cpu import isa
 from engine.step.compute import PreparedStep, prepare_step
 from engine.step.sequence import ScheduledSequence
+from penstock.errors import ConfigError
 
 
 class Clock:
@@ -86,9 +90,22 @@ def test_aims_are_reported_for_workloads_of_both_subjects() -> None:
     rows = {row.metric: (round(row.value, 6), row.baseline_value) for row in aim_rows(found)}
     assert rows == {
         f"decode step, 16 at 512: {FLOOR} / {OURS}": (0.9, 0.75),
-        f"decode step, 16 at 512, whole loop: {VLLM} / {OURS}": (1.5, 1.5),
+        f"decode step, 16 at 512, whole loop: {VLLM} / {OURS}": (1.5, 1.2),
         f"{REQUESTS_NAME}: {BATCHING} / {OURS}": (9.0, 3.0),
     }
+
+
+def test_a_lower_instruction_set_also_limits_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("PENSTOCK_CPU_ISA", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"):
+        monkeypatch.setenv(variable, "to be restored")
+    lowest = isa.supported()[-1].name
+    limit_to(lowest)
+    assert os.environ["PENSTOCK_CPU_ISA"] == lowest
+    assert hardware()["instruction_set"] == lowest, "the result names what it was measured with"
+    if lowest == "avx2":
+        assert (os.environ["ONEDNN_MAX_CPU_ISA"], os.environ["ATEN_CPU_CAPABILITY"]) == ("AVX2", "avx2")
+    with pytest.raises(ConfigError, match="this machine has"):
+        limit_to("sse")
 
 
 def test_rows_are_in_milliseconds_beside_ours_and_starts_in_seconds() -> None:

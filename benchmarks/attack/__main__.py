@@ -32,7 +32,7 @@ _BEFORE_S = 2.0
 _AFTER_S = 0.5
 _FREED_WITHIN_S = 10.0  # time for threads that still work for callers who have left
 _AT_LEAST_S = 2.0  # a shorter attack is repeated, since a few tokens do not show the ITL
-_ATTACK_TIMEOUT_S = 60.0
+_ATTACK_TIMEOUT_S = 120.0
 _SAMPLE_S = 0.05
 _NICENESS = 5  # a third of the share of a process of the deployment
 

@@ -115,7 +115,7 @@ class BusyFleet:
         )
 
     def views(self, names: Sequence[WorkerId]) -> Sequence[WorkerView]:
-        return self.core.views([self.workers[name] for name in names], self.ledger.sent_to)
+        return self.core.views([self.workers[name] for name in names], self.ledger.sent_to_all)
 
     def choose(self, policy: PlacementPolicy, prompt: Cached, now_s: float) -> tuple[PairChoice, PlacementDemand]:
         demand = self.demand(prompt, now_s)

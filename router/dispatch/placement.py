@@ -188,7 +188,7 @@ class Placer:
             prefill = []
         links = FleetLinkPricing(self._fleet, (*decode, *group.prefill), now_s)
         demand = self._demand(request, pages, num_emitted, group, links, now_s, scores_prompt=scores_prompt)
-        views, sent_to = self._core.views, functools.partial(self._fleet.sent_to, now_s=now_s)
+        views, sent_to = self._core.views, functools.partial(self._fleet.sent_to_all, now_s=now_s)
         choice = self._policy.choose(demand, views(decode, sent_to), views(prefill, sent_to), self._rng)
         chosen = next(worker for worker in decode if worker.worker_id == choice.decode)
         candidates = self._reaching(chosen, _candidates(choice, group), now_s)

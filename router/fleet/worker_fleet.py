@@ -94,6 +94,10 @@ class WorkerFleet:
         own, others = self.ledger.sent_to(worker_id), self.peer_load.sent_to(worker_id, now_s)
         return own + others if others is not NO_WORK else own
 
+    def sent_to_all(self, worker_ids: Sequence[WorkerId], now_s: float) -> list[InflightWork]:
+        """Returns `sent_to` of each worker."""
+        return self.peer_load.added_to(self.ledger.sent_to_all(worker_ids), worker_ids, now_s)
+
     def distrust(self, worker_id: WorkerId) -> None:
         """Requests a snapshot of a worker's cache, because the index was found wrong about it."""
         for worker in self.followers:

@@ -103,11 +103,13 @@ class PlacementCore:
         self._adapters = SentAdapters()
         ledger.watch_settled(self._pending.release)
 
-    def views(self, workers: Sequence[RoutableWorker], sent_to: Callable[[WorkerId], InflightWork]) -> ViewTable:
+    def views(
+        self, workers: Sequence[RoutableWorker], sent_to: Callable[[Sequence[WorkerId]], list[InflightWork]]
+    ) -> ViewTable:
         """Returns a view of each worker; a view is reused until something about its worker changes.
 
-        `sent_to` returns the in-flight work of this router and its peers. The table is valid until the next call for
-        the same workers.
+        `sent_to` returns the in-flight work of this router and its peers for each worker. The table is valid until the
+        next call for the same workers.
         """
         ids = [worker.worker_id for worker in workers]
         key = (len(ids), ids[0], ids[-1]) if ids else None

@@ -6,7 +6,7 @@ holds the whole state, so a lost or late one does no harm.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.types import WorkerId
@@ -53,6 +53,11 @@ class PeerModel:
             return self._ledger.sent_to(worker_id)
         own, others = self._ledger.sent_to(worker_id), self._known.sent_to(worker_id, self._node.sim.now_s)
         return own + others if others is not NO_WORK else own
+
+    def sent_to_all(self, worker_ids: Sequence[WorkerId]) -> list[InflightWork]:
+        """Returns `sent_to` of each worker."""
+        own = self._ledger.sent_to_all(worker_ids)
+        return self._known.added_to(own, worker_ids, self._node.sim.now_s) if self._backoffs else own
 
     def follow(self, name: str) -> None:
         """Follows the router of that name, whichever incarnation runs, and again after each loss."""

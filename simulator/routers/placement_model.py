@@ -41,11 +41,11 @@ class PlacerModel:
         token_bytes: float,
         max_replicas: int,
         pull_cost: LinkCost | None,
-        sent_to: Callable[[WorkerId], InflightWork],
+        sent_to: Callable[[Sequence[WorkerId]], list[InflightWork]],
     ) -> None:
         """`pull_cost` is the cost of a pull between any two workers; None: nothing is pulled.
 
-        `sent_to` returns the work that this and other routers have sent to a worker.
+        `sent_to` returns the work that this and other routers have sent to each worker.
         """
         self._index: PrefixIndex = known.index
         self._sent_to = sent_to

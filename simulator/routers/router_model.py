@@ -120,7 +120,7 @@ class RouterModel:
             spec.token_bytes,
             spec.max_replicas,
             spec.pull_cost,
-            self.peers.sent_to,
+            self.peers.sent_to_all,
         )
 
     @property

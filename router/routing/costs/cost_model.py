@@ -77,7 +77,6 @@ class _WorkerModels:
         self.queued_token_s = prior.queued_token_s
         self.known_costs = prior
         self.num_known = 0  # observations that `known_costs` includes
-        self.mark = 0  # the book's mark when it last compared the worker with its peers
 
     @property
     def num_observed(self) -> int:
@@ -116,6 +115,9 @@ class CostBook:
         self._models: dict[WorkerId, _WorkerModels] = {}
         self._num_prefill = self._num_decode = 0  # observations over all workers; reported rates count as prefill
         self._pool: tuple[int, WorkerCosts] = 0, PRIOR_COSTS  # the peers' median, after the mark when it was taken
+        self._known: dict[WorkerId, WorkerCosts] = {}  # what `all_costs` has returned since the mark last changed
+        self._known_mark = 0
+        self._learned: dict[WorkerId, None] = {}  # workers whose costs may differ from `_known`
 
     def costs(self, worker_id: WorkerId) -> WorkerCosts:
         """Returns the worker's costs: the same object until something is learned.
@@ -127,21 +129,29 @@ class CostBook:
         return self.all_costs([worker_id])[0]
 
     def all_costs(self, worker_ids: Sequence[WorkerId]) -> list[WorkerCosts]:
-        """Returns the costs of each worker. Inlined, because every request reads those of all workers."""
-        mark = self._num_prefill.bit_length() * 64 + self._num_decode.bit_length()
-        get, found = self._models.get, []
-        for worker_id in worker_ids:
-            models = get(worker_id)
-            if models is None or models.mark != mark:
-                models = self._compared(worker_id, mark)
-            is_known = models.prefill.linear.num_observed + models.decode.linear.num_observed == models.num_known
-            found.append(models.known_costs if is_known else models.costs)
-        return found
+        """Returns the costs of each worker.
+
+        Every request reads those of all workers, so costs are recomputed only where something was learned.
+        """
+        mark, known = self._num_prefill.bit_length() * 64 + self._num_decode.bit_length(), self._known
+        if mark != self._known_mark:
+            self._known_mark = mark
+            known.clear()
+        for worker_id in self._learned:
+            if worker_id in known:
+                known[worker_id] = self._models[worker_id].costs
+        self._learned.clear()
+        try:
+            return list(map(known.__getitem__, worker_ids))
+        except KeyError:
+            for worker_id in worker_ids:
+                if worker_id not in known:
+                    known[worker_id] = self._compared(worker_id, mark).costs
+            return list(map(known.__getitem__, worker_ids))
 
     def _compared(self, worker_id: WorkerId, mark: int) -> _WorkerModels:
         """Returns the worker's models, after it has taken its peers' costs where it has no observations."""
         models = self._models_of(worker_id)
-        models.mark = mark
         if models.is_partly_unknown:
             if self._pool[0] != mark:
                 self._pool = mark, self._pooled()
@@ -157,22 +167,26 @@ class CostBook:
         before = models.num_observed
         _learn_rates(models, load, page_size)
         self._num_prefill += models.num_observed - before
+        self._learned[worker_id] = None
 
     def on_steps(self, worker_id: WorkerId, prefill: StepTotals, decode: StepTotals) -> None:
         """Learns from the totals in a worker's report."""
         models = self._models.get(worker_id) or self._models_of(worker_id)
         if models.decode.observe(decode) is not None:
             self._num_decode += 1
+            self._learned[worker_id] = None
         since = models.prefill.observe(prefill)
         if since is None:
             return
         self._num_prefill += 1
+        self._learned[worker_id] = None
         if since.tokens:
             _learn_queue(models, since.seconds / since.tokens)
 
     def forget(self, worker_id: WorkerId) -> None:
         """Drops the models of a worker that has left or restarted."""
         self._models.pop(worker_id, None)
+        self._known.pop(worker_id, None)
 
     def _models_of(self, worker_id: WorkerId) -> _WorkerModels:
         models = self._models.get(worker_id)

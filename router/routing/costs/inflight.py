@@ -7,7 +7,7 @@ report. Pure: time is passed in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -94,6 +94,11 @@ class InflightLedger:
     def sent_to(self, worker_id: WorkerId) -> InflightWork:
         account = self._accounts.get(worker_id)
         return account.total if account else NO_WORK
+
+    def sent_to_all(self, worker_ids: Iterable[WorkerId]) -> list[InflightWork]:
+        """Returns `sent_to` of each worker."""
+        find = self._accounts.get
+        return [account.total if (account := find(worker_id)) else NO_WORK for worker_id in worker_ids]
 
     def link_bytes(self, link: WorkerPair) -> int:
         """Returns the bytes recorded for the link that are not known to have arrived."""
@@ -202,6 +207,14 @@ class PeerInflight:
             if worker_id in report.work and now_s - report.received_s < STALE_S:
                 total += report.work[worker_id]
         return total
+
+    def added_to(self, own: list[InflightWork], worker_ids: Sequence[WorkerId], now_s: float) -> list[InflightWork]:
+        """Returns the work that a router has sent to each worker, with `sent_to` of the worker added."""
+        for report in self._reports.values():
+            if report.work and now_s - report.received_s < STALE_S:
+                more = map(report.work.get, worker_ids)
+                own = [work if other is None else work + other for work, other in zip(own, more, strict=True)]
+        return own
 
     def drop(self, peer: str) -> None:
         """Forgets a router that has left."""

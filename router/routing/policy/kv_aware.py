@@ -165,7 +165,7 @@ def _with_local(pairs: list[_Pair], local: list[_Pair]) -> list[_Pair]:
         return pairs or local
     best = min(pairs, key=itemgetter(0))
     surcharge_s = best.prefill[5] if best.prefill else 0.0
-    return [*pairs, *(pair._replace(total_s=pair.total_s + surcharge_s) for pair in local)]
+    return [*pairs, *[_Pair(total_s + surcharge_s, decode, None) for total_s, decode, _ in local]]
 
 
 def _choice(demand: PlacementDemand, chosen: _Pair, senders: list[End], pairs: list[_Pair]) -> PairChoice:

@@ -83,7 +83,7 @@ class ViewTable(Sequence[WorkerView]):
         self._views: list[WorkerView] = []
         self._columns: ViewColumns | None = None
         self._stale: set[int] = set()  # places whose columns are out of date
-        self._made_of: tuple[list[object], ...] = ()  # loads, limits, costs and work in flight, each by place
+        self._made_of: tuple[Sequence[object], ...] = ()  # loads, limits, costs and work in flight, each by place
 
     def __len__(self) -> int:
         return len(self._views)
@@ -104,13 +104,13 @@ class ViewTable(Sequence[WorkerView]):
         self,
         workers: Sequence[RoutableWorker],
         costs_of: Callable[[Sequence[WorkerId]], list[WorkerCosts]],
-        sent_to: Callable[[WorkerId], InflightWork],
+        sent_to: Callable[[Sequence[WorkerId]], list[InflightWork]],
     ) -> None:
         """Rebuilds the views of workers whose load, limits, costs or work in flight have changed."""
         loads: list[WorkerLoad] = list(map(_LOAD, workers))
         limits: list[WorkerLimits] = list(map(_LIMITS, workers))
-        costs, sent = costs_of(self.ids), list(map(sent_to, self.ids))
-        made_of: tuple[list[object], ...] = ([*loads], [*limits], [*costs], [*sent])
+        costs, sent = costs_of(self.ids), sent_to(self.ids)
+        made_of: tuple[Sequence[object], ...] = (loads, limits, costs, sent)
         places: Iterable[int]
         if self._made_of:
             places = {
@@ -150,5 +150,5 @@ class ViewTable(Sequence[WorkerView]):
         return figures
 
 
-def _differing(now: list[object], before: list[object]) -> Iterator[int]:
+def _differing(now: Sequence[object], before: Sequence[object]) -> Iterator[int]:
     return compress(range(len(now)), map(is_not, now, before))

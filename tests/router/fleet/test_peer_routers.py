@@ -34,6 +34,9 @@ def test_each_peers_newest_report_counts_in_any_order_of_arrival(reports: list[t
     newest = [list(epochs.items())[-1] for epochs in seen.values()]
     wanted = sum(10 * epoch + number for epoch, number in newest)
     assert load.sent_to(WORKER, 1.0).num_requests == wanted
+    own, workers = [InflightWork(2, 3, 4), NO_WORK], [WORKER, WorkerId("other")]
+    assert load.added_to(own, workers, 1.0) == [own[0] + load.sent_to(WORKER, 1.0), NO_WORK]
+    assert load.added_to(own, workers, 1.0 + STALE_S) == own
     assert load.sent_to(WorkerId("other"), 1.0) == NO_WORK
     assert load.sent_to(WORKER, 1.0 + STALE_S) == NO_WORK
     for peer in "ab":

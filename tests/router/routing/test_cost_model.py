@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -123,6 +124,23 @@ def test_costs_are_a_single_object_until_something_is_learned():
     assert book.costs(WORKER) is before
     report(book, WORKER, load, rng)
     assert book.costs(WORKER) is not before
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_costs_read_between_reports_are_those_read_for_the_first_time(seed):
+    rng, book = random.Random(seed), CostBook()
+    workers = [WorkerId(str(number)) for number in range(6)]
+    loads = dict.fromkeys(workers, WorkerLoad())
+    for _ in range(200):
+        worker = rng.choice(workers)
+        if rng.random() < 0.05:
+            book.forget(worker)
+            loads[worker] = WorkerLoad()
+        else:
+            loads[worker] = report(book, worker, loads[worker], rng)
+        unread, some = deepcopy(book), rng.sample(workers, 3)
+        unread._known.clear()  # as if nothing had been read since the last report
+        assert book.all_costs(some) == unread.all_costs(some)
 
 
 def test_a_new_epoch_counts_from_zero():

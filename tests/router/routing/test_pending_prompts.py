@@ -89,7 +89,7 @@ def test_a_prompt_follows_a_pending_one_with_the_same_beginning() -> None:
             now_s=0.0,
         )
         choice = policy.choose(
-            demand, core.views(decode, ledger.sent_to), core.views(prefill, ledger.sent_to), random.Random(seed)
+            demand, core.views(decode, ledger.sent_to_all), core.views(prefill, ledger.sent_to_all), random.Random(seed)
         )
         made = core.commit(choice, demand, PAGE_SIZE, 0.0, lambda: MARKS)
         return choice.prefill[0].worker_id, choice.uncached_tokens, made.credits, made.promised_prefill_tokens

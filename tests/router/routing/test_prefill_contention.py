@@ -89,7 +89,7 @@ def test_the_router_expects_a_prompt_where_its_decode_worker_sends_it(
     ends = [[Worker(D, running, limits=limits)], [Worker(each, busy) for each in (A, B)]]
     demand = PlacementDemand(1000, 1.0)
     for _ in range(200):  # prompts wait at all prefill workers
-        tables = [core.views(workers, lambda worker_id: NO_WORK) for workers in ends]
+        tables = [core.views(workers, lambda worker_ids: [NO_WORK] * len(worker_ids)) for workers in ends]
         choice = policy.choose(demand, tables[0], tables[1], random.Random(0))
     decode_worker = PrefillPlacement(DecodeConfig(itl_target_s=itl_target_s))
     decode_worker.steps.assume(PREFILL_PRIOR.token_s)

@@ -86,7 +86,7 @@ def test_columns_and_views_choose_equally(seed: int) -> None:
         if prefill:
             links.observe(prefill[0].worker_id, decode[0].worker_id, 1e6 * rng.random(), 0.001 + rng.random() / 100)
         demand = random_demand(rng, [*decode, *prefill], LearnedLinkPricing(links, ledger))
-        tables = [core.views(workers, ledger.sent_to) for workers in (decode, prefill)]
+        tables = [core.views(workers, ledger.sent_to_all) for workers in (decode, prefill)]
         views: list[list[WorkerView]] = [list(table) for table in tables]
         tie = rng.random()
         chosen = wide.choose(demand, tables[0], tables[1], random.Random(tie))
@@ -99,7 +99,7 @@ def test_cases_that_columns_do_not_cover_are_priced_view_by_view() -> None:
     core, rng = PlacementCore(ledger, CostBook(), links), random.Random(1)
     decode, prefill = [random_worker("d", rng)], [random_worker("p", rng)]
     demand = replace(random_demand(rng, [*decode, *prefill], LearnedLinkPricing(links, ledger)), explain=True)
-    tables = [core.views(workers, ledger.sent_to) for workers in (decode, prefill)]
+    tables = [core.views(workers, ledger.sent_to_all) for workers in (decode, prefill)]
     assert KvAwarePolicy(wide_from=0).choose(demand, tables[0], tables[1], rng).considered
 
 
@@ -116,7 +116,7 @@ def test_columns_follow_their_views(seed: int) -> None:
         key = ledger.record(rng.choice(workers).worker_id, InflightWork(1, 2, 3), float(step))
         if rng.random() < 0.5:
             ledger.settle([key])
-        table = core.views(workers, ledger.sent_to)
+        table = core.views(workers, ledger.sent_to_all)
         kept, made = vars(table.columns), vars(ViewColumns(list(table)))
         assert all((kept[name] == made[name]).all() for name in made)
         for each, view in zip(workers, table, strict=True):

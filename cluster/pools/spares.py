@@ -30,7 +30,7 @@ from penstock.v1 import admin_pb2
 log = logging.getLogger(__name__)
 
 TAKE_TIMEOUT_S = 10.0  # deadline for a warm spare to serve; only a frozen process needs longer
-FIRST_RETRY_S = 5.0  # delay after a spare is lost while starting; doubles until one is warm
+FIRST_RETRY_S = 5.0  # delay after a spare is lost while starting; doubles until one stays warm for as long
 MAX_RETRY_S = 300.0
 REPLACE_AFTER_S = 4.5  # a worker that is silent this long is replaced if a spare is warm
 
@@ -51,6 +51,7 @@ class Spare:
     process: SupervisedProcess
     state: SpareState = SpareState.STARTING
     is_placed: bool = False
+    warm_s: float | None = None  # since when it is warm
     pid: int = 0
     detail: str = ""
     taken_by: Incarnation | None = None
@@ -136,8 +137,7 @@ class Spares:
         role = Role(spare.name.spare_of)
         try:
             started = await asyncio.shield(spare.warming)
-            self._failures_in_a_row[role] = 0
-            spare.pid, spare.detail = started.pid, ""
+            spare.pid, spare.detail, spare.warm_s = started.pid, "", time.monotonic()
             if spare.taken_by is None:
                 self._note(spare, SpareState.WARM)
             reason = await spare.process.watch(lambda load: None, lambda doubt: None)
@@ -148,11 +148,21 @@ class Spares:
         except Exception as error:
             log.exception("%s failed", spare.name.worker_id)
             reason = f"{type(error).__name__}: {error}"
-        if spare.state is SpareState.STARTING:  # a spare that was already warm is replaced at once
-            wait_s = FIRST_RETRY_S * 2.0 ** self._failures_in_a_row[role]
-            self._retry_s[role] = time.monotonic() + min(MAX_RETRY_S, wait_s)
-            self._failures_in_a_row[role] += 1
+        self._retry_later(role, spare.warm_s)
         self._remove(spare, SpareState.LOST, reason)
+
+    def _retry_later(self, role: Role, warm_s: float | None) -> None:
+        """Sets when a lost spare may be replaced. `warm_s` is the time at which it became warm, None if it never was.
+
+        The first one that was warm is replaced at once, the next ones too unless they were warm only briefly.
+        """
+        now_s = time.monotonic()
+        if warm_s is not None and now_s - warm_s >= FIRST_RETRY_S:
+            self._failures_in_a_row[role] = 0
+        failures = self._failures_in_a_row[role] + (warm_s is None)
+        wait_s = FIRST_RETRY_S * 2.0 ** (failures - 1) if failures else 0.0
+        self._retry_s[role] = now_s + min(MAX_RETRY_S, wait_s)
+        self._failures_in_a_row[role] += 1
 
     def _remove(self, spare: Spare, state: SpareState, reason: str) -> None:
         """Begins to stop a spare; `close` waits until it is gone."""
@@ -204,6 +214,7 @@ class Spares:
         self._taken[spare.name] = spare
         spare.taken_by = incarnation
         spare.watching.cancel()
+        self._failures_in_a_row[Role(incarnation.pool_name)] = 0
         self._note(spare, SpareState.TAKEN, f"becomes {incarnation.worker_id}")
         return TakenSpare(spare, incarnation, respawn, lambda: self._taken.pop(spare.name, None))
 

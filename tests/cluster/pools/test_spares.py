@@ -7,6 +7,7 @@ fake.
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from cluster.health.canary_policy import CanaryJudge
 from cluster.local.role_host import RoleHost
 from cluster.pools.pool import Incarnation, Slot, WorkerState
 from cluster.pools.pool_policy import choose_num_spares
+from cluster.pools.spares import FIRST_RETRY_S
 from cluster.ray.recovery import newest, parse_name
 from penstock.config import EngineConfig, PoolConfig, ServeConfig, TransferConfig, WorkerConfig
 from penstock.errors import Unavailable
@@ -119,6 +121,24 @@ async def test_a_spare_that_dies_is_replaced() -> None:
     await world.warm("decode-spare-1")
     assert world.logged("decode-spare-0") == ["starting", "warm", "lost"]
     assert world.processes["decode-spare-0", 1].killed
+    await world.controller.stop()
+
+
+async def test_spares_that_die_as_soon_as_they_are_warm_are_replaced_ever_later() -> None:
+    world = SpareWorld(spares=1)
+    await world.ready()
+    retries_s = []
+    for number in range(4):
+        await world.warm(f"decode-spare-{number}")
+        lost_s = time.monotonic()
+        world.processes[f"decode-spare-{number}", 1].lose("its process died")
+        await world.until(lambda status: not any(each.state == "warm" for each in status.spares))
+        spares = world.controller.spares
+        if (retry_s := spares.next_retry_s(lost_s)) is not None:
+            retries_s.append(retry_s - lost_s)
+            spares._retry_s[Role.DECODE] = 0.0  # the test does not wait
+            spares.reconcile(lost_s, upgrading=False)
+    assert [round(wait_s / FIRST_RETRY_S) for wait_s in retries_s] == [0, 1, 2, 4]
     await world.controller.stop()
 
 

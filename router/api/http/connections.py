@@ -149,6 +149,7 @@ class HttpConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # cho
             super().send_400_response(problem)
         elif getattr(sys.exception(), "error_status_hint", 400) == 431:  # h11: headers too long
             limit = self._counts.limits.header_bytes
+            self._counts.metrics.limited("header_bytes")
             self._refuse(UnreadRequest("headers", f"are too long; send {limit} bytes or fewer", 431))
         else:
             self._refuse(InvalidInput("request", "is not valid HTTP/1.1; send a valid one"))

@@ -175,6 +175,26 @@ def test_run_ahead_waits_while_pages_are_too_few() -> None:
     scheduler.commit(plan, StepOutput((SampledToken(1),)))
 
 
+def test_run_ahead_takes_the_last_free_page() -> None:
+    scheduler, pool = make_scheduler(3)
+    start(scheduler, make_sequence("full", 8))
+    scheduler.schedule()
+    assert pool.num_available == 1
+    assert scheduler.schedule_ahead() is not None
+    assert pool.num_available == 0
+
+
+@pytest.mark.parametrize(("max_batch", "waits"), [(1, False), (2, True)])
+def test_run_ahead_waits_for_a_request_only_if_it_could_be_admitted(max_batch: int, waits: bool) -> None:
+    scheduler, _ = make_scheduler(12, max_batch_sequences=max_batch)
+    start(scheduler, make_sequence("running", 4))
+    scheduler.schedule()
+    late = make_sequence("late", 4)
+    late.sampling = SamplingParams(max_tokens=9, allowed_token_ids=(3, 4), bad_sequences=((3, 4),))
+    start(scheduler, late)
+    assert (scheduler.schedule_ahead() is None) is waits
+
+
 def test_interactive_requests_are_admitted_first() -> None:
     scheduler, _ = make_scheduler(40, max_batch_sequences=4, max_batch_tokens=4)
     for lane in (Lane.BULK, Lane.STANDARD, Lane.INTERACTIVE):

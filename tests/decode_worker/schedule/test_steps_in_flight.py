@@ -336,6 +336,35 @@ def test_prompts_are_computed_ahead_beside_decoding_and_their_first_tokens_fed_b
     assert all(sequence.token_ids[-1] == EOS or sequence.num_output_tokens == 9 for sequence in machine.ended)
 
 
+def test_run_ahead_waits_for_proposals_and_for_their_verification() -> None:
+    proposer = FlawedProposer(0, 0.0, least=2)
+    found = dict[Sequence, Proposal]()
+    propose, proposer.propose = proposer.propose, lambda counts: found  # type: ignore[method-assign]
+    machine = Machine(60, Speculator(5, lambda: 0.0, always=True, lookups=proposer))
+    scheduler = machine.scheduler
+    prompt = next([number] * 5 for number in range(1, 23) if runs_on([number] * 5, 12))
+    sequence = Sequence(RequestId("0"), prompt, len(prompt), SamplingParams(max_tokens=40), SALT)
+    scheduler.track(sequence)
+    scheduler.compute_here(sequence)
+    machine.live.append(sequence)
+    machine.launch(scheduler.schedule())
+    machine.record()
+    machine.launch(scheduler.schedule())
+    machine.launch(scheduler.schedule_ahead())
+    assert len(machine.in_flight) == 2, "there was nothing to propose"
+    machine.record()
+    proposer.propose = propose  # type: ignore[method-assign]
+    assert scheduler.schedule_ahead() is None  # the next step verifies what follows the token in flight
+    machine.record()
+    machine.launch(scheduler.schedule())
+    assert machine.in_flight[-1][0].speculates
+    proposer.propose = lambda counts: found  # type: ignore[method-assign]
+    assert scheduler.schedule_ahead() is None  # nobody knows yet how many tokens are accepted
+    machine.record()
+    assert machine.num_accepted >= 2
+    machine.check()
+
+
 def test_run_ahead_waits_for_a_first_token_that_depends_on_the_text() -> None:
     sampling = SamplingParams(max_tokens=9, allowed_token_ids=(3, 4), bad_sequences=((3, 4),))
     machine = Machine(60)
@@ -356,6 +385,10 @@ def test_run_ahead_waits_for_a_first_token_that_depends_on_the_text() -> None:
     machine.record()
     machine.launch(scheduler.schedule())
     assert [chunk.is_sampled for chunk in machine.in_flight[-1][0].chunks] == [True]
+    machine.record()
+    machine.launch(scheduler.schedule())
+    assert len(machine.in_flight[-1][0].rows) == 2
+    assert scheduler.schedule_ahead() is None  # it would sample the second prompt's next token
     machine.record()
     machine.check()
 

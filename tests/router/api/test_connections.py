@@ -101,6 +101,7 @@ async def test_requests_that_cannot_be_parsed_get_errors_like_others(sent, statu
         assert (got, headers["content-type"], headers["connection"]) == (status, "application/json", "close")
         assert (error["param"], error["type"]) == (message.partition(":")[0], "invalid_request_error")
         assert error["message"].startswith(message)
+        assert count_of(router, "header_bytes") == (status == 431)
         await until(lambda: not router.server.connections.num_open)
 
 

@@ -19,6 +19,7 @@ from decode_worker.migrate.outgoing import CopyPhase, OutgoingMigration
 from decode_worker.server import DecodeServer
 from engine.engine import Engine
 from engine.generate import generate
+from engine.step.compute import PreparedStep, SampledTokens
 from penstock.config import EngineConfig
 from penstock.errors import DeadlineExceeded, Overloaded, TransferError, TransferRefused, from_rpc_error, from_status
 from penstock.rpc.server import make_channel
@@ -40,6 +41,7 @@ PENALIZED = SamplingParams(
     presence_penalty=0.25,
 )
 PROMPT = [(5 * i) % 300 + 2 for i in range(150)]
+STEP_S = 0.003  # least time of a step, so that a sequence of 300 tokens is still running when a migration begins
 LEASE_S = 0.5  # set only where a sequence without its router must be dropped; no other test may depend on time
 
 
@@ -110,6 +112,16 @@ class Pair:
     router: Router
 
 
+def take_time(engine: Engine) -> None:
+    compute = engine.compute
+
+    def slow(step: PreparedStep, previous: SampledTokens | None = None) -> SampledTokens:
+        time.sleep(STEP_S)
+        return compute(step, previous)
+
+    engine.compute = slow  # type: ignore[method-assign]
+
+
 @contextlib.asynccontextmanager
 async def running_pair(
     model: Path, other: Path | None = None, num_pages: int = 256, page_size: int = 16
@@ -122,6 +134,8 @@ async def running_pair(
     ) as (first, second):
         assert isinstance(first, DecodeServer)
         assert isinstance(second, DecodeServer)
+        for server in (first, second):
+            take_time(server.worker._engine)
         async with caller(first) as to_first, caller(second) as to_second:
             yield Pair(first, second, Router({first.epoch: to_first, second.epoch: to_second}))
         await wait_until_empty(first, second)

@@ -51,6 +51,7 @@ class World:
     age_s: float = 0.0  # the age of the last worker's report
     starting: int = 0
     starting_role: Role = Role.PREFILL
+    cached: float = 0.0  # share of prompt tokens that workers find in their caches
     last: ScalingDecision | None = None
 
     def load(self, role: Role, place: int, computed: float, running: int) -> WorkerSignal:
@@ -109,7 +110,12 @@ class World:
             why = self.unplaceable if role is Role.PREFILL else ""
             pools[role] = PoolSignal(size + len(stuck), tuple(ready), stuck, why, self.fitting)
         demand = DemandSignal(
-            requests=self.requests, prompt_tokens=self.tokens, waiting=waiting, waiting_tokens=500 * waiting
+            requests=self.requests,
+            prompt_tokens=self.tokens,
+            ended_prompt_tokens=self.tokens,
+            cached_tokens=round(self.cached * self.tokens),
+            waiting=waiting,
+            waiting_tokens=500 * waiting,
         )
         demand = demand if has_demand else None
         self.last = self.scaler.decide(Signals(pools, demand), self.now_s)

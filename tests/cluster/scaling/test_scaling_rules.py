@@ -104,3 +104,47 @@ def test_the_time_without_reports_does_not_count_as_traffic() -> None:
     assert (record(fleet).verdict, record(fleet).reason.partition(":")[0]) == ("missing", "first observation")
     fleet.tick(1800, 8)
     assert record(fleet).verdict != "missing"
+
+
+def test_a_large_pool_grows_by_a_share_of_its_size_and_by_more_if_it_grew_lately() -> None:
+    bounds = {role: PoolBounds(1, 100) for role in Role}
+    fleet = World(AutoscalerPolicy(CONFIG.model_copy(update={"flips": False}), bounds, 64))
+    fleet.sizes[Role.PREFILL] = 40
+    fleet.run(60, 37_000, 8)
+    (first,) = [change.replicas for _, change in fleet.changes if isinstance(change, Resize)]
+    assert record(fleet).wanted < first == 44, "a tenth more, though fewer would do"
+    fleet.changes.clear()
+    fleet.run(60, 42_000, 8)
+    (second,) = [change.replicas for _, change in fleet.changes if isinstance(change, Resize)]
+    assert record(fleet).wanted < second == 55, "a quarter more"
+
+
+def test_the_machines_room_is_no_reason_if_it_suffices() -> None:
+    def first_growth(fitting: int | None) -> ScalingRecord:
+        fleet = world(flips=False)
+        fleet.fitting = fitting
+        while not fleet.changes:
+            fleet.tick(3300, 8)
+        return record(fleet)
+
+    unlimited = first_growth(None)
+    assert first_growth(unlimited.wanted) == unlimited
+    assert "the machines hold" in first_growth(unlimited.wanted - 1).reason
+
+
+def test_a_pool_whose_need_is_unknown_keeps_its_bounds() -> None:
+    fleet = World(AutoscalerPolicy(CONFIG, BOUNDS, 64), {Role.PREFILL: 12, Role.DECODE: 2})
+    for _ in range(2):  # prompts wait, and no worker has computed one
+        fleet.tick(0, 0, waiting=3)
+    assert "no worker has computed a prompt yet" in record(fleet).reason
+    assert fleet.sizes[Role.PREFILL] == 10
+
+
+def test_cached_prompts_may_wait_longer() -> None:
+    slacks_s = []
+    for cached in (0.0, 0.5):
+        fleet = world(flips=False)
+        fleet.cached = cached
+        fleet.run(60, 1800, 8)
+        slacks_s.append(record(fleet).figures["slack_s"])
+    assert slacks_s[1] > slacks_s[0]

@@ -12,8 +12,9 @@ import torch
 
 from engine.kernels.backends import AttentionBackend
 from engine.kernels.layer_ops import LayerOps
-from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
+from engine.kernels.metadata import KvLayer, QkNorms
 from engine.layers.adapted import ProductAdapters, multiply
+from engine.layers.attention_inputs import AttentionInputs
 from engine.layers.linear import LayerTensors, Linear, fuse
 from engine.layers.norms import ProjectionNorms, read_norm
 from engine.layers.rope import rotary_order
@@ -30,8 +31,7 @@ class Attention(Protocol):
     def attend(
         self,
         x_TD: torch.Tensor,
-        cos_sin_T2H: torch.Tensor,
-        meta: AttentionMetadata,
+        inputs: AttentionInputs,
         kv: KvLayer,
         attention: AttentionBackend,
         ops: LayerOps,
@@ -71,8 +71,7 @@ class GroupedAttention:
     def attend(
         self,
         x_TD: torch.Tensor,
-        cos_sin_T2H: torch.Tensor,
-        meta: AttentionMetadata,
+        inputs: AttentionInputs,
         kv: KvLayer,
         attention: AttentionBackend,
         ops: LayerOps,
@@ -82,9 +81,12 @@ class GroupedAttention:
         if self._projection_norms is not None:
             qkv_TX = self._projection_norms(qkv_TX, ops)
         qkv_TXH = qkv_TX.view(-1, self._num_heads + 2 * self._num_kv_heads, self._head_dim)
-        q_TNH = attention.store_qkv(qkv_TXH, cos_sin_T2H, self.qk_norms, kv, meta, ops)
+        norms = inputs.head_norms if self.qk_norms is None else self.qk_norms
+        q_TNH = attention.store_qkv(qkv_TXH, inputs.cos_sin_T2H, norms, kv, inputs.meta, ops)
+        if inputs.query_scale_T11 is not None:
+            q_TNH = (q_TNH * inputs.query_scale_T11).to(q_TNH.dtype)
         return attention.paged_attention(
-            q_TNH, kv.pages, meta, self._scale, self.window, self._softcap, kv.scales, self.sinks_N
+            q_TNH, kv.pages, inputs.meta, self._scale, self.window, self._softcap, kv.scales, self.sinks_N
         ).flatten(1)
 
 
@@ -118,14 +120,13 @@ class LatentAttention:
     def attend(
         self,
         x_TD: torch.Tensor,
-        cos_sin_T2H: torch.Tensor,
-        meta: AttentionMetadata,
+        inputs: AttentionInputs,
         kv: KvLayer,
         attention: AttentionBackend,
         ops: LayerOps,
         adapters: ProductAdapters | None = None,
     ) -> torch.Tensor:
-        latent = self._latent
+        latent, cos_sin_T2H, meta = self._latent, inputs.cos_sin_T2H, inputs.meta
         down_TX = self._kv_down(x_TD)
         kv_TC = ops.rms_norm(down_TX[:, : latent.rank], self._kv_norm_C, _LATENT_EPS)
         k_T1R = ops.rope(down_TX[:, latent.rank :].unsqueeze(1), cos_sin_T2H)

@@ -51,7 +51,7 @@ class ExpertFeedForward:
         self._config = config
         names = config.names
         router_ED = read(names.router)
-        shift_E = read(names.router_shift) if names.is_stacked else None
+        shift_E = read(names.router_shift) if names.has_bias else None
         self._router = Linear(router_ED.float() if config.float32_router else router_ED, shift_E)
         self._bias_E = read(names.router_bias).float() if config.sigmoid else None
         self._shared = DenseFeedForward(read, names.shared, has_bias=False) if config.shared_size else None
@@ -75,13 +75,20 @@ class ExpertFeedForward:
         config = self._config  # adapters of experts are refused when they are read
         logits_TE = self._router(x_TD.float() if config.float32_router else x_TD)
         groups = (config.num_groups, config.num_chosen_groups)
-        if self._bias_E is None:
+        if config.scales_inputs:
+            chosen_TC, weight_TC = choose_scaled(logits_TE, config.num_chosen)
+        elif self._bias_E is None:
             chosen_TC, weight_TC = choose_experts(logits_TE, config.num_chosen, config.normalize, groups)
         else:
             chosen_TC, weight_TC = choose_biased(logits_TE, self._bias_E, config.num_chosen, config.normalize, groups)
         num_tokens, num_chosen = chosen_TC.shape
         pair_X, start_E1 = group_by_expert(chosen_TC, config.num_experts)
-        gate_up_X2F = ops.grouped_gemm(x_TD, self._gate_up, start_E1, pair_X // num_chosen)
+        if config.scales_inputs:
+            scale_X1 = weight_TC.flatten()[pair_X, None].to(x_TD.dtype)
+            gate_up_X2F = ops.grouped_gemm(x_TD[pair_X // num_chosen] * scale_X1, self._gate_up, start_E1, None)
+            weight_TC = torch.ones_like(weight_TC)
+        else:
+            gate_up_X2F = ops.grouped_gemm(x_TD, self._gate_up, start_E1, pair_X // num_chosen)
         if self._gate_up_bias_EX is None or self._down_bias_ED is None or config.swiglu is None:
             out_XD = ops.grouped_gemm(ops.silu_and_mul(gate_up_X2F), self._down, start_E1, None)
         else:
@@ -120,6 +127,12 @@ def choose_experts(
     if normalize:
         weight_TC = weight_TC / weight_TC.sum(dim=-1, keepdim=True)
     return chosen_TC, weight_TC
+
+
+def choose_scaled(logits_TE: torch.Tensor, num_chosen: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns each token's experts [T, C] and the scales of their inputs, float32 [T, C]: sigmoids (Llama 4)."""
+    logits_TC, chosen_TC = logits_TE.topk(num_chosen, dim=-1)
+    return chosen_TC, logits_TC.float().sigmoid()
 
 
 def choose_biased(

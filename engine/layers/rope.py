@@ -31,10 +31,13 @@ def build_rope_table(config: RopeConfig, head_dim: int, num_positions: int) -> t
 
 def rotary_order(config: RopeConfig, head_dim: int) -> torch.Tensor | None:
     """Returns the order in which a head's values pair up as `LayerOps.rope` pairs them, int64 [H]: the first halves of
-    the rotated and of the other values, then the second halves. None: as they are stored.
+    the rotated and of the other values, then the second halves; or the first value of each adjacent pair, then the
+    second. None: as they are stored.
 
     Scores do not depend on the order, as long as queries and keys have the same."""
     rotated_dim = config.rotated_dim
+    if config.pairs_neighbours:
+        return torch.arange(head_dim).view(-1, 2).T.flatten()
     if rotated_dim is None:
         return None
     rotated, kept = torch.arange(rotated_dim).chunk(2), torch.arange(rotated_dim, head_dim).chunk(2)
@@ -58,7 +61,8 @@ def _inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
 def _llama3_frequencies(plain: torch.Tensor, config: RopeConfig) -> torch.Tensor:
     """Returns Llama 3.1's frequencies: long waves are stretched by `factor`, short ones kept, those between blended."""
     turns = config.original_context * plain / (2 * math.pi)  # of each dimension over the trained context
-    kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    width = config.high_freq_factor - config.low_freq_factor or 1e-9  # Llama 4 Scout has a step instead of a blend
+    kept = (turns - config.low_freq_factor) / width
     return torch.lerp(plain / config.factor, plain, kept.clamp(0, 1))
 
 

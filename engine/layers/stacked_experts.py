@@ -1,4 +1,5 @@
-"""Reads experts that a checkpoint stores as one tensor per layer, gate and up interleaved (gpt-oss), plain or in MXFP4.
+"""Reads experts that a checkpoint stores as one tensor per layer: gates, then ups (Llama 4), or alternating and with
+biases, plain or in MXFP4 (gpt-oss).
 
 MXFP4 (OCP Microscaling Formats v1.0) stores 32 inputs as 16 bytes of two e2m1 codes, the lower half first, and a byte
 with the exponent of the scale they share. e4m3 represents every e2m1 value, so the weights become fp8 codes with a
@@ -29,13 +30,18 @@ class StackedExperts:
         self._is_coded, self._dtype, self._read = config.mxfp4, dtype, read
         self._gate_up = [read(name) for name in names.stored("gate_up_proj", config.mxfp4)]
         self._down = [read(name) for name in names.stored("down_proj", config.mxfp4)]
-        self.gate_up_bias_EX = _halves(read(names.stacked_bias("gate_up_proj")).T).T.contiguous()
-        self.down_bias_ED = read(names.stacked_bias("down_proj"))
+        self._alternates = names.has_bias
+        self.gate_up_bias_EX: torch.Tensor | None = None
+        self.down_bias_ED: torch.Tensor | None = None
+        if names.has_bias:
+            self.gate_up_bias_EX = _halves(read(names.stacked_bias("gate_up_proj")).T).T.contiguous()
+            self.down_bias_ED = read(names.stacked_bias("down_proj"))
 
     def gate_up(self, expert: int) -> Weight:
         """Returns [2 * F, D], the gates first."""
         if not self._is_coded:
-            return _halves(self._gate_up[0][expert].T)
+            rows = self._gate_up[0][expert].T
+            return _halves(rows) if self._alternates else rows.contiguous()
         return self._weight(*(_halves(stored[expert]) for stored in self._gate_up))
 
     def down(self, expert: int) -> Weight:

@@ -87,6 +87,12 @@ def _quantized_revision(config: EngineConfig, model: ModelConfig) -> str:
 
 def make_layout(config: EngineConfig, model: ModelConfig) -> KVLayout:
     """Returns the page layout of the whole model. Raises ConfigError."""
+    chunk_tokens = model.irope.chunk_tokens if model.irope is not None else None
+    if chunk_tokens is not None and chunk_tokens % config.page_size:
+        raise ConfigError(
+            f"engine.page_size = {config.page_size} does not divide the {chunk_tokens} tokens of the model's attention "
+            "chunks; give a size that does"
+        )
     return KVLayout(
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,

@@ -176,6 +176,7 @@ def _loaded_bytes(
         has_latents=model.latent is not None,
         has_softcap=model.attention_softcap is not None,
         has_sinks=model.family.sinks,
+        has_chunks=model.irope is not None and model.irope.chunk_tokens is not None,
     )
     plain = estimates.weight_bytes(model, layout.dtype, device.type, estimates.select_context(config, model), shard)
     return (

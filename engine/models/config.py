@@ -15,6 +15,7 @@ from engine.cache.kv_layout import DTYPE_BYTES
 from engine.models.config_fields import positive_int, read_json
 from engine.models.expert_config import ExpertConfig, parse_experts
 from engine.models.families import PREDICTION_KEYS, Family, find_family, refuse_unknown
+from engine.models.irope_config import IRopeConfig, parse_irope
 from engine.models.latent_config import LatentConfig, parse_latent
 from engine.models.rope_config import RopeConfig, parse_ropes
 from engine.models.window_config import read_windows
@@ -49,6 +50,7 @@ class ModelConfig:
     final_softcap: float | None  # of logits
     mlp_bias: bool
     experts: ExpertConfig | None
+    irope: IRopeConfig | None
     latent: LatentConfig | None  # with latents, num_kv_heads and head_dim describe the halves that pages hold
     dtype: str  # of config.json; float32 by default
     eos_token_ids: frozenset[int]
@@ -108,7 +110,7 @@ class ModelConfig:
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
             hidden_size=positive_int(data, "hidden_size", file),
-            intermediate_size=positive_int(data, "intermediate_size", file),
+            intermediate_size=positive_int(data, family.dense_size_key, file),
             vocab_size=positive_int(data, "vocab_size", file),
             context_length=positive_int(data, "max_position_embeddings", file),
             rms_norm_eps=float(data.get("rms_norm_eps", family.rms_norm_eps)),
@@ -118,12 +120,14 @@ class ModelConfig:
             tie_embeddings=bool(data.get("tie_word_embeddings", family.tie_embeddings)),
             qkv_bias=family.qkv_bias or attention_bias,
             o_bias=attention_bias and family.has_o_bias,
-            qk_norm=family.qk_norm == "always" or bool(data.get("use_qk_norm", False)),
+            qk_norm=family.qk_norm == "always"
+            or (family.qk_norm == "configured" and bool(data.get("use_qk_norm", False))),
             attention_scale=_read_scale(data, family, attention.head_dim, file),
             attention_softcap=_read_softcap(data, "attn_logit_softcapping", family.attention_softcap, file),
             final_softcap=_read_softcap(data, "final_logit_softcapping", family.final_softcap, file),
             mlp_bias=bool(data.get("mlp_bias", False)),
             experts=experts,
+            irope=parse_irope(data, num_layers, file) if family.interleaved else None,
             latent=attention.latent,
             dtype=_read_dtype(data, file),
             eos_token_ids=_read_token_ids(data, file),
@@ -154,6 +158,10 @@ def _read_attention(data: Mapping[str, Any], family: Family, file: Path) -> _Att
     )
     if family.needs_rope and not (data.get("rope_parameters") or data.get("rope_scaling")):
         raise CheckpointError(f"{file}: rope_scaling is missing; give the config.json of the published checkpoint")
+    if family.interleaved:
+        if rope.attention_factor != 1.0:
+            raise CheckpointError(f"{file}: rope_type {rope.type!r} is not supported for {family.architecture}")
+        rope = replace(rope, pairs_neighbours=True)
     return _AttentionShape(heads, kv_heads, head_dim, latent, rope, local_rope)
 
 

@@ -21,10 +21,10 @@ from engine.kernels.layer_ops import LayerOps
 from engine.kernels.metadata import AttentionMetadata, KvLayer
 from engine.layers.adapted import RowAdapters, multiply
 from engine.layers.attention import Attention, GroupedAttention, LatentAttention
+from engine.layers.attention_inputs import LayerInputs
 from engine.layers.feed_forward import DenseFeedForward, ExpertFeedForward, FeedForward
 from engine.layers.linear import Linear
 from engine.layers.norms import ProjectionNorms, read_norm
-from engine.layers.rope import build_rope_table
 from engine.models.config import ModelConfig
 from engine.models.shapes import EMBEDDING, FINAL_NORM, HEAD, LAYERS_PREFIX
 from engine.parallel.collectives import SINGLE_RANK, ParallelGroup
@@ -58,11 +58,7 @@ class Decoder:
         self._dense_shape = DenseShape(
             config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps, config.attention_scale
         )
-        self._rope_C2H = build_rope_table(config.rope, config.rope_dim, max_context).to(device)
-        self._local_rope_C2H: torch.Tensor | None = None
-        if config.local_rope is not None:
-            self._local_rope_C2H = build_rope_table(config.local_rope, config.rope_dim, max_context).to(device)
-        self._has_window = [window is not None for window in config.windows]
+        self._inputs = LayerInputs(config, max_context, device)
         self._softcap = config.final_softcap
         self._embedding_scale: float | None = None
         if config.family.scaled_embedding:  # rounded as the embedding is
@@ -86,14 +82,14 @@ class Decoder:
     def fuse(self, layer_pools: Sequence[KvLayer], attention: AttentionBackend) -> DenseStack | None:
         """Returns the decoder as one call, or None if that is not supported: ranks, for instance, must exchange sums
         within each layer."""
-        if self._group.shard.num_ranks > 1 or self._local_rope_C2H is not None:
+        if self._group.shard.num_ranks > 1 or not self._inputs.is_uniform:
             return None
         if self._softcap is not None or self._embedding_scale is not None:
             return None
         layers = [layer.dense() for layer in self._layers]
         dense = [layer for layer in layers if layer is not None]
         whole = dense if len(dense) == len(layers) else None
-        ends = DenseEnds(self._embedding_VD, self._rope_C2H, self._norm_D, self._head.tiles)
+        ends = DenseEnds(self._embedding_VD, self._inputs.rope_C2H, self._norm_D, self._head.tiles)
         return make_stack(attention, self._dense_shape, whole, layer_pools, ends)
 
     def forward(
@@ -121,16 +117,13 @@ class Decoder:
             return output_RX if stack.has_head else self._head(output_RX)
         if on_start is not None:
             on_start()
-        cos_sin_T2H = local_T2H = self._rope_C2H[positions_T]
-        if self._local_rope_C2H is not None:
-            local_T2H = self._local_rope_C2H[positions_T]
         residual_TD = self._embed(token_ids_T)
+        inputs = self._inputs.prepare(positions_T, meta, layer_pools[0].pages.shape[3], residual_TD.dtype)
         first_norm_D = self._layers[0].input_norm_D
         x_TD = residual_TD if first_norm_D is None else ops.rms_norm(residual_TD, first_norm_D, self._eps)
         for index, layer in enumerate(self._layers):
-            turns_T2H = local_T2H if self._has_window[index] else cos_sin_T2H
             own = None if adapters is None else adapters.layer(index)
-            mixed_TA = layer.attention.attend(x_TD, turns_T2H, meta, layer_pools[index], attention, ops, own)
+            mixed_TA = layer.attention.attend(x_TD, inputs[index], layer_pools[index], attention, ops, own)
             if on_layer is not None:
                 on_layer(index + 1)
             if index + 1 == len(self._layers):  # from here on only the sampled rows matter
@@ -217,7 +210,7 @@ class _Layer:
         else:
             family = config.family
             self.feed_forward = DenseFeedForward(
-                read, "mlp", has_bias=config.mlp_bias, is_fused=family.fused_products, is_gelu=family.gelu
+                read, family.dense_block, has_bias=config.mlp_bias, is_fused=family.fused_products, is_gelu=family.gelu
             )
 
     def dense(self) -> DenseLayer | None:

@@ -24,7 +24,8 @@ class ExpertNames:
     down: str
     shared: str = ""  # the block that every token also passes, if there is one
     gate_block: str = "gate"  # the router
-    is_stacked: bool = False  # all experts of a layer are one tensor, with biases, and so has the router
+    is_stacked: bool = False  # all experts of a layer are one tensor
+    has_bias: bool = False  # stacked experts and their router have biases, and gates and ups alternate
 
     def of(self, expert: int) -> tuple[str, str, str]:
         prefix = f"{self.block}.experts.{expert}"
@@ -36,7 +37,7 @@ class ExpertNames:
 
     @property
     def router_shift(self) -> str:
-        """The bias of a stacked layer's router, added to its product."""
+        """The bias that is added to the router's product."""
         return f"{self.block}.{self.gate_block}.bias"
 
     def stored(self, product: str, mxfp4: bool) -> tuple[str, ...]:
@@ -67,6 +68,7 @@ class ExpertFamily:
     normalizes: bool = False  # the default of "configured"
     num_groups: int = 1
     num_chosen_groups: int = 1
+    scales_inputs: bool = False  # by the sigmoids of their scores; outputs are summed as they are
 
 
 # A Qwen3-MoE's file may have either of the first two: `transformers` writes the first since its version 5.
@@ -113,8 +115,22 @@ DEEPSEEK_V3 = ExpertFamily(
 GLM4_MOE = replace(DEEPSEEK_V3, num_experts=128, num_groups=1, num_chosen_groups=1)
 
 GPT_OSS = ExpertFamily(
-    ExpertNames("mlp", "", "", "", gate_block="router", is_stacked=True), 128, 4, "intermediate_size", "always"
+    ExpertNames("mlp", "", "", "", gate_block="router", is_stacked=True, has_bias=True),
+    128,
+    4,
+    "intermediate_size",
+    "always",
 )
+LLAMA4 = ExpertFamily(
+    ExpertNames("feed_forward", "", "", "", "feed_forward.shared_expert", gate_block="router", is_stacked=True),
+    16,
+    1,
+    "intermediate_size",
+    "never",
+    num_shared=1,
+    scales_inputs=True,
+)
+LLAMA4_KEYS = frozenset({"moe_layers", "interleave_moe_layer_step"})
 MXFP4_GROUP = 32  # inputs that share a scale
 
 
@@ -132,6 +148,7 @@ class ExpertConfig:
     num_chosen_groups: int = 1  # groups that a token's experts may come from
     float32_router: bool = False
     sigmoid: bool = False
+    scales_inputs: bool = False
     swiglu: tuple[float, float] | None = None  # limit and alpha of a clamped SwiGLU; None: silu
     mxfp4: bool = False  # stacked experts are stored in MXFP4
 
@@ -168,7 +185,8 @@ def parse_experts(data: Mapping[str, Any], family: ExpertFamily, num_layers: int
         num_chosen_groups=groups[1],
         float32_router=family.float32_router,
         sigmoid=family.sigmoid,
-        swiglu=_swiglu(data, file) if family.names.is_stacked else None,
+        scales_inputs=family.scales_inputs,
+        swiglu=_swiglu(data, file) if family.names.has_bias else None,
         mxfp4=_is_mxfp4(data, family, inner, file),
     )
 
@@ -183,7 +201,7 @@ def _swiglu(data: Mapping[str, Any], file: Path) -> tuple[float, float]:
 
 def _is_mxfp4(data: Mapping[str, Any], family: ExpertFamily, inner: int, file: Path) -> bool:
     scheme = data.get("quantization_config")
-    if not family.names.is_stacked or not isinstance(scheme, Mapping) or scheme.get("quant_method") != "mxfp4":
+    if not family.names.has_bias or not isinstance(scheme, Mapping) or scheme.get("quant_method") != "mxfp4":
         return False
     for key, width in (("intermediate_size", inner), ("hidden_size", positive_int(data, "hidden_size", file))):
         if width % MXFP4_GROUP:
@@ -224,6 +242,13 @@ def _expert_layers(data: Mapping[str, Any], num_layers: int, file: Path) -> froz
     dense = data.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(layer, int) and 0 <= layer < num_layers for layer in dense):
         raise CheckpointError(f"{file}: mlp_only_layers = {dense!r}: a list of layers below {num_layers} is needed")
-    step = positive_int(data, "decoder_sparse_step", file, 1)
+    named = data.get("moe_layers")
+    if named is not None:
+        if not isinstance(named, list) or not all(
+            isinstance(layer, int) and 0 <= layer < num_layers for layer in named
+        ):
+            raise CheckpointError(f"{file}: moe_layers = {named!r}: a list of layers below {num_layers} is needed")
+        return frozenset(named)
+    step = positive_int(data, "decoder_sparse_step", file, positive_int(data, "interleave_moe_layer_step", file, 1))
     first = data.get("first_k_dense_replace") or 0
     return frozenset(layer for layer in range(first, num_layers) if (layer + 1) % step == 0 and layer not in dense)

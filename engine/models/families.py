@@ -18,12 +18,15 @@ from engine.models.expert_config import (
     EXPERT_KEYS,
     GLM4_MOE,
     GPT_OSS,
+    LLAMA4,
+    LLAMA4_KEYS,
     MIXTRAL,
     QWEN3_MOE,
     SPARSITY_KEYS,
     STACKED_KEYS,
     ExpertFamily,
 )
+from engine.models.irope_config import IROPE_KEYS
 from engine.models.latent_config import LATENT_KEYS
 from penstock.errors import CheckpointError
 
@@ -77,6 +80,9 @@ class Family:
     rms_norm_eps: float = 1e-6
     experts: ExpertFamily | None = None
     latent: bool = False
+    interleaved: bool = False  # the attention of Llama 4: see `engine.models.irope_config`
+    dense_block: str = "mlp"  # below `model.layers.N.`
+    dense_size_key: str = "intermediate_size"  # in config.json: the width of dense blocks
     keys: frozenset[str] = frozenset()  # config keys that only this family reads
 
 
@@ -91,6 +97,19 @@ _SILU_NAMES = ("silu", "swish")
 _WINDOW_KEYS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
 FAMILIES = (
     Family("LlamaForCausalLM", "llama", keys=frozenset({"attention_bias", "mlp_bias"})),
+    Family(  # text only
+        "Llama4ForCausalLM",
+        "llama4_text",
+        num_kv_heads=8,
+        head_dim=128,
+        rope_theta=500000.0,
+        rms_norm_eps=1e-5,
+        experts=LLAMA4,
+        interleaved=True,
+        dense_block="feed_forward",
+        dense_size_key="intermediate_size_mlp",
+        keys=EXPERT_KEYS | LLAMA4_KEYS | IROPE_KEYS | {"attention_bias", "intermediate_size_mlp"},
+    ),
     Family("MistralForCausalLM", "mistral", num_kv_heads=8, sliding_window=4096, keys=frozenset({"sliding_window"})),
     Family("Qwen2ForCausalLM", "qwen2", qkv_bias=True, num_kv_heads=32, sliding_window=4096, keys=_WINDOW_KEYS),
     Family(

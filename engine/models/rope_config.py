@@ -39,8 +39,8 @@ _KEYS: dict[str, set[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """A rotary embedding over the first `rotated_dim` values of a head that pairs their two halves (not adjacent
-    values)."""
+    """A rotary embedding over the first `rotated_dim` values of a head that pairs their two halves, or adjacent
+    values."""
 
     type: RopeType = "default"
     theta: float = _DEFAULT_THETA
@@ -54,6 +54,7 @@ class RopeConfig:
     truncate: bool = True  # yarn: the ends of the ramp are rounded to dimensions
     wave_factors: tuple[float, ...] = ()  # longrope: what each pair's wavelength is multiplied by
     rotated_dim: int | None = None  # None: the whole head
+    pairs_neighbours: bool = False  # only of whole heads
 
 
 def parse_ropes(
@@ -155,8 +156,8 @@ def _parse_kind(kind: str, fields: _Fields, data: Mapping[str, Any], theta: floa
 
 def _parse_llama3(fields: _Fields, theta: float, original: int) -> RopeConfig:
     low, high = fields.positive("low_freq_factor"), fields.positive("high_freq_factor")
-    if high <= low:
-        raise CheckpointError(f"{fields.where}.high_freq_factor = {high}: must be above low_freq_factor = {low}")
+    if high < low:
+        raise CheckpointError(f"{fields.where}.high_freq_factor = {high}: must not be below low_freq_factor = {low}")
     factor = fields.positive("factor")
     return RopeConfig("llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high)
 

@@ -97,22 +97,23 @@ def _feed_forward_shapes(config: ModelConfig, layer: int) -> Shapes:
     shapes: Shapes = {}
     experts = config.experts
     if experts is None or layer not in experts.layers:
+        block = config.family.dense_block
         if config.family.fused_products:
-            _add_product(shapes, "mlp.gate_up_proj", 2 * inner, hidden, has_bias=config.mlp_bias)
+            _add_product(shapes, f"{block}.gate_up_proj", 2 * inner, hidden, has_bias=config.mlp_bias)
         else:
-            _add_product(shapes, "mlp.gate_proj", inner, hidden, has_bias=config.mlp_bias)
-            _add_product(shapes, "mlp.up_proj", inner, hidden, has_bias=config.mlp_bias)
-        _add_product(shapes, "mlp.down_proj", hidden, inner, has_bias=config.mlp_bias)
+            _add_product(shapes, f"{block}.gate_proj", inner, hidden, has_bias=config.mlp_bias)
+            _add_product(shapes, f"{block}.up_proj", inner, hidden, has_bias=config.mlp_bias)
+        _add_product(shapes, f"{block}.down_proj", hidden, inner, has_bias=config.mlp_bias)
         return shapes
     shapes[experts.names.router] = (experts.num_experts, hidden)
-    if experts.names.is_stacked:
-        return shapes | _stacked_shapes(experts, hidden)
     if experts.sigmoid:
         shapes[experts.names.router_bias] = (experts.num_experts,)
     if experts.shared_size:
         for name in ("gate", "up"):
             _add_product(shapes, f"{experts.names.shared}.{name}_proj", experts.shared_size, hidden, has_bias=False)
         _add_product(shapes, f"{experts.names.shared}.down_proj", hidden, experts.shared_size, has_bias=False)
+    if experts.names.is_stacked:
+        return shapes | _stacked_shapes(experts, hidden)
     for expert in range(experts.num_experts):
         gate, up, down = experts.names.of(expert)
         shapes[gate] = shapes[up] = (experts.intermediate_size, hidden)
@@ -122,9 +123,10 @@ def _feed_forward_shapes(config: ModelConfig, layer: int) -> Shapes:
 
 def _stacked_shapes(experts: ExpertConfig, hidden: int) -> Shapes:
     names, count, inner = experts.names, experts.num_experts, experts.intermediate_size
-    shapes: Shapes = {names.router_shift: (count,)}
+    shapes: Shapes = {names.router_shift: (count,)} if names.has_bias else {}
     for product, outputs, inputs in (("gate_up_proj", 2 * inner, hidden), ("down_proj", hidden, inner)):
-        shapes[names.stacked_bias(product)] = (count, outputs)
+        if names.has_bias:
+            shapes[names.stacked_bias(product)] = (count, outputs)
         stored = names.stored(product, experts.mxfp4)
         if experts.mxfp4:
             groups = inputs // MXFP4_GROUP

@@ -66,10 +66,12 @@ def _feed_forward_slices(config: ModelConfig, layer: int, shard: Shard) -> Tenso
     experts = config.experts
     if experts is None or layer not in experts.layers:
         inner = shard.span(config.intermediate_size)
-        slices = _block_slices("mlp", inner, shard)
+        slices = _block_slices(config.family.dense_block, inner, shard)
         if config.family.fused_products:
             both = (config.intermediate_size + inner.start, config.intermediate_size + inner.stop)
-            slices["mlp.gate_up_proj.weight"] = TensorSlice(0, inner.start, inner.stop, more=(both,))
+            slices[f"{config.family.dense_block}.gate_up_proj.weight"] = TensorSlice(
+                0, inner.start, inner.stop, more=(both,)
+            )
         return slices
     slices = {}
     if experts.shared_size:
@@ -85,6 +87,13 @@ def _feed_forward_slices(config: ModelConfig, layer: int, shard: Shard) -> Tenso
 
 def _stacked_slices(experts: ExpertConfig, inner: range, shard: Shard) -> TensorSlices:
     names, mxfp4 = experts.names, experts.mxfp4
+    if not names.has_bias:
+        first_up = experts.intermediate_size
+        ups = (first_up + inner.start, first_up + inner.stop)
+        return {
+            names.stored("gate_up_proj", mxfp4)[0]: TensorSlice(2, inner.start, inner.stop, more=(ups,)),
+            names.stored("down_proj", mxfp4)[0]: TensorSlice(1, inner.start, inner.stop),
+        }
     both = (2 * inner.start, 2 * inner.stop)  # gates and ups alternate
     slices: TensorSlices = {names.stacked_bias("gate_up_proj"): TensorSlice(1, *both)}
     width = MXFP4_GROUP if mxfp4 else 1

@@ -85,6 +85,7 @@ class ModelPart:
             has_latents=model.latent is not None,
             has_softcap=model.attention_softcap is not None,
             has_sinks=model.family.sinks,
+            has_chunks=model.irope is not None and model.irope.chunk_tokens is not None,
         )
         attention = select_backend(config.attention, device)
         if shard.num_ranks > 1:

@@ -209,7 +209,9 @@ class WeightReader:
         if part is None:
             return values.view(stored.shape).to(dtype)
         if part.more:
-            return torch.cat([values.view(stored.shape)[start:stop] for start, stop in part.spans]).to(dtype)
+            whole = values.view(stored.shape)
+            parts = [whole.narrow(part.dim, start, stop - start) for start, stop in part.spans]
+            return torch.cat(parts, dim=part.dim).to(dtype)
         if part.dim == 0:
             return values.view(-1, *stored.shape[1:]).to(dtype)
         return values.view(stored.shape).narrow(part.dim, part.start, part.stop - part.start).to(dtype).contiguous()
@@ -245,8 +247,6 @@ def _read_slice(file: safe_open, name: str, part: TensorSlice | None) -> torch.T
     stored = file.get_slice(name)
     if part.zeros:
         return torch.zeros(stored.get_shape())
-    if part.more:
-        return torch.cat([stored[start:stop] for start, stop in part.spans])
-    if part.dim == 2:
-        return stored[:, :, part.start : part.stop].contiguous()
-    return stored[part.start : part.stop] if part.dim == 0 else stored[:, part.start : part.stop].contiguous()
+    before = (slice(None),) * part.dim
+    parts = [stored[(*before, slice(start, stop))] for start, stop in part.spans]
+    return torch.cat(parts, dim=part.dim) if part.more else parts[0].contiguous()

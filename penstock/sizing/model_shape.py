@@ -202,6 +202,7 @@ def shape_from_config(data: Mapping[str, Any], name: str) -> ModelShape:
     experts = next((int(data[key]) for key in _EXPERT_COUNTS if data.get(key)), 0)
     expert_size = int(data.get("moe_intermediate_size") or data["intermediate_size"]) if experts else 0
     window, num_window_layers = _windows(data, layers)
+    is_llama4 = data.get("model_type") == "llama4_text"
     return ModelShape(
         name=name,
         num_layers=layers,
@@ -209,15 +210,15 @@ def shape_from_config(data: Mapping[str, Any], name: str) -> ModelShape:
         num_heads=heads,
         num_kv_heads=int(data.get("num_key_value_heads") or heads),
         head_dim=int(data.get("head_dim") or hidden // heads),
-        intermediate_size=int(data["intermediate_size"]),
+        intermediate_size=int(data.get("intermediate_size_mlp") or data["intermediate_size"]),
         vocab_size=int(data["vocab_size"]),
         context_length=int(data["max_position_embeddings"]),
         ties_embeddings=bool(data.get("tie_word_embeddings", str(data.get("model_type")) in _TIED)),
         num_experts=experts,
         num_chosen=int(data.get("num_experts_per_tok") or data.get("experts_per_token") or 0) if experts else 0,
         expert_size=expert_size,
-        shared_size=int(data.get("n_shared_experts") or 0) * expert_size,
-        num_dense_layers=int(data.get("first_k_dense_replace") or 0) if experts else 0,
+        shared_size=int(data.get("n_shared_experts") or is_llama4) * expert_size,
+        num_dense_layers=_num_dense_layers(data, layers) if experts else 0,
         latent_rank=int(data.get("kv_lora_rank") or 0),
         rope_dim=int(data.get("qk_rope_head_dim") or 0),
         nope_dim=int(data.get("qk_nope_head_dim") or 0),
@@ -239,8 +240,17 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
+def _num_dense_layers(data: Mapping[str, Any], num_layers: int) -> int:
+    if (step := int(data.get("interleave_moe_layer_step") or 1)) > 1:
+        return num_layers - num_layers // step
+    return int(data.get("first_k_dense_replace") or 0)
+
+
 def _windows(data: Mapping[str, Any], num_layers: int) -> tuple[int, int]:
     """Returns the window in tokens and the number of layers that have it."""
+    if chunk := data.get("attention_chunk_size"):  # a token sees half of its chunk on average
+        kinds = data.get("layer_types") or ["chunked_attention" if rotates else "" for rotates in _rotating(data)]
+        return int(chunk) // 2, sum(kind == "chunked_attention" for kind in kinds)
     window = data.get("sliding_window")
     if not window or data.get("use_sliding_window") is False:
         return 0, 0
@@ -250,6 +260,12 @@ def _windows(data: Mapping[str, Any], num_layers: int) -> tuple[int, int]:
     if pattern := data.get("sliding_window_pattern") or _WINDOW_PATTERNS.get(str(data.get("model_type"))):
         return int(window), num_layers - num_layers // int(pattern)
     return int(window), num_layers
+
+
+def _rotating(data: Mapping[str, Any]) -> list[int]:
+    """Returns 1 for each layer of a Llama 4 that rotates queries and keys, and 0 for the others."""
+    interval = int(data.get("no_rope_layer_interval") or 4)
+    return data.get("no_rope_layers") or [int((n + 1) % interval != 0) for n in range(int(data["num_hidden_layers"]))]
 
 
 def _weight_bytes(data: Mapping[str, Any]) -> float:

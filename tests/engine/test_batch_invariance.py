@@ -105,7 +105,14 @@ def test_bf16_gives_the_same_bits_in_any_batch(quantization: str) -> None:
 @needs_native
 @pytest.mark.parametrize(
     ("family", "deterministic"),
-    [("llama", True), ("gemma2", True), ("qwen3_moe", False), ("deepseek_v2", False), ("gpt_oss", False)],
+    [
+        ("llama", True),
+        ("gemma2", True),
+        ("qwen3_moe", False),
+        ("deepseek_v2", False),
+        ("gpt_oss", False),
+        ("llama4_text", False),
+    ],
 )
 def test_every_kind_of_layer_gives_the_same_bits_in_any_batch(tmp_path: Path, family: str, deterministic: bool) -> None:
     """The router's choice among experts is a library product: exact with these few experts, but not guaranteed."""

@@ -12,7 +12,9 @@ _DTYPES = ("bfloat16", "float16")
 _HEAD_DIMS = {"flashinfer": (64, 128, 256), "varlen": (64, 96, 128, 192, 256)}  # for which they have kernels
 
 
-def check_library(name: str, layout: KVLayout, *, has_latents: bool, has_softcap: bool, has_sinks: bool) -> None:
+def check_library(
+    name: str, layout: KVLayout, *, has_latents: bool, has_softcap: bool, has_sinks: bool, has_chunks: bool = False
+) -> None:
     """Raises ConfigError if `name` is a library that does not support the model's pages. Accepts all other backends."""
     if name not in _HEAD_DIMS:
         return
@@ -21,6 +23,8 @@ def check_library(name: str, layout: KVLayout, *, has_latents: bool, has_softcap
         problem, fix = "does not support latent attention", "choose engine.attention = 'triton'"
     elif has_sinks:
         problem, fix = "has no attention sinks", "choose engine.attention = 'triton'"
+    elif has_chunks:
+        problem, fix = "does not support attention in chunks", "choose engine.attention = 'triton'"
     elif has_softcap and name == "varlen":
         problem, fix = "has no soft cap of attention scores", "choose engine.attention = 'triton'"
     elif layout.is_quantized:

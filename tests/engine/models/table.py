@@ -29,6 +29,7 @@ COLUMNS = {
 }
 MODELS = {
     "llama": "Llama 2 and 3, and what shares their architecture",
+    "llama4_text": "Llama 4 Scout and Maverick, text-only exports",
     "mistral": "Mistral 7B",
     "qwen2": "Qwen2, Qwen2.5",
     "qwen3": "Qwen3 dense",
@@ -48,7 +49,7 @@ ONE_CALL = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3"})  # on a CPU
 REFUSED = {
     "Gemma3ForConditionalGeneration": "Gemma-3 with images",
     "Gemma3nForConditionalGeneration": "Gemma-3n",
-    "Llama4ForConditionalGeneration": "Llama 4",
+    "Llama4ForConditionalGeneration": "Llama 4 with images",
     "Phi4MMForCausalLM": "Phi-4-multimodal",
     "PhiMoEForCausalLM": "Phi-3.5-MoE",
     "Glm4ForCausalLM": "GLM-4 dense",

@@ -178,6 +178,17 @@ def test_the_number_of_experts_has_two_spellings(tmp_path: Path) -> None:
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is unknown"),
         ("gemma2", {"hidden_activation": "relu"}, "hidden_activation = 'relu' is not supported; only 'gelu_pytorch"),
         ("gemma2", {"final_logit_softcapping": 0}, "final_logit_softcapping = 0: a positive number or null"),
+        ("llama4_text", {"moe_layers": [4]}, r"moe_layers = \[4\]: a list of layers below 4"),
+        ("llama4_text", {"no_rope_layers": [1, 2, 0, 1]}, "no_rope_layers = .*: a list of 4 values 0 or 1"),
+        ("llama4_text", {"layer_types": ["sliding_attention"] * 4}, "layer_types = .* full_attention or chunked_atten"),
+        ("llama4_text", {"attention_chunk_size": 0}, "attention_chunk_size = 0: a positive whole number"),
+        ("llama4_text", {"floor_scale": 0}, "floor_scale = 0: a positive number"),
+        ("llama4_text", {"n_shared_experts": 2}, "n_shared_experts = 2 is unknown for Llama4ForCausalLM"),
+        (
+            "llama4_text",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_type 'yarn' is not supported for Llama4ForCausalLM",
+        ),
         ("phi3", {"partial_rotary_factor": 0.2, "rope_parameters": ...}, "= 0.2 rotates 3 of 16 values of a head"),
     ],
 )

@@ -55,6 +55,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama-sharded": ("llama", {"max_shard_size": "20KB"}),
     "llama-one-kv-head-each": ("llama", {"num_key_value_heads": 4}),
+    "llama4": ("llama4_text", {}),
+    "llama4-several-experts-rope-llama3": (
+        "llama4_text",
+        {
+            "num_experts_per_tok": 2,
+            "moe_layers": [0, 3],
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "rope_parameters": {**LLAMA3, "high_freq_factor": 1.0},
+        },
+    ),
+    "llama4-chunks-everywhere": ("llama4_text", {"layer_types": ["chunked_attention"] * 4, "attention_chunk_size": 8}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 10}),
     "qwen2": ("qwen2", {}),

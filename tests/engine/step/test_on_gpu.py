@@ -34,6 +34,7 @@ MODELS: list[tuple[str, dict[str, str]]] = [
     ("gemma3_text", {}),
     ("glm4_moe", {}),
     ("gpt_oss", {}),
+    ("llama4_text", {}),
     ("olmo2", {}),
     ("phi3", {}),
 ]

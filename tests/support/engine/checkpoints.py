@@ -18,8 +18,8 @@ from engine.weights.checkpoint import INDEX_FILE, list_weight_files, weights_dig
 from penstock.config import LoadedWeightsConfig
 
 FAMILIES = (
-    "deepseek_v2", "deepseek_v3", "gemma2", "gemma3_text", "glm4_moe", "gpt_oss", "llama", "mistral", "mixtral",
-    "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe",
+    "deepseek_v2", "deepseek_v3", "gemma2", "gemma3_text", "glm4_moe", "gpt_oss", "llama", "llama4_text", "mistral",
+    "mixtral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe",
 )  # fmt: skip
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 1
@@ -108,6 +108,15 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 16,
             "truncate": False,
         },
+    },
+    "llama4_text": {
+        "num_hidden_layers": 4,
+        "intermediate_size_mlp": 48,
+        "num_local_experts": 5,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 3,
+        "attention_chunk_size": 16,
+        "floor_scale": 8,
     },
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "olmo3": {

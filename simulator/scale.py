@@ -1,14 +1,15 @@
 """Runs a large deployment through a stream of requests in bounded memory.
 
 `python -m simulator.scale --workers 1000 --requests 1000000` generates the traffic during the run, keeps three numbers
-of each request that has ended, and prints hit rate, balance, latencies, placements a second of processor time, and
-memory.
+of each request that has ended, and prints hit rate, balance, latencies, requests and placements a second of processor
+time, and memory. `--minutes` ends the traffic early; requests that have arrived by then are served.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import resource
 import time
 from array import array
@@ -42,11 +43,17 @@ class ScaleResult:
     tpot_p99_s: float
     simulated_s: float
     processor_s: float
+    placing_s: float  # the part of `processor_s` in which the router chose workers
     peak_memory_bytes: int
 
     @property
     def requests_per_processor_s(self) -> float:
         return self.num_requests / self.processor_s
+
+    @property
+    def placements_per_processor_s(self) -> float:
+        """The rate of the real decisions alone: matching the prompt, pricing workers, choosing and crediting them."""
+        return self.num_requests / self.placing_s
 
 
 @dataclass(slots=True)
@@ -76,22 +83,28 @@ def run_at_scale(
     spec: FleetSpec,
     requests: Iterator[TraceRequest],
     seed: int = 0,
-    progress: Callable[[str], None] = lambda line: None,
+    progress: Callable[[ScaleResult], None] = lambda result: None,
 ) -> ScaleResult:
-    """Runs a stream of requests, which arrive in order, to its end."""
+    """Runs a stream of requests, which arrive in order, to its end.
+
+    Calls `progress` every half minute of real time with the figures so far.
+    """
     fleet, ended = SimulatedFleet(spec, seed), EndedRequests()
-    began_s, next_line_s = time.process_time(), time.monotonic() + _PROGRESS_S
+    began_s, next_s = time.process_time(), time.monotonic() + _PROGRESS_S
 
     def on_end(outcome: Outcome) -> None:
-        nonlocal next_line_s
+        nonlocal next_s
         ended.add(outcome)
-        if time.monotonic() >= next_line_s:
-            next_line_s = time.monotonic() + _PROGRESS_S
-            rate = ended.num_ended / (time.process_time() - began_s)
-            progress(f"{ended.num_ended} requests, {rate:.0f} a second of processor time, {peak_memory() / 1e6:.0f} MB")
+        if time.monotonic() >= next_s:
+            progress(_result(fleet, ended, time.process_time() - began_s))
+            next_s = time.monotonic() + _PROGRESS_S
 
     fleet.submit_stream(requests, on_end)
     fleet.run()
+    return _result(fleet, ended, time.process_time() - began_s)
+
+
+def _result(fleet: SimulatedFleet, ended: EndedRequests, processor_s: float) -> ScaleResult:
     busy = {name: worker.loop.busy_s for name, worker in fleet.workers.items()}
     decode = [busy_s for name, busy_s in busy.items() if name.startswith("decode")]
     return ScaleResult(
@@ -106,8 +119,22 @@ def run_at_scale(
         tpot_p50_s=percentile(ended.tpots_s, 0.5),
         tpot_p99_s=percentile(ended.tpots_s, 0.99),
         simulated_s=fleet.sim.now_s,
-        processor_s=time.process_time() - began_s,
+        processor_s=processor_s,
+        placing_s=fleet.router.placing_s,
         peak_memory_bytes=peak_memory(),
+    )
+
+
+def during(requests: Iterator[TraceRequest], minutes: float) -> Iterator[TraceRequest]:
+    """Yields requests until so many minutes of real time have passed."""
+    end_s = time.monotonic() + minutes * 60
+    return itertools.takewhile(lambda _: time.monotonic() < end_s, requests)
+
+
+def progress_line(result: ScaleResult) -> str:
+    return (
+        f"{result.num_requests} requests, {result.requests_per_processor_s:.0f} a second of processor time, "
+        f"{result.peak_memory_bytes / 1e6:.0f} MB"
     )
 
 
@@ -136,7 +163,8 @@ def report(result: ScaleResult) -> str:
             f"TTFT p50 {result.ttft_p50_s:.3f} s, p99 {result.ttft_p99_s:.3f} s; "
             f"TPOT p50 {result.tpot_p50_s * 1e3:.1f} ms, p99 {result.tpot_p99_s * 1e3:.1f} ms",
             f"{result.requests_per_processor_s:.0f} requests, each placed and served, a second of processor time "
-            f"({result.processor_s:.0f} s); at most {result.peak_memory_bytes / 1e9:.2f} GB of memory",
+            f"({result.processor_s:.0f} s), {result.placements_per_processor_s:.0f} placements a second by themselves; "
+            f"at most {result.peak_memory_bytes / 1e9:.2f} GB of memory",
         )
     )
 
@@ -148,12 +176,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cache-pages", type=int, default=2000, help="of each worker, 64 tokens each")
     parser.add_argument("--load", type=float, default=1.0, help="1: prompts take all prefill workers without caches")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="end the traffic after this real time")
     args = parser.parse_args(argv)
     if args.workers < 2 or args.requests < 1 or args.cache_pages < 1 or args.load <= 0:
         parser.error("give at least 2 workers, 1 request and 1 page, and a load above 0")
     spec = large_spec(args.workers, args.cache_pages)
-    requests = traffic(args.workers, args.requests, args.seed, args.load)
-    print(report(run_at_scale(spec, requests, args.seed, lambda line: print(line, flush=True))))
+    requests = during(traffic(args.workers, args.requests, args.seed, args.load), args.minutes)
+    print(report(run_at_scale(spec, requests, args.seed, lambda result: print(progress_line(result), flush=True))))
     return 0
 
 

@@ -6,6 +6,7 @@ Follows `router.dispatch.placement`, without broken workers.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -47,6 +48,7 @@ class PlacerModel:
 
         `sent_to` returns the work that this and other routers have sent to each worker.
         """
+        self.placing_s = 0.0  # processor time of all placements: real seconds, which nothing simulated depends on
         self._index: PrefixIndex = known.index
         self._sent_to = sent_to
         self._core = PlacementCore(known.ledger, known.costs, known.links, max_replicas)
@@ -68,6 +70,7 @@ class PlacerModel:
         now_s: float,
     ) -> PlacementModel:
         """Places a request for KV of `num_tokens`, whose first pages have these hashes. `decode` is not empty."""
+        began_s = time.process_time()
         matches = self._index.match(hashes)
         size = self._page_size
         cached = {worker_id: held.num_pages * size for worker_id, held in matches.items()}
@@ -95,6 +98,7 @@ class PlacerModel:
         views = [self._core.views(ends, self._sent_to) for ends in (decode, prefill)]
         choice = self._policy.choose(demand, views[0], views[1], self._rng)
         commitment = self._core.commit(choice, demand, self._page_size, now_s, lambda: marks)
+        self.placing_s += time.process_time() - began_s
         return PlacementModel(choice, commitment)
 
     def _offer(self, matches: Mapping[WorkerId, PrefixMatch], workers: Sequence[FollowerModel]) -> PullOffer | None:

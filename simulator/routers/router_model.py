@@ -152,6 +152,11 @@ class RouterModel:
         self._on_change()
 
     @property
+    def placing_s(self) -> float:
+        """Processor time of all choices of workers: real seconds, not simulated ones."""
+        return self._placer.placing_s
+
+    @property
     def num_open(self) -> int:
         return len(self._open)
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -121,7 +122,8 @@ class PrefillScheduler:
         may_begin = self._extend_running()
         chunks = self._schedule_reserved(may_begin) if any(self._reserved.values()) else {}
         budget = self._max_batch_tokens - sum(chunks.values())
-        for entry in heapq.merge(sorted(self._running, key=_Entry.rank), list(self._queue), key=_Entry.rank):
+        waiting = itertools.takewhile(lambda _: may_begin, list(self._queue))  # the queue may be long
+        for entry in heapq.merge(sorted(self._running, key=_Entry.rank), waiting, key=_Entry.rank):
             if budget == 0:
                 break
             if entry not in self._running:

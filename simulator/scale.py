@@ -53,7 +53,7 @@ class ScaleResult:
     @property
     def placements_per_processor_s(self) -> float:
         """The rate of the real decisions alone: matching the prompt, pricing workers, choosing and crediting them."""
-        return self.num_requests / self.placing_s
+        return self.num_requests / self.placing_s if self.placing_s else 0.0
 
 
 @dataclass(slots=True)

@@ -153,7 +153,7 @@ class RouterModel:
 
     @property
     def placing_s(self) -> float:
-        """Processor time of all choices of workers: real seconds, not simulated ones."""
+        """Real processor time of all placements."""
         return self._placer.placing_s
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import NamedTuple
 
 from penstock.types import Epoch, WorkerId
@@ -51,7 +52,6 @@ class WorkKey(NamedTuple):
 
 @dataclass(slots=True)
 class _Account:
-    total: InflightWork = NO_WORK  # invariant: the sum of `entries`, `pinned` and `kept`
     entries: dict[int, tuple[float, InflightWork]] = field(default_factory=dict)  # ordered by the time sent
     pinned: dict[int, InflightWork] = field(default_factory=dict)  # not sent yet
     kept: dict[int, InflightWork] = field(default_factory=dict)  # whatever is reported
@@ -71,6 +71,7 @@ class InflightLedger:
 
     def __init__(self) -> None:
         self._accounts: dict[WorkerId | WorkerPair, _Account] = {}
+        self._totals: dict[WorkerId | WorkerPair, InflightWork] = {}  # invariant: the sum of each account's works
         self._last = 0
         self._watchers: list[Callable[[], None]] = []
         self._settle_watchers: list[Callable[[WorkKey], None]] = []
@@ -86,24 +87,21 @@ class InflightLedger:
     def totals(self) -> list[tuple[WorkerId, InflightWork]]:
         """Returns the work in flight to each worker that has any."""
         return [
-            (owner, account.total)
+            (owner, self._totals[owner])
             for owner, account in self._accounts.items()
             if not account.is_empty and not isinstance(owner, tuple)
         ]
 
     def sent_to(self, worker_id: WorkerId) -> InflightWork:
-        account = self._accounts.get(worker_id)
-        return account.total if account else NO_WORK
+        return self._totals.get(worker_id, NO_WORK)
 
     def sent_to_all(self, worker_ids: Iterable[WorkerId]) -> list[InflightWork]:
         """Returns `sent_to` of each worker."""
-        find = self._accounts.get
-        return [account.total if (account := find(worker_id)) else NO_WORK for worker_id in worker_ids]
+        return list(map(self._totals.get, worker_ids, repeat(NO_WORK)))
 
     def link_bytes(self, link: WorkerPair) -> int:
         """Returns the bytes recorded for the link that are not known to have arrived."""
-        account = self._accounts.get(link)
-        return account.total.num_bytes if account else 0
+        return self._totals.get(link, NO_WORK).num_bytes
 
     def record(self, owner: WorkerId | WorkerPair, work: InflightWork, now_s: float, *, keep: bool = False) -> WorkKey:
         account = self._accounts.setdefault(owner, _Account())
@@ -112,7 +110,7 @@ class InflightLedger:
             account.kept[self._last] = work
         else:
             account.entries[self._last] = (now_s, work)
-        self._change(account, account.total + work)
+        self._change(owner, self._totals.get(owner, NO_WORK) + work)
         return WorkKey(owner, self._last)
 
     def settle(self, keys: Iterable[WorkKey]) -> None:
@@ -126,9 +124,9 @@ class InflightLedger:
             _, work = account.entries.pop(key.number, (0.0, None))
             work = work or account.pinned.pop(key.number, None) or account.kept.pop(key.number, None)
             if work is not None:
+                self._change(key.owner, self._totals[key.owner] - work)
                 if account.is_empty and isinstance(key.owner, tuple):
-                    del self._accounts[key.owner]
-                self._change(account, account.total - work)
+                    del self._accounts[key.owner], self._totals[key.owner]
 
     def pin(self, keys: Iterable[WorkKey]) -> None:
         """Marks entries as not sent yet, because a client sends them later; no report removes them before `unpin`."""
@@ -154,16 +152,17 @@ class InflightLedger:
             if sent_s >= now_s - _REPORT_LAG_S:
                 return
             del account.entries[number]
-            self._change(account, account.total - work)
+            self._change(worker_id, self._totals[worker_id] - work)
 
     def forget(self, worker_id: WorkerId) -> None:
         """Drops all entries of a worker that has left and of its links."""
         self._accounts.pop(worker_id, None)
+        self._totals.pop(worker_id, None)
         for link in [owner for owner in self._accounts if isinstance(owner, tuple) and worker_id in owner]:
-            del self._accounts[link]
+            del self._accounts[link], self._totals[link]
 
-    def _change(self, account: _Account, total: InflightWork) -> None:
-        account.total = total
+    def _change(self, owner: WorkerId | WorkerPair, total: InflightWork) -> None:
+        self._totals[owner] = total
         for callback in self._watchers:
             callback()
 

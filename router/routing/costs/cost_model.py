@@ -18,6 +18,7 @@ from penstock.types import StepTotals, WorkerId, WorkerLoad
 
 _SMOOTHING = 0.1
 _MIN_OBSERVED_S = 0.02  # an observation covers steps that took at least this long together
+_MAX_UNSEEN = 64  # observations for each worker of the fleet after which a model that made none of them is dropped
 
 
 class StepCost(NamedTuple):
@@ -48,11 +49,15 @@ class WorkerCosts:
 
 PRIOR_COSTS = WorkerCosts()
 
+_Mark = tuple[int, int, int, int]  # changes when unobserved workers take their peers' costs again
+_NO_MARK: _Mark = (0, 0, 0, 0)
+
 
 @dataclass(slots=True)
 class _StepModel:
     linear: ThreeTermCost
     seen: StepTotals = field(default_factory=StepTotals)
+    observed_at: int = 0  # the number of observations in the fleet when this model last learned
 
     def observe(self, totals: StepTotals) -> StepTotals | None:
         """Learns from the steps since the last observation and returns their totals; None if they are too few."""
@@ -95,6 +100,13 @@ class _WorkerModels:
             self.known_costs = WorkerCosts(self.prefill.cost, self.decode.cost, self.queued_token_s)
         return self.known_costs
 
+    def drop_older(self, prefill: int, decode: int) -> None:
+        """Drops each model that last learned when the fleet had fewer observations of its kind than this."""
+        if self.prefill.linear.num_observed and self.prefill.observed_at < prefill:
+            self.prefill.linear = ThreeTermCost(PREFILL_PRIOR)
+        if self.decode.linear.num_observed and self.decode.observed_at < decode:
+            self.decode.linear = ThreeTermCost(DECODE_PRIOR)
+
     def assume(self, pooled: WorkerCosts) -> None:
         """Resets each model that has no observations yet to the peers' costs."""
         if not self.prefill.linear.num_observed:
@@ -108,23 +120,26 @@ class _WorkerModels:
 class CostBook:
     """Holds the models of every worker.
 
-    A worker without observations gets the median of its peers' costs, which a single false report barely moves.
+    A worker without observations gets the median of its peers' costs, which a single false report barely moves. So does
+    a worker whose peers have been observed many times since its own last observation. Otherwise a worker that was slow
+    for a while would get no work as long as its peers have time to spare, and nothing would correct its costs. One that
+    is still slow gets a request or two, from which its costs are learned again.
     """
 
     def __init__(self) -> None:
         self._models: dict[WorkerId, _WorkerModels] = {}
         self._num_prefill = self._num_decode = 0  # observations over all workers; reported rates count as prefill
-        self._pool: tuple[int, WorkerCosts] = 0, PRIOR_COSTS  # the peers' median, after the mark when it was taken
+        self._pool: tuple[_Mark, WorkerCosts] = _NO_MARK, PRIOR_COSTS  # the peers' median and when it was taken
         self._known: dict[WorkerId, WorkerCosts] = {}  # what `all_costs` has returned since the mark last changed
-        self._known_mark = 0
+        self._known_mark = _NO_MARK
         self._learned: dict[WorkerId, None] = {}  # workers whose costs may differ from `_known`
 
     def costs(self, worker_id: WorkerId) -> WorkerCosts:
         """Returns the worker's costs: the same object until something is learned.
 
-        A worker without observations takes its peers' median again whenever the number of observations has doubled.
-        Otherwise a fast worker that was idle at the start would stay priced by the prior, as slow, and get no work from
-        which its costs could be learned.
+        A worker without observations takes its peers' median again whenever the number of observations has doubled, and
+        every `_MAX_UNSEEN` observations for each worker. Otherwise a fast worker that was idle at the start would stay
+        priced by the prior, as slow, and get no work from which its costs could be learned.
         """
         return self.all_costs([worker_id])[0]
 
@@ -133,10 +148,14 @@ class CostBook:
 
         Every request reads those of all workers, so costs are recomputed only where something was learned.
         """
-        mark, known = self._num_prefill.bit_length() * 64 + self._num_decode.bit_length(), self._known
+        num_prefill, num_decode, known = self._num_prefill, self._num_decode, self._known
+        unseen = _MAX_UNSEEN * (len(self._models) or 1)
+        mark = num_prefill.bit_length(), num_decode.bit_length(), num_prefill // unseen, num_decode // unseen
         if mark != self._known_mark:
             self._known_mark = mark
             known.clear()
+            for models in self._models.values():
+                models.drop_older(num_prefill - unseen, num_decode - unseen)
         for worker_id in self._learned:
             if worker_id in known:
                 known[worker_id] = self._models[worker_id].costs
@@ -149,7 +168,7 @@ class CostBook:
                     known[worker_id] = self._compared(worker_id, mark).costs
             return list(map(known.__getitem__, worker_ids))
 
-    def _compared(self, worker_id: WorkerId, mark: int) -> _WorkerModels:
+    def _compared(self, worker_id: WorkerId, mark: _Mark) -> _WorkerModels:
         """Returns the worker's models, after it has taken its peers' costs where it has no observations."""
         models = self._models_of(worker_id)
         if models.is_partly_unknown:
@@ -167,6 +186,7 @@ class CostBook:
         before = models.num_observed
         _learn_rates(models, load, page_size)
         self._num_prefill += models.num_observed - before
+        models.prefill.observed_at, models.decode.observed_at = self._num_prefill, self._num_decode
         self._learned[worker_id] = None
 
     def on_steps(self, worker_id: WorkerId, prefill: StepTotals, decode: StepTotals) -> None:
@@ -174,11 +194,13 @@ class CostBook:
         models = self._models.get(worker_id) or self._models_of(worker_id)
         if models.decode.observe(decode) is not None:
             self._num_decode += 1
+            models.decode.observed_at = self._num_decode
             self._learned[worker_id] = None
         since = models.prefill.observe(prefill)
         if since is None:
             return
         self._num_prefill += 1
+        models.prefill.observed_at = self._num_prefill
         self._learned[worker_id] = None
         if since.tokens:
             _learn_queue(models, since.seconds / since.tokens)

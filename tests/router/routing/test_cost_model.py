@@ -103,6 +103,44 @@ def test_a_worker_that_was_idle_at_the_start_is_priced_like_its_peers():
     assert book.costs(idle) is book.costs(idle)
 
 
+def decode_step_s(book, worker):
+    cost = book.costs(worker).decode
+    return cost.fixed_s + 8 * (cost.token_s + 1000 * cost.context_s)
+
+
+@pytest.mark.parametrize("slowness", [1.0, 3.0])
+def test_a_worker_that_was_slow_at_first_is_tried_again(slowness):
+    """Otherwise it gets no work while its peer has time to spare, and nothing corrects its costs."""
+    rng, book, true = random.Random(5), CostBook(), StepCost(*(slowness * cost for cost in TRUTH_DECODE))
+    first, other = WorkerId("slow at first"), WorkerId("other")
+    slow = StepCost(*(20 * cost for cost in TRUTH_DECODE))
+    loads = {
+        first: report(book, first, WorkerLoad(), rng, truth_decode=slow),
+        other: report(book, other, WorkerLoad(), rng),
+    }
+    num_served = dict.fromkeys(loads, 0)
+    for _ in range(2_000):
+        worker = min(loads, key=lambda each: decode_step_s(book, each))
+        truth = true if worker == first else TRUTH_DECODE
+        loads[worker] = report(book, worker, loads[worker], rng, truth_decode=truth)
+        num_served[worker] += 1
+    if slowness == 1.0:
+        assert num_served[first] >= 500
+    else:
+        assert 1 <= num_served[first] <= 40
+
+
+def test_workers_that_all_learn_keep_their_own_costs():
+    rng, book, slow = random.Random(6), CostBook(), StepCost(*(2 * cost for cost in TRUTH_DECODE))
+    truths = {WorkerId("slow"): slow, WorkerId("fast"): TRUTH_DECODE}
+    loads = dict.fromkeys(truths, WorkerLoad())
+    for _ in range(1_500):
+        for worker, truth in truths.items():
+            loads[worker] = report(book, worker, loads[worker], rng, truth_decode=truth)
+        if book._num_decode > 100:
+            assert decode_step_s(book, WorkerId("slow")) > 1.5 * decode_step_s(book, WorkerId("fast"))
+
+
 def test_a_worker_without_totals_is_learned_from_its_running_means():
     book = CostBook()
     load = WorkerLoad(prefill_tokens_per_s=10_000, step_s=0.05, num_running=8, total_pages=100, free_pages=50)

@@ -63,7 +63,7 @@ def adapted_products(model: ModelConfig, shard: Shard = WHOLE) -> list[AdaptedPr
     for layer in range(model.num_layers):
         blocks = [("self_attn", attention)]
         if model.experts is None or layer not in model.experts.layers:
-            blocks.append(("mlp", mlp))
+            blocks.append((model.family.dense_block, mlp))
         for block, products in blocks:
             for name, stored in products.items():
                 modules = [f"{LAYERS_PREFIX}{layer}.{block}.{each}" for each in stored]

@@ -92,6 +92,10 @@ _GEMMA_KEYS = frozenset({
     "sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "layer_types", "attention_bias",
     "rope_local_base_freq",
 })  # fmt: skip
+_EXPORTS = {  # how to make a checkpoint that is served from one that is not
+    ("Llama4ForConditionalGeneration",): "; Llama4ForCausalLM.from_pretrained(folder).save_pretrained(other) of "
+    "`transformers` saves its text model",
+}
 _GELU_NAMES = ("gelu_pytorch_tanh",)
 _SILU_NAMES = ("silu", "swish")
 _WINDOW_KEYS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
@@ -284,9 +288,10 @@ def find_family(data: Mapping[str, Any], file: Path) -> Family:
         ):
             return family
     known = ", ".join(family.architecture for family in FAMILIES)
+    export = _EXPORTS.get(tuple(architectures or ()), "")
     raise CheckpointError(
         f"{file}: architectures = {architectures!r}, model_type = {data.get('model_type')!r} is not supported; "
-        f"give a checkpoint of one of {known}"
+        f"give a checkpoint of one of {known}{export}"
     )
 
 

@@ -175,7 +175,7 @@ def test_a_model_with_latent_attention_refuses_adapters(tmp_path: Path) -> None:
         Engine.load(config)
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "mixtral", "glm4_moe"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "mixtral", "glm4_moe", "llama4_text"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_memory_plan_counts_the_slots(family: str, num_ranks: int, tmp_path: Path) -> None:
     folder = make_checkpoint(family, tmp_path)

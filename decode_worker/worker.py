@@ -254,13 +254,10 @@ class DecodeWorker:
 
     def _after_progress(self, outcome: LandedTransfer | FailedTransfer | None) -> None:
         """Lets the sequence join the next step if its last page is here and verified."""
-        if outcome is None:
-            return
         if isinstance(outcome, FailedTransfer):
             self._fall_back(outcome.key, outcome.request, outcome.error)
-            return
-        landed = outcome
-        self._when_ready(landed.request, lambda: self._join(landed))
+        elif outcome is not None:
+            self._when_ready(outcome.request, partial(self._join, outcome))
 
     def _join(self, outcome: LandedTransfer) -> None:
         request = outcome.request
@@ -313,7 +310,7 @@ class DecodeWorker:
     def begin_step(self) -> StepPlan:
         """Returns the next step, which is empty if there is nothing to compute."""
         self._grant_reservations()
-        plan = self.scheduler.schedule(self._pace.chunk_tokens_within(self._config.itl_target_s))
+        plan = self.scheduler.schedule(self._chunk_tokens())
         self._note_started(plan)
         for sequence in self.scheduler.preempted:
             self._requests[sequence].times.on_preempted(time.monotonic())
@@ -328,10 +325,13 @@ class DecodeWorker:
 
     def begin_step_ahead(self) -> StepPlan | None:
         """Returns the step after the one in flight if it can already be scheduled."""
-        plan = self.scheduler.schedule_ahead(self._pace.chunk_tokens_within(self._config.itl_target_s))
+        plan = self.scheduler.schedule_ahead(self._chunk_tokens())
         if plan is not None:
             self._note_started(plan)
         return plan
+
+    def _chunk_tokens(self) -> int | None:
+        return self._prefills.chunk_tokens([self._requests[sequence] for sequence in self._landed], time.monotonic())
 
     def _note_started(self, plan: StepPlan) -> None:
         landed = self._landed & {item.sequence for item in plan} if self._landed else ()

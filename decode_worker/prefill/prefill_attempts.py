@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from decode_worker.prefill.client import PrefillCandidate, RemoteFirstToken, TransferEvents
@@ -95,6 +95,18 @@ class PrefillAttempts:
             chosen.num_remote if chosen.place is PrefillPlace.SPLIT else None,
         )
 
+    def chunk_tokens(self, landed: Iterable[DecodeRequest], now_s: float) -> int | None:
+        """Returns how many prompt tokens the next step may compute within the target between tokens; None: no limit.
+
+        A step that delays no stream is not limited: nothing decodes, and no pages are on their way here. The requests
+        that have `landed` get their second token in the next step and have waited for it since the first.
+        """
+        if not (self._scheduler.is_decoding or self._transfers.num_open):
+            return None
+        joining = (request for request in landed if self._scheduler.is_running(request.sequence))
+        waited_s = max((now_s - request.times.first_token_s for request in joining), default=0.0)
+        return self._pace.chunk_tokens_within(self._config.itl_target_s, waited_s)
+
     def leave(self, request: DecodeRequest) -> None:
         """Gives up the prefill of a request that has ended: its transfers, or the pull that it waits for."""
         self._transfers.abandon(request)
@@ -110,7 +122,8 @@ class PrefillAttempts:
     def _choose(self, request: DecodeRequest, now_s: float) -> PrefillDecision:
         sequence, layout, scheduler = request.sequence, self._layout, self._scheduler
         room = self._config.max_batch_tokens - scheduler.num_running
-        within = self._pace.chunk_tokens_within(self._config.itl_target_s)
+        is_idle = not (scheduler.num_running or scheduler.num_uncomputed_tokens or self._transfers.num_open)
+        within = None if is_idle else self._pace.chunk_tokens_within(self._config.itl_target_s)
         pull = self._pulls.predict(sequence, request.prefix_source) if self._pulls is not None else None
         demand = PromptDemand(
             num_tokens=len(sequence.token_ids),

@@ -83,6 +83,14 @@ class DecodeScheduler:
         return len(self._queues.running)
 
     @property
+    def is_decoding(self) -> bool:
+        """Returns whether a sequence that has tokens may get another one in the next step."""
+        if self._steps or len(self._table):
+            return True
+        sequences = (entry.sequence for entry in self._queues.rowless)
+        return any(sequence.num_uncomputed_tokens == 1 or sequence.is_fast_forwarding for sequence in sequences)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._queues.waiting)
 

@@ -41,8 +41,8 @@ class DecodeConfig(FrozenConfig):
     max_batch_tokens: int = Field(256, ge=1)
     """Tokens computed in one step, chunks of locally computed prompts included."""
     itl_target_s: float | None = Field(None, gt=0)
-    """Longest step, in seconds, that chunks of prompts may cause; by default unlimited. With it, `placement = "auto"`
-    counts a delay of running streams only beyond it.
+    """Longest time between a stream's tokens, in seconds, that chunks of prompts may cause; by default unlimited. With
+    it, `placement = "auto"` counts a delay of running streams only beyond it.
     """
     max_waiting: int = Field(1024, ge=1)
     """Requests held by a worker; further ones are refused with RESOURCE_EXHAUSTED."""

@@ -26,7 +26,7 @@ from tests.support.suite.examples import examples
 class NoTransfers:
     """Stands in for `decode_worker.prefill.transfer_table.TransferTable`: every prompt is computed locally."""
 
-    num_mismatches = 0
+    num_mismatches = num_open = 0
 
     def grant_reservations(self, scheduler: object) -> list[object]:
         return []

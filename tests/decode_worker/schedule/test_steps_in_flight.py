@@ -491,6 +491,7 @@ def test_chunks_beside_decoding_shrink_to_the_itl_target() -> None:
     rate = pace.chunk_tokens_per_s
     assert pace.chunk_tokens_within(None) is None
     assert pace.chunk_tokens_within(0.05) == int(0.02 * rate)
+    assert pace.chunk_tokens_within(0.05, waited_s=0.01) == int(0.01 * rate)
     assert pace.chunk_tokens_within(0.01) == 16  # prompts always progress
 
 

@@ -35,7 +35,8 @@ SHORT = TransferConfig(timeout_s=LEASE_S, checksums=False)  # pages have no byte
 class World:
     """Owns one decode worker, one prefill worker, and everything in flight between them."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, **settings: object) -> None:
+        """`settings` replace some of the decode worker's."""
         self.rng = random.Random(seed)
         # Half of the time both ends have one page size; the pools hold about as many tokens whatever the sizes.
         self.decode_size = self.rng.choice([4, 4, 2, 6])
@@ -65,7 +66,7 @@ class World:
             placement=self.rng.choice(["remote", "split", "auto"]),
             watermark=0.0,
             hedge_after_s=1.0 if self.hedging else 0,  # a hedge starts once `grow_impatient` was called
-        )
+        ).model_copy(update=settings)
         self.decode = DecodeWorker(WorkerId("d"), self.decode_engine, transfers, config, CONTEXT)  # type: ignore[arg-type]
         self.steps = SplitSteps(self.decode, self.decode_engine, self.rng)
         self.prefill_epoch = Epoch(100)

@@ -140,7 +140,9 @@ class PrefillPlacement:
         return PricedPlace(PrefillPlace.LOCAL, first_token_s, self._harm_s(demand, costs))
 
     def _remote(self, demand: PromptDemand, option: RemoteOption, now_s: float) -> PricedPlace:
-        prefill_s = self.remote.prefill_s(option.worker_id, option.prefill_s, now_s)
+        prefill_s = self.remote.prefill_s(
+            option.worker_id, option.prefill_s, _num_computed(demand.num_tokens, option.cached_tokens), now_s
+        )
         first_s = option.queue_s + prefill_s + self.remote.hop_s(option.worker_id)
         # The second token waits for the last page.
         num_bytes = (demand.num_tokens - demand.cached_tokens) * demand.token_bytes
@@ -149,7 +151,9 @@ class PrefillPlacement:
         return PricedPlace(PrefillPlace.REMOTE, first_s, harm_s, option, demand.num_tokens)
 
     def _split(self, demand: PromptDemand, option: RemoteOption, num_remote: int, now_s: float) -> PricedPlace:
-        whole_s = self.remote.prefill_s(option.worker_id, option.prefill_s, now_s)
+        whole_s = self.remote.prefill_s(
+            option.worker_id, option.prefill_s, _num_computed(demand.num_tokens, option.cached_tokens), now_s
+        )
         whole = _num_computed(demand.num_tokens, option.cached_tokens)
         there_s = whole_s * _num_computed(num_remote, option.cached_tokens) / whole
         num_bytes = (num_remote - demand.cached_tokens) * demand.token_bytes

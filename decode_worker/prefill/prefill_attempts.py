@@ -155,12 +155,11 @@ class PrefillAttempts:
         if placed is None or placed.option is None or placed.option.worker_id != request.prefilled_by:
             return  # it was hedged, so its starting time is unknown
         option = placed.option
-        share = max(1, placed.num_remote - first.cached_tokens) / max(
-            1, len(request.sequence.token_ids) - option.cached_tokens
-        )
+        num_tokens = max(1, placed.num_remote - first.cached_tokens)
+        predicted_s = option.prefill_s * num_tokens / max(1, len(request.sequence.token_ids) - option.cached_tokens)
         self._policy.remote.on_first_token(
             option.worker_id,
-            RemoteTimes(now_s - request.times.placed_s, first.queue_s, first.prefill_s, option.prefill_s * share),
+            RemoteTimes(now_s - request.times.placed_s, first.queue_s, first.prefill_s, predicted_s, num_tokens),
             now_s,
         )
 

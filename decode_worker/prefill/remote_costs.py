@@ -29,6 +29,7 @@ class RemoteTimes:
     queue_s: float  # as reported by the prefill worker
     prefill_s: float
     predicted_prefill_s: float
+    num_tokens: int  # tokens that it computed
 
 
 @dataclass(slots=True)
@@ -36,6 +37,7 @@ class _WorkerModel:
     factor: LinearCost = field(default_factory=lambda: LinearCost((1.0,)))  # factor of a prefill over its prediction
     hop: LinearCost = field(default_factory=lambda: LinearCost((_HOP_S,)))
     landing: LinearCost = field(default_factory=lambda: LinearCost((_LANDING_S, _BYTE_S)))
+    predicted_token_s: float = 0.0  # the router's time per token when the newest prefill was placed
     seen_s: float = -math.inf
 
 
@@ -53,6 +55,7 @@ class RemoteCosts:
             model.hop.observe((1.0,), max(0.0, times.total_s - times.queue_s - times.prefill_s))
             if times.predicted_prefill_s > 0:
                 model.factor.observe((times.predicted_prefill_s,), times.prefill_s)
+                model.predicted_token_s = times.predicted_prefill_s / times.num_tokens
 
     def on_landed(self, worker_id: str, num_bytes: int, exposed_s: float) -> None:
         """Learns how long after the first token the last of the pages landed."""
@@ -67,12 +70,19 @@ class RemoteCosts:
         """Returns the predicted time from the end of the prefill to the landing of the last page."""
         return self._known(worker_id).landing.predict((1.0, num_bytes))
 
-    def prefill_s(self, worker_id: str, predicted_s: float, now_s: float) -> float:
-        """Returns the router's prediction of a prefill, corrected by how long earlier ones took."""
+    def prefill_s(self, worker_id: str, predicted_s: float, num_tokens: int, now_s: float) -> float:
+        """Returns the router's prediction of a prefill of `num_tokens`, corrected by how long earlier ones took.
+
+        Routers learn from the same prefills, so a prediction that has moved since the newest of them is corrected by
+        that much less.
+        """
         model = self._models.get(worker_id)
         if model is None:
             return predicted_s
         factor = min(max(model.factor.predict((1.0,)), 1 / _MAX_FACTOR), _MAX_FACTOR)
+        if model.predicted_token_s > 0 and predicted_s > 0:
+            left = factor * model.predicted_token_s * num_tokens / predicted_s
+            factor = min(max(left, 1.0), factor) if factor > 1 else max(min(left, 1.0), factor)
         return predicted_s * factor ** (0.5 ** (max(0.0, now_s - model.seen_s) / _HALF_LIFE_S))
 
     def _known(self, worker_id: str) -> _WorkerModel:

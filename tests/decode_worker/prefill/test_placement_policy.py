@@ -180,13 +180,22 @@ def test_steps_are_predicted_within_a_tenth_despite_outliers() -> None:
 def test_measured_prefill_times_are_learned_and_fade() -> None:
     policy = taught()
     for _ in range(20):
-        policy.remote.on_first_token("p", RemoteTimes(1.05, 0.0, 1.0, FREE.prefill_s), now_s=100.0)
+        policy.remote.on_first_token("p", RemoteTimes(1.05, 0.0, 1.0, FREE.prefill_s, 512), now_s=100.0)
     busy = replace(IDLE, num_running=3)
-    assert policy.remote.prefill_s("p", FREE.prefill_s, 100.0) == pytest.approx(1.0, rel=0.1)
+    assert policy.remote.prefill_s("p", FREE.prefill_s, 512, 100.0) == pytest.approx(1.0, rel=0.1)
     assert policy.remote.hop_s("p") == pytest.approx(0.05, rel=0.3)
     assert policy.choose(busy, [FREE], 100.0).chosen.place is not REMOTE
-    assert policy.remote.prefill_s("p", FREE.prefill_s, 1000.0) == pytest.approx(FREE.prefill_s, rel=0.01)
-    assert policy.remote.prefill_s("another", 0.5, 100.0) == 0.5
+    assert policy.remote.prefill_s("p", FREE.prefill_s, 512, 1000.0) == pytest.approx(FREE.prefill_s, rel=0.01)
+    assert policy.remote.prefill_s("another", 0.5, 512, 100.0) == 0.5
+
+
+@pytest.mark.parametrize("factor", [0.25, 4.0])
+def test_a_prefill_that_the_router_has_learned_from_corrects_nothing(factor: float) -> None:
+    remote, wrong_s = taught().remote, FREE.prefill_s * factor
+    remote.on_first_token("p", RemoteTimes(wrong_s, 0.0, wrong_s, FREE.prefill_s, 512), now_s=0.0)
+    assert remote.prefill_s("p", FREE.prefill_s, 512, 0.0) == pytest.approx(wrong_s, rel=0.2)
+    assert remote.prefill_s("p", wrong_s, 512, 0.0) == pytest.approx(wrong_s, rel=0.2)
+    assert remote.prefill_s("p", wrong_s * 10, 5120, 0.0) == pytest.approx(wrong_s * 10, rel=0.2)
 
 
 @examples(100)
@@ -213,7 +222,9 @@ def test_a_choice_is_feasible_finite_and_never_costlier_than_another(data: st.Da
         work = StepWork(*(data.draw(st.integers(0, 500)) for _ in range(4)))
         policy.steps.skips(work.chunk_tokens)
         policy.steps.on_step(work, data.draw(seconds))
-        policy.remote.on_first_token("0", RemoteTimes(*(data.draw(seconds) for _ in range(4))), data.draw(seconds))
+        policy.remote.on_first_token(
+            "0", RemoteTimes(*(data.draw(seconds) for _ in range(4)), 1 + data.draw(number)), data.draw(seconds)
+        )
         policy.remote.on_landed("0", data.draw(number), data.draw(seconds))
     options = [
         RemoteOption(str(name), data.draw(seconds), data.draw(seconds), data.draw(number))
@@ -266,7 +277,7 @@ def test_placements_total_regret_stays_below_fifteen_percent(remote_factor: floa
         best_s += min(local_s, remote_s)
         regret_s += taken_s - min(local_s, remote_s)
         if chosen.place is REMOTE:
-            times = RemoteTimes(remote_s, option.queue_s, prefill_s, option.prefill_s)
+            times = RemoteTimes(remote_s, option.queue_s, prefill_s, option.prefill_s, tokens)
             policy.remote.on_first_token("p", times, now_s)
             policy.remote.on_landed("p", int(tokens * 1e4), 0.002)
     assert regret_s < 0.15 * best_s, (regret_s, best_s)

@@ -119,6 +119,25 @@ async def test_a_later_worker_continues_with_what_an_earlier_one_computed(model:
         assert not again.timing.pull.source  # the prompt is cached here now
 
 
+@pytest.mark.parametrize("role", list(Role))
+async def test_an_idle_worker_goes_on_as_soon_as_its_read_has_ended(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: Role
+) -> None:
+    await fill(tmp_path, model)
+    monkeypatch.setattr(PullCosts, "plan", lambda *_: PullPlan(0.001, 3600.0, 3600.0))
+    reader = sharing(tmp_path, model, "reader", role, listing_s=3600.0)  # so that no listing wakes it
+    async with contextlib.AsyncExitStack() as stack:
+        [server] = await stack.enter_async_context(running(reader))
+        await knows(server, 3)
+        others: list[PrefillServer] = []
+        if role is Role.PREFILL:
+            others = [server]
+            [server] = await stack.enter_async_context(running(sharing(tmp_path / "none", model, "other", local=False)))
+        answer = await ask(server, PROMPT[: RUN + 8], prefill=others)
+    assert answer.timing is not None
+    assert answer.timing.pull.pulled_tokens == RUN
+
+
 async def test_prefill_workers_share_a_store(model: Path, tmp_path: Path) -> None:
     expected = await fill(tmp_path, model)
     prefill = sharing(tmp_path, model, "prefill", Role.PREFILL)

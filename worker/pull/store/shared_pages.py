@@ -222,8 +222,11 @@ class SharedPages:
             reading.stop_at(run, PartlyPulled("an object is no longer in the shared store"))
 
     def sweep(self, now_s: float) -> float | None:
-        """Copies what has arrived, a little at a time, and ends reads. Returns when to sweep again."""
-        budget = _BYTES_AT_ONCE
+        """Copies what has arrived, a little at a time, and ends reads. Returns when to sweep again.
+
+        That is at once if a read has ended: its prompts go on, and nothing else would wake an idle step loop.
+        """
+        budget, num_readings = _BYTES_AT_ONCE, len(self._readings)
         for reading in list(self._readings):
             while budget > 0 and reading.next_run < reading.stop_run and reading.next_run in reading.arrived:
                 run = reading.arrived.pop(reading.next_run)
@@ -235,7 +238,7 @@ class SharedPages:
                 self._end(reading, reading.problem)
             elif now_s >= reading.deadline_s:
                 self._end(reading, DeadlineExceeded("the shared store did not deliver the pages in time"))
-        if budget <= 0:
+        if budget <= 0 or len(self._readings) < num_readings:
             return now_s
         return min((reading.deadline_s for reading in self._readings), default=None)
 

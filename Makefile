@@ -10,7 +10,7 @@ TEST_PROCESSES ?= 5
 # Tests and servers start many processes; compiling every module again in each of them costs a sixth of their start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup serve demo test test-fast test-deep test-failed test-bucket test-costs lint types proto check-proto client simulate validate-simulator bench bench-router bench-serving bench-modes bench-stages bench-transfer bench-pull bench-retention bench-replay bench-overload bench-faults bench-startup bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-schemas bench-lora bench-speculation bench-quantized conformance attack soak gpu-check results docs tune clean
+.PHONY: help setup serve demo test test-fast test-deep test-failed test-bucket test-costs lint types proto check-proto client simulate validate-simulator bench bench-router bench-serving bench-modes bench-stages bench-transfer bench-pull bench-store bench-retention bench-agents bench-replay bench-overload bench-faults bench-startup bench-kept bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-schemas bench-lora bench-speculation bench-quantized conformance attack soak gpu-check results docs tune clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
@@ -32,10 +32,13 @@ help:
 	@echo "make bench-modes    disaggregated against colocated at equal cores over loads and SLOs; writes docs/modes.md"
 	@echo "make bench-retention  hit shares of orders of eviction on recorded traces"
 	@echo "make bench-pull     pulling a prefix from another worker beside computing it, over prefix lengths and link speeds"
+	@echo "make bench-store    reading a prefix from the shared store beside computing it, over prefix lengths and storages"
+	@echo "make bench-agents   agents' sessions in virtual time: hits, time to first token by turn, bytes moved"
 	@echo "make bench-replay   every policy on every trace in virtual time   (PENSTOCK_TRACES=DIR for recorded ones)"
 	@echo "make bench-overload every policy beyond the capacity, in virtual time; writes docs/overload.md"
 	@echo "make bench-faults   workers, routers, a node and the controller killed or frozen: noticed when, replaced when"
 	@echo "make bench-startup  a worker cold, from a spare, after a kill and a freeze; weights loaded first and shared"
+	@echo "make bench-kept     from the kill of a worker to the next token of its stream, with its KV kept and recomputed"
 	@echo "make bench-autoscale   the autoscaler beside one that goes by queue lengths, in virtual time"
 	@echo "make bench-simulator   simulated requests a second, reports waiting or sent; -scale: 1,000 workers, a million requests"
 	@echo "make bench-flips    50 role flips, scale-downs and restarts under load, every token compared"
@@ -187,6 +190,9 @@ bench-startup: setup
 	$(PY) -m benchmarks.cluster.startup
 	$(PY) -m benchmarks.engine.weights
 
+bench-kept: setup
+	$(PY) -m benchmarks.cluster.kept
+
 bench-simulator: setup
 	$(PY) -m benchmarks.simulator
 
@@ -222,8 +228,15 @@ bench-transfer: setup
 bench-retention: setup
 	$(PY) -m benchmarks.engine.retention
 
+# Likewise, ten minutes.
+bench-agents: setup
+	$(PY) -m benchmarks.router.agents
+
 bench-pull: setup
 	$(PY) -m benchmarks.transfer.pulls
+
+bench-store: setup
+	$(PY) -m benchmarks.transfer.stored
 
 # About eight minutes on two cores. ATTACKS names some of the table, `python -m benchmarks.attack --list` all.
 # The suites' pins are not ours, so they have an environment of their own.

@@ -156,6 +156,27 @@ SUBJECTS = (
         "lab-notes/transfer.md",
     ),
     Subject(
+        "store",
+        "Reading a prefix from the shared store",
+        "The first token after a prefix that is read from a folder, or computed, over emulated storages.",
+        "make bench-store",
+        "lab-notes/transfer.md",
+    ),
+    Subject(
+        "retention",
+        "Orders of eviction",
+        "Hit shares of one prefix cache on recorded traces: last use, and what sessions teach.",
+        "make bench-retention",
+        "lab-notes/policies.md",
+    ),
+    Subject(
+        "agents",
+        "Agents' sessions",
+        "Recorded sessions of coding agents in virtual time, against one cache as large as all.",
+        "make bench-agents",
+        "lab-notes/policies.md",
+    ),
+    Subject(
         "router",
         "The router",
         "One router between null workers and clients, against a plain relay. *Quoted* figures are other projects' own.",
@@ -245,6 +266,13 @@ SUBJECTS = (
         "Start of workers",
         "The time until a worker serves: cold, from a spare, and in place of a lost one.",
         "make bench-startup",
+        "lab-notes/pools.md",
+    ),
+    Subject(
+        "kept",
+        "KV that outlives a crash",
+        "From the kill of a decode worker to the next token of its stream, with its KV kept, and recomputed.",
+        "make bench-kept",
         "lab-notes/pools.md",
     ),
     Subject(

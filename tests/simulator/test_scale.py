@@ -7,10 +7,11 @@ from itertools import pairwise
 
 import pytest
 
+from simulator import scale
 from simulator.fleet import FleetSpec, SimulatedFleet
 from simulator.report import percentile
 from simulator.request import Outcome
-from simulator.scale import large_spec, main, run_at_scale, traffic
+from simulator.scale import ScaleResult, during, large_spec, main, progress_line, run_at_scale, traffic
 from simulator.traces import SharedPrefixMix
 
 SPEC = FleetSpec(2, 2, 64, 400, 400)
@@ -59,6 +60,21 @@ def test_the_figures_of_a_run_at_scale_are_those_of_its_requests() -> None:
     prompts = sum(outcome.request.num_input_tokens for outcome in fleet.outcomes)
     assert result.hit_rate == pytest.approx(sum(outcome.cached_tokens for outcome in fleet.outcomes) / prompts)
     assert result.peak_memory_bytes > 10_000_000
+
+
+def test_a_run_reports_its_figures_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "_PROGRESS_S", 0.0)
+    seen: list[ScaleResult] = []
+    result = run_at_scale(SPEC, MIX.stream(3), 0, seen.append)
+    assert [each.num_requests for each in seen] == list(range(1, result.num_requests + 1))
+    assert seen[-1].hit_rate == result.hit_rate
+    assert progress_line(result).startswith("200 requests")
+    assert 0 < result.placing_s < result.processor_s
+
+
+def test_traffic_ends_when_its_time_is_over() -> None:
+    assert not list(during(MIX.stream(3), 0.0))
+    assert len(list(during(MIX.stream(3), 1e6))) == MIX.num_requests
 
 
 def test_the_load_of_the_traffic_equals_that_of_the_prefill_workers() -> None:

@@ -27,7 +27,7 @@ from engine.step.speculation.step_cost_table import SpeculationCosts
 _FIRST_RATES = {ProposalKind.LONG_MATCH: 0.8, ProposalKind.SHORT_MATCH: 0.5, ProposalKind.DRAFT: 0.7}
 _FLEET_DECAY = 0.98  # factor by which earlier observations of all sequences shrink with each proposal
 _GATE_STEPS = 16  # for this many steps, the answer to whether proposals could pay at all is reused
-_PLAIN_STEPS = 64  # one in this many steps proposes nothing, so that the cost of plain steps stays known
+_PLAIN_STEPS = 128  # two in this many steps propose nothing, so that the cost of plain steps stays known
 _IDLE_STEPS = 8  # while nothing is proposed, one in this many steps is measured
 _DRAFT_PROBE_STEPS = 128  # after that many steps a few tokens are drafted even if it should not pay, as texts change
 _PROBE_TOKENS = 2  # tokens drafted, or verified for each sequence, to learn what that costs
@@ -86,6 +86,7 @@ class Speculator:
         self._gates: dict[int, _Gate] = {}  # by number of sequences
         self._num_steps = 0
         self._num_unnoted = 0  # steps that the ledger has not recorded yet
+        self._num_plain = 0  # plain steps since proposals were verified
         self._drafted_at = 0  # the step for which tokens were drafted last
         self._looked_s = 0.0  # seconds spent looking for proposals since the last step ended
 
@@ -95,7 +96,9 @@ class Speculator:
         """Returns whether looking for proposals is worthwhile in a step of that many sequences."""
         if self._always:
             return True
-        if not self._ledger.is_open or not self._costs.knows(num_sequences) or not self._num_steps % _PLAIN_STEPS:
+        if not self._ledger.is_open or not self._costs.knows(num_sequences):
+            return False
+        if self._num_steps % _PLAIN_STEPS < 2:
             return False
         gate = self._gates.get(num_sequences)
         if gate is None or gate.until_step <= self._num_steps:
@@ -234,13 +237,19 @@ class Speculator:
         """
         self._num_steps += 1
         self._num_unnoted += 1
-        is_idle = not num_proposed and not self._looked_s
-        if is_idle and self._num_unnoted < _IDLE_STEPS and self._costs.knows(num_sequences):
+        self._num_plain = 0 if num_proposed else self._num_plain + 1
+        is_known = self._costs.knows(num_sequences)
+        is_idle = self._num_plain > 2 and not self._looked_s
+        if is_idle and self._num_unnoted < _IDLE_STEPS and is_known:
             return
         looked_s, self._looked_s = self._looked_s, 0.0
         if num_proposed and self._costs.is_empty:
             return  # the cost of a plain step is not known yet
-        self._costs.observe(num_sequences, num_proposed, max(elapsed_s - looked_s, 1e-9))
+        computed_s, is_late = max(elapsed_s - looked_s, 1e-9), self._num_plain == 1 and is_known
+        if is_late:  # a step after one that verified may be slower, and is no measure of plain ones
+            self._costs.observe_late(num_sequences, computed_s)
+        else:
+            self._costs.observe(num_sequences, num_proposed, computed_s)
         plain_s = self._costs.predict(num_sequences)
         self._ledger.on_steps(self._num_unnoted, plain_s)
         self._num_unnoted = 0
@@ -248,7 +257,8 @@ class Speculator:
             cost_s = looked_s + self._costs.predict(num_sequences, num_proposed)
             self._ledger.on_verified(cost_s, 1 + num_further / num_sequences, plain_s)
         else:
-            self._ledger.add(-looked_s, plain_s)
+            late_s = self._costs.predict_lateness(num_sequences) if is_late else 0.0
+            self._ledger.add(-looked_s - late_s, plain_s)
 
     def forget(self, sequence: Sequence) -> None:
         self._states.pop(sequence, None)

@@ -71,11 +71,12 @@ class SpeculationCosts:
     """Keeps plain steps, which compute one token for each sequence, apart from those that verify proposals.
 
     The latter cost more than plain ones of as many tokens: their sequences have no rows, and their tokens are delivered
-    one by one.
+    one by one. The first plain step after one of those counts as neither: it may find colder caches.
     """
 
     def __init__(self) -> None:
         self._plain = StepCostTable()
+        self._late = StepCostTable()  # first plain steps after verification
         self._verifying: dict[int, StepCostTable] = {}  # by bits of the number of sequences
 
     def observe(self, num_sequences: int, num_proposed: int, elapsed_s: float) -> None:
@@ -85,6 +86,14 @@ class SpeculationCosts:
             table.observe(num_proposed, min(highest, elapsed_s / self._plain.predict(num_sequences)))
         else:
             self._plain.observe(num_sequences, elapsed_s)
+
+    def observe_late(self, num_sequences: int, elapsed_s: float) -> None:
+        """Records the first plain step after one that verified proposals."""
+        self._late.observe(num_sequences, elapsed_s)
+
+    def predict_lateness(self, num_sequences: int) -> float:
+        """Returns by how many seconds the first plain step after verification is slower than others."""
+        return max(0.0, self._late.predict(num_sequences) - self._plain.predict(num_sequences))
 
     @property
     def is_empty(self) -> bool:

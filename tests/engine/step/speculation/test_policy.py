@@ -162,11 +162,12 @@ def run(
     draft_s: float | None = None,
     verify_s: float = 0.0,
     slow_start: float = 1.0,
+    after_s: float = 0.0,
 ) -> tuple[float, int]:
     """Returns the throughput relative to no speculation, and how many tokens were proposed; the text is all ones.
 
-    A step that verifies takes `verify_s` longer than a plain one of as many tokens. The first three steps take
-    `slow_start` times as long, which is not counted.
+    A step that verifies takes `verify_s` longer than a plain one of as many tokens, and the next step `after_s` longer.
+    The first three steps take `slow_start` times as long, which is not counted.
     """
     clock = Clock()
     if draft_s is None:
@@ -176,13 +177,14 @@ def run(
     sampling = SamplingParams(max_tokens=1 << 30)
     sequences = [Sequence(RequestId(str(n)), [1, 1], 1, sampling, b"") for n in range(num_sequences)]
     num_tokens = num_proposed = 0
-    uncounted_s = 0.0
+    uncounted_s = late_s = 0.0
     for step in range(num_steps):
         began_s, chosen = clock.now_s, {}
         if speculator.may_pay(num_sequences):
             chosen = speculator.propose(sequences, lambda _: 1 << 30, 128)
         count = sum(map(len, chosen.values()))
-        clock.now_s += fixed_s + token_s * (num_sequences + count) + (verify_s if count else 0.0)
+        clock.now_s += fixed_s + token_s * (num_sequences + count) + (verify_s if count else 0.0) + late_s
+        late_s = after_s if count else 0.0
         if step < 3:
             uncounted_s += (slow_start - 1) * (clock.now_s - began_s)
             clock.now_s += (slow_start - 1) * (clock.now_s - began_s)
@@ -225,6 +227,40 @@ def test_costlier_verification_than_predicted_never_slows_decoding(
     assert gain > 0.99
     if right == 1.0 and verify_s <= 0.005:
         assert gain > 3
+
+
+@pytest.mark.parametrize("num_sequences", [1, 4, 16])
+@pytest.mark.parametrize("right", [0.3, 0.5, 0.7])
+@pytest.mark.parametrize("after_s", [0.005, 0.01, 0.02])
+@pytest.mark.parametrize("draft_s", [None, 0.001])
+def test_slower_steps_after_verification_make_no_loss_look_like_a_gain(
+    num_sequences: int, right: float, after_s: float, draft_s: float | None
+) -> None:
+    """A step after one that verified finds colder caches; plain steps would be faster without speculation."""
+    gain, _ = run(num_sequences, right, 0.01, 0.0005, 4000, draft_s, after_s=after_s)
+    assert gain > 0.99
+
+
+def test_plain_steps_that_have_become_faster_end_speculation() -> None:
+    """Each step that verifies yields nine tokens, which pays only while plain steps are slow."""
+    speculator = Speculator(8, Clock(), lookups=Silent())
+    for _ in range(20):
+        speculator.on_step(1, 0, 0, 0.01)
+    assert speculator.may_pay(1)
+    for _ in range(40):
+        for _ in range(62):
+            speculator.on_step(1, 8, 8, 0.02)
+        speculator.on_step(1, 0, 0, 0.01)  # the first one finds colder caches
+        speculator.on_step(1, 0, 0, 0.002)
+    assert not speculator.may_pay(1)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 4, 16])
+@pytest.mark.parametrize("draft_s", [None, 0.001, 0.01])
+@pytest.mark.parametrize("verify_s", [0.0, 0.01])
+def test_probing_costs_half_a_percent_at_most(num_sequences: int, draft_s: float | None, verify_s: float) -> None:
+    gain, _ = run(num_sequences, 0.0, 0.01, 0.0005, 20_000, draft_s, verify_s)
+    assert gain > 0.995
 
 
 @pytest.mark.parametrize("num_sequences", [1, 4])

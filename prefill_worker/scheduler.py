@@ -122,7 +122,8 @@ class PrefillScheduler:
         may_begin = self._extend_running()
         chunks = self._schedule_reserved(may_begin) if any(self._reserved.values()) else {}
         budget = self._max_batch_tokens - sum(chunks.values())
-        waiting = itertools.takewhile(lambda _: may_begin, list(self._queue))  # the queue may be long
+        # Ends as soon as a prompt cannot begin: the queue may be long.
+        waiting = itertools.takewhile(lambda _: may_begin, list(self._queue))
         for entry in heapq.merge(sorted(self._running, key=_Entry.rank), waiting, key=_Entry.rank):
             if budget == 0:
                 break

@@ -56,6 +56,7 @@ class NullTransfers:
     """Stands in for `decode_worker.prefill.transfer_table.TransferTable`: no request waits for pages."""
 
     num_mismatches = 0
+    num_open = 0
 
     def grant_reservations(self, scheduler: object) -> list[object]:
         return []

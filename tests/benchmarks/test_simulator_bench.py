@@ -27,4 +27,4 @@ def test_the_benchmark_at_scale_writes_the_runs_figures(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "simulator_scale.json").read_text())
     figures = {row["metric"]: row["value"] for row in result["rows"]}
     assert (figures["requests"], figures["not complete"]) == (30, 0)
-    assert result["workload"].startswith("4 workers, 30 requests")
+    assert result["workload"].startswith("4 workers, conversations")

@@ -125,7 +125,7 @@ def test_a_worker_that_was_slow_at_first_is_tried_again(slowness):
         loads[worker] = report(book, worker, loads[worker], rng, truth_decode=truth)
         num_served[worker] += 1
     if slowness == 1.0:
-        assert num_served[first] >= 500
+        assert num_served[first] >= 100, "as fast as its peer: which of them serves more is chance"
     else:
         assert 1 <= num_served[first] <= 40
 

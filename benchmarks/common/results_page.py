@@ -64,6 +64,13 @@ SUBJECTS = (
         "lab-notes/engine-cpu.md",
     ),
     Subject(
+        "engine_avx512_bf16",
+        "The engine with AVX-512 and BF16, without AMX",
+        "The same, without vLLM, with this engine, torch and its products limited to AVX-512 with BF16 instructions.",
+        "make bench-engine ISA=avx512_bf16",
+        "lab-notes/engine-cpu.md",
+    ),
+    Subject(
         "engine_avx512",
         "The engine with AVX-512 and no BF16",
         "The same, with this engine, torch and its products limited to AVX-512 without BF16 instructions.",

@@ -132,12 +132,16 @@ def in_turns(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
 def workloads(
     own: OwnEngine, eager: EagerTorch, hf: Transformers, model: ModelConfig
 ) -> list[Callable[[], StepWorkload]]:
-    """Returns functions that prepare each workload in its turn: the KV of all would not fit into memory."""
+    """Returns functions that prepare each workload in its turn: the KV of all would not fit into memory.
+
+    The floor is in float32 where oneDNN has no products of bf16.
+    """
+    floor_dtype = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
 
     def decode(batch: int) -> StepWorkload:
         calls: dict[str, Call] = {
             OURS: own.decode(batch, CONTEXT),
-            FLOOR: FloorStep(model, batch, batch, batch * CONTEXT, torch.bfloat16),
+            FLOOR: FloorStep(model, batch, batch, batch * CONTEXT, floor_dtype),
             "eager torch": eager.decode(batch, CONTEXT),
             "transformers, static cache": hf.decode(batch, CONTEXT),
         }
@@ -146,7 +150,7 @@ def workloads(
     def prefill(num_tokens: int) -> StepWorkload:
         calls: dict[str, Call] = {
             OURS: own.prefill(num_tokens),
-            FLOOR: FloorStep(model, num_tokens, 1, 0, torch.bfloat16),
+            FLOOR: FloorStep(model, num_tokens, 1, 0, floor_dtype),
             "eager torch": eager.prefill(num_tokens),
             "transformers, static cache": hf.prefill(num_tokens),
         }

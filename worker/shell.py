@@ -63,7 +63,7 @@ from worker.metrics.step_metrics import SpeculationMetrics, StepMetrics
 from worker.pull.client import PullClient
 from worker.pull.kept.kept_pages import KeptPages
 from worker.pull.prompts import PrefixPulls
-from worker.pull.store.opening import open_store
+from worker.pull.store.backends.opening import open_store
 from worker.pull.store.shared_pages import SharedPages
 from worker.service import WorkerService
 from worker.start_progress import StartReporter, load_replica

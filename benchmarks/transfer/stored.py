@@ -30,7 +30,7 @@ from penstock.types import Role
 from penstock.worker_metrics import STORE_WRITE_SECONDS, STORE_WRITES, STORE_WRITTEN_BYTES
 from tests.support.serving import caller, until, worker_config, workers
 from worker.pull.policy import PullCosts, PullPlan
-from worker.pull.store.folder_store import FolderStore
+from worker.pull.store.backends.folder_store import FolderStore
 from worker.pull.store.read_costs import ReadCosts
 from worker.pull.store.shared_pages import SharedPages
 

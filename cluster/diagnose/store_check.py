@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 from cluster.diagnose.findings import Finding, Severity
 from penstock.config import KvStoreConfig
 from penstock.errors import ConfigError
+from worker.pull.store.backends.object_store import ObjectStore
+from worker.pull.store.backends.opening import open_store
 from worker.pull.store.object_format import ROOT_FOLDER
-from worker.pull.store.object_store import ObjectStore
-from worker.pull.store.opening import open_store
 
 _CHECK = "kv store"
 _BYTES = 4 << 20

@@ -9,7 +9,7 @@ import pytest
 from cluster.diagnose.findings import Severity
 from cluster.diagnose.store_check import check_store
 from penstock.config import KvStoreConfig
-from worker.pull.store.folder_store import FolderStore
+from worker.pull.store.backends.folder_store import FolderStore
 
 
 def test_a_working_store_is_left_unchanged(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 from penstock.config import KvStoreConfig, ServeConfig, WorkerConfig
 from penstock.errors import ConfigError
 from penstock.types import Role
-from worker.pull.store.folder_store import FolderStore
-from worker.pull.store.object_store import ObjectStore
-from worker.pull.store.opening import open_store
+from worker.pull.store.backends.folder_store import FolderStore
+from worker.pull.store.backends.object_store import ObjectStore
+from worker.pull.store.backends.opening import open_store
 
 
 @pytest.fixture(params=["file", "memory"])  # and a bucket, in test_bucket.py

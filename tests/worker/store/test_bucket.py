@@ -19,8 +19,8 @@ from tests.worker.store.test_backends import (
     test_readers_see_whole_objects_beside_many_writers,
 )
 from tests.worker.store.test_shared_store import PAGE, RUN, always, ask, knows, metric, model, running, sharing, stored
-from worker.pull.store.object_store import ObjectStore
-from worker.pull.store.opening import open_store
+from worker.pull.store.backends.object_store import ObjectStore
+from worker.pull.store.backends.opening import open_store
 
 pytest.importorskip("s3fs")
 ThreadedMotoServer = pytest.importorskip("moto.server").ThreadedMotoServer

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from penstock.kv.page_hash import hash_pages
 from tests.support.suite.examples import examples
+from worker.pull.store.backends.object_store import StoredObject
 from worker.pull.store.circuit_policy import Circuit
 from worker.pull.store.known_runs import KnownRuns
 from worker.pull.store.object_format import RunFormat
-from worker.pull.store.object_store import StoredObject
 from worker.pull.store.read_costs import ReadCosts
 from worker.pull.store.sweep_policy import SweepLease, plan_sweep
 from worker.pull.store.write_policy import choose_runs, worth_at_end, worth_at_start

@@ -28,7 +28,7 @@ from prefill_worker.server import PrefillServer
 from tests.support.engine.checkpoints import make_checkpoint
 from tests.support.serving import TIMEOUT_S, Answer, caller, until, wait_until_empty, worker_config, workers
 from worker.pull.policy import PullCosts, PullPlan
-from worker.pull.store.folder_store import FolderStore
+from worker.pull.store.backends.folder_store import FolderStore
 
 PAGE = 16
 RUN = 16 * PAGE  # tokens in an object

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import msgpack
 
 from penstock.types import PageHash
+from worker.pull.store.backends.object_store import StoredObject
 from worker.pull.store.object_format import ROOT_FOLDER, RunFormat
-from worker.pull.store.object_store import StoredObject
 from worker.pull.store.store_threads import StoreThreads
 from worker.pull.store.sweep_policy import SweepLease, plan_sweep
 

@@ -41,10 +41,10 @@ from penstock.worker_metrics import (
 from worker.pull.client import Stop
 from worker.pull.policy import PartlyPulled, PrefixSource
 from worker.pull.store.announcer import RunAnnouncer
+from worker.pull.store.backends.object_store import ObjectStore
 from worker.pull.store.housekeeping import Housekeeping, Listing
 from worker.pull.store.known_runs import KnownRuns
 from worker.pull.store.object_format import RunFormat
-from worker.pull.store.object_store import ObjectStore
 from worker.pull.store.pool_bytes import PoolBytes
 from worker.pull.store.read_costs import ReadCosts
 from worker.pull.store.store_threads import NUM_READERS, Reader, RunRead, RunWrite, StoreThreads, Writer

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.types import PageHash
+from worker.pull.store.backends.object_store import ObjectStore
 from worker.pull.store.circuit_policy import Circuit
 from worker.pull.store.object_format import RunFormat, UnusableObject
-from worker.pull.store.object_store import ObjectStore
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from worker.pull.store.object_store import StoredObject
+from worker.pull.store.backends.object_store import StoredObject
 
 _KEPT_SHARE = 0.9  # share of the bound that a sweep leaves, so that there is room for a while
 _PARTIAL_S = 3600.0  # the writer of a partial object this old is gone

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from penstock.errors import ConfigError
-from worker.pull.store.object_store import PARTIAL_SUFFIX, StoredObject
+from worker.pull.store.backends.object_store import PARTIAL_SUFFIX, StoredObject
 
 _RENEW_AFTER_S = 60.0
 

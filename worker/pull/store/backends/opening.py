@@ -5,9 +5,9 @@ from __future__ import annotations
 from urllib.parse import urlsplit
 
 from penstock.config.kv_store import KvStoreConfig
-from worker.pull.store.folder_store import FolderStore
-from worker.pull.store.fsspec_store import FsspecStore
-from worker.pull.store.object_store import ObjectStore
+from worker.pull.store.backends.folder_store import FolderStore
+from worker.pull.store.backends.fsspec_store import FsspecStore
+from worker.pull.store.backends.object_store import ObjectStore
 
 
 def open_store(config: KvStoreConfig) -> ObjectStore:

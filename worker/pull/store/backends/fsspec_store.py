@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from penstock.config.kv_store import KvStoreConfig
 from penstock.errors import ConfigError
-from worker.pull.store.object_store import PARTIAL_SUFFIX, StoredObject
+from worker.pull.store.backends.object_store import PARTIAL_SUFFIX, StoredObject
 
 _WHOLE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"}  # a put appears as a whole or not at all
 _OF_S3 = {"s3", "s3a"}

@@ -13,7 +13,8 @@ each with knowledge of the whole trace, which no operator has:
   for them; if there are none, the cheapest.
 
 The autoscaler has one setting for all traces, as must an operator who does not know the traffic: `over_all` compares
-it with each baseline setting on all traces together.
+it with each baseline setting on all traces together. `choose_one` applies the rules to sums over several cases; on
+held-out traces the autoscaler is compared with the settings that this gives for the tuned ones.
 """
 
 from __future__ import annotations
@@ -124,10 +125,21 @@ def judge(rule: str, found: dict[str, float]) -> dict[str, bool]:
 
 def over_all(results: Sequence[PolicyResult], ours: str) -> dict[str, dict[str, float]]:
     """Returns the ratios of ours to each other policy, of figures summed over all cases."""
-    names = dict.fromkeys(result.policy for result in results)
-    totals = {name: _sum_up([result for result in results if result.policy == name]) for name in names}
+    totals = _totals(results)
     own_total = totals.pop(ours)
     return {name: ratios(own_total, total) for name, total in totals.items()}
+
+
+def choose_one(results: Sequence[PolicyResult], ours: str) -> dict[str, str]:
+    """Returns the name of the best setting for all cases together, by rule. `results` holds ours and baselines."""
+    totals = _totals(results)
+    own_total = totals.pop(ours)
+    return {rule: total.policy for rule, total in choose(list(totals.values()), own_total).items()}
+
+
+def _totals(results: Sequence[PolicyResult]) -> dict[str, PolicyResult]:
+    names = dict.fromkeys(result.policy for result in results)
+    return {name: _sum_up([result for result in results if result.policy == name]) for name in names}
 
 
 def _sum_up(rows: Sequence[PolicyResult]) -> PolicyResult:

@@ -112,7 +112,8 @@ def _autoscale_rows(cases: Sequence[Result]) -> Iterator[Result]:
         for row in case["rows"]:
             if row["policy"] in shown:
                 for figure, field in fields.items():
-                    metric = f"{case['trace']}, start {case['start_s']:g} s: {figure}, {shown[row['policy']]}"
+                    trace = f"held out: {case['trace']}" if case["split"] == "held out" else case["trace"]
+                    metric = f"{trace}, start {case['start_s']:g} s: {figure}, {shown[row['policy']]}"
                     yield _row(metric, row[field], "")
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.autoscale.__main__ import BOUNDS, SLO, SPEC, autoscaler, run
+from benchmarks.autoscale.__main__ import BOUNDS, HELD_OUT, SLO, SPEC, TUNED, autoscaler, judge_held_out, run
 from benchmarks.autoscale.baselines import PolicyResult, QueueScaler, QueueTargets, choose, over_all, ratios
 from benchmarks.autoscale.coarse_fleet import CoarseFleet
 from benchmarks.autoscale.elastic import DetailedDeployment, ElasticFleet
@@ -117,3 +117,24 @@ def test_baselines_are_chosen_by_the_documented_rules() -> None:
     assert choose(baselines[3:], ours)["cheapest in time"].policy == "poor"  # no rule is in time
     twice = [ours, replace(ours, num_missed=3), baselines[1], replace(baselines[1], num_missed=1, worker_hours=6.0)]
     assert over_all(twice, "ours") == {"good": {"missed": 4 / 10, "worker_hours": 1.0, "changes": 0.25}}
+
+
+def test_on_held_out_cases_the_baselines_are_those_that_are_best_on_the_tuned_ones() -> None:
+    def case(split: str, *missed: int) -> dict[str, object]:
+        names = ("ours", "queues, 2 and 32 a worker", "queues, 0.5 and 8 a worker", "foresight, 0.9 and 0.75")
+        hours = (8.0, 8.0, 16.0, 4.0)
+        results = [
+            PolicyResult(*row, 10, 1.0, 0.05, 1.0) for row in zip(names, (1000,) * 4, missed, hours, strict=True)
+        ]
+        return {"split": split, "rows": [asdict(result) for result in results]}
+
+    assert not TUNED.keys() & HELD_OUT.keys()
+    cases = [case("tuned", 0, 4, 0, 0), case("tuned", 0, 40, 2, 0), case("held out", 3, 0, 12, 0)]
+    found = judge_held_out(cases)
+    assert {rule: each["policy"] for rule, each in found.items()} == {
+        "cheapest in time": "queues, 0.5 and 8 a worker",  # the other one misses 2.2 % of the tuned requests
+        "fewest missed": "queues, 0.5 and 8 a worker",
+        "equal hours": "queues, 2 and 32 a worker",
+    }
+    assert found["fewest missed"]["ratios"] == {"missed": 3 / 12, "worker_hours": 0.5, "changes": 1.0}
+    assert found["equal hours"]["ratios"]["missed"] == 3.0

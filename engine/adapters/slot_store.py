@@ -45,9 +45,9 @@ class AdapterStore:
         if order_H is not None:
             self._qkv_order = projection_rows(own.num_heads, own.num_kv_heads, own.head_dim, order_H)
         self._weights = [self._allocate(product, dtype, device) for product in self.products]
-        self._by_layer: list[dict[str, AdapterWeights]] = [{} for _ in range(model.num_layers)]
+        self.by_layer: list[dict[str, AdapterWeights]] = [{} for _ in range(model.num_layers)]  # by product's name
         for product, weights in zip(self.products, self._weights, strict=True):
-            self._by_layer[product.layer][product.name] = weights
+            self.by_layer[product.layer][product.name] = weights
 
     def _allocate(self, product: AdaptedProduct, dtype: torch.dtype, device: torch.device) -> AdapterWeights:
         slots, rank, num_parts = self.num_slots, self.rank, len(product.parts)
@@ -97,7 +97,7 @@ class AdapterStore:
         weights.up_SRO[slot] = weights.up_SRO[slot].index_select(1, order_O.to(weights.up_SRO.device))
 
     def step(self, slot_T: torch.Tensor, ops: LayerOps) -> StepAdapters:
-        return StepAdapters(self._by_layer, ops, ops.adapter_rows(slot_T, self.num_slots), self.num_slots)
+        return StepAdapters(self.by_layer, ops, ops.adapter_rows(slot_T, self.num_slots), self.num_slots)
 
 
 class StepAdapters:
@@ -110,6 +110,10 @@ class StepAdapters:
         self._ops = ops
         self._rows = rows
         self._num_slots = num_slots
+
+    @property
+    def slot_T(self) -> torch.Tensor:
+        return self._rows.slot_T
 
     def select(self, rows_R: torch.Tensor) -> StepAdapters:
         """Returns the adapters of only these rows."""

@@ -11,19 +11,29 @@ Shapes: `T` tokens, `D` hidden, `H` head dim, `R` sampled rows: the tokens whose
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from engine.cpu.adapters import ProductSlots, describe_slots
 from engine.cpu.library import FLOAT, INT, LONG, POINTER, NativeKernels
 from engine.cpu.linear import PackedWeight, TileLinear
 from engine.cpu.native import NativeAttention, check_pool, kv_kind
+from engine.kernels.adapter_weights import AdapterWeights
 from engine.kernels.backends import AttentionBackend
 from engine.kernels.metadata import AttentionMetadata, KvLayer
 
 _HEAD_DIM_MULTIPLE = 32
 _DTYPES = (torch.bfloat16, torch.float32)
+
+LayerSlots = Mapping[str, AdapterWeights]  # the adapter slots of a layer, by product: "qkv", "out", "gate_up", "down"
+
+
+class _Product(ctypes.Structure):
+    """Mirrors `Product` of decoder.cpp, field by field."""
+
+    _fields_ = (("weight", PackedWeight), ("adapters", ProductSlots))
 
 
 class _Layer(ctypes.Structure):
@@ -31,7 +41,7 @@ class _Layer(ctypes.Structure):
 
     _fields_ = (
         *((name, POINTER) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm")),
-        *((name, PackedWeight) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, _Product) for name in ("qkv", "out", "gate_up", "down")),
         ("pool", POINTER),
         ("window", LONG),
     )
@@ -43,7 +53,7 @@ class _Step(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("token_ids", "positions", "embedding", "cos_sin", "residual")),
         *((name, POINTER) for name in ("page_table", "query_start", "context_lens", "slot_page", "slot_offset")),
-        *((name, POINTER) for name in ("sampled_rows", "final_norm", "head", "output")),
+        *((name, POINTER) for name in ("adapter_slots", "sampled_rows", "final_norm", "head", "output")),
         ("page_stride", LONG),
         *((name, INT) for name in ("num_tokens", "num_sampled", "num_sequences", "table_width", "page_size")),
         *((name, INT) for name in ("hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate")),
@@ -102,12 +112,13 @@ class DenseStack:
         layers: Sequence[DenseLayer],
         layer_pools: Sequence[KvLayer],
         ends: DenseEnds,
+        adapters: Sequence[LayerSlots],
     ) -> None:
         self._kernels, self._shape, self._ends = kernels, shape, ends
-        self._kept, self._pool = layers, layer_pools[0].pages
+        self._kept, self._kept_adapters, self._pool = layers, adapters, layer_pools[0].pages
         self._kv_kind = kv_kind(layer_pools[0].pages, layer_pools[0].scales)
-        self._layers = (_Layer * len(layers))(*map(_describe, layers, layer_pools))
-        self._head = None if ends.head is None else ends.head.describe()
+        self._layers = (_Layer * len(layers))(*map(_describe, layers, layer_pools, adapters))
+        self._head = None if ends.head is None else _Product(ends.head.describe(), ProductSlots())
 
     @property
     def has_head(self) -> bool:
@@ -121,6 +132,7 @@ class DenseStack:
         meta: AttentionMetadata,
         on_layer: Callable[[int], None] | None,
         on_start: Callable[[], None] | None = None,
+        adapter_slot_T: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns the logits of the sampled rows, [R, V], or without a head their normalised hidden states, [R, D].
         Calls `on_layer(n)` after each of the first n layers. Raises IndexError for a token or position out of bounds.
@@ -136,7 +148,7 @@ class DenseStack:
         width = embedding_VD.shape[1] if head is None else head.num_outputs
         output_RX = torch.empty((len(sampled), width), dtype=embedding_VD.dtype)
         residual_TD = torch.empty((len(token_ids_T), embedding_VD.shape[1]), dtype=embedding_VD.dtype)
-        step = self._step(token_ids_T, positions_T, residual_TD, rows_R, output_RX, meta)
+        step = self._step(token_ids_T, positions_T, residual_TD, rows_R, output_RX, meta, adapter_slot_T)
         num_layers, num_threads = len(self._layers), torch.get_num_threads()
         stops = range(1, num_layers + 1) if on_layer is not None else (num_layers,)
         first = 0
@@ -159,9 +171,14 @@ class DenseStack:
         sampled_rows_R: torch.Tensor,
         output_RX: torch.Tensor,
         meta: AttentionMetadata,
+        adapter_slot_T: torch.Tensor | None,
     ) -> _Step:
         shape, ends = self._shape, self._ends
         assert token_ids_T.dtype == positions_T.dtype == sampled_rows_R.dtype == torch.int64, "int64 is needed"
+        if adapter_slot_T is not None:
+            assert adapter_slot_T.dtype == torch.int64, "int64 is needed"
+            assert adapter_slot_T.shape == token_ids_T.shape, "each row has a slot"
+            assert adapter_slot_T.is_contiguous()
         return _Step(
             token_ids=token_ids_T.data_ptr(),
             positions=positions_T.data_ptr(),
@@ -173,6 +190,7 @@ class DenseStack:
             context_lens=meta.context_lens_B.data_ptr(),
             slot_page=meta.slot_page_T.data_ptr(),
             slot_offset=meta.slot_offset_T.data_ptr(),
+            adapter_slots=None if adapter_slot_T is None else adapter_slot_T.data_ptr(),
             sampled_rows=sampled_rows_R.data_ptr(),
             final_norm=ends.final_norm_D.data_ptr(),
             head=None if self._head is None else ctypes.addressof(self._head),
@@ -203,9 +221,10 @@ def make_stack(
     layers: Sequence[DenseLayer] | None,
     layer_pools: Sequence[KvLayer],
     ends: DenseEnds,
+    adapters: Sequence[LayerSlots] | None = None,
 ) -> DenseStack | None:
-    """Binds the decoder to its pool; returns None unless all are dense and packed for tiles and the attention backend
-    is `NativeAttention`.
+    """Binds the decoder to its pool and its adapter slots, of which it has none without `adapters`. Returns None unless
+    all layers are dense and packed for tiles and the attention backend is `NativeAttention`.
     """
     if layers is None or not isinstance(attention, NativeAttention) or shape.head_dim % _HEAD_DIM_MULTIPLE:
         return None
@@ -218,10 +237,14 @@ def make_stack(
         return None
     if ends.embedding_VD.dtype != dtype or any(found != dtype for layer in layers for found in layer.dtypes):
         return None
-    return DenseStack(attention.kernels, shape, layers, layer_pools, ends)
+    return DenseStack(attention.kernels, shape, layers, layer_pools, ends, adapters or [{}] * len(layers))
 
 
-def _describe(layer: DenseLayer, kv: KvLayer) -> _Layer:
+def _describe(layer: DenseLayer, kv: KvLayer, adapters: LayerSlots) -> _Layer:
+    def product(name: str, linear: TileLinear) -> _Product:
+        slots = adapters.get(name)
+        return _Product(linear.describe(), ProductSlots() if slots is None else describe_slots(slots, linear.dtype))
+
     check_pool(kv.pages, kv.scales)
     q_norm_H, k_norm_H = layer.qk_norms_H or (None, None)
     return _Layer(
@@ -229,10 +252,10 @@ def _describe(layer: DenseLayer, kv: KvLayer) -> _Layer:
         mlp_norm=layer.mlp_norm_D.data_ptr(),
         q_norm=None if q_norm_H is None else q_norm_H.data_ptr(),
         k_norm=None if k_norm_H is None else k_norm_H.data_ptr(),
-        qkv=layer.qkv.describe(),
-        out=layer.out.describe(),
-        gate_up=layer.gate_up.describe(),
-        down=layer.down.describe(),
+        qkv=product("qkv", layer.qkv),
+        out=product("out", layer.out),
+        gate_up=product("gate_up", layer.gate_up),
+        down=product("down", layer.down),
         pool=kv.pages.data_ptr(),
         window=layer.window or 0,
     )

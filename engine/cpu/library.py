@@ -31,7 +31,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "penstock_rope": [POINTER] * 3 + [LONG] + [INT] * 2 + [LONG] + [INT] * 2,
     "penstock_pack_linear": [POINTER] * 2 + [INT] * 3,
     "penstock_linear": [POINTER] * 3 + [INT, LONG, INT],
-    "penstock_add_adapters": [POINTER] * 7 + [LONG] * 2 + [INT] * 6,
+    "penstock_add_adapters": [POINTER] * 4 + [LONG] * 2 + [INT] * 3,
     "penstock_mask_rows": [POINTER] * 3 + [LONG] + [INT] * 3,
     "penstock_sample": [POINTER, INT],
     "penstock_decoder": [POINTER] + [INT] * 2 + [POINTER] + [INT] * 2,

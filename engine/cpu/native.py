@@ -9,8 +9,11 @@ Shapes: `T` tokens, `N` query heads, `K` KV heads, `H` head dim, `D` hidden, `F`
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
+from engine.cpu.adapters import describe_slots
 from engine.cpu.library import NativeKernels
 from engine.kernels.adapter_weights import AdapterRows, AdapterWeights
 from engine.kernels.layer_ops import TorchOps
@@ -139,19 +142,17 @@ class NativeOps(TorchOps):
         return out_TNH
 
     def add_adapters(self, y_TO: torch.Tensor, x_TI: torch.Tensor, weights: AdapterWeights, rows: AdapterRows) -> None:
-        if y_TO.dtype != torch.bfloat16:
+        if not _is_native(y_TO):
             super().add_adapters(y_TO, x_TI, weights, rows)
             return
-        down_SQI, up_SRO = weights.down_SQI, weights.up_SRO
-        assert x_TI.dtype == down_SQI.dtype == up_SRO.dtype == torch.bfloat16, "one dtype is needed"
-        assert all(each.is_contiguous() for each in (down_SQI, up_SRO, rows.slot_T)), "matrices are contiguous"
-        assert (x_TI.shape[1], y_TO.shape[1]) == (down_SQI.shape[2], up_SRO.shape[2]), "shapes fit"
-        assert x_TI.stride(1) == y_TO.stride(1) == 1, "a row's values are contiguous"
+        slots = describe_slots(weights, y_TO.dtype)
+        assert x_TI.dtype == y_TO.dtype, "one dtype is needed"
+        assert (x_TI.shape[1], y_TO.shape[1]) == (slots.inputs, slots.outputs), "shapes fit"
+        assert x_TI.stride(1) == y_TO.stride(1) == rows.slot_T.stride(0) == 1, "a row's values are contiguous"
         assert y_TO.shape[0] == x_TI.shape[0] == rows.slot_T.shape[0]
         self._kernels.add_adapters(
-            y_TO.data_ptr(), x_TI.data_ptr(), rows.slot_T.data_ptr(), down_SQI.data_ptr(), up_SRO.data_ptr(),
-            weights.ranks_SP.data_ptr(), weights.ends_P.data_ptr(), y_TO.stride(0), x_TI.stride(0), y_TO.shape[0],
-            x_TI.shape[1], y_TO.shape[1], len(weights.part_ends), weights.rank, torch.get_num_threads(),
+            ctypes.byref(slots), rows.slot_T.data_ptr(), y_TO.data_ptr(), x_TI.data_ptr(), y_TO.stride(0),
+            x_TI.stride(0), y_TO.shape[0], y_TO.dtype == torch.float32, torch.get_num_threads(),
         )  # fmt: skip
 
 

@@ -23,6 +23,11 @@ class ProductAdapters(Protocol):
 class RowAdapters(Protocol):
     """The adapters of a step's rows."""
 
+    @property
+    def slot_T(self) -> torch.Tensor:
+        """Returns each row's slot, int64, 0 for none."""
+        ...
+
     def layer(self, index: int) -> ProductAdapters: ...
 
     def select(self, rows_R: torch.Tensor) -> RowAdapters:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from engine.cpu.decoder_stack import DenseEnds, DenseLayer, DenseShape, DenseStack, make_stack
+from engine.cpu.decoder_stack import DenseEnds, DenseLayer, DenseShape, DenseStack, LayerSlots, make_stack
 from engine.kernels.backends import AttentionBackend
 from engine.kernels.layer_ops import LayerOps
 from engine.kernels.metadata import AttentionMetadata, KvLayer
@@ -79,9 +79,14 @@ class Decoder:
             copy_weights(layer, _Layer(own, reader, index, config, self._group))
         overwrite(self._norm_D, read_norm(reader.read(FINAL_NORM), config.family.norm_offset))
 
-    def fuse(self, layer_pools: Sequence[KvLayer], attention: AttentionBackend) -> DenseStack | None:
-        """Returns the decoder as one call, or None if that is not supported: ranks, for instance, must exchange sums
-        within each layer."""
+    def fuse(
+        self,
+        layer_pools: Sequence[KvLayer],
+        attention: AttentionBackend,
+        adapters: Sequence[LayerSlots] | None = None,
+    ) -> DenseStack | None:
+        """Returns the decoder as one call, with the adapter slots of each layer, or None if that is not supported:
+        ranks, for instance, must exchange sums within each layer."""
         if self._group.shard.num_ranks > 1 or not self._inputs.is_uniform:
             return None
         if self._softcap is not None or self._embedding_scale is not None:
@@ -90,7 +95,7 @@ class Decoder:
         dense = [layer for layer in layers if layer is not None]
         whole = dense if len(dense) == len(layers) else None
         ends = DenseEnds(self._embedding_VD, self._inputs.rope_C2H, self._norm_D, self._head.tiles)
-        return make_stack(attention, self._dense_shape, whole, layer_pools, ends)
+        return make_stack(attention, self._dense_shape, whole, layer_pools, ends, adapters)
 
     def forward(
         self,
@@ -110,10 +115,10 @@ class Decoder:
 
         Calls `on_start()` before it computes, and `on_layer(n)` when the K and V of the first n layers are written (on
         a GPU: when the writes are launched).
-        `stack` is the result of `fuse`; a step with `adapters` runs layer by layer, which gives the same bits for rows
-        without one."""
-        if stack is not None and adapters is None:
-            output_RX = stack.forward(token_ids_T, positions_T, sampled_rows_R, meta, on_layer, on_start)
+        `stack` is the result of `fuse`."""
+        if stack is not None:
+            slot_T = None if adapters is None else adapters.slot_T
+            output_RX = stack.forward(token_ids_T, positions_T, sampled_rows_R, meta, on_layer, on_start, slot_T)
             return output_RX if stack.has_head else self._head(output_RX)
         if on_start is not None:
             on_start()

@@ -29,17 +29,17 @@ class ModelRunner:
         adapters: AdapterStore | None = None,
     ) -> None:
         """`kv_layers` is the pool, layer by layer; `adapters` are required by batches that name any."""
-        self._model = model
         self._layer_pools = kv_layers
         self._attention = attention
         self._ops = ops
         self._adapters = adapters
-        self.stack = model.fuse(self._layer_pools, attention)
+        self.use(model)
 
     def use(self, model: Decoder) -> None:
         """Computes with another model of the same shape from now on. No step may run meanwhile."""
         self._model = model
-        self.stack = model.fuse(self._layer_pools, self._attention)
+        adapters = None if self._adapters is None else self._adapters.by_layer
+        self.stack = model.fuse(self._layer_pools, self._attention, adapters)
 
     @property
     def compiles(self) -> bool:

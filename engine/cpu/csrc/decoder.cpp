@@ -5,6 +5,7 @@
 // written as strips of tiles (packed_weight.h) by the operation before it, so that nothing is copied in between.
 //
 // Shapes: T tokens, D hidden, N query heads, K KV heads, H head dim, A = N * H, F intermediate, R sampled rows.
+#include "adapters.h"
 #include "attention_problem.h"
 #include "kv_quantization.h"
 #include "linear.h"
@@ -14,10 +15,16 @@ namespace {
 
 using linear::kSide;
 
+// `_Product` of engine/cpu/decoder_stack.py has the same fields.
+struct Product {
+  linear::PackedWeight weight;
+  adapters::Slots adapters;  // read only if the step has any
+};
+
 // `_Layer` of engine/cpu/decoder_stack.py has the same fields.
 struct Layer {
   const void *input_norm, *mlp_norm, *q_norm, *k_norm;  // the last two may be null
-  linear::PackedWeight qkv, out, gate_up, down;
+  Product qkv, out, gate_up, down;
   void* pool;      // this layer of the pool's first page
   int64_t window;  // 0: none
 };
@@ -30,9 +37,10 @@ struct Step {
   void* residual;                        // [T, D], written
   const int32_t *page_table, *query_start, *context_lens;
   const int64_t *slot_page, *slot_offset;
-  const int64_t* sampled_rows;  // ascending
-  const void* final_norm;       // the norm after the model's last layer
-  const linear::PackedWeight* head;  // or null
+  const int64_t* adapter_slots;  // [T], 0 for rows without an adapter; or null
+  const int64_t* sampled_rows;   // ascending
+  const void* final_norm;        // the norm after the model's last layer
+  const Product* head;  // or null; it has no adapters
   void* output;  // of the sampled rows: logits, [R, V], or without a head their normalised residual, [R, D]
   int64_t page_stride;          // bytes
   int32_t num_tokens, num_sampled, num_sequences, table_width, page_size;
@@ -75,6 +83,7 @@ template <class T> class Decoder {
     shape.num_heads = step.num_heads;
     shape.page_size = step.page_size;
     items = list_items_of<T>(shape, num_threads);
+    if (step.adapter_slots) adapter_slots.assign(step.adapter_slots, step.adapter_slots + num_rows);
   }
 
   // Looks up the tokens; returns false if an id or a position is out of bounds.
@@ -97,8 +106,8 @@ template <class T> class Decoder {
   // on.
   void run(const Layer& layer, const void* next_norm) {
     Stored* const qkv = intermediates.qkv;
-    multiply(layer.qkv, intermediates.normed, [&](int row, int output, Floats sums) {
-      store_floats(qkv + int64_t(row) * layer.qkv.outputs + output, with_bias(sums, layer.qkv, output), kLanes);
+    multiply(layer.qkv, intermediates.normed, [&](int row, int output, Floats values) {
+      store_floats(qkv + int64_t(row) * layer.qkv.weight.outputs + output, values, kLanes);
     });
     rotate_and_store(layer);
     attend(layer);
@@ -125,9 +134,30 @@ template <class T> class Decoder {
   std::vector<Item> items;
   Stored* const residual;
   int num_rows;
+  std::vector<int64_t> adapter_slots;  // of each row, 0 for none; empty if no row has an adapter
+  std::vector<float> shrunk;           // rows times A of their adapters, of the product at hand
 
-  static Floats with_bias(Floats sums, const linear::PackedWeight& weight, int output) {
-    return weight.bias ? sums + load_floats(static_cast<const Stored*>(weight.bias) + output, kLanes) : sums;
+  bool has_adapters(const Product& product) const { return product.adapters.down && !adapter_slots.empty(); }
+
+  void shrink(const adapters::Slots& all, const Stored* strips) {
+    constexpr int kTaskRows = adapters::kRows;
+    shrunk.resize(std::max(shrunk.size(), size_t(num_rows) * all.inner_width()));
+    const auto values_at = [&](int row, int i) { return strips + linear::place(row, i, all.inputs); };
+    thread_team::parallel_for(num_threads, (num_rows + kTaskRows - 1) / kTaskRows, [&](thread_team::Tasks& tasks) {
+      for (int task; tasks.take(task);) {
+        const int first = task * kTaskRows, end = std::min(num_rows, first + kTaskRows);
+        adapters::shrink_rows<T>(all, adapter_slots.data(), first, end, values_at, shrunk.data());
+      }
+    });
+  }
+
+  // Adds the bias and the row's adapter to a product.
+  Floats finished(const Product& product, int row, int output, Floats sums) const {
+    const void* const bias = product.weight.bias;
+    if (bias) sums += load_floats(static_cast<const Stored*>(bias) + output, kLanes);
+    if (!has_adapters(product) || !adapter_slots[row]) return sums;
+    const float* const inner = shrunk.data() + int64_t(row) * product.adapters.inner_width();
+    return adapters::expand<T>(product.adapters, adapter_slots[row], inner, output, kLanes, rounded<Stored>(sums));
   }
 
   // Calls take(row) for each row; `per_task` rows should take some microseconds.
@@ -138,41 +168,47 @@ template <class T> class Decoder {
     });
   }
 
-  // Calls take(row, output, sums) for each row of the product and every `kLanes` outputs, of which `output` is the first.
-  template <class Take>
-  void multiply(const linear::PackedWeight& weight, const Stored* strips, const Take& take) const {
-    linear::for_outputs(num_threads, weight, strips, num_rows, 1,
-                        [&](int row, int output, Floats first, bool is_pair, Floats second) {
-                          take(row, output, first);
-                          if (is_pair) take(row, output + kSide, second);
-                        });
+  // Calls finish(row, output, sums of kLanes outputs from there, is_pair, sums of those `pair_distance` panels further
+  // on) for each row of the product.
+  template <class Finish>
+  void multiply_pairs(const Product& product, const Stored* strips, int pair_distance, const Finish& finish) {
+    if (has_adapters(product)) shrink(product.adapters, strips);
+    linear::for_outputs(num_threads, product.weight, strips, num_rows, pair_distance, finish);
   }
 
-  void add_to_residual(const linear::PackedWeight& weight, const Stored* strips) const {
-    multiply(weight, strips, [&](int row, int output, Floats sums) {
-      Stored* total = residual + int64_t(row) * step.hidden + output;
-      const Floats out = rounded<Stored>(with_bias(sums, weight, output));
-      store_floats(total, load_floats(total, kLanes) + out, kLanes);
+  // Calls take(row, output, values) for each row of the product and every `kLanes` outputs, of which `output` is the
+  // first.
+  template <class Take> void multiply(const Product& product, const Stored* strips, const Take& take) {
+    multiply_pairs(product, strips, 1, [&](int row, int output, Floats first, bool is_pair, Floats second) {
+      take(row, output, finished(product, row, output, first));
+      if (is_pair) take(row, output + kSide, finished(product, row, output + kSide, second));
     });
   }
 
-  void write_logits(const linear::PackedWeight& head) const {
+  void add_to_residual(const Product& product, const Stored* strips) {
+    multiply(product, strips, [&](int row, int output, Floats values) {
+      Stored* total = residual + int64_t(row) * step.hidden + output;
+      store_floats(total, load_floats(total, kLanes) + rounded<Stored>(values), kLanes);
+    });
+  }
+
+  void write_logits(const Product& head) {
     normalise_rows(step.final_norm);
     Stored* const logits = static_cast<Stored*>(step.output);
-    multiply(head, intermediates.normed, [&](int row, int output, Floats sums) {
-      store_floats(logits + int64_t(row) * head.outputs + output, with_bias(sums, head, output), kLanes);
+    multiply(head, intermediates.normed, [&](int row, int output, Floats values) {
+      store_floats(logits + int64_t(row) * head.weight.outputs + output, values, kLanes);
     });
   }
 
-  void activate(const linear::PackedWeight& gate_up) const {
+  void activate(const Product& gate_up) {
     Stored* const inner = intermediates.inner;
     const int width = step.intermediate;
-    linear::for_outputs(num_threads, gate_up, static_cast<const Stored*>(intermediates.normed), num_rows, width / kSide,
-                        [&](int row, int output, Floats gate, bool, Floats up) {
-                          gate = rounded<Stored>(with_bias(gate, gate_up, output));
-                          up = rounded<Stored>(with_bias(up, gate_up, output + width));
-                          store_floats(inner + linear::place(row, output, width), silu(gate) * up, kLanes);
-                        });
+    multiply_pairs(gate_up, intermediates.normed, width / kSide,
+                   [&](int row, int output, Floats gate, bool, Floats up) {
+                     gate = rounded<Stored>(finished(gate_up, row, output, gate));
+                     up = rounded<Stored>(finished(gate_up, row, output + width, up));
+                     store_floats(inner + linear::place(row, output, width), silu(gate) * up, kLanes);
+                   });
   }
 
   // Writes the normalised rows of the residual as strips of tiles.
@@ -195,7 +231,7 @@ template <class T> class Decoder {
     const int head_dim = step.head_dim, num_heads = step.num_heads, num_kv_heads = step.num_kv_heads;
     const auto *q_norm = static_cast<const Stored*>(layer.q_norm), *k_norm = static_cast<const Stored*>(layer.k_norm);
     for_rows(kTokens, [&](int64_t t) {
-      Stored* const token = intermediates.qkv + t * layer.qkv.outputs;
+      Stored* const token = intermediates.qkv + t * layer.qkv.weight.outputs;
       const float* cosine = step.cos_sin + step.positions[t] * head_dim;
       for (int head = 0; head < num_heads + num_kv_heads; ++head) {
         Stored* at = token + head * head_dim;
@@ -223,7 +259,7 @@ template <class T> class Decoder {
 
   void attend(const Layer& layer) const {
     const Problem problem{intermediates.qkv, layer.pool,        intermediates.mixed, step.page_table,
-                          step.query_start,  step.context_lens, layer.qkv.outputs,   step.page_stride,
+                          step.query_start,  step.context_lens, layer.qkv.weight.outputs, step.page_stride,
                           step.num_sequences, step.table_width, step.num_heads,      step.num_kv_heads,
                           step.page_size,    step.head_dim,     int32_t(layer.window), step.scale, true, step.kv_kind};
     attend_in<T>(problem, items, num_threads);
@@ -237,6 +273,7 @@ template <class T> class Decoder {
     for (int64_t row = 0; row < num_rows; ++row) {
       const int64_t from = step.sampled_rows[row];
       if (from == row) continue;
+      if (!adapter_slots.empty()) adapter_slots[row] = adapter_slots[from];
       std::memcpy(residual + row * step.hidden, residual + from * step.hidden, step.hidden * sizeof(Stored));
       for (int i = 0; i < width; i += kLanes)
         std::memcpy(mixed + linear::place(row, i, width), mixed + linear::place(from, i, width), kLanes * sizeof(Stored));

@@ -19,6 +19,7 @@ from engine.step.sequence import ScheduledSequence, Sequence
 from engine.weights.shared_weights import linears
 from penstock.config import EngineConfig
 from penstock.types import RequestId, SamplingParams
+from tests.support.engine.adapters import ALL_MODULES, make_adapter
 from tests.support.engine.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.engine.int8_activations import SCHEMES, quantize_checkpoint
 from tests.support.engine.isas import needs_native
@@ -60,12 +61,16 @@ def engine(isa: str, request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
         folder, _ = quantize_checkpoint(folder, tmp_path / "int8", request.param)
     quantization = request.param if request.param in QUANTIZED else "none"
     settings = {"model": str(folder), "dtype": "bfloat16", "page_size": 8, "num_pages": 64, **more}
+    settings |= {"max_adapters": 2, "max_adapter_rank": 11}
     engine = Engine.load(EngineConfig.model_validate({**settings, "quantization": quantization}))
     if quantization != "none" and engine.runner.stack is not None:
         layouts = [linear.layout for _, linear in linears(engine.runner._model)]
         *layers, head = [layout["codes"]["kind"] for layout in layouts]
         assert set(layers) == {quantization}
         assert head == "int8"
+    assert engine.adapters is not None
+    for slot, modules, rank in ((1, ALL_MODULES, 11), (2, ("q_proj", "v_proj", "up_proj", "o_proj"), 3)):
+        engine.adapters.load(make_adapter(folder, tmp_path / f"adapter-{slot}", rank=rank, modules=modules), slot)
     for layer in layers_of(engine.kv_pages, engine.layout):
         values = noise(*layer.pages.shape, dtype=dtype)
         if layer.scales is None:
@@ -77,14 +82,16 @@ def engine(isa: str, request: pytest.FixtureRequest, tmp_path: Path) -> Engine:
     return engine
 
 
-def mixed_batch(engine: Engine, is_sampled: bool = True) -> Batch:
+def mixed_batch(engine: Engine, is_sampled: bool = True, has_adapters: bool = False) -> Batch:
     """Returns decodes and chunks over pages that hold noise; one chunk ends before its prompt does."""
     work = []
-    for start, count, rest in ((9, 1, 0), (64, 1, 0), (0, 3, 0), (20, 37, 0), (5, 18, 4 if is_sampled else 1)):
+    parts = ((9, 1, 0, 2), (64, 1, 0, 0), (0, 3, 0, 2), (20, 37, 0, 1), (5, 18, 4 if is_sampled else 1, 2))
+    for start, count, rest, slot in parts:
         tokens = [(7 * start + 3 * place) % VOCAB_SIZE for place in range(start + count + rest)]
         pages = engine.pool.allocate(-(-len(tokens) // engine.layout.page_size))
         sequence = Sequence(RequestId(f"at-{start}"), tokens, len(tokens), SamplingParams(max_tokens=9), b"", pages)
         sequence.num_computed_tokens = start
+        sequence.adapter_slot = slot if has_adapters else 0
         work.append(ScheduledSequence(sequence, count))
     return build_batch(work if is_sampled else work[-1:], engine.layout.page_size, torch.device("cpu"))
 
@@ -143,10 +150,14 @@ def test_weights_that_do_not_fill_tiles_are_multiplied_by_torch(weight: torch.Te
 
 @needs_native
 @on_every_isa
+@pytest.mark.parametrize("has_adapters", [False, True])
 @pytest.mark.parametrize("is_sampled", [True, False])
-def test_the_stack_equals_the_layers_one_operation_at_a_time(engine: Engine, is_sampled: bool) -> None:
+def test_the_stack_equals_the_layers_one_operation_at_a_time(
+    engine: Engine, is_sampled: bool, has_adapters: bool
+) -> None:
     """Compares the bits of the logits and of every page."""
-    runner, batch, before = engine.runner, mixed_batch(engine, is_sampled), engine.kv_pages.clone()
+    runner, before = engine.runner, engine.kv_pages.clone()
+    batch = mixed_batch(engine, is_sampled, has_adapters)
     assert runner.stack is not None
     seen: list[int] = []
     starts: list[bool] = []  # whether nothing was written yet
@@ -164,6 +175,9 @@ def test_the_stack_equals_the_layers_one_operation_at_a_time(engine: Engine, is_
     for other_logits, other_pages in others:
         assert torch.equal(logits, other_logits)
         assert torch.equal(pages, other_pages)
+    engine.kv_pages.copy_(before)
+    runner.forward(replace(batch, adapter_T=None))
+    assert torch.equal(engine.kv_pages, pages) == (not has_adapters)
 
 
 @needs_native
@@ -195,8 +209,9 @@ def test_nothing_is_allocated_between_the_start_and_the_computation(
 
 @needs_native
 @on_every_isa
-def test_a_token_is_the_same_in_every_batch_and_chunk(engine: Engine) -> None:
-    batch = mixed_batch(engine)
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_a_token_is_the_same_in_every_batch_and_chunk(engine: Engine, has_adapters: bool) -> None:
+    batch = mixed_batch(engine, has_adapters=has_adapters)
     together, before = engine.runner.forward(batch), engine.kv_pages.clone()
     flipped = replace(batch, logit_rows_R=batch.logit_rows_R.flip(0))  # now rows whose prompt is scored follow others
     assert torch.equal(engine.runner.forward(flipped).flip(0), together)

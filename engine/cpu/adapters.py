@@ -1,0 +1,36 @@
+"""Describes the adapter slots of a product to the kernels (`engine/cpu/csrc/adapters.h`)."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from engine.cpu.library import INT, POINTER
+from engine.kernels.adapter_weights import AdapterWeights
+
+
+class ProductSlots(ctypes.Structure):
+    """Mirrors `Slots` of adapters.h, field by field."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("down", "up", "ranks", "part_ends")),
+        *((name, INT) for name in ("inputs", "outputs", "parts", "rank")),
+    )
+
+
+def describe_slots(weights: AdapterWeights, dtype: torch.dtype) -> ProductSlots:
+    """Points to the weights, which must be of this dtype and outlive the result."""
+    down_SQI, up_SRO = weights.down_SQI, weights.up_SRO
+    assert down_SQI.dtype == up_SRO.dtype == dtype, "rows and their adapters have one dtype"
+    assert all(each.is_contiguous() for each in (down_SQI, up_SRO)), "matrices are contiguous"
+    return ProductSlots(
+        down=down_SQI.data_ptr(),
+        up=up_SRO.data_ptr(),
+        ranks=weights.ranks_SP.data_ptr(),
+        part_ends=weights.ends_P.data_ptr(),
+        inputs=down_SQI.shape[2],
+        outputs=up_SRO.shape[2],
+        parts=len(weights.part_ends),
+        rank=weights.rank,
+    )

@@ -74,6 +74,11 @@ class RunQueues:
     def by_rank(self, sequences: Iterable[Sequence]) -> list[TrackedSequence]:
         return sorted((self._entries[sequence] for sequence in sequences), key=_rank)
 
+    def waiting_before(self, sequence: Sequence, most: int) -> list[TrackedSequence]:
+        """Returns the first waiting sequences that rank before `sequence`, at most so many."""
+        num_before = bisect.bisect_left(self.waiting, self._entries[sequence].rank, key=_rank)
+        return self.waiting[: min(num_before, most)]
+
     def behind(self, entry: TrackedSequence) -> list[TrackedSequence]:
         """Returns the running sequences that rank behind `entry`."""
         return self.running[bisect.bisect_right(self.running, entry.rank, key=_rank) :]

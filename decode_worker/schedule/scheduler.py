@@ -189,16 +189,20 @@ class DecodeScheduler:
     ) -> Reservation | None:
         """Returns pages for a tracked sequence's first `num_tokens`, cached ones first; None if there are too few now.
 
-        The sequence may have fewer tokens so far. The caller owns the references. Sequences that wait to be computed
-        here go first, so that they do not starve. `num_landing` tokens, by default all, come from elsewhere, and only
-        pages before the last of them are taken from the cache. Nothing will read the first `num_unneeded` pages.
+        The sequence may have fewer tokens so far. The caller owns the references. Pages and places are left for
+        sequences that rank before it and wait to be computed here, so that they do not starve. `num_landing` tokens, by
+        default all, come from elsewhere, and only pages before the last of them are taken from the cache. Nothing will
+        read the first `num_unneeded` pages.
         """
-        if self._queues.waiting and self._queues.waiting[0].rank < self._queues[sequence].rank:
+        num_places = self._config.max_batch_sequences - self._queues.num_holding
+        if num_places <= 0:
             return None
-        if self._is_full:
+        earlier = self._queues.waiting_before(sequence, num_places)
+        if len(earlier) == num_places:
             return None
         landing = num_tokens if num_landing is None else num_landing
-        grant = self._pages.allocate(sequence, num_tokens, self._num_kept_back, landing, num_unneeded)
+        num_kept_back = self._num_kept_back + sum([self._pages.num_initial(entry.sequence) for entry in earlier])
+        grant = self._pages.allocate(sequence, num_tokens, num_kept_back, landing, num_unneeded)
         if grant is None:
             return None
         self._queues[sequence].num_cached_tokens = grant.num_found * self._page_size

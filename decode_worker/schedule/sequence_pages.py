@@ -47,6 +47,10 @@ class SequencePages:
         """Returns how many leading pages need not be computed here."""
         return self._cache.peek(self._reusable_hashes(sequence, len(sequence.token_ids)))
 
+    def num_initial(self, sequence: Sequence) -> int:
+        """Returns how many pages `allocate` would take for the sequence's tokens if none were cached."""
+        return self._num_at_first(len(sequence.token_ids), 0, 0, 0)
+
     def allocate(
         self,
         sequence: Sequence,

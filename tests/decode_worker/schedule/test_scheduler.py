@@ -249,6 +249,28 @@ def test_a_reservation_waits_for_earlier_local_sequences() -> None:
     assert scheduler.reserve(earlier, 4) is not None
 
 
+@pytest.mark.parametrize(("num_pages", "max_sequences", "is_granted"), [(20, 4, True), (9, 4, False), (20, 3, False)])
+def test_a_reservation_does_not_wait_for_earlier_prompts_to_be_computed(
+    num_pages: int, max_sequences: int, is_granted: bool
+) -> None:
+    """Pages and a place for each of them are enough: their computation may take seconds."""
+    scheduler, pool = make_scheduler(num_pages, max_batch_sequences=max_sequences)
+    long, waiting, later = make_sequence("long", 24), make_sequence("waiting", 8), make_sequence("later", 8)
+    for sequence in (long, waiting):
+        start(scheduler, sequence)
+    scheduler.track(later)
+    run_step(scheduler)  # spends its budget on `long`
+    assert (scheduler.num_waiting, pool.num_available) == (1, num_pages - 6)
+    first = scheduler.reserve(later, 8)
+    assert (first is not None) == (num_pages - 6 >= 4)
+    if first is None:
+        return
+    later.pages = first.fresh
+    last = make_sequence("last", 8)
+    scheduler.track(last)
+    assert (scheduler.reserve(last, 8) is not None) == is_granted  # one more place is left for `waiting`
+
+
 def test_sequences_with_pages_in_flight_count_towards_the_batch_limit() -> None:
     scheduler, _ = make_scheduler(20, max_batch_sequences=2)
     running, landing, late = (make_sequence(name, 4) for name in ("running", "landing", "late"))

@@ -1,8 +1,8 @@
 """Decides where to compute a prompt's missing KV: here, at a prefill worker, or first there and then here. Pure.
 
 Every option is priced in seconds: the predicted time to the first token, and the predicted harm, which is the summed
-delay of all other requests' tokens. Chunks computed here lengthen the steps of every decoding sequence; at a busy
-prefill worker the prompts behind this one wait longer. If there is a target for the time between tokens, a delay within
+delay of all other requests' tokens. Chunks computed here lengthen the steps of every decoding sequence, and wherever
+prompts queue, those behind this one wait longer. If there is a target for the time between tokens, a delay within
 it is no harm. Options that meet the target for first tokens are preferred, and of these the one with the smallest sum.
 """
 
@@ -96,6 +96,7 @@ class PrefillPlacement:
         self.steps = StepCosts()
         self.remote = RemoteCosts()
         self._behind = QueueLength()  # prompts behind one at its best prefill worker
+        self._behind_here = QueueLength()  # prompts behind one that is computed here
 
     def choose(
         self, demand: PromptDemand, options: Sequence[RemoteOption], now_s: float, must_be_remote: bool = False
@@ -114,8 +115,17 @@ class PrefillPlacement:
             return _only(self._remote(demand, options[0], now_s))
         return _cheapest(self._all(demand, options, now_s), self._config.ttft_target_s)
 
+    def chunk_tokens(self, num_running: int, waited_s: float = 0.0) -> int | None:
+        """Returns how many prompt tokens a step may compute within the target between tokens; None: no limit.
+
+        `waited_s` is the time since the last token of the sequence that has waited longest.
+        """
+        target_s = self._config.itl_target_s
+        return None if target_s is None else self.steps.chunk_tokens_within(target_s - waited_s, num_running)
+
     def _learn_from(self, demand: PromptDemand, best: RemoteOption) -> None:
         self._behind.observe(float(best.queue_s > 0))
+        self._behind_here.observe(float(demand.queued_tokens > 0))
         self.steps.assume(best.prefill_s / _num_computed(demand.num_tokens, best.cached_tokens))
 
     def _all(self, demand: PromptDemand, options: Sequence[RemoteOption], now_s: float) -> Iterator[PricedPlace]:
@@ -164,9 +174,12 @@ class PrefillPlacement:
         return PricedPlace(PrefillPlace.SPLIT, first_s, harm_s, option, num_remote)
 
     def _harm_s(self, demand: PromptDemand, costs: ChunkCosts) -> float:
-        """Returns the delay of the sequences that decode here, beyond what the target allows."""
+        """Returns the delay of the prompts behind this one, and that of the sequences that decode here beyond what the
+        target allows.
+        """
         target_s = self._config.itl_target_s
-        return demand.num_running * (costs.added_s if target_s is None else costs.beyond_s(target_s))
+        running_s = demand.num_running * (costs.added_s if target_s is None else costs.beyond_s(target_s))
+        return running_s + self._behind_here.num_prompts * costs.busy_s
 
     def _chunks(self, demand: PromptDemand, num_before: int) -> ChunkCosts:
         return self.steps.chunks(

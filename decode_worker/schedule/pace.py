@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from penstock.types import StepTotals
 
 _SMOOTHING = 0.2  # weight of the newest measurement
-_LEAST_CHUNK_TOKENS = 16
 
 
 class Pace:
@@ -18,17 +17,6 @@ class Pace:
         self.chunk_tokens_per_s = 0.0  # speed of a step that contains chunks of prompts
         self.decode_steps = StepTotals()
         self.prefill_steps = StepTotals()
-
-    def chunk_tokens_within(self, itl_s: float | None, waited_s: float = 0.0) -> int | None:
-        """Returns how many prompt tokens a step may compute next to decoding and still end within `itl_s`; None: no
-        limit.
-
-        `waited_s` is the time since the last token of the sequence that has waited longest. The result is at least a
-        few, so that prompts progress even if decoding alone takes that long.
-        """
-        if itl_s is None or not self.chunk_tokens_per_s:
-            return None
-        return max(_LEAST_CHUNK_TOKENS, int((itl_s - waited_s - self.step_s) * self.chunk_tokens_per_s))
 
     def on_step(self, num_sequences: int, num_tokens: int, contexts: float, elapsed_s: float) -> None:
         if num_tokens == num_sequences:

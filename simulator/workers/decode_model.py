@@ -13,12 +13,7 @@ from typing import cast
 
 import numpy as np
 
-from decode_worker.prefill.placement_policy import (
-    PrefillDecision,
-    PrefillPlacement,
-    PromptDemand,
-    RemoteOption,
-)
+from decode_worker.prefill.placement_policy import PrefillDecision, PrefillPlacement, PromptDemand, RemoteOption
 from decode_worker.prefill.step_costs import StepWork
 from decode_worker.schedule.pace import Pace
 from decode_worker.schedule.scheduler import DecodeScheduler
@@ -94,6 +89,7 @@ class DecodeModel(TransferOwner):
         self._max_run = max_run
         self._submissions: dict[Sequence, Submission] = {}
         self._computed_here: set[Sequence] = set()  # prompts without a first token
+        self._landed: list[Submission] = []  # since the last step
         self._outbox: dict[Callable[[list[Delta]], None], list[Delta]] = {}
         self._run = _StepRun()
         self._pace = Pace()
@@ -259,12 +255,15 @@ class DecodeModel(TransferOwner):
 
     def _choose(self, submission: Submission, now_s: float) -> PrefillDecision:
         sequence, scheduler = submission.sequence, self.scheduler
+        room = self._config.max_batch_tokens - scheduler.num_running
+        is_idle = not (scheduler.num_running or scheduler.num_uncomputed_tokens or self.transfers.num_open)
+        within = None if is_idle else self._policy.chunk_tokens(self.scheduler.num_running)
         demand = PromptDemand(
             num_tokens=len(sequence.token_ids),
             cached_tokens=scheduler.peek_cached_tokens(sequence),
             queued_tokens=scheduler.num_uncomputed_tokens,
             num_running=scheduler.num_running,
-            step_tokens=max(1, self._config.max_batch_tokens - scheduler.num_running),
+            step_tokens=max(1, min(room, within or room)),
             page_size=self.page_size,
             token_bytes=self._link.token_bytes,
         )
@@ -295,6 +294,7 @@ class DecodeModel(TransferOwner):
         submission = self._submissions.get(sequence)
         if submission is not None:
             submission.landed_s = self.node.sim.now_s
+            self._landed.append(submission)
             placed = submission.placed
             if placed is not None and placed.option is not None:
                 num_bytes = (num_tokens - self.scheduler.num_cached_tokens(sequence)) * self._link.token_bytes
@@ -313,7 +313,7 @@ class DecodeModel(TransferOwner):
 
     def _begin_step(self) -> list[float]:
         self.transfers.grant_reservations()
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self._chunk_tokens())
         self._flush()
         self.on_change()
         if not plan:
@@ -333,6 +333,14 @@ class DecodeModel(TransferOwner):
             now_s += step_s
             ends_s.append(now_s)
         return ends_s
+
+    def _chunk_tokens(self) -> int | None:
+        """Returns how many prompt tokens the next step may compute, like `PrefillAttempts.chunk_tokens`."""
+        now_s, is_running = self.node.sim.now_s, self.scheduler.is_running
+        waited_s = max((now_s - one.first_token_s for one in self._landed if is_running(one.sequence)), default=0.0)
+        self._landed.clear()
+        delays_somebody = self.scheduler.is_decoding or self.transfers.num_open
+        return self._policy.chunk_tokens(self.scheduler.num_running, waited_s) if delays_somebody else None
 
     def _awaits_first_token(self, plan: StepPlan) -> bool:
         """Returns whether a row is a prompt of which all but the last token was cached, so that its first token is

@@ -26,13 +26,17 @@ End = tuple[float, float, WorkerView, float, float, float]
 DEFAULT_WEIGHTS = KvAwareConfig()
 
 
-def local_harm_weight(weights: KvAwareConfig, has_prefill: bool) -> float:
-    """Returns the weight of the delay that a decode worker's sequences suffer if it computes a prompt."""
-    return 1.0 if has_prefill else weights.decode_weight
+def local_weights(weights: KvAwareConfig, has_prefill: bool) -> tuple[float, float]:
+    """Returns the weights of what others suffer if a decode worker computes a prompt: of the delay of waiting prompts,
+    and of the delay of running sequences.
+
+    A worker that may choose a prefill worker instead weighs neither.
+    """
+    return (1.0, 1.0) if has_prefill else (weights.contention_weight, weights.decode_weight)
 
 
 class PrefillContention:
-    """Estimates how many prompts wait behind the one that a prefill worker computes.
+    """Estimates how many prompts wait behind the one that a worker computes.
 
     The cheapest worker for one request is often not the cheapest for all: a worker that computes what another has
     cached delays the prompts behind this one. While nothing waits the delay costs nothing; the longer the queues, the
@@ -75,7 +79,8 @@ class EndCosts:
 
     def __init__(self, weights: KvAwareConfig) -> None:
         self._weights = weights
-        self.contention = PrefillContention()
+        self.contention = PrefillContention()  # at prefill workers
+        self.local_contention = PrefillContention()  # at decode workers
 
     def prefill(self, demand: PlacementDemand, views: Sequence[WorkerView], rng: random.Random) -> list[End]:
         """Prices prefill workers by the time until the prompt is computed and the delay of the prompts behind it.
@@ -86,7 +91,7 @@ class EndCosts:
             return []
         pulled, plans = pulls.with_pulls(demand, views)
         computes = prices.all_prefill_s(pulled, views)
-        delays = self._delays_s(pulled, views, computes)
+        delays = _delays_s(self.contention, pulled, views, computes)
         weight = self._weights.contention_weight
         waits = [
             wait_s + load_s
@@ -126,17 +131,16 @@ class EndCosts:
     def local_s(self, demand: PlacementDemand, ends: Sequence[End], has_prefill: bool) -> list[float]:
         """Returns the total cost of each decode end if it computes the prompt itself.
 
-        Includes the delay of every sequence that the worker decodes. If there are prefill workers, the delay is
-        unweighted, or 0 where the worker keeps its steps within a target, because the worker compares itself with them
-        in that way. Includes the delay of the prompts waiting behind this one only if there are no prefill workers to
-        take them.
+        Includes the delay of every sequence that the worker decodes and of the prompts that wait behind this one. If
+        there are prefill workers, the delays are unweighted, and running sequences count only where the worker does not
+        keep its steps within a target, because the worker compares itself with prefill workers in that way.
         """
         views = [end[2] for end in ends]
         pulled, plans = pulls.with_pulls(demand, views)
         computes = prices.all_prefill_s(pulled, views)
-        delays = [0.0] * len(views) if has_prefill else self._delays_s(pulled, views, computes)
+        delays = _delays_s(self.local_contention, pulled, views, computes)
         waits = pulls.waits_s(views, plans)
-        weight, harm_weight = self._weights.contention_weight, local_harm_weight(self._weights, has_prefill)
+        weight, harm_weight = local_weights(self._weights, has_prefill)
         num_delayed = [view.num_harmed if has_prefill else view.num_requests for view in views]
         return [
             cost_s + view.queue_s + wait_s + compute_s + weight * delay_s + harm_weight * delayed * compute_s
@@ -144,11 +148,6 @@ class EndCosts:
                 ends, num_delayed, waits, computes, delays, strict=True
             )
         ]
-
-    def _delays_s(self, demand: PlacementDemand, views: Sequence[WorkerView], computes: Sequence[float]) -> list[float]:
-        delays = self.contention.delays_s(demand, views, computes)
-        self.contention.observe(views)
-        return delays
 
     def _add_replica_bonuses(
         self, demand: PlacementDemand, views: Sequence[WorkerView], computes: list[float], bonuses: list[float]
@@ -162,3 +161,12 @@ class EndCosts:
         for position, tokens in enumerate(cached):
             if 2 * tokens < most:
                 bonuses[position] += min(self._weights.replica_s, computes[position] - least_s)
+
+
+def _delays_s(
+    contention: PrefillContention, demand: PlacementDemand, views: Sequence[WorkerView], computes: Sequence[float]
+) -> list[float]:
+    """Returns the delays of waiting prompts, and learns from the queues."""
+    delays = contention.delays_s(demand, views, computes)
+    contention.observe(views)
+    return delays

@@ -55,7 +55,7 @@ class KvAwarePolicy:
         The choice is the same either way.
         """
         self._costs = EndCosts(weights)
-        self._wide = WideEndCosts(weights, self._costs.contention)
+        self._wide = WideEndCosts(weights, self._costs)
         self._wide_from = wide_from
         self._temperature_s = weights.temperature_s
 
@@ -94,16 +94,15 @@ class KvAwarePolicy:
 
         If there are prefill workers, a decode worker computes up to its `max_local_tokens`.
         """
-        if has_prefill:
-            num_tokens, cached = demand.num_tokens, demand.cached_tokens.get
-            receivers = [
-                end
-                for end in receivers
-                if (limit := end[2].limits.max_local_tokens) is None
-                or limit >= (num_tokens - cached(end[2].worker_id, 0) or 1)
-            ]
         totals = self._costs.local_s(demand, receivers, has_prefill)
-        return [_Pair(total_s, end, None) for total_s, end in zip(totals, receivers, strict=True)]
+        num_tokens, cached = demand.num_tokens, demand.cached_tokens.get
+        return [
+            _Pair(total_s, end, None)
+            for total_s, end in zip(totals, receivers, strict=True)
+            if not has_prefill
+            or (limit := end[2].limits.max_local_tokens) is None
+            or limit >= (num_tokens - cached(end[2].worker_id, 0) or 1)
+        ]
 
     def _sample(self, pairs: list[_Pair], rng: random.Random) -> _Pair:
         least_s = min(pair.total_s for pair in pairs)

@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.config import KvAwareConfig
 from router.routing.policy import prices
-from router.routing.policy.cost_terms import End, PrefillContention, local_harm_weight
+from router.routing.policy.cost_terms import End, EndCosts, PrefillContention, local_weights
 from router.routing.policy.interface import PlacementDemand
 from router.routing.policy.session_affinity import session_bonuses
 from router.routing.policy.view_table import Figures, ViewTable
@@ -46,11 +46,12 @@ class WideEnds:
 
 
 class WideEndCosts:
-    """Prices ends as `EndCosts` does, and shares its `PrefillContention`."""
+    """Prices ends as `EndCosts` does, and shares its estimates of contention."""
 
-    def __init__(self, weights: KvAwareConfig, contention: PrefillContention) -> None:
+    def __init__(self, weights: KvAwareConfig, costs: EndCosts) -> None:
         self._weights = weights
-        self._contention = contention
+        self._contention = costs.contention
+        self._local_contention = costs.local_contention
 
     def cheapest_prefill(
         self, demand: PlacementDemand, views: ViewTable, rng: random.Random, max_ends: int
@@ -61,7 +62,7 @@ class WideEndCosts:
         cached = views.tokens(demand.cached_tokens)
         uncached = _uncached(demand, cached)
         compute_s = _compute_s(demand, views, uncached)
-        delay_s = self._delays_s(demand, views, uncached, compute_s)
+        delay_s = _delays_s(self._contention, demand, views, uncached, compute_s)
         bonus_s = np.array(session_bonuses(demand.session, views.ids, self._weights.affinity_s))
         if demand.replicate:
             lacks = 2 * cached < cached.max()
@@ -97,11 +98,10 @@ class WideEndCosts:
         """
         views, columns, uncached = ends.views, ends.views.columns, ends.uncached
         compute_s = _compute_s(demand, views, uncached)
-        total_s = ends.cost_s + columns.queue_s + compute_s
-        if not has_prefill:
-            total_s = total_s + self._weights.contention_weight * self._delays_s(demand, views, uncached, compute_s)
+        weight, harm_weight = local_weights(self._weights, has_prefill)
+        delay_s = _delays_s(self._local_contention, demand, views, uncached, compute_s)
         num_delayed = columns.num_harmed if has_prefill else columns.num_requests
-        total_s = total_s + local_harm_weight(self._weights, has_prefill) * num_delayed * compute_s
+        total_s = ends.cost_s + columns.queue_s + compute_s + weight * delay_s + harm_weight * num_delayed * compute_s
         if has_prefill:
             total_s[columns.max_local_tokens < uncached] = np.inf
         least_s = total_s.min()
@@ -122,18 +122,21 @@ class WideEndCosts:
             for floor, end, moved in zip(floor_s[order].tolist(), taken, num_bytes[order].tolist(), strict=True)
         ]
 
-    def _delays_s(self, demand: PlacementDemand, views: ViewTable, uncached: Figures, compute_s: Figures) -> Figures:
-        """Returns the delay of waiting prompts, and learns from the queues."""
-        waiting = self._contention.num_waiting
-        self._contention.observe_share(np.count_nonzero(views.columns.queue_s > 0.0) / len(views))
-        if not waiting:
-            return np.zeros(len(views))
-        fastest = views[int(compute_s.argmin())]
-        cost = fastest.costs.prefill
-        context_s, token_s = cost.context_s / 2, cost.token_s + cost.context_s * demand.num_tokens
-        like_s = -(-uncached // fastest.chunk_tokens) * cost.fixed_s + uncached * (token_s - uncached * context_s)
-        delays_s: Figures = waiting * like_s
-        return delays_s
+
+def _delays_s(
+    contention: PrefillContention, demand: PlacementDemand, views: ViewTable, uncached: Figures, compute_s: Figures
+) -> Figures:
+    """Returns the delays of waiting prompts, and learns from the queues."""
+    waiting = contention.num_waiting
+    contention.observe_share(np.count_nonzero(views.columns.queue_s > 0.0) / len(views))
+    if not waiting:
+        return np.zeros(len(views))
+    fastest = views[int(compute_s.argmin())]
+    cost = fastest.costs.prefill
+    context_s, token_s = cost.context_s / 2, cost.token_s + cost.context_s * demand.num_tokens
+    like_s = -(-uncached // fastest.chunk_tokens) * cost.fixed_s + uncached * (token_s - uncached * context_s)
+    delays_s: Figures = waiting * like_s
+    return delays_s
 
 
 def _uncached(demand: PlacementDemand, cached: Figures) -> Figures:

@@ -101,6 +101,28 @@ def test_an_idle_worker_computes_a_prompt_that_a_busy_one_gives_away() -> None:
     assert place(policy, replace(IDLE, token_bytes=1e9, num_running=3), FREE) is LOCAL  # the transfer alone takes 512 s
 
 
+def test_prompts_that_queue_at_both_workers_count_at_both() -> None:
+    """Otherwise a worker keeps a prompt behind its own queue although a prefill worker would begin sooner."""
+    here = replace(IDLE, queued_tokens=900)
+    policy = taught()
+    for _ in range(200):
+        decided = place(policy, here, replace(FREE, queue_s=0.1))
+    assert decided is REMOTE
+    assert place(policy, here, replace(FREE, queue_s=2.0)) is not REMOTE
+
+
+def test_chunks_beside_decoding_end_within_the_target() -> None:
+    costs = TrueCosts()
+    assert taught().chunk_tokens(10) is None  # no target
+    policy = taught(DecodeConfig(itl_target_s=0.05))
+    for num_running in (1, 10, 30):
+        num_tokens = policy.chunk_tokens(num_running)
+        assert num_tokens is not None
+        assert 0.04 < costs.step_s(num_tokens, num_running) <= 0.05
+    assert policy.chunk_tokens(10, waited_s=0.02) == pytest.approx((0.9 * 0.03 - 0.006) / 5e-4, rel=0.1)
+    assert policy.chunk_tokens(10, waited_s=1.0) == 16  # prompts always progress
+
+
 def test_must_be_remote_overrides_the_costs() -> None:
     assert taught().choose(IDLE, [FREE], 0.0, must_be_remote=True).chosen.place is REMOTE
 

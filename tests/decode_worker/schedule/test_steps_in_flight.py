@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker.delivery.router_stream import encode_plain
-from decode_worker.schedule.pace import Pace
 from decode_worker.schedule.scheduler import DecodeScheduler
 from decode_worker.schedule.step_driver import StepDriver
 from engine.cache.prefix_cache import PrefixCache
@@ -481,18 +480,6 @@ def test_columns_sample_what_sequences_sample() -> None:
     assert [token for token, good in zip(token_ids.tolist(), valid, strict=True) if good] == [
         token for i, token in enumerate(wanted) if i != 1
     ]
-
-
-def test_chunks_beside_decoding_shrink_to_the_itl_target() -> None:
-    pace = Pace()
-    assert pace.chunk_tokens_within(0.05) is None  # nothing has been measured yet
-    pace.on_step(8, 8, 100.0, 0.03)
-    pace.on_step(9, 208, 100.0, 0.08)
-    rate = pace.chunk_tokens_per_s
-    assert pace.chunk_tokens_within(None) is None
-    assert pace.chunk_tokens_within(0.05) == int(0.02 * rate)
-    assert pace.chunk_tokens_within(0.05, waited_s=0.01) == int(0.01 * rate)
-    assert pace.chunk_tokens_within(0.01) == 16  # prompts always progress
 
 
 @settings(deadline=None)

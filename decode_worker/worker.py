@@ -90,7 +90,7 @@ class DecodeWorker:
         self._delivery = TokenDelivery()
         self._pace = Pace()
         self._prefills = PrefillAttempts(
-            worker_id, engine.layout, self.scheduler, transfers, config, self, self._report, pulls
+            worker_id, engine.layout, self.scheduler, transfers, config, self._pace, self, self._report, pulls
         )
         self._measurements = StepMeasurements(self._pace, self._prefills, speculator, self._events)
         self._landed: set[Sequence] = set()  # sequences that wait for their first step here

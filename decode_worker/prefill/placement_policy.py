@@ -115,14 +115,6 @@ class PrefillPlacement:
             return _only(self._remote(demand, options[0], now_s))
         return _cheapest(self._all(demand, options, now_s), self._config.ttft_target_s)
 
-    def chunk_tokens(self, num_running: int, waited_s: float = 0.0) -> int | None:
-        """Returns how many prompt tokens a step may compute within the target between tokens; None: no limit.
-
-        `waited_s` is the time since the last token of the sequence that has waited longest.
-        """
-        target_s = self._config.itl_target_s
-        return None if target_s is None else self.steps.chunk_tokens_within(target_s - waited_s, num_running)
-
     def _learn_from(self, demand: PromptDemand, best: RemoteOption) -> None:
         self._behind.observe(float(best.queue_s > 0))
         self._behind_here.observe(float(demand.queued_tokens > 0))

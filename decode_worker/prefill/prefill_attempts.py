@@ -24,6 +24,7 @@ from decode_worker.prefill.remote_costs import RemoteTimes
 from decode_worker.prefill.step_costs import StepWork
 from decode_worker.prefill.transfer_table import TransferTable
 from decode_worker.request import DecodeRequest, HedgeAttempt
+from decode_worker.schedule.pace import Pace
 from decode_worker.schedule.scheduler import DecodeScheduler
 from engine.cache.kv_layout import KVLayout
 from engine.step.plan import StepPlan
@@ -46,6 +47,7 @@ class PrefillAttempts:
         scheduler: DecodeScheduler,
         transfers: TransferTable,
         config: DecodeConfig,
+        pace: Pace,
         events: TransferEvents,
         report: Callable[[DecodeRequest, worker_pb2.PrefillOutcome], None],
         pulls: PrefixPulls | None = None,
@@ -58,6 +60,7 @@ class PrefillAttempts:
         self._scheduler = scheduler
         self._transfers = transfers
         self._config = config
+        self._pace = pace
         self._events = events
         self._report = report
         self._pulls = pulls
@@ -102,7 +105,7 @@ class PrefillAttempts:
             return None
         joining = (request for request in landed if self._scheduler.is_running(request.sequence))
         waited_s = max((now_s - request.times.first_token_s for request in joining), default=0.0)
-        return self._policy.chunk_tokens(self._scheduler.num_running, waited_s)
+        return self._pace.chunk_tokens_within(self._config.itl_target_s, waited_s)
 
     def leave(self, request: DecodeRequest) -> None:
         """Gives up the prefill of a request that has ended: its transfers, or the pull that it waits for."""
@@ -120,7 +123,7 @@ class PrefillAttempts:
         sequence, layout, scheduler = request.sequence, self._layout, self._scheduler
         room = self._config.max_batch_tokens - scheduler.num_running
         is_idle = not (scheduler.num_running or scheduler.num_uncomputed_tokens or self._transfers.num_open)
-        within = None if is_idle else self._policy.chunk_tokens(scheduler.num_running)
+        within = None if is_idle else self._pace.chunk_tokens_within(self._config.itl_target_s)
         pull = self._pulls.predict(sequence, request.prefix_source) if self._pulls is not None else None
         demand = PromptDemand(
             num_tokens=len(sequence.token_ids),

@@ -13,8 +13,6 @@ from penstock.scheduling.linear_cost import LinearCost, positive
 
 # Orders of magnitude for a small model on a few cores; a GPU's costs are learned within a few steps.
 _FIXED_S, _CHUNKED_S, _TOKEN_S, _PAIR_S, _ROW_S, _CONTEXT_S = 2e-3, 1e-3, 3e-4, 1e-8, 1e-4, 1e-8
-_MARGIN = 0.9  # share of a target that a step is predicted to take
-_LEAST_CHUNK_TOKENS, _MOST_CHUNK_TOKENS = 16, 1 << 20
 _DECODE_STRIDE = 8  # learns from every 8th step without a chunk: they are alike, and learning takes 50 us
 
 
@@ -66,7 +64,6 @@ class StepCosts:
         self._num_decode_steps = 0
         self.num_chunk_steps = 0  # steps with a chunk that were learned from
         self._row_contexts = 0.0  # mean context of a row in the newest step
-        self._chunk_contexts = 0.0  # mean number of tokens before a chunk token in the newest step with chunks
 
     def skips(self, chunk_tokens: int) -> bool:
         """Counts a step. Returns whether to skip it, that is, not to call `on_step`."""
@@ -87,8 +84,6 @@ class StepCosts:
         """Learns from a step."""
         if work.num_rows:
             self._row_contexts = work.row_contexts / work.num_rows
-        if work.chunk_tokens:
-            self._chunk_contexts = work.chunk_pairs / work.chunk_tokens
         self._linear.observe(work.quantities, elapsed_s)
 
     def assume(self, token_s: float) -> None:
@@ -103,17 +98,6 @@ class StepCosts:
     def step_s(self, num_rows: int) -> float:
         """Returns the predicted time of a step that decodes `num_rows` sequences."""
         return self._linear.predict(StepWork(0, 0.0, num_rows, num_rows * self._row_contexts).quantities)
-
-    def chunk_tokens_within(self, seconds: float, num_rows: int) -> int:
-        """Returns how many prompt tokens a step can compute beside `num_rows` decoding sequences and still end in time,
-        even if it takes a tenth longer than predicted.
-
-        Returns at least a few, so that prompts progress even if decoding alone takes that long.
-        """
-        _, chunked_s, token_s, pair_s, *_ = self._linear.coefficients
-        each_s = token_s + pair_s * self._chunk_contexts
-        left_s = _MARGIN * seconds - self.step_s(num_rows) - chunked_s
-        return int(min(max(_LEAST_CHUNK_TOKENS, left_s / max(each_s, 1e-9)), _MOST_CHUNK_TOKENS))
 
     def chunks(self, num_tokens: int, num_before: int, num_queued: int, num_rows: int, step_tokens: int) -> ChunkCosts:
         """Predicts the cost of computing `num_tokens` that follow `num_before` tokens of the same prompt.

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from penstock.types import StepTotals
 
 _SMOOTHING = 0.2  # weight of the newest measurement
+_MARGIN = 0.9  # share of a target that a step is meant to take
+_LEAST_CHUNK_TOKENS = 16
+_LEAST_ADDED = 0.1  # share of a step's time that its chunks take at least
 
 
 class Pace:
@@ -15,8 +18,21 @@ class Pace:
     def __init__(self) -> None:
         self.step_s = 0.0  # time of a step in which each sequence gets one token
         self.chunk_tokens_per_s = 0.0  # speed of a step that contains chunks of prompts
+        self._added_tokens_per_s = 0.0  # tokens of chunks by the time that they add to a step
         self.decode_steps = StepTotals()
         self.prefill_steps = StepTotals()
+
+    def chunk_tokens_within(self, itl_s: float | None, waited_s: float = 0.0) -> int | None:
+        """Returns how many prompt tokens a step may compute next to decoding and still end within `itl_s`; None: no
+        limit.
+
+        `waited_s` is the time since the last token of the sequence that has waited longest. The result is at least a
+        few, so that prompts progress even if decoding alone takes that long.
+        """
+        if itl_s is None or not self._added_tokens_per_s:
+            return None
+        left_s = _MARGIN * itl_s - waited_s - self.step_s
+        return max(_LEAST_CHUNK_TOKENS, int(left_s * self._added_tokens_per_s))
 
     def on_step(self, num_sequences: int, num_tokens: int, contexts: float, elapsed_s: float) -> None:
         if num_tokens == num_sequences:
@@ -24,7 +40,10 @@ class Pace:
             self.step_s = _smooth(self.step_s, elapsed_s)
         else:
             self.prefill_steps = self.prefill_steps.plus(num_tokens, contexts, elapsed_s)
-            self.chunk_tokens_per_s = _smooth(self.chunk_tokens_per_s, num_tokens / max(elapsed_s, 1e-6))
+            elapsed_s = max(elapsed_s, 1e-6)
+            self.chunk_tokens_per_s = _smooth(self.chunk_tokens_per_s, num_tokens / elapsed_s)
+            added_s = max(elapsed_s - self.step_s, _LEAST_ADDED * elapsed_s)
+            self._added_tokens_per_s = _smooth(self._added_tokens_per_s, (num_tokens - num_sequences) / added_s)
 
     def on_speculation(self, num_sequences: int, num_sampled: int, elapsed_s: float) -> None:
         """Records a step that has sampled several tokens of some sequences.

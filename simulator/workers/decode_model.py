@@ -257,7 +257,7 @@ class DecodeModel(TransferOwner):
         sequence, scheduler = submission.sequence, self.scheduler
         room = self._config.max_batch_tokens - scheduler.num_running
         is_idle = not (scheduler.num_running or scheduler.num_uncomputed_tokens or self.transfers.num_open)
-        within = None if is_idle else self._policy.chunk_tokens(self.scheduler.num_running)
+        within = None if is_idle else self._pace.chunk_tokens_within(self._config.itl_target_s)
         demand = PromptDemand(
             num_tokens=len(sequence.token_ids),
             cached_tokens=scheduler.peek_cached_tokens(sequence),
@@ -340,7 +340,7 @@ class DecodeModel(TransferOwner):
         waited_s = max((now_s - one.first_token_s for one in self._landed if is_running(one.sequence)), default=0.0)
         self._landed.clear()
         delays_somebody = self.scheduler.is_decoding or self.transfers.num_open
-        return self._policy.chunk_tokens(self.scheduler.num_running, waited_s) if delays_somebody else None
+        return self._pace.chunk_tokens_within(self._config.itl_target_s, waited_s) if delays_somebody else None
 
     def _awaits_first_token(self, plan: StepPlan) -> bool:
         """Returns whether a row is a prompt of which all but the last token was cached, so that its first token is

@@ -70,6 +70,8 @@ def test_every_stream_is_exact_and_every_page_is_freed(seed: int, faults: bool) 
 
 def test_chunks_leave_room_for_a_sequence_whose_pages_are_on_their_way() -> None:
     world = World(0, placement="remote", itl_target_s=0.05)
+    world.decode._pace.on_step(8, 8, 100.0, 0.03)
+    world.decode._pace.on_step(9, 208, 100.0, 0.08)
     assert world.decode._chunk_tokens() is None  # nothing decodes or will soon
     world.submit(0, [1, 2, 3], SamplingParams(max_tokens=4))
     request = world.requests[0]

@@ -111,18 +111,6 @@ def test_prompts_that_queue_at_both_workers_count_at_both() -> None:
     assert place(policy, here, replace(FREE, queue_s=2.0)) is not REMOTE
 
 
-def test_chunks_beside_decoding_end_within_the_target() -> None:
-    costs = TrueCosts()
-    assert taught().chunk_tokens(10) is None  # no target
-    policy = taught(DecodeConfig(itl_target_s=0.05))
-    for num_running in (1, 10, 30):
-        num_tokens = policy.chunk_tokens(num_running)
-        assert num_tokens is not None
-        assert 0.04 < costs.step_s(num_tokens, num_running) <= 0.05
-    assert policy.chunk_tokens(10, waited_s=0.02) == pytest.approx((0.9 * 0.03 - 0.006) / 5e-4, rel=0.1)
-    assert policy.chunk_tokens(10, waited_s=1.0) == 16  # prompts always progress
-
-
 def test_must_be_remote_overrides_the_costs() -> None:
     assert taught().choose(IDLE, [FREE], 0.0, must_be_remote=True).chosen.place is REMOTE
 

@@ -50,6 +50,9 @@ from engine.step.compute import (
 from engine.step.job_thread import JobThread, use_device
 from engine.step.sequence import SampledToken, ScheduledSequence, StepOutput
 from engine.step.sequence import Sequence as EngineSequence
+from engine.weights.broadcast.receive import receive_weights
+from engine.weights.broadcast.staged import StagedWeights
+from penstock.client.broadcast.manifest import BroadcastMember, WeightsBroadcast
 from penstock.config import EngineConfig, LoadedWeightsConfig
 from penstock.errors import CheckpointError, ConfigError, InternalError
 from penstock.kv.events import KvEventLog
@@ -79,6 +82,7 @@ class Engine:
         self._graphs = part.make_graphs(self.runner, self.pool.num_pages)
         self._part = part
         self._next_weights: NextWeights | None = None
+        self._staged: StagedWeights | None = None  # received and not in use yet
         self._group = part.group
         self.adapters = None if part.adapters is None else EngineAdapters(part.adapters, ranks)
         # Captures graphs and launches steps, so that what libraries keep for a thread lives as long as the graphs.
@@ -154,23 +158,41 @@ class Engine:
     def weights_version(self) -> int:
         return self._part.config.weights_version
 
+    def receive_weights(self, broadcast: WeightsBroadcast, member: BroadcastMember) -> None:
+        """Receives weights into host memory; `prepare_weights` reads them there. Blocks; steps may run meanwhile.
+
+        Raises as `engine.weights.broadcast.receive.receive_weights`.
+        """
+        self.discard_weights()
+        self._staged = receive_weights(self._part.model, broadcast, member)
+
     def prepare_weights(self, weights: LoadedWeightsConfig) -> None:
         """Checks weights on all ranks, replacing any that were prepared before. Blocks; steps may run meanwhile.
 
         Raises CheckpointError if they do not fit the model; the weights in use stay.
         """
         self._next_weights = None
-        answers = self.ranks.start_call("prepare_weights", weights.model_dump()) if self.ranks is not None else []
+        staged = self._staged.folder_of(weights.digest) if self._staged is not None else None
+        body = {"weights": weights.model_dump(), "staged": str(staged or "")}
+        answers = self.ranks.start_call("prepare_weights", body) if self.ranks is not None else []
         try:
-            prepared = prepare_weights(self._part, weights)
+            prepared = prepare_weights(self._part, weights, staged)
         finally:
             if self.ranks is not None:
                 self.ranks.wait(answers)
         self._next_weights = prepared
+        if prepared.decoder is not None:
+            self._free_staged()
 
     def discard_weights(self) -> None:
-        """Frees what `prepare_weights` has read."""
+        """Frees what `receive_weights` and `prepare_weights` have read."""
         self._next_weights = None
+        self._free_staged()
+
+    def _free_staged(self) -> None:
+        if self._staged is not None:
+            self._staged.close()
+            self._staged = None
 
     def apply_weights(self) -> None:
         """Switches to the prepared weights on all ranks, and forgets every cached page. Blocks.
@@ -183,6 +205,7 @@ class Engine:
         self._part = apply_weights(self._part, prepared)
         if self.ranks is not None:
             self.ranks.wait(answers)
+        self._free_staged()
         self.runner.use(self._part.decoder)
         self.layout = self._part.layout
         self.prefix_cache.clear()
@@ -194,6 +217,7 @@ class Engine:
 
     def close(self) -> None:
         """Ends the engine's threads, and the other ranks if there are any."""
+        self.discard_weights()
         self._masks.close()
         if self.device_thread is not None:
             self.device_thread.close()

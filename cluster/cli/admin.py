@@ -13,11 +13,11 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from cluster.cli.admin_token import find_token
 from cluster.cli.options import check_address, client_tls
 from cluster.cli.progress import Progress
 from penstock.client.auth import auth_metadata
 from penstock.errors import DeadlineExceeded, PenstockError, Unauthenticated
+from penstock.rpc.admin_token import find_token
 from penstock.rpc.failed_call import failed_call
 from penstock.rpc.secret import ADMIN, ClusterSecrets
 from penstock.v1 import admin_pb2, admin_pb2_grpc

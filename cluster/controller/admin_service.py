@@ -21,6 +21,7 @@ from cluster.lifecycle.upgrade.gate_policy import UpgradeGate
 from cluster.lifecycle.upgrade.rolling_upgrade import UpgradePlan
 from cluster.lifecycle.weights.weight_update import WAIT_S, WeightsProgress, WeightUpdate
 from cluster.scaling.runner import record_to_wire
+from penstock.client.broadcast.manifest import WeightsBroadcast
 from penstock.errors import InvalidInput, Unavailable
 from penstock.rpc.addresses import LOOPBACK, needs_loopback_too
 from penstock.rpc.secret import ADMIN, PEER
@@ -129,8 +130,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 raise InvalidInput(
                     "path", f"is {request.path!r}; give its absolute path, which must be the same on every machine"
                 )
+            broadcast = WeightsBroadcast.from_wire(request.broadcast) if request.HasField("broadcast") else None
             update = await self._controller.weights.begin(
-                request.path, request.version, PauseMode(mode), request.timeout_s or WAIT_S
+                request.path, request.version, PauseMode(mode), request.timeout_s or WAIT_S, broadcast
             )
             async for progress in update.follow():
                 yield _weights_to_wire(update, progress)
@@ -259,6 +261,7 @@ def _weights_to_wire(update: WeightUpdate, progress: WeightsProgress) -> admin_p
         stage=progress.stage.value,
         version=update.plan.weights.version,
         num_workers=progress.num_workers,
+        num_received=progress.num_received,
         num_prepared=progress.num_prepared,
         num_updated=progress.num_updated,
         elapsed_s=progress.elapsed_s,

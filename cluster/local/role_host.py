@@ -11,7 +11,8 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
-from cluster.pools.weight_change import ApplyWeights, DiscardWeights, PrepareWeights, WeightChange
+from cluster.pools.weight_change import ApplyWeights, DiscardWeights, PrepareWeights, ReceiveWeights, WeightChange
+from penstock.client.broadcast.manifest import BroadcastMember, WeightsBroadcast
 from penstock.config import LoadedWeightsConfig, WorkerConfig
 from penstock.errors import InvalidInput, PenstockError, Unavailable, WeightsReplaced, WorkerPaused
 from penstock.types import Epoch, PauseMode, Role, WorkerId
@@ -45,6 +46,7 @@ class RoleHost:
         self._warming.start()
         self._serving: PrefillServer | DecodeServer | None = None if is_spare else self._make(config, None)
         self._prepared: LoadedWeightsConfig | None = None
+        self._changing_weights = asyncio.Lock()
 
     def _make(self, config: WorkerConfig, replica: Replica | None) -> PrefillServer | DecodeServer:
         # Imported here, because only a worker's process may load torch, after its thread limits are set.
@@ -143,6 +145,15 @@ class RoleHost:
         """The version of the weights in force; 0: the checkpoint's own."""
         return self._config.engine.weights_version
 
+    async def receive_weights(self, broadcast: WeightsBroadcast, member: BroadcastMember) -> None:
+        """Receives weights that a trainer broadcasts, for `prepare_weights` to read, while those in force serve.
+
+        Raises InvalidInput or CheckpointError where they do not fit the model, and Unavailable if the trainer or
+        another member is lost.
+        """
+        self._prepared = None
+        await asyncio.to_thread(self._engine.receive_weights, broadcast, member)
+
     async def prepare_weights(self, weights: LoadedWeightsConfig) -> None:
         """Reads and checks weights, in place of any that were prepared before, while those in force serve.
 
@@ -156,7 +167,7 @@ class RoleHost:
         self._prepared = weights
 
     async def discard_weights(self) -> None:
-        """Frees what was prepared."""
+        """Frees what was received or prepared."""
         self._prepared = None
         await asyncio.to_thread(self._engine.discard_weights)
 
@@ -187,14 +198,17 @@ class RoleHost:
         log.info("%s has weights %d, epoch %d", self.worker_id, weights.version, self.epoch)
 
     async def change_weights(self, change: WeightChange) -> None:
-        """Makes one of the changes above."""
-        match change:
-            case PrepareWeights(weights):
-                await self.prepare_weights(weights)
-            case ApplyWeights(mode, timeout_s):
-                await self.apply_weights(mode, timeout_s)
-            case DiscardWeights():
-                await self.discard_weights()
+        """Makes one of the changes above, after those that were asked for before."""
+        async with self._changing_weights:
+            match change:
+                case ReceiveWeights(broadcast, member):
+                    await self.receive_weights(broadcast, member)
+                case PrepareWeights(weights):
+                    await self.prepare_weights(weights)
+                case ApplyWeights(mode, timeout_s):
+                    await self.apply_weights(mode, timeout_s)
+                case DiscardWeights():
+                    await self.discard_weights()
 
     @property
     def _engine(self) -> Engine:

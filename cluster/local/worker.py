@@ -14,6 +14,7 @@ import grpc.aio
 import uvloop
 
 from cluster.local.role_host import RoleHost
+from penstock.client.broadcast.manifest import BroadcastMember, WeightsBroadcast
 from penstock.config import LoadedWeightsConfig, WorkerConfig
 from penstock.errors import InvalidInput
 from penstock.process.setup import Shutdown
@@ -42,6 +43,14 @@ class WorkerHostService(worker_pb2_grpc.WorkerHostServicer):
                 raise InvalidInput("role", f"is {request.role!r}; give {' or '.join(Role)}")
             await self._host.flip(WorkerId(request.worker_id), Role(request.role))
             return self._serving()
+
+    async def ReceiveWeights(
+        self, request: worker_pb2.ReceiveWeightsRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.ReceiveWeightsResponse:
+        async with typed_errors(context), self._flipping:
+            member = BroadcastMember(request.rank, request.num_ranks, request.save_to)
+            await self._host.receive_weights(WeightsBroadcast.from_wire(request.broadcast), member)
+            return worker_pb2.ReceiveWeightsResponse()
 
     async def PrepareWeights(
         self, request: worker_pb2.LoadedWeights, context: grpc.aio.ServicerContext

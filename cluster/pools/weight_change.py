@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.client.broadcast.manifest import BroadcastMember, WeightsBroadcast
 from penstock.config import LoadedWeightsConfig
 from penstock.types import PauseMode
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveWeights:
+    """Receives weights that a trainer broadcasts, while those in force serve."""
+
+    broadcast: WeightsBroadcast
+    member: BroadcastMember
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +34,7 @@ class ApplyWeights:
 
 @dataclass(frozen=True, slots=True)
 class DiscardWeights:
-    """Frees what was prepared."""
+    """Frees what was received or prepared."""
 
 
-WeightChange = PrepareWeights | ApplyWeights | DiscardWeights
+WeightChange = ReceiveWeights | PrepareWeights | ApplyWeights | DiscardWeights

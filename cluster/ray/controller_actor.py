@@ -20,7 +20,6 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from cluster.cli.admin_token import leave_token, remove_token
 from cluster.controller.admin_service import start_admin_server
 from cluster.controller.composition import make_controller
 from cluster.controller.controller import Controller
@@ -47,6 +46,7 @@ from penstock.config import ServeConfig, WorkerConfig, parse
 from penstock.errors import PenstockError, Unavailable, to_status
 from penstock.process.setup import set_up_logging
 from penstock.rpc.addresses import LOOPBACK
+from penstock.rpc.admin_token import leave_token, remove_token
 from penstock.rpc.reload import WatchedFiles
 from penstock.rpc.secret import ADMIN
 from penstock.rpc.server import GrpcServer

@@ -25,7 +25,6 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import cluster
-from cluster.cli.admin_token import remove_token, token_file
 from cluster.pools.resources import NO_CPU_SHARE, ResourceShare
 from cluster.ray.connection import check_ray_version, connect, disconnect, with_descendants
 from cluster.ray.controller_actor import ControllerActor
@@ -37,6 +36,7 @@ from engine.models.config import ModelConfig
 from penstock.config import ServeConfig
 from penstock.errors import ConfigError, Unavailable, from_status
 from penstock.rpc.addresses import LOOPBACK, callable_host
+from penstock.rpc.admin_token import remove_token, token_file
 from penstock.rpc.secret import ADMIN, ClusterSecrets
 from penstock.v1 import admin_pb2
 

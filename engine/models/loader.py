@@ -90,9 +90,10 @@ def load_model(
     group: ParallelGroup = SINGLE_RANK,
     share: bool = False,
     quantization: Kind | None = None,
+    staged: Path | None = None,
 ) -> Decoder:
     """Builds the model and reads its weights, or those of an update from the update's folder. Blocks. With `share`, all
-    replicas on CPUs of this host use one copy.
+    replicas on CPUs of this host use one copy. `staged` is a folder in memory with the same files as the update's.
 
     Raises CheckpointError if the weights do not fit the configuration, or are not those of the update.
     """
@@ -101,7 +102,7 @@ def load_model(
         check_update(weights)
 
     def build(on: torch.device) -> Decoder:
-        with open_weights(source, config, dtype, on, group, quantization, on_progress) as reader:
+        with open_weights(staged or source, config, dtype, on, group, quantization, on_progress) as reader:
             return Decoder(config, reader, max_context, on, group)
 
     if not share or device.type != "cpu":

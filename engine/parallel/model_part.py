@@ -140,8 +140,9 @@ def load_decoder(
     device: torch.device,
     group: ParallelGroup,
     on_progress: Callable[[float], None] = lambda _: None,
+    staged: Path | None = None,
 ) -> Decoder:
-    """Reads a rank's weights. Blocks. Raises CheckpointError."""
+    """Reads a rank's weights, from the folder `staged` if they are there too. Blocks. Raises CheckpointError."""
     return load_model(
         Path(config.model),
         model,
@@ -153,6 +154,7 @@ def load_decoder(
         group=group,
         share=config.share_weights,
         quantization=quantization_of(config),
+        staged=staged,
     )
 
 

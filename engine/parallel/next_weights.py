@@ -32,23 +32,26 @@ class NextWeights:
 
     config: EngineConfig
     source: LoadedWeightsConfig
+    folder: Path  # to read them from
     decoder: Decoder | None  # None: they are read when they are applied
 
 
-def prepare_weights(part: ModelPart, weights: LoadedWeightsConfig) -> NextWeights:
+def prepare_weights(part: ModelPart, weights: LoadedWeightsConfig, staged: Path | None = None) -> NextWeights:
     """Checks names, shapes and types of all tensors, and on a CPU reads them. Blocks; changes nothing of `part`.
 
-    Raises CheckpointError if they do not fit the model.
+    `staged` is a folder in memory with the same files as the update's, which are read from there. Raises
+    CheckpointError if the weights do not fit the model, or the update's folder does not hold them.
     """
     config = part.config.model_copy(update={"weights": weights})
+    folder = staged or Path(weights.path)
     check_config(Path(weights.path), part.model)
-    check_share(Path(weights.path), part.model, part.group.shard, part.layout.dtype, quantization_of(config))
+    check_share(folder, part.model, part.group.shard, part.layout.dtype, quantization_of(config))
     check_update(weights)
     decoder = None
     if part.device.type == "cpu":
-        _check_memory(Path(weights.path))
-        decoder = load_decoder(config, part.model, part.layout, part.device, part.group)
-    return NextWeights(config, weights, decoder)
+        _check_memory(folder)
+        decoder = load_decoder(config, part.model, part.layout, part.device, part.group, staged=staged)
+    return NextWeights(config, weights, folder, decoder)
 
 
 def _check_memory(folder: Path) -> None:
@@ -87,8 +90,7 @@ def apply_weights(part: ModelPart, weights: NextWeights) -> ModelPart:
     if decoder is None:
         decoder, dtype = part.decoder, getattr(torch, part.layout.dtype)
         check_update(weights.source)
-        folder = Path(weights.source.path)
-        with open_weights(folder, model, dtype, part.device, part.group, quantization_of(config)) as reader:
+        with open_weights(weights.folder, model, dtype, part.device, part.group, quantization_of(config)) as reader:
             decoder.reload(reader)
     layout = shard_layout(make_layout(config, model), part.group.shard)
     return replace(part, config=config, decoder=decoder, layout=layout)
@@ -108,7 +110,8 @@ def weight_handlers(owner: PartOwner) -> Mapping[str, Callable[[Any], Any]]:
 
     def prepare(body: dict[str, Any]) -> None:
         held.clear()
-        held.append(prepare_weights(owner.part, LoadedWeightsConfig.model_validate(body)))
+        weights, staged = LoadedWeightsConfig.model_validate(body["weights"]), body["staged"]
+        held.append(prepare_weights(owner.part, weights, Path(staged) if staged else None))
 
     def apply(body: None) -> None:
         owner.use_part(apply_weights(owner.part, held.pop()))

@@ -94,16 +94,29 @@ def check_tensors(
 ) -> tuple[dict[str, StoredTensor], dict[str, QuantizedLayout]]:
     """Returns the stored tensors by name, and the layout of each weight that `scheme` stores quantized, by path.
 
-    Raises CheckpointError unless the folder stores exactly `expected` (name to shape) and at most `optional` besides:
-    names, or prefixes of names that end with a dot."""
+    Raises CheckpointError as `check_stored`, or if the files cannot be read."""
     stored = read_headers(list_weight_files(folder))
+    return stored, check_stored(folder, stored, expected, optional, scheme)
+
+
+def check_stored(
+    source: Path,
+    stored: Mapping[str, StoredTensor],
+    expected: Mapping[str, tuple[int, ...]],
+    optional: frozenset[str],
+    scheme: WeightScheme | None = None,
+) -> dict[str, QuantizedLayout]:
+    """Returns the layout of each weight that `scheme` stores quantized, by path.
+
+    Raises CheckpointError unless `source` stores exactly `expected` (name to shape) and at most `optional` besides:
+    names, or prefixes of names that end with a dot."""
     prefixes = tuple(name for name in optional if name.endswith("."))
     layouts = find_layouts(scheme, stored, expected)
     quantized = {f"{path}.{suffix}" for path, layout in layouts.items() for suffix in layout}
     missing = sorted(set(expected) - set(stored) - {f"{path}.weight" for path in layouts})
     if missing:
         raise CheckpointError(
-            f"{folder}: tensor {missing[0]} ({len(missing)} in all) is missing; config.json and the weights must be of "
+            f"{source}: tensor {missing[0]} ({len(missing)} in all) is missing; config.json and the weights must be of "
             "one checkpoint"
         )
     for name, tensor in stored.items():
@@ -127,7 +140,7 @@ def check_tensors(
                 f"{tensor.file}: tensor {name} is stored as {tensor.dtype}; give unquantized weights "
                 f"({', '.join(_FLOAT_DTYPES)}), or the quantization_config that belongs to these"
             )
-    return stored, layouts
+    return layouts
 
 
 def checkpoint_revision(folder: Path) -> str:

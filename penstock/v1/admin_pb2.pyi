@@ -323,19 +323,21 @@ class UpgradeProgress(_message.Message):
     def __init__(self, stage: _Optional[str] = ..., num_old: _Optional[int] = ..., num_new: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class UpdateWeightsRequest(_message.Message):
-    __slots__ = ("path", "mode", "version", "timeout_s")
+    __slots__ = ("path", "mode", "version", "timeout_s", "broadcast")
     PATH_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    BROADCAST_FIELD_NUMBER: _ClassVar[int]
     path: str
     mode: str
     version: int
     timeout_s: float
-    def __init__(self, path: _Optional[str] = ..., mode: _Optional[str] = ..., version: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    broadcast: _worker_pb2.WeightsBroadcast
+    def __init__(self, path: _Optional[str] = ..., mode: _Optional[str] = ..., version: _Optional[int] = ..., timeout_s: _Optional[float] = ..., broadcast: _Optional[_Union[_worker_pb2.WeightsBroadcast, _Mapping]] = ...) -> None: ...
 
 class WeightsProgress(_message.Message):
-    __slots__ = ("stage", "version", "num_workers", "num_prepared", "num_updated", "elapsed_s", "detail")
+    __slots__ = ("stage", "version", "num_workers", "num_prepared", "num_updated", "elapsed_s", "detail", "num_received")
     STAGE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
@@ -343,6 +345,7 @@ class WeightsProgress(_message.Message):
     NUM_UPDATED_FIELD_NUMBER: _ClassVar[int]
     ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     stage: str
     version: int
     num_workers: int
@@ -350,7 +353,8 @@ class WeightsProgress(_message.Message):
     num_updated: int
     elapsed_s: float
     detail: str
-    def __init__(self, stage: _Optional[str] = ..., version: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_prepared: _Optional[int] = ..., num_updated: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., detail: _Optional[str] = ...) -> None: ...
+    num_received: int
+    def __init__(self, stage: _Optional[str] = ..., version: _Optional[int] = ..., num_workers: _Optional[int] = ..., num_prepared: _Optional[int] = ..., num_updated: _Optional[int] = ..., elapsed_s: _Optional[float] = ..., detail: _Optional[str] = ..., num_received: _Optional[int] = ...) -> None: ...
 
 class WeightsStatusRequest(_message.Message):
     __slots__ = ()

@@ -187,8 +187,8 @@ class AdminServicer:
 
     def UpdateWeights(self, request, context):
         """Replaces the weights of every worker by those of a folder, without a restart: all workers read and check them while
-        they serve, then all pause and continue with them, or none does. Streams the progress until the end; continues without
-        a caller.
+        they serve, then all pause and continue with them, or none does. With `broadcast`, all first receive them from a
+        trainer, and one worker writes the folder. Streams the progress until the end; continues without a caller.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

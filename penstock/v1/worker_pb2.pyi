@@ -18,6 +18,38 @@ PREFILL_FAULT_NONE: PrefillFault
 PREFILL_FAULT_WORKER: PrefillFault
 PREFILL_FAULT_LINK: PrefillFault
 
+class WeightsBroadcast(_message.Message):
+    __slots__ = ("address", "key", "manifest_bytes", "manifest_digest", "timeout_s", "within_s")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_S_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    key: str
+    manifest_bytes: int
+    manifest_digest: str
+    timeout_s: float
+    within_s: float
+    def __init__(self, address: _Optional[str] = ..., key: _Optional[str] = ..., manifest_bytes: _Optional[int] = ..., manifest_digest: _Optional[str] = ..., timeout_s: _Optional[float] = ..., within_s: _Optional[float] = ...) -> None: ...
+
+class ReceiveWeightsRequest(_message.Message):
+    __slots__ = ("broadcast", "rank", "num_ranks", "save_to")
+    BROADCAST_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
+    SAVE_TO_FIELD_NUMBER: _ClassVar[int]
+    broadcast: WeightsBroadcast
+    rank: int
+    num_ranks: int
+    save_to: str
+    def __init__(self, broadcast: _Optional[_Union[WeightsBroadcast, _Mapping]] = ..., rank: _Optional[int] = ..., num_ranks: _Optional[int] = ..., save_to: _Optional[str] = ...) -> None: ...
+
+class ReceiveWeightsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class LoadedWeights(_message.Message):
     __slots__ = ("version", "path", "digest")
     VERSION_FIELD_NUMBER: _ClassVar[int]

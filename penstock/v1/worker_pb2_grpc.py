@@ -787,6 +787,11 @@ class WorkerHostStub:
                 request_serializer=penstock_dot_v1_dot_worker__pb2.HostFlipRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_worker__pb2.HostFlipResponse.FromString,
                 _registered_method=True)
+        self.ReceiveWeights = channel.unary_unary(
+                '/penstock.v1.WorkerHost/ReceiveWeights',
+                request_serializer=penstock_dot_v1_dot_worker__pb2.ReceiveWeightsRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_worker__pb2.ReceiveWeightsResponse.FromString,
+                _registered_method=True)
         self.PrepareWeights = channel.unary_unary(
                 '/penstock.v1.WorkerHost/PrepareWeights',
                 request_serializer=penstock_dot_v1_dot_worker__pb2.LoadedWeights.SerializeToString,
@@ -815,6 +820,14 @@ class WorkerHostServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReceiveWeights(self, request, context):
+        """Receives new weights that a trainer broadcasts into host memory, and checks that they fit the model. If PrepareWeights
+        names them by their digest, they are read from there. The present ones keep serving.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PrepareWeights(self, request, context):
         """Reads and checks new weights of the same model, in place of any that were prepared before. The present ones keep
         serving.
@@ -832,7 +845,7 @@ class WorkerHostServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DiscardWeights(self, request, context):
-        """Frees what was prepared.
+        """Frees what was received or prepared.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -845,6 +858,11 @@ def add_WorkerHostServicer_to_server(servicer, server):
                     servicer.Flip,
                     request_deserializer=penstock_dot_v1_dot_worker__pb2.HostFlipRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_worker__pb2.HostFlipResponse.SerializeToString,
+            ),
+            'ReceiveWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReceiveWeights,
+                    request_deserializer=penstock_dot_v1_dot_worker__pb2.ReceiveWeightsRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_worker__pb2.ReceiveWeightsResponse.SerializeToString,
             ),
             'PrepareWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.PrepareWeights,
@@ -890,6 +908,33 @@ class WorkerHost:
             '/penstock.v1.WorkerHost/Flip',
             penstock_dot_v1_dot_worker__pb2.HostFlipRequest.SerializeToString,
             penstock_dot_v1_dot_worker__pb2.HostFlipResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReceiveWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.WorkerHost/ReceiveWeights',
+            penstock_dot_v1_dot_worker__pb2.ReceiveWeightsRequest.SerializeToString,
+            penstock_dot_v1_dot_worker__pb2.ReceiveWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -12,7 +12,7 @@ import json
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import grpc.aio
@@ -25,7 +25,7 @@ from cluster.health.canary_check import CanaryCheck
 from cluster.health.canary_policy import CanaryJudge
 from cluster.health.liveness import OnDoubt, follow_router, follow_worker
 from cluster.pools.pool import ROUTER, Incarnation
-from cluster.pools.weight_change import ApplyWeights, DiscardWeights, PrepareWeights, WeightChange
+from cluster.pools.weight_change import ApplyWeights, DiscardWeights, PrepareWeights, ReceiveWeights, WeightChange
 from penstock.client.async_client import AsyncClient
 from penstock.client.retry import RetryPolicy
 from penstock.config import RouterConfig, ServeConfig, WorkerConfig
@@ -217,6 +217,11 @@ class PlainProcess:
             async with self._dial(self._host) as channel:
                 host = worker_pb2_grpc.WorkerHostStub(channel)
                 match change:
+                    case ReceiveWeights(broadcast, member):
+                        receiving = worker_pb2.ReceiveWeightsRequest(
+                            broadcast=worker_pb2.WeightsBroadcast(**asdict(broadcast)), **asdict(member)
+                        )
+                        await host.ReceiveWeights(receiving, timeout=_FLIP_TIMEOUT_S)
                     case PrepareWeights(weights):
                         message = worker_pb2.LoadedWeights(**weights.model_dump())
                         await host.PrepareWeights(message, timeout=_FLIP_TIMEOUT_S)

@@ -2,8 +2,9 @@
 
 Until every worker has read and checked the new weights, nothing changes: the first that cannot ends the update, and the
 old ones serve on everywhere. Once all have, the update is decided: workers pause side by side, and one that fails then
-is replaced by one that loads the new weights. Pages carry their weights in their hashes and layouts, so that workers of
-two versions never exchange one, however their pauses overlap.
+is replaced by one that loads the new weights. Weights that a trainer broadcasts are received before all this, into each
+worker's memory and into the folder of the update. Pages carry their weights in their hashes and layouts, so that
+workers of two versions never exchange one, however their pauses overlap.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
 from cluster.lifecycle.progress import ProgressStream
 from cluster.pools.pool import Incarnation
-from cluster.pools.weight_change import ApplyWeights, DiscardWeights, PrepareWeights, WeightChange
+from cluster.pools.weight_change import ApplyWeights, DiscardWeights, PrepareWeights, ReceiveWeights, WeightChange
+from penstock.client.broadcast.manifest import BroadcastMember, WeightsBroadcast
 from penstock.config import LoadedWeightsConfig
-from penstock.errors import PenstockError
+from penstock.errors import CheckpointError, PenstockError
 from penstock.types import PauseMode
 
 log = logging.getLogger(__name__)
@@ -31,6 +33,7 @@ WAIT_S = 60.0  # for which `wait` lets requests run, unless the caller says how 
 class WeightsStage(StrEnum):
     """The present stage of an update."""
 
+    RECEIVING = "receiving"
     PREPARING = "preparing"
     APPLYING = "applying"
     DONE = "done"
@@ -46,6 +49,7 @@ class WeightsProgress:
 
     stage: WeightsStage = WeightsStage.PREPARING
     num_workers: int = 0  # that it began with
+    num_received: int = 0
     num_prepared: int = 0
     num_updated: int = 0
     elapsed_s: float = 0.0
@@ -57,6 +61,7 @@ class WeightsPlan:
     weights: LoadedWeightsConfig
     mode: PauseMode = PauseMode.WAIT
     timeout_s: float = WAIT_S
+    broadcast: WeightsBroadcast | None = None  # None: the folder holds the weights already
 
 
 class WeightFleet(Protocol):
@@ -64,6 +69,10 @@ class WeightFleet(Protocol):
 
     def outdated(self, version: int, *, answering: bool) -> Sequence[Incarnation]:
         """Returns the workers that serve with weights of an older version; only those that answer, if so asked."""
+        ...
+
+    async def digest_of(self, path: str) -> str:
+        """Returns the digest of the weights in a folder. Raises CheckpointError."""
         ...
 
     async def change(self, incarnation: Incarnation, change: WeightChange) -> None:
@@ -88,7 +97,8 @@ class WeightUpdate:
         self._fleet = fleet
         self._decided = decided
         self._began_s = time.monotonic()
-        self._stream = ProgressStream(WeightsProgress(), lambda progress: progress.stage in ENDED)
+        stage = WeightsStage.PREPARING if plan.broadcast is None else WeightsStage.RECEIVING
+        self._stream = ProgressStream(WeightsProgress(stage), lambda progress: progress.stage in ENDED)
 
     @property
     def progress(self) -> WeightsProgress:
@@ -111,30 +121,58 @@ class WeightUpdate:
 
     async def _run(self) -> None:
         version = self.plan.weights.version
+        if self.plan.broadcast is not None and not await self._receive(self.plan.broadcast):
+            return
         workers = list(self._fleet.outdated(version, answering=True))
-        self._update(num_workers=len(workers))
-        failures = await self._at_all(workers, PrepareWeights(self.plan.weights), "num_prepared")
+        self._update(stage=WeightsStage.PREPARING, num_workers=len(workers))
+        failures = await self._at_all(dict.fromkeys(workers, PrepareWeights(self.plan.weights)), "num_prepared")
         if failures and not self._decided:
-            await asyncio.gather(*(self._discard(worker) for worker in workers))
-            self._update(stage=WeightsStage.FAILED, detail=_describe(failures))
+            await self._give_up(workers, _describe(failures))
             return
         self._fleet.decide(self.plan.weights)
         self._update(stage=WeightsStage.APPLYING)
         ready = [worker for worker in workers if worker not in failures]
-        failures |= await self._at_all(ready, ApplyWeights(self.plan.mode, self.plan.timeout_s), "num_updated")
+        applying = ApplyWeights(self.plan.mode, self.plan.timeout_s)
+        failures |= await self._at_all(dict.fromkeys(ready, applying), "num_updated")
         for worker in self._fleet.outdated(version, answering=False):
             failures.setdefault(worker, "it did not answer")
             self._fleet.replace(worker, f"it has not the weights of version {version}")
         replaced = f"replaced, which load the new weights: {_describe(failures)}" if failures else ""
         self._update(stage=WeightsStage.DONE, detail=replaced)
 
-    async def _at_all(
-        self, workers: Sequence[Incarnation], change: WeightChange, counter: str
-    ) -> dict[Incarnation, str]:
+    async def _receive(self, broadcast: WeightsBroadcast) -> bool:
+        """Has every worker receive the weights, and the first write the folder. Returns whether the update goes on."""
+        workers = list(self._fleet.outdated(self.plan.weights.version, answering=True))
+        if not workers:
+            self._update(stage=WeightsStage.FAILED, detail="no worker is ready to receive; broadcast again later")
+            return False
+        num_ranks, path = len(workers) + 1, self.plan.weights.path
+        changes = {
+            worker: ReceiveWeights(broadcast, BroadcastMember(rank, num_ranks, path if rank == 1 else ""))
+            for rank, worker in enumerate(workers, 1)
+        }
+        self._update(num_workers=len(workers))
+        problem = _describe(await self._at_all(changes, "num_received"))
+        if not problem:
+            try:
+                digest = await self._fleet.digest_of(path)
+            except CheckpointError as error:
+                problem = f"the controller: {error.message}"
+        if problem:
+            await self._give_up(workers, problem)
+            return False
+        self.plan = replace(self.plan, weights=self.plan.weights.model_copy(update={"digest": digest}))
+        return True
+
+    async def _give_up(self, workers: Sequence[Incarnation], reason: str) -> None:
+        await asyncio.gather(*(self._discard(worker) for worker in workers))
+        self._update(stage=WeightsStage.FAILED, detail=reason)
+
+    async def _at_all(self, changes: Mapping[Incarnation, WeightChange], counter: str) -> dict[Incarnation, str]:
         """Changes all workers side by side, and counts those done. Returns why the others failed."""
         failures: dict[Incarnation, str] = {}
 
-        async def change_one(worker: Incarnation) -> None:
+        async def change_one(worker: Incarnation, change: WeightChange) -> None:
             try:
                 await self._fleet.change(worker, change)
             except PenstockError as error:
@@ -142,7 +180,7 @@ class WeightUpdate:
             else:
                 self._update(**{counter: getattr(self.progress, counter) + 1})
 
-        await asyncio.gather(*map(change_one, workers))
+        await asyncio.gather(*(change_one(worker, change) for worker, change in changes.items()))
         return failures
 
     async def _discard(self, worker: Incarnation) -> None:

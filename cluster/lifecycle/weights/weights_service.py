@@ -17,13 +17,16 @@ from cluster.lifecycle.upgrade.served_models import ServedModels
 from cluster.lifecycle.weights.weight_update import WAIT_S, WeightsPlan, WeightUpdate
 from cluster.pools.pool import Incarnation, Pools, WorkerState
 from cluster.pools.spares import Spares
-from cluster.pools.weight_change import ApplyWeights, DiscardWeights, WeightChange
+from cluster.pools.weight_change import ApplyWeights, DiscardWeights, ReceiveWeights, WeightChange
 from engine.weights.checkpoint import weights_digest
+from penstock.client.broadcast.manifest import WeightsBroadcast
 from penstock.config import LoadedWeightsConfig
 from penstock.errors import InvalidInput, Unavailable
 from penstock.types import PauseMode
 
 log = logging.getLogger(__name__)
+
+_ANSWER_S = 30.0  # for which the controller waits after the limit that a worker keeps itself
 
 
 class WeightsService:
@@ -60,8 +63,15 @@ class WeightsService:
         """The update in flight."""
         return self.last if self.last is not None and not self.last.is_over else None
 
-    async def begin(self, path: str, version: int, mode: PauseMode, timeout_s: float) -> WeightUpdate:
-        """Starts an update. Version 0 means the next one.
+    async def begin(
+        self,
+        path: str,
+        version: int,
+        mode: PauseMode,
+        timeout_s: float,
+        broadcast: WeightsBroadcast | None = None,
+    ) -> WeightUpdate:
+        """Starts an update. Version 0 means the next one. A `broadcast` is received first, and written to `path`.
 
         Raises InvalidInput, and CheckpointError for a folder without readable weights.
         """
@@ -75,9 +85,14 @@ class WeightsService:
             version = version or held + 1
             if version <= held:
                 raise InvalidInput("version", f"is {version}, and the workers have {held}; give a higher one")
-            digest = await asyncio.to_thread(weights_digest, Path(path))
+            if broadcast is None:
+                digest = await self.digest_of(path)
+            elif await asyncio.to_thread(Path(path).exists):
+                raise InvalidInput("path", f"is {path!r}, which exists; a broadcast is written to a new folder")
+            else:
+                digest = ""  # known once the folder is written
             weights = LoadedWeightsConfig(version=version, path=path, digest=digest)
-            return self._start(WeightUpdate(WeightsPlan(weights, mode, timeout_s), self))
+            return self._start(WeightUpdate(WeightsPlan(weights, mode, timeout_s, broadcast), self))
 
     def resume(self) -> None:
         """Updates the workers that an earlier controller left with older weights than it had decided on, and frees what
@@ -120,15 +135,22 @@ class WeightsService:
         serving = [slot for slot in self._pools.worker_slots if slot.state in states]
         return [slot.incarnation for slot in serving if slot.weights_version < version]
 
+    async def digest_of(self, path: str) -> str:
+        return await asyncio.to_thread(weights_digest, Path(path))
+
     async def change(self, incarnation: Incarnation, change: WeightChange) -> None:
         if isinstance(change, ApplyWeights):
             await self._supervisor.apply_weights(incarnation, change)
             return
+        limit, timeout_s = f"start_timeout_s = {self._prepare_timeout_s:g} s", self._prepare_timeout_s
+        if isinstance(change, ReceiveWeights):
+            limit = f"within_s = {change.broadcast.within_s:g} s"
+            timeout_s = change.broadcast.within_s + _ANSWER_S
         try:
-            async with asyncio.timeout(self._prepare_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await self._supervisor.change_weights(incarnation, change)
         except TimeoutError:
-            raise Unavailable(f"no answer within start_timeout_s = {self._prepare_timeout_s:g} s") from None
+            raise Unavailable(f"no answer within {limit}") from None
 
     def replace(self, incarnation: Incarnation, reason: str) -> None:
         self._supervisor.lose(incarnation, reason)

@@ -11,13 +11,13 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.cli import admin_token
 from cluster.controller.admin_service import start_admin_server
 from penstock.client.async_client import AsyncClient
 from penstock.client.auth import ClientTls
 from penstock.config import RouterConfig, load_process
 from penstock.config.security import SecurityConfig, TlsConfig
 from penstock.errors import ConfigError, PermissionDenied, Unauthenticated, Unavailable
+from penstock.rpc import admin_token
 from penstock.rpc.secret import ADMIN, PEER, ClusterSecret, ClusterSecrets, digest_of, make_api_key
 from penstock.rpc.server import make_channel
 from penstock.rpc.trust import Trust

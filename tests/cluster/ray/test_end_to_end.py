@@ -19,11 +19,11 @@ import pytest
 import ray
 
 from cluster.cli import main
-from cluster.cli.admin_token import find_token
 from cluster.ray.launch import RayDeployment, launch
 from penstock import Client
 from penstock.client.results import GenerateResult, ResultBuilder
 from penstock.config import DecodeConfig, KeeperConfig, PoolConfig, ServeConfig
+from penstock.rpc.admin_token import find_token
 from penstock.rpc.secret import PEER, ClusterSecrets
 from penstock.types import FinishReason
 from penstock.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc

@@ -19,12 +19,12 @@ import grpc
 import pytest
 import ray
 
-from cluster.cli.admin_token import find_token
 from cluster.ray.launch import CONTROLLER, RayDeployment, launch, running_controller
 from cluster.ray.nodes import RayNodes
 from penstock import Client
 from penstock.config import DecodeConfig, PoolConfig, ServeConfig
 from penstock.errors import ConfigError
+from penstock.rpc.admin_token import find_token
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 from tests.support.ray_nodes import LocalRayNodes, controller_process
 

@@ -78,8 +78,9 @@ def _show(arguments: Namespace) -> int:
 def format_progress(progress: admin_pb2.WeightsProgress) -> str:
     """Formats one progress message as a line."""
     detail = f" ({progress.detail})" if progress.detail else ""
+    received = f"{progress.num_received} received, " if progress.num_received or progress.stage == "receiving" else ""
     counts = f"{progress.num_prepared} prepared, {progress.num_updated} updated of {progress.num_workers} workers"
-    return f"{progress.elapsed_s:6.1f} s  version {progress.version} {progress.stage}: {counts}{detail}"
+    return f"{progress.elapsed_s:6.1f} s  version {progress.version} {progress.stage}: {received}{counts}{detail}"
 
 
 def format_status(status: admin_pb2.WeightsStatusResponse) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.controller.admin_service import start_admin_server
@@ -198,10 +198,21 @@ class Answered:
 
 
 class Load:
-    """Sends requests, one after another in each of `num_lanes` tasks, until the block ends."""
+    """Sends requests, one after another in each of `num_lanes` tasks, until the block ends.
 
-    def __init__(self, deployment: Hosted, num_lanes: int = 3, max_tokens: int = 120) -> None:
-        self._deployment = deployment
+    The prompts take turns, and the seed of each is its place among them.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        num_lanes: int = 3,
+        max_tokens: int = 120,
+        prompts: Sequence[list[int]] = PROMPTS,
+    ) -> None:
+        """`address` is a router's host:port for gRPC."""
+        self._address = address
+        self._prompts = prompts
         self._num_lanes = num_lanes
         self._max_tokens = max_tokens
         self._stopping = False
@@ -210,17 +221,17 @@ class Load:
         self._progress = asyncio.Event()
 
     async def __aenter__(self) -> Load:
-        self._client = AsyncClient(self._deployment.grpc, timeout_s=120)
+        self._client = AsyncClient(self._address, timeout_s=120)
         self._lanes = [asyncio.create_task(self._ask(lane)) for lane in range(self._num_lanes)]
         return self
 
     async def _ask(self, number: int) -> None:
         while not self._stopping:
-            prompt = number % len(PROMPTS)
+            prompt = number % len(self._prompts)
             number += 1
             try:
                 result = await self._client.complete(
-                    PROMPTS[prompt],
+                    self._prompts[prompt],
                     max_tokens=self._max_tokens,
                     seed=prompt,
                     **SAMPLING,  # type: ignore[arg-type]

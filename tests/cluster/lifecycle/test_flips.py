@@ -62,7 +62,7 @@ async def flip(deployment: Hosted, worker_id: str, role: Role) -> list[admin_pb2
 async def test_roles_flip_back_and_forth_under_load(undisturbed: list[list[int]]) -> None:
     async with hosted(config(prefill=2, decode=2)) as deployment:
         engines = {name: each.host.server.replica.engine for name, each in deployment.workers.items()}
-        async with Load(deployment, max_tokens=MAX_TOKENS) as load:
+        async with Load(deployment.grpc, max_tokens=MAX_TOKENS) as load:
             await load.more(2)
             for _ in range(2):
                 for worker_id, role, successor in (
@@ -84,7 +84,7 @@ async def test_roles_flip_back_and_forth_under_load(undisturbed: list[list[int]]
 async def test_pools_shrink_and_workers_are_restarted_under_load(undisturbed: list[list[int]]) -> None:
     async with hosted(config(prefill=1, decode=2)) as deployment:
         controller = deployment.controller
-        async with Load(deployment, max_tokens=MAX_TOKENS) as load:
+        async with Load(deployment.grpc, max_tokens=MAX_TOKENS) as load:
             await load.more(2)
             for replicas in (1, 2):
                 controller.pool_service.scale("decode", replicas)
@@ -122,7 +122,7 @@ async def test_a_worker_asked_to_leave_is_replaced_at_once_and_its_streams_conti
 ) -> None:
     """Simulates a spot notice: the process gets it first, and the controller learns of it from the next report."""
     async with hosted(config(prefill=1, decode=2)) as deployment:
-        async with Load(deployment, max_tokens=MAX_TOKENS) as load:
+        async with Load(deployment.grpc, max_tokens=MAX_TOKENS) as load:
             await load.more(2)
             leaving = deployment.workers[WorkerId("decode-0")]
             await leaving.host.leave()

@@ -126,7 +126,7 @@ def patient_gate(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_an_upgrade_replaces_every_worker_under_load(tmp_path: Path, undisturbed: list[list[int]]) -> None:
     model = another_revision(tmp_path)
     async with hosted(config(prefill=1, decode=2)) as deployment:
-        async with Load(deployment, max_tokens=MAX_TOKENS) as load:
+        async with Load(deployment.grpc, max_tokens=MAX_TOKENS) as load:
             await load.more(2)
             upgrade = await deployment.controller.upgrading.begin(UpgradePlan(str(model), QUICK, share=0.5))
             assert await deployment.controller.upgrading.begin(UpgradePlan(str(model), QUICK)) is upgrade
@@ -159,7 +159,7 @@ async def test_an_upgrade_to_the_same_revision_replaces_every_process_under_load
     """
     gate = UpgradeGate(window_s=1.0, min_requests=8, max_slowdown=1000.0)
     async with hosted(config(prefill=1, decode=1)) as deployment:
-        async with Load(deployment, num_lanes=1, max_tokens=MAX_TOKENS) as load:
+        async with Load(deployment.grpc, num_lanes=1, max_tokens=MAX_TOKENS) as load:
             await load.more(6)
             upgrade = await deployment.controller.upgrading.begin(UpgradePlan("", gate, share=1.0))
             reports = [progress async for progress in upgrade.follow()]
@@ -185,7 +185,7 @@ async def test_worse_new_workers_are_rolled_back(tmp_path: Path, undisturbed: li
     model = another_revision(tmp_path)
     async with hosted(config(prefill=1, decode=1)) as deployment:
         before = deployment.members()
-        async with Load(deployment, max_tokens=MAX_TOKENS) as load, make_channel(deployment.admin) as channel:
+        async with Load(deployment.grpc, max_tokens=MAX_TOKENS) as load, make_channel(deployment.admin) as channel:
             request = admin_pb2.UpgradeRequest(
                 model=str(model), share=0.5, window_s=1.0, min_requests=2, ttft_s=60.0, itl_s=1e-9
             )

@@ -85,7 +85,7 @@ async def test_an_update_reaches_every_worker_and_each_later_one(weights: Loaded
         epochs = {name: member.epoch for name, member in workers(deployment).items()}
         memberships = deployment.controller.membership.watch()
         await anext(memberships)
-        async with Load(deployment, max_tokens=56) as load:
+        async with Load(deployment.grpc, max_tokens=56) as load:
             await load.more(2)
             stages = [each async for each in update(deployment, weights.path, mode="keep")]
             await load.more(4)

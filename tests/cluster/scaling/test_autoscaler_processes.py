@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-
 import pytest
 
 from cluster.cli.commands.inspecting.explain import format_record
@@ -13,7 +9,7 @@ from penstock.config import ServeConfig
 from penstock.rpc.server import make_channel
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 from tests.support.hosted import Load
-from tests.support.supervised_processes import PlainDeployment, plain_deployment
+from tests.support.supervised_processes import plain_deployment
 from tests.system.test_faults import MODEL
 
 pytestmark = pytest.mark.processes
@@ -45,18 +41,6 @@ CONFIG = ServeConfig.model_validate(
 )
 
 
-@dataclass
-class _Address:
-    grpc: str
-
-
-@contextlib.asynccontextmanager
-async def load(deployment: PlainDeployment, num_lanes: int) -> AsyncIterator[Load]:
-    where = _Address(deployment.grpc_address)
-    async with Load(where, num_lanes=num_lanes, max_tokens=MAX_TOKENS) as each:  # type: ignore[arg-type]
-        yield each
-
-
 def decode_states(status: admin_pb2.StatusResponse) -> list[str]:
     return [each.state for each in status.workers if each.member.role == "decode"]
 
@@ -64,10 +48,10 @@ def decode_states(status: admin_pb2.StatusResponse) -> list[str]:
 async def test_load_adds_a_worker_and_its_end_drains_one_without_a_failed_request() -> None:
     answered = []
     async with plain_deployment(CONFIG) as deployment:
-        async with load(deployment, NUM_LANES) as heavy:
+        async with Load(deployment.grpc_address, NUM_LANES, MAX_TOKENS) as heavy:
             await deployment.until(lambda status: decode_states(status) == ["ready", "ready"])
             await heavy.more(NUM_LANES)
-        async with load(deployment, 1) as light:
+        async with Load(deployment.grpc_address, 1, MAX_TOKENS) as light:
             await deployment.until(lambda status: decode_states(status) == ["ready"])
             await light.more(1)
         for each in (heavy, light):

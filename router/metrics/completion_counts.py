@@ -62,7 +62,7 @@ class CompletionCounts:
             reason,
             len(request.token_ids),
             num_tokens,
-            timing,
+            timing.SerializeToString(),
             accepted_s,
             request.prepared_s,
             admitted_s,
@@ -85,7 +85,7 @@ class CompletionCounts:
     ) -> RequestUsage:
         """Counts a request whose completions have all ended. The caller counts its generated tokens.
 
-        `last` is the timing of the completion that ended last. The caller must not change `usage` or `last` afterwards.
+        `last` is the timing of the completion that ended last.
         """
         now_s = time.monotonic()
         timing = last if last is not None else common_pb2.Timing()
@@ -93,7 +93,16 @@ class CompletionCounts:
         self._retries.succeed(now_s)
         self._demand.end(usage, decode_s)
         self.metrics.requests.request(
-            EndedRequest(request.lane, request.tenant, usage, timing, now_s - request.accepted_s)
+            EndedRequest(
+                request.lane,
+                request.tenant,
+                usage.prompt_tokens,
+                usage.cached_tokens,
+                usage.completion_tokens,
+                timing.first_token_ms,
+                timing.decode_ms,
+                now_s - request.accepted_s,
+            )
         )
         if request.trace is not None:
             request.trace.end()

@@ -19,7 +19,6 @@ from prometheus_client import CollectorRegistry
 
 from penstock.config.autoscaler import SloConfig
 from penstock.types import Lane, Role
-from penstock.v1 import common_pb2
 from router.metrics.families import (
     BoundCounter,
     BoundHistogram,
@@ -54,8 +53,11 @@ class EndedRequest(NamedTuple):
 
     lane: Lane
     tenant: str
-    usage: common_pb2.Usage
-    timing: common_pb2.Timing  # of the completion that ended last
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_tokens: int
+    first_token_ms: float  # of the completion that ended last, as is `decode_ms`
+    decode_ms: float
     elapsed_s: float  # accepted to last token
 
 
@@ -233,7 +235,7 @@ class RequestMetrics:
             lane, reason = ended.lane._value_, ended.finish_reason._value_  # enums are slow to hash
             key = (lane, prompt_class(num_prompt_tokens), is_remote, reason, labels_of(tenant))
             which.append(numbers.setdefault(key, len(numbers)))
-            rows.append(moments := stage_moments(ended))
+            rows.append(moments := stage_moments(ended, timing))
             moved.append(has_transfer(timing))
             num_tokens.append(ended.num_tokens)
             num_preemptions += timing.num_preemptions
@@ -296,18 +298,8 @@ class RequestMetrics:
         )
 
     def _count_requests(self, waiting: Sequence[EndedRequest]) -> None:
-        rows = [
-            (
-                elapsed_s,
-                usage.prompt_tokens,
-                usage.cached_tokens,
-                usage.completion_tokens,
-                timing.first_token_ms / 1e3 - self._slo.first_token_s(usage.prompt_tokens),
-                timing.decode_ms / 1e3,
-            )
-            for _, _, usage, timing, elapsed_s in waiting
-        ]
-        elapsed_s, num_prompt, num_cached, num_tokens, late_s, decode_s = np.array(rows, float).T
+        _, _, *columns = zip(*waiting, strict=True)
+        num_prompt, num_cached, num_tokens, first_token_ms, decode_ms, elapsed_s = np.array(columns, float)
         zeros = np.zeros(len(waiting), np.int64)
         observe_all([self._request_s], zeros, elapsed_s)
         sizes, which = np.concatenate((num_prompt, num_tokens)), np.concatenate((zeros, zeros + 1))
@@ -317,11 +309,13 @@ class RequestMetrics:
         self._cached_tokens.inc(cached_tokens)
         self._cache_queries.inc(prompt_tokens)
         self._cache_hits.inc(cached_tokens)
-        steady = (num_tokens <= 1) | (decode_s <= self._slo.itl_s * (num_tokens - 1))
+        target_s = np.array([self._slo.first_token_s(each.num_prompt_tokens) for each in waiting])
+        in_time = first_token_ms / 1e3 <= target_s
+        steady = (num_tokens <= 1) | (decode_ms / 1e3 <= self._slo.itl_s * (num_tokens - 1))
         labels_of = self._tenants.values
         results = Counter(
             (each.lane._value_, met, labels_of(each.tenant))
-            for each, met in zip(waiting, ((late_s <= 0) & steady).tolist(), strict=True)
+            for each, met in zip(waiting, (in_time & steady).tolist(), strict=True)
         )
         for (lane, met, labels), count in results.items():
             self._targets.bind(self._model, lane, _RESULTS[met], *labels).inc(count)

@@ -51,7 +51,7 @@ def completions(draw: st.DrawFn) -> EndedCompletion:
         draw(st.sampled_from(list(FinishReason))),
         draw(st.sampled_from([1, 512, 2000, 100_000])),
         draw(st.integers(0, 5)),
-        draw(TIMINGS),
+        draw(TIMINGS).SerializeToString(),
         BEGAN_S,
         draw(st.sampled_from([0.0, prepared_s])),
         admitted_s,
@@ -72,15 +72,12 @@ def samples(registry: CollectorRegistry) -> dict[tuple[str, tuple[tuple[str, str
 
 def count(metrics: RequestMetrics, ended: EndedCompletion) -> None:
     """Counts all metrics of a request with one completion."""
-    usage = common_pb2.Usage(
-        prompt_tokens=ended.num_prompt_tokens,
-        completion_tokens=ended.num_tokens,
-        cached_tokens=ended.timing.cached_tokens,
-    )
-    metrics.first_token(ended.lane, ended.num_prompt_tokens, "t", ended.timing.first_token_ms / 1e3)
-    metrics.gaps(ended.lane, ended.num_prompt_tokens, "t").defer(ended.timing.decode_ms / 1e3)
+    num_prompt_tokens, timing = ended.num_prompt_tokens, ended.timing
+    sizes = (num_prompt_tokens, timing.cached_tokens, ended.num_tokens)
+    metrics.first_token(ended.lane, num_prompt_tokens, "t", timing.first_token_ms / 1e3)
+    metrics.gaps(ended.lane, num_prompt_tokens, "t").defer(timing.decode_ms / 1e3)
     metrics.completion(ended, "t")
-    metrics.request(EndedRequest(ended.lane, "t", usage, ended.timing, ended.end_ms / 1e3))
+    metrics.request(EndedRequest(ended.lane, "t", *sizes, timing.first_token_ms, timing.decode_ms, ended.end_ms / 1e3))
 
 
 @settings(max_examples=40)
@@ -119,7 +116,7 @@ def test_stages_equal_the_waterfalls_in_the_librarys_histogram(ended: Sequence[E
 
 def test_pending_counts_are_bounded_without_scrapes() -> None:
     metrics = RouterMetrics("m")
-    timing = common_pb2.Timing(first_token_ms=1.0, decode_ms=1.0)
+    timing = common_pb2.Timing(first_token_ms=1.0, decode_ms=1.0).SerializeToString()
     ended = EndedCompletion(
         1, "r", 0, Lane.BULK, FinishReason.STOP, 9, 2, timing, time.monotonic(), 0.0, 0.0, 0.0, (), (), ""
     )

@@ -51,9 +51,7 @@ def count(
 
 def ended_request(tenant: str = "") -> EndedRequest:
     """Returns a request of the bulk lane that met its targets."""
-    return EndedRequest(
-        Lane.BULK, tenant, common_pb2.Usage(prompt_tokens=10, completion_tokens=1), common_pb2.Timing(), 1.0
-    )
+    return EndedRequest(Lane.BULK, tenant, 10, 0, 1, 0.0, 0.0, 1.0)
 
 
 def timing(**fields: object) -> common_pb2.Timing:

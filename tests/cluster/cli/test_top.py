@@ -11,7 +11,7 @@ from cluster.cli.commands.inspecting.top import format_rates, sparkline
 from cluster.cli.main import main
 from cluster.cli.rates import DeploymentSnapshot, RouterCounts, compute_rates, read_counts
 from penstock.types import Lane
-from penstock.v1 import admin_pb2, common_pb2, worker_pb2
+from penstock.v1 import admin_pb2, worker_pb2
 from router.metrics.metrics import RouterMetrics
 from router.metrics.request_metrics import EndedRequest
 from tests.cluster.controller.test_operations import served
@@ -60,8 +60,7 @@ def metrics(first_tokens_s: list[float], tokens: int) -> RouterCounts:
         counts.requests.first_token(Lane.STANDARD, 100, "", seconds)
     counts.requests.gaps(Lane.STANDARD, 100, "").observe(0.004, tokens)
     counts.requests.generation_tokens.inc(tokens)
-    usage = common_pb2.Usage(prompt_tokens=100, cached_tokens=tokens, completion_tokens=tokens)
-    counts.requests.request(EndedRequest(Lane.STANDARD, "", usage, common_pb2.Timing(), 1.0))
+    counts.requests.request(EndedRequest(Lane.STANDARD, "", 100, tokens, tokens, 0.0, 0.0, 1.0))
     return read_counts(counts.render().decode())
 
 

@@ -124,6 +124,8 @@ class Outcome:
     cached_tokens: int = 0  # prompt tokens that its worker had cached
     computed_by: WorkerId | None = None
     decoded_by: list[WorkerId] = field(default_factory=list)
+    gaps_s: list[float] | None = None  # times between messages with tokens, if wanted; each has one if `max_run` is 1
+    last_token_s: float = 0.0
 
     @property
     def ttft_s(self) -> float | None:

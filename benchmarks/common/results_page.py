@@ -48,6 +48,13 @@ SUBJECTS = (
         "make bench-modes",
         "modes.md",
     ),
+    Subject(
+        "modes_virtual",
+        "When disaggregation pays, in virtual time",
+        "Automatic placement beside the better of two colocated modes, at many loads and SLOs, with modelled costs.",
+        "python -m benchmarks.modes.virtual --docs",
+        "modes.md",
+    ),
     Subject("latency", "The whole path", "The whole path compared with a bare-torch floor.", "make bench", "bench.md"),
     Subject(
         "stages",

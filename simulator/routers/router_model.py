@@ -326,8 +326,12 @@ class RouterModel:
             outcome.num_wrong_tokens += delta.num_tokens
         held.core.on_tokens(delta.num_tokens)
         outcome.num_tokens = held.core.num_generated
+        now_s = self._network.sim.now_s
+        if outcome.gaps_s is not None and outcome.first_token_s is not None:
+            outcome.gaps_s.append(now_s - outcome.last_token_s)
+        outcome.last_token_s = now_s
         if outcome.first_token_s is None:
-            outcome.first_token_s = self._network.sim.now_s
+            outcome.first_token_s = now_s
             if self.gate is not None:
                 self.gate.start(outcome.request.number)
         if delta.ended:

@@ -13,8 +13,6 @@ from typing import cast
 
 import numpy as np
 
-from decode_worker.prefill.placement_policy import PrefillDecision, PrefillPlacement, PromptDemand, RemoteOption
-from decode_worker.prefill.step_costs import StepWork
 from decode_worker.schedule.pace import Pace
 from decode_worker.schedule.scheduler import DecodeScheduler
 from engine.step.plan import DecodeRows, StepPlan
@@ -27,6 +25,8 @@ from simulator.costs.step_costs import DecodeCosts, LinkCosts
 from simulator.request import RequestTokens
 from simulator.workers.host_memory import WorkerMemory
 from simulator.workers.migrations import MigrationModel
+from simulator.workers.prefill_model import ComputedPrompt
+from simulator.workers.prompt_placement import PromptPlacement
 from simulator.workers.step_loop import VirtualStepLoop
 from simulator.workers.submission import Delta, MigratedTo, Submission
 from simulator.workers.transfers import Sender, TransferModel, TransferOwner
@@ -89,11 +89,12 @@ class DecodeModel(TransferOwner):
         self._max_run = max_run
         self._submissions: dict[Sequence, Submission] = {}
         self._computed_here: set[Sequence] = set()  # prompts without a first token
-        self._landed: list[Submission] = []  # since the last step
         self._outbox: dict[Callable[[list[Delta]], None], list[Delta]] = {}
         self._run = _StepRun()
         self._pace = Pace()
-        self._policy = PrefillPlacement(config)
+        self._placement = PromptPlacement(
+            self.scheduler, self.transfers, config, self._pace, page_size, link.token_bytes
+        )
         if max_run > 1:
             network.before_fault.append(self._send_all)
 
@@ -241,7 +242,7 @@ class DecodeModel(TransferOwner):
 
     def _place(self, submission: Submission) -> None:
         now_s = self.node.sim.now_s
-        placed = self._choose(submission, now_s).chosen
+        placed = self._placement.choose(submission, now_s).chosen
         submission.placed, submission.placed_s = placed, now_s
         if placed.option is None:
             submission.computed_by = self.worker_id
@@ -253,37 +254,18 @@ class DecodeModel(TransferOwner):
         submission.computed_by = candidate.worker_id
         self.transfers.begin(submission.sequence, candidate, placed.num_remote)
 
-    def _choose(self, submission: Submission, now_s: float) -> PrefillDecision:
-        sequence, scheduler = submission.sequence, self.scheduler
-        room = self._config.max_batch_tokens - scheduler.num_running
-        is_idle = not (scheduler.num_running or scheduler.num_uncomputed_tokens or self.transfers.num_open)
-        within = None if is_idle else self._pace.chunk_tokens_within(self._config.itl_target_s)
-        demand = PromptDemand(
-            num_tokens=len(sequence.token_ids),
-            cached_tokens=scheduler.peek_cached_tokens(sequence),
-            queued_tokens=scheduler.num_uncomputed_tokens,
-            num_running=scheduler.num_running,
-            step_tokens=max(1, min(room, within or room)),
-            page_size=self.page_size,
-            token_bytes=self._link.token_bytes,
-        )
-        options = [
-            RemoteOption(each.worker_id, each.queue_s, each.prefill_s, each.cached_tokens)
-            for each in submission.candidates
-        ]
-        return self._policy.choose(demand, options, now_s)
-
     # `TransferOwner`
 
-    def on_first_token(self, sequence: Sequence, cached_tokens: int) -> None:
-        submission = self._submissions.get(sequence)
+    def on_first_token(self, sequence: Sequence, first: ComputedPrompt) -> None:
+        submission, now_s = self._submissions.get(sequence), self.node.sim.now_s
         if submission is None:
             return
+        self._placement.on_computed(submission, first, now_s)
         if submission.is_split:
-            submission.computed_s, submission.cached_tokens = self.node.sim.now_s, cached_tokens
+            submission.computed_s, submission.cached_tokens = now_s, first.cached_tokens
             return
         if not submission.has_first:  # a retried prefill returns the next token
-            submission.cached_tokens = cached_tokens
+            submission.cached_tokens = first.cached_tokens
         submission.tokens.extend_by(1)
         self._on_tokens(submission)
 
@@ -294,11 +276,8 @@ class DecodeModel(TransferOwner):
         submission = self._submissions.get(sequence)
         if submission is not None:
             submission.landed_s = self.node.sim.now_s
-            self._landed.append(submission)
-            placed = submission.placed
-            if placed is not None and placed.option is not None:
-                num_bytes = (num_tokens - self.scheduler.num_cached_tokens(sequence)) * self._link.token_bytes
-                self._policy.remote.on_landed(placed.option.worker_id, num_bytes, submission.exposed_s)
+            num_bytes = (num_tokens - self.scheduler.num_cached_tokens(sequence)) * self._link.token_bytes
+            self._placement.on_landed(submission, num_bytes)
 
     def on_failed(self, sequence: Sequence, error: PenstockError | None) -> None:
         """Places the prompt again: a failed prefill costs only time."""
@@ -313,7 +292,7 @@ class DecodeModel(TransferOwner):
 
     def _begin_step(self) -> list[float]:
         self.transfers.grant_reservations()
-        plan = self.scheduler.schedule(self._chunk_tokens())
+        plan = self.scheduler.schedule(self._placement.chunk_tokens(self.node.sim.now_s))
         self._flush()
         self.on_change()
         if not plan:
@@ -333,14 +312,6 @@ class DecodeModel(TransferOwner):
             now_s += step_s
             ends_s.append(now_s)
         return ends_s
-
-    def _chunk_tokens(self) -> int | None:
-        """Returns how many prompt tokens the next step may compute, like `PrefillAttempts.chunk_tokens`."""
-        now_s, is_running = self.node.sim.now_s, self.scheduler.is_running
-        waited_s = max((now_s - one.first_token_s for one in self._landed if is_running(one.sequence)), default=0.0)
-        self._landed.clear()
-        delays_somebody = self.scheduler.is_decoding or self.transfers.num_open
-        return self._pace.chunk_tokens_within(self._config.itl_target_s, waited_s) if delays_somebody else None
 
     def _awaits_first_token(self, plan: StepPlan) -> bool:
         """Returns whether a row is a prompt of which all but the last token was cached, so that its first token is
@@ -362,14 +333,6 @@ class DecodeModel(TransferOwner):
         self._flush()
         self.on_change()
 
-    def _learn_step(self, plan: StepPlan, step_s: float) -> None:
-        num_rows = len(plan.rows)
-        chunk_tokens = plan.num_tokens - num_rows
-        if self._policy.steps.skips(chunk_tokens):
-            return
-        pairs = sum(item.num_contexts for item in plan.chunks)
-        self._policy.steps.on_step(StepWork(chunk_tokens, pairs, num_rows, plan.rows.num_contexts), step_s)
-
     def _commit(self, num_ended: int, goes_on: bool) -> None:
         """Commits the first steps of those in flight, of which only the last of a run can end a sequence."""
         plan, self._run.plan = self._run.plan, None
@@ -381,7 +344,7 @@ class DecodeModel(TransferOwner):
         if plan.chunks:
             self.num_computed_tokens += sum(item.num_tokens for item in plan.chunks if item.num_tokens > 1)
         self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, first_s)
-        self._learn_step(plan, first_s)
+        self._placement.on_step(plan, first_s)
         sampled = [item.sequence if item.is_sampled else None for item in plan.chunks]
         chunk_tokens = [None if sequence is None else 0 for sequence in sampled]
         rows = plan.rows
@@ -408,9 +371,7 @@ class DecodeModel(TransferOwner):
             run.num_contexts = sum([len(item.sequence.token_ids) - 1 for item in items])
         num_contexts = run.num_contexts + num_rows * run.num_measured + num_rows / 2
         self._pace.on_decode_steps(num_rows, num_contexts, run.steps_s[:num_steps])
-        for number in self._policy.steps.learned_of(num_steps):
-            work = StepWork(0, 0.0, num_rows, num_contexts + number * num_rows)
-            self._policy.steps.on_step(work, run.steps_s[number])
+        self._placement.on_decode_steps(num_rows, num_contexts, run.steps_s[:num_steps])
         del run.steps_s[:num_steps]
         run.num_measured += num_steps
 

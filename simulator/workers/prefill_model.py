@@ -30,6 +30,15 @@ _SMOOTHING = 0.2  # weight of the newest step in the measured rate
 _NO_STEPS = StepTotals()
 
 
+@dataclass(frozen=True, slots=True)
+class ComputedPrompt:
+    """The end of a prefill, with its times in seconds."""
+
+    cached_tokens: int
+    queue_s: float
+    prefill_s: float
+
+
 class Receiver(Protocol):
     """The decode worker's end of a transfer."""
 
@@ -37,7 +46,7 @@ class Receiver(Protocol):
 
     def on_reserve(self, key: TransferKey) -> None: ...
 
-    def on_first_token(self, key: TransferKey, cached_tokens: int) -> None: ...
+    def on_first_token(self, key: TransferKey, first: ComputedPrompt) -> None: ...
 
     def on_heartbeat(self, key: TransferKey) -> None: ...
 
@@ -56,6 +65,8 @@ class _Job:
     sequence: Sequence
     receiver: Receiver
     call: Call
+    queued_s: float
+    begun_s: float = 0.0
     begun: bool = False
     cached_tokens: int = 0
     num_held: int | None = None  # leading pages that the receiver has; None until it has answered
@@ -147,7 +158,7 @@ class PrefillModel:
         call: Call,
         pull: PlannedPull | None = None,
     ) -> None:
-        job = _Job(key, sequence, receiver, call)
+        job = _Job(key, sequence, receiver, call, self.node.sim.now_s)
         if -(-len(sequence.token_ids) // self.page_size) > self.pool.num_pages:
             problem = TransferError(f"{len(sequence.token_ids)} tokens do not fit into {self.pool.num_pages} pages")
             call.send(self.node, lambda: receiver.on_closed(key, problem))
@@ -213,7 +224,7 @@ class PrefillModel:
 
     def _begin(self, job: _Job) -> None:
         """Asks for the destination, which arrives while the first chunk computes."""
-        job.begun = True
+        job.begun, job.begun_s = True, self.node.sim.now_s
         job.cached_tokens = job.sequence.num_computed_tokens
         job.call.send(self.node, lambda: job.receiver.on_reserve(job.key))
 
@@ -235,7 +246,9 @@ class PrefillModel:
 
     def _complete(self, job: _Job) -> None:
         job.computed = True
-        job.call.send(self.node, lambda: job.receiver.on_first_token(job.key, job.cached_tokens))
+        queue_s, prefill_s = job.begun_s - job.queued_s, self.node.sim.now_s - job.begun_s
+        first = ComputedPrompt(job.cached_tokens, queue_s, prefill_s)
+        job.call.send(self.node, lambda: job.receiver.on_first_token(job.key, first))
 
     def _push(self, job: _Job) -> None:
         """Pushes complete pages that were not pushed yet, and after the last one the manifest."""

@@ -20,7 +20,7 @@ from penstock.errors import PenstockError, TransferError, Unavailable
 from penstock.types import Epoch, TransferId, TransferKey, WorkerId
 from router.routing.policy.interface import PlannedPull
 from simulator.request import RequestTokens
-from simulator.workers.prefill_model import PrefillModel
+from simulator.workers.prefill_model import ComputedPrompt, PrefillModel
 from simulator.world.network import Call, Network, Node, State
 
 _LEASE_S = 30.0
@@ -57,7 +57,7 @@ class TransferOwner:
     def post(self, call: Callable[[], None]) -> None:
         raise NotImplementedError
 
-    def on_first_token(self, sequence: Sequence, cached_tokens: int) -> None:
+    def on_first_token(self, sequence: Sequence, first: ComputedPrompt) -> None:
         raise NotImplementedError
 
     def on_landed(self, sequence: Sequence, num_tokens: int) -> None:
@@ -222,14 +222,14 @@ class TransferModel:
 
     # Arrival.
 
-    def on_first_token(self, key: TransferKey, cached_tokens: int) -> None:
-        self._owner.post(lambda: self._take_first(key, cached_tokens))
+    def on_first_token(self, key: TransferKey, first: ComputedPrompt) -> None:
+        self._owner.post(lambda: self._take_first(key, first))
 
-    def _take_first(self, key: TransferKey, cached_tokens: int) -> None:
+    def _take_first(self, key: TransferKey, first: ComputedPrompt) -> None:
         transfer = self._transfers.get(key)
         if transfer is not None and transfer.sequence is not None and not transfer.answered:
             transfer.answered = True
-            self._owner.on_first_token(transfer.sequence, cached_tokens)
+            self._owner.on_first_token(transfer.sequence, first)
 
     def on_written(self, key: TransferKey, first_index: int, num_pages: int) -> None:
         if self.node.state is State.DEAD or key.receiver_epoch != self.node.epoch:

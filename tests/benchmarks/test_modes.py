@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.modes import virtual
 from benchmarks.modes.deployments import AUTO, COLOCATED, SPLIT
 from benchmarks.modes.report import BEGIN, END, goodput_table, latency_table, rows_of, write_docs, write_page
 from benchmarks.modes.study import SLO_SCALES, Calibration, WorkloadStudy, pooled
@@ -96,3 +97,21 @@ def test_mixed_traffic_has_prompts_of_both_kinds() -> None:
     assert 20 < sum(length >= 512 for length in lengths) < 60
     assert max(draft.prompt.num_tokens for draft in short_prompts(50, 0).drafts) <= 192  # type: ignore[union-attr]
     assert min(draft.prompt.num_tokens for draft in long_prompts(50, 0).drafts) >= 512  # type: ignore[union-attr]
+
+
+def test_the_sweep_in_virtual_time_compares_the_modes_at_a_point() -> None:
+    machines = virtual.core_of_135m()
+    calibrations = {"long": virtual.calibrate(machines, "long")}
+    idle = calibrations["long"].idle
+    assert 0.5 < idle.ttft_s < 1.5
+    case = virtual.SweepPoint("long", 5.0, 0.7)
+    points = virtual.measure(machines, calibrations, 60, 1, case)
+    assert {mode: len(point.ttft_s) for mode, point in points.items()} == dict.fromkeys(virtual.MODES, 45)
+    ratios = virtual.Ratios.of(points)
+    assert ratios.ttft_p50 < 1.2  # beside two colocated workers; one prefill worker alone cannot keep up
+    assert points["remote"].ttft(0.9) > 2 * points["colocated"].ttft(0.9)
+    assert all(point.itl_p99_s < 1.2 * 5.0 * idle.tpot_s for point in points.values())
+    assert "long, 5 x idle, 0.7" in virtual.table({case: points}, calibrations)
+    assert {row.metric.split(",")[0] for row in virtual.rows_of(machines, {case: points})} == {
+        "goodput", "TTFT p50", "TTFT p90"
+    }  # fmt: skip

@@ -3,7 +3,8 @@
 Every option is priced in seconds: the predicted time to the first token, and the predicted harm, which is the summed
 delay of all other requests' tokens. Chunks computed here lengthen the steps of every decoding sequence, and wherever
 prompts queue, those behind this one wait longer. If there is a target for the time between tokens, a delay within
-it is no harm. Options that meet the target for first tokens are preferred, and of these the one with the smallest sum.
+it counts a quarter. Options that meet the target for first tokens are preferred, and of these the one with the smallest
+sum.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from enum import StrEnum
 from decode_worker.prefill.remote_costs import RemoteCosts
 from decode_worker.prefill.step_costs import ChunkCosts, StepCosts
 from penstock.config import DecodeConfig
-from penstock.scheduling.queue_length import QueueLength
+from penstock.scheduling.queue_length import WITHIN_TARGET, QueueLength
 from penstock.v1 import worker_pb2
 
 _NUM_SPLITS = 6  # splits tried for one prompt; each leaves twice as many tokens here as the last
@@ -166,11 +167,10 @@ class PrefillPlacement:
         return PricedPlace(PrefillPlace.SPLIT, first_s, harm_s, option, num_remote)
 
     def _harm_s(self, demand: PromptDemand, costs: ChunkCosts) -> float:
-        """Returns the delay of the prompts behind this one, and that of the sequences that decode here beyond what the
-        target allows.
-        """
+        """Returns the delay of the prompts behind it, and of the sequences that decode here, less within the target."""
         target_s = self._config.itl_target_s
-        running_s = demand.num_running * (costs.added_s if target_s is None else costs.beyond_s(target_s))
+        beyond_s = costs.added_s if target_s is None else costs.beyond_s(target_s)
+        running_s = demand.num_running * (beyond_s + WITHIN_TARGET * (costs.added_s - beyond_s))
         return running_s + self._behind_here.num_prompts * costs.busy_s
 
     def _chunks(self, demand: PromptDemand, num_before: int) -> ChunkCosts:

@@ -1,4 +1,4 @@
-"""Estimates the queue length at prefill workers from how often they have a queue. Pure.
+"""Prices what a prompt does to others: the queue behind it, and the weight of delays within a target. Pure.
 
 Routers and decode workers price a prefill by the prompts that it delays. With random arrivals and a utilization of u, a
 mean of u / (1 - u) prompts are waiting or in service (an M/M/1 queue).
@@ -7,6 +7,7 @@ mean of u / (1 - u) prompts are waiting or in service (an M/M/1 queue).
 from __future__ import annotations
 
 _SMOOTHING = 0.05  # weight of the newest prompt
+WITHIN_TARGET = 0.25  # weight of a delay that leaves the time between tokens within its target
 _MAX_PROMPTS = 4.0  # beyond this, prices rise no further, and admission has to act
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+from penstock.scheduling.queue_length import WITHIN_TARGET
 from penstock.types import WorkerId, WorkerLoad
 from router.routing.costs.cost_model import PRIOR_COSTS, WorkerCosts
 from router.routing.costs.inflight import NO_WORK, InflightWork
@@ -92,9 +93,9 @@ class WorkerView:
         object.__setattr__(self, "context_price", decode.context_s * (1 + self.num_requests / 2))
 
     @property
-    def num_harmed(self) -> int:
-        """The sequences that a prompt computed here delays by more than the worker's target allows."""
-        return 0 if self.limits.keeps_itl else self.num_requests
+    def num_harmed(self) -> float:
+        """The sequences that a prompt computed here delays, weighted by what a delay within the target counts."""
+        return WITHIN_TARGET * self.num_requests if self.limits.keeps_itl else self.num_requests
 
     @property
     def step_s(self) -> float:

@@ -50,7 +50,7 @@ class ViewColumns:
         size = len(views)
         self.queue_s, self.token_price, self.context_price = np.empty(size), np.empty(size), np.empty(size)
         self.prefill_fixed_s, self.prefill_token_s, self.prefill_context_s = (np.empty(size) for _ in range(3))
-        self.num_requests, self.num_harmed = np.empty(size, np.int64), np.empty(size, np.int64)
+        self.num_requests, self.num_harmed = np.empty(size, np.int64), np.empty(size)
         self.chunk_tokens = np.empty(size, np.int64)
         self.free_tokens = np.empty(size, np.int64)  # in the free pages that work in flight will not take
         self.max_running = np.empty(size, np.int64)  # the largest integer if there is no limit

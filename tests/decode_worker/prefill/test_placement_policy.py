@@ -142,12 +142,14 @@ def test_the_ttft_target_takes_precedence_over_harm() -> None:
     assert place(taught(DecodeConfig(ttft_target_s=0.01)), busy, queued) is REMOTE
 
 
-def test_a_delay_within_the_target_between_tokens_harms_nobody() -> None:
+def test_a_delay_within_the_target_between_tokens_counts_less() -> None:
     """A step decodes 20 sequences in 7 ms; a chunk of 64 tokens makes it 39 ms."""
     busy = replace(IDLE, num_running=20, step_tokens=64)
-    assert place(taught(), busy, FREE) is REMOTE
-    assert place(taught(DecodeConfig(itl_target_s=0.05)), busy, replace(FREE, queue_s=0.1)) is LOCAL
-    assert place(taught(DecodeConfig(itl_target_s=0.02)), busy, replace(FREE, queue_s=0.1)) is not LOCAL
+    queued = replace(FREE, queue_s=2.0)
+    assert place(taught(), busy, queued) is REMOTE
+    assert place(taught(DecodeConfig(itl_target_s=0.05)), busy, queued) is LOCAL
+    assert place(taught(DecodeConfig(itl_target_s=0.02)), busy, queued) is not LOCAL
+    assert place(taught(DecodeConfig(itl_target_s=0.05)), busy, FREE) is REMOTE  # it begins at once and delays nobody
     costs = taught().steps.chunks(512, 0, 0, 20, 64)
     assert costs.beyond_s(0.05) == 0.0
     assert costs.beyond_s(0.02) == pytest.approx(costs.added_s - 8 * (0.02 - costs.step_s))

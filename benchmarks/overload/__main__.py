@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--load", type=float, action="append", help="may be repeated; default: 1.2, 1.6 and 2")
     parser.add_argument("--policy", choices=POLICIES, action="append", help="may be repeated; default: all")
     parser.add_argument("--traffic", choices=[each.name for each in TRAFFIC], action="append", help="default: all")
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each case, whose figures are averaged")
+    parser.add_argument("--seeds", type=int, default=2, help="runs of each case, whose figures are averaged")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--print", action="store_true", help="write no file")
     parser.add_argument("--page-only", action="store_true")

@@ -28,9 +28,10 @@ from engine.step.plan import sampling_records
 from engine.step.sequence import ScheduledSequence, Sequence
 from engine.step.speculation.acceptance import num_accepted
 from engine.step.speculation.proposal import Proposal, ProposalKind
+from engine.step.speculation.speculator import Speculator
 from engine.step.speculation.step_cost_table import StepCostTable
 from engine.weights.checkpoint import CONFIG_FILE
-from penstock.config import EngineConfig
+from penstock.config import DecodeConfig, EngineConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.types import SamplingParams
 
@@ -275,3 +276,9 @@ def _draft_sampling(sampling: SamplingParams) -> SamplingParams:
         min_p=sampling.min_p,
         seed=sampling.seed,
     )
+
+
+def make_speculator(config: DecodeConfig, draft: DraftModel | None) -> Speculator | None:
+    if config.speculation == "off":
+        return None
+    return Speculator(config.speculation_tokens, time.monotonic, config.speculation == "always", draft=draft)

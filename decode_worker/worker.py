@@ -16,13 +16,14 @@ from functools import partial
 import numpy as np
 
 from decode_worker.delivery.token_delivery import TokenDelivery
-from decode_worker.draft_model import DraftModel
+from decode_worker.draft_model import DraftModel, make_speculator
 from decode_worker.events import DecodeEvents
 from decode_worker.prefill.client import RemoteFirstToken
 from decode_worker.prefill.prefill_attempts import PrefillAttempts
 from decode_worker.prefill.transfer_table import FailedTransfer, LandedTransfer, TransferTable
 from decode_worker.readiness import SequenceReadiness
 from decode_worker.request import DecodeRequest, RemotePart, StageTimes, TokenDelta
+from decode_worker.schedule.bulk_policy import BulkLimits, BulkPolicy
 from decode_worker.schedule.pace import Pace
 from decode_worker.schedule.scheduler import DecodeScheduler
 from decode_worker.step_measurements import StepMeasurements
@@ -37,7 +38,6 @@ from engine.step.plan import DecodeRows, EndConditions, StepPlan
 from engine.step.prompt_scores import PromptScores
 from engine.step.row_table import RowTable
 from engine.step.sequence import SampledToken, Sequence
-from engine.step.speculation.speculator import Speculator
 from kv_transfer.session.transfer_session import Manifest
 from penstock.config import DecodeConfig
 from penstock.errors import Cancelled, Overloaded, PenstockError
@@ -78,7 +78,7 @@ class DecodeWorker:
         self._config = config
         self._context_length = context_length
         rows = RowTable(engine.layout.page_size, EndConditions(engine.model.eos_token_ids, context_length))
-        speculator = _make_speculator(config, draft)
+        speculator = make_speculator(config, draft)
         self.scheduler = DecodeScheduler(
             engine.pool, engine.prefix_cache, engine.layout.page_size, config, rows, speculator
         )
@@ -92,6 +92,7 @@ class DecodeWorker:
         self._prefills = PrefillAttempts(
             worker_id, engine.layout, self.scheduler, transfers, config, self._pace, self, self._report, pulls
         )
+        self._bulk = BulkPolicy(self._prefills.steps, self._pace)
         self._measurements = StepMeasurements(self._pace, self._prefills, speculator, self._events)
         self._landed: set[Sequence] = set()  # sequences that wait for their first step here
         self._refusal: PenstockError | None = None  # what every new request is refused with, once the worker pauses
@@ -310,7 +311,7 @@ class DecodeWorker:
     def begin_step(self) -> StepPlan:
         """Returns the next step, which is empty if there is nothing to compute."""
         self._grant_reservations()
-        plan = self.scheduler.schedule(self._chunk_tokens())
+        plan = self.scheduler.schedule(*self._limits())
         self._note_started(plan)
         for sequence in self.scheduler.preempted:
             self._requests[sequence].times.on_preempted(time.monotonic())
@@ -325,13 +326,16 @@ class DecodeWorker:
 
     def begin_step_ahead(self) -> StepPlan | None:
         """Returns the step after the one in flight if it can already be scheduled."""
-        plan = self.scheduler.schedule_ahead(self._chunk_tokens())
+        plan = self.scheduler.schedule_ahead(*self._limits())
         if plan is not None:
             self._note_started(plan)
         return plan
 
-    def _chunk_tokens(self) -> int | None:
-        return self._prefills.chunk_tokens([self._requests[sequence] for sequence in self._landed], time.monotonic())
+    def _limits(self) -> tuple[int | None, BulkLimits]:
+        """Returns how many prompt tokens and how much of the bulk lane the next step may compute."""
+        landed, now_s = [self._requests[sequence] for sequence in self._landed], time.monotonic()
+        bulk = self._bulk.limits(self.scheduler.has_bulk, self.scheduler.num_running_others, now_s)
+        return self._prefills.chunk_tokens(landed, now_s), bulk
 
     def _note_started(self, plan: StepPlan) -> None:
         landed = self._landed & {item.sequence for item in plan} if self._landed else ()
@@ -424,7 +428,9 @@ class DecodeWorker:
 
     def _on_token(self, request: DecodeRequest, token: SampledToken) -> None:
         """Delivers a token that was just appended to the request's sequence, and ends the request if it is the last."""
-        request.end_pause(time.monotonic())
+        now_s = time.monotonic()
+        request.end_pause(now_s)
+        self._bulk.on_token(request.sequence, request.times.submitted_s, now_s)
         self._delivery.refresh(request)
         reason = finish_reason(request.sequence, self._engine.model.eos_token_ids, self._context_length)
         if reason is None:
@@ -487,9 +493,3 @@ class DecodeWorker:
             adapter_load_s=self._readiness.adapter_load_s,
             metrics={**self.scheduler.metrics.values(), HANDOFF_MISMATCHES.name: float(self._transfers.num_mismatches)},
         )
-
-
-def _make_speculator(config: DecodeConfig, draft: DraftModel | None) -> Speculator | None:
-    if config.speculation == "off":
-        return None
-    return Speculator(config.speculation_tokens, time.monotonic, config.speculation == "always", draft=draft)

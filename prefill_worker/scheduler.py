@@ -1,9 +1,12 @@
 """Decides which prompts a prefill step computes and how much of each. Does no I/O and reads no clock.
 
-Interactive prompts go first, then standard ones, then bulk; within a lane the shortest remaining prompt goes first. A
-prompt's rank is fixed when it arrives, and later arrivals start further back (`penstock.scheduling.lane_order`), so no
-prompt starves: once its lane's handicap and its own length have been computed since it arrived, no new arrival goes
-ahead of it.
+Interactive prompts go first, then standard ones; within a lane the shortest remaining prompt goes first. A prompt's
+rank is fixed when it arrives, and later arrivals start further back (`penstock.scheduling.lane_order`), so neither lane
+starves: once its lane's handicap and its own length have been computed since it arrived, no new arrival goes ahead of
+it.
+
+Bulk prompts are computed in steps without others, and in their turns (`penstock.scheduling.bulk_lane`) before others.
+They begin only while there are pages for all queued prompts of other lanes.
 
 A lane may have a reserved share of each step. Its prompts get that share before ranks count, so other lanes' prompts
 slow it down but never stop it.
@@ -23,7 +26,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -31,6 +34,7 @@ from engine.cache.page_pool import OutOfPages, PagePool
 from engine.cache.page_window import PageWindow
 from engine.cache.prefix_cache import PrefixCache
 from engine.step.sequence import ScheduledSequence, Sequence
+from penstock.scheduling.bulk_lane import BulkTurns
 from penstock.scheduling.lane_order import LaneOrder
 from penstock.types import Lane, PageHash, PageId
 
@@ -44,6 +48,10 @@ class _Entry:
     base: float
     arrival: int
     window: PageWindow
+
+    @property
+    def is_bulk(self) -> bool:
+        return self.sequence.lane is Lane.BULK
 
     def rank(self) -> tuple[float, int]:
         """Returns the sort key, which changes only while the prompt is computed."""
@@ -79,6 +87,7 @@ class PrefillScheduler:
         self._num_queued_tokens = 0
         self._running: list[_Entry] = []
         self._num_arrivals = 0
+        self._turns = BulkTurns()
 
     @property
     def num_queued(self) -> int:
@@ -115,26 +124,41 @@ class PrefillScheduler:
         self._queue.remove(entry)
         self._num_queued_tokens -= len(entry.sequence.token_ids)
 
-    def schedule(self) -> list[ScheduledSequence]:
+    def schedule(self, max_bulk_tokens: int | None = None) -> list[ScheduledSequence]:
         """Returns the next step's chunks, with at most `max_batch_tokens` in total; prompts that start take their
-        pages.
+        pages. Bulk prompts get at most `max_bulk_tokens`, apart from the lane's reserved share.
         """
         may_begin = self._extend_running()
         chunks = self._schedule_reserved(may_begin) if any(self._reserved.values()) else {}
-        budget = self._max_batch_tokens - sum(chunks.values())
+        num_bulk = self._max_batch_tokens if max_bulk_tokens is None else max_bulk_tokens
+        is_turn = self._turns.is_due
+        if is_turn:
+            self._fill(chunks, num_bulk, may_begin, is_bulk=True)
+        self._fill(chunks, self._max_batch_tokens, may_begin, is_bulk=False)
+        if not is_turn and not any(chunks.values()):
+            is_turn = True
+            self._fill(chunks, num_bulk, may_begin, is_bulk=True)
+        if any(entry.is_bulk for entry in (*self._running, *self._queue)):
+            self._turns.on_step(was_turn=is_turn)
+        return [ScheduledSequence(sequence, count) for sequence, count in chunks.items() if count]
+
+    def _fill(self, chunks: dict[Sequence, int], most: int, may_begin: bool, *, is_bulk: bool) -> None:
+        """Adds chunks of bulk prompts or of others until `most` tokens are computed in the step."""
+        budget = min(most, self._max_batch_tokens) - sum(chunks.values())
+        running = sorted((entry for entry in self._running if entry.is_bulk is is_bulk), key=_Entry.rank)
         # Ends as soon as a prompt cannot begin: the queue may be long.
-        waiting = itertools.takewhile(lambda _: may_begin, list(self._queue))
-        for entry in heapq.merge(sorted(self._running, key=_Entry.rank), waiting, key=_Entry.rank):
-            if budget == 0:
+        queued = (entry for entry in list(self._queue) if entry.is_bulk is is_bulk)
+        waiting = itertools.takewhile(lambda _: may_begin, queued)
+        for entry in heapq.merge(running, waiting, key=_Entry.rank):
+            if budget <= 0:
                 break
             if entry not in self._running:
-                may_begin = may_begin and self._begin(entry)
+                may_begin = may_begin and (self._begin_after_others(entry) if is_bulk else self._begin(entry))
                 if not may_begin:
                     continue
             given = chunks.get(entry.sequence, 0)
             chunks[entry.sequence] = given + min(budget, self._num_computable(entry.sequence) - given)
             budget -= chunks[entry.sequence] - given
-        return [ScheduledSequence(sequence, count) for sequence, count in chunks.items() if count]
 
     def _num_computable(self, sequence: Sequence) -> int:
         """Returns how many more tokens the sequence has, limited by its pages."""
@@ -177,8 +201,14 @@ class PrefillScheduler:
         """Starts a prompt ahead of those before it in the queue if there are pages for all of them, so that none waits
         longer.
         """
-        ahead = self._queue[: self._queue.index(entry) + 1]
-        num_pages = sum(self._max_held(queued) for queued in ahead)
+        return self._begin_behind(entry, self._queue[: self._queue.index(entry)])
+
+    def _begin_after_others(self, entry: _Entry) -> bool:
+        """Starts a bulk prompt if there are pages for it and for all queued prompts of other lanes."""
+        return self._begin_behind(entry, (queued for queued in self._queue if not queued.is_bulk))
+
+    def _begin_behind(self, entry: _Entry, ahead: Iterable[_Entry]) -> bool:
+        num_pages = self._max_held(entry) + sum(self._max_held(queued) for queued in ahead)
         return num_pages <= self._pool.num_available and self._begin(entry)
 
     def _begin(self, entry: _Entry) -> bool:

@@ -28,7 +28,8 @@ from kv_transfer.session.lease import Lease, Sweeper, heartbeat_s
 from kv_transfer.transports.transport import ALL_LAYERS, LayerGroup
 from penstock.config import PrefillConfig, WorkerConfig
 from penstock.errors import Cancelled, InvalidInput, PenstockError, TransferError
-from penstock.types import PageId, StepTotals, TransferKey, WorkerLoad
+from penstock.scheduling.bulk_lane import BulkStepLimit
+from penstock.types import Lane, PageId, StepTotals, TransferKey, WorkerLoad
 from penstock.v1 import common_pb2
 from prefill_worker.job import Closed, FirstToken, Heartbeat, PrefillJob, Pushed, ReservePages
 from prefill_worker.layerwise_push import LayerwisePush, LayerwiseStep
@@ -39,6 +40,7 @@ from worker.sequence_message import check_token_ids
 
 log = logging.getLogger(__name__)
 
+_LEAST_BULK_TOKENS = 16  # in a step of bulk prompts, so that they progress
 _RATE_SMOOTHING = 0.2  # weight of the newest step in the measured rate
 
 
@@ -94,6 +96,7 @@ class PrefillWorker:
         self._in_flight: _StepInFlight | None = None  # only used if the engine runs ahead
         self._measured_s = 0.0
         self._tokens_per_s = 0.0
+        self._bulk_limit = BulkStepLimit()
         self._totals = StepTotals()
         self._on_step = on_step
         self.load = WorkerLoad(total_pages=engine.pool.num_pages, free_pages=engine.pool.num_available)
@@ -237,8 +240,10 @@ class PrefillWorker:
 
     def step(self) -> bool:
         """Computes a step or, if the engine runs ahead, starts one and then waits for the previous one."""
-        work = self.scheduler.schedule()
         started_s = time.monotonic()
+        longest_s = self._bulk_limit.step_s(started_s)
+        max_bulk_tokens = None if longest_s is None else max(_LEAST_BULK_TOKENS, int(longest_s * self._tokens_per_s))
+        work = self.scheduler.schedule(max_bulk_tokens)
         for scheduled in work:
             job = self._by_sequence[scheduled.sequence]
             if not job.started_s:
@@ -340,6 +345,8 @@ class PrefillWorker:
     def _complete(self, job: PrefillJob, token: SampledToken, now_s: float) -> None:
         job.computed = True
         queue_s, prefill_s = job.started_s - job.submitted_s, now_s - job.started_s
+        if job.sequence.lane is not Lane.BULK:
+            self._bulk_limit.on_first_token(queue_s + prefill_s, now_s)
         hints = tuple(self._hints.follow(job.sequence)) if self._hints is not None else ()
         job.emit(FirstToken(token, queue_s, prefill_s, job.cached_tokens, job.pull, hints))
 

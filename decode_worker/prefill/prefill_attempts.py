@@ -21,7 +21,7 @@ from decode_worker.prefill.placement_policy import (
     RemoteOption,
 )
 from decode_worker.prefill.remote_costs import RemoteTimes
-from decode_worker.prefill.step_costs import StepWork
+from decode_worker.prefill.step_costs import StepCosts, StepWork
 from decode_worker.prefill.transfer_table import TransferTable
 from decode_worker.request import DecodeRequest, HedgeAttempt
 from decode_worker.schedule.pace import Pace
@@ -30,7 +30,7 @@ from engine.cache.kv_layout import KVLayout
 from engine.step.plan import StepPlan
 from penstock.config import DecodeConfig
 from penstock.errors import AdapterUnavailable, Cancelled, DeadlineExceeded, InvalidInput, PenstockError, TransferError
-from penstock.types import TransferKey, WorkerId
+from penstock.types import Lane, TransferKey, WorkerId
 from penstock.v1 import common_pb2, worker_pb2
 from worker.pull.prompts import PrefixPulls
 
@@ -103,9 +103,18 @@ class PrefillAttempts:
         """
         if not (self._scheduler.is_decoding or self._transfers.num_open):
             return None
-        joining = (request for request in landed if self._scheduler.is_running(request.sequence))
+        joining = (
+            request
+            for request in landed
+            if request.sequence.lane is not Lane.BULK and self._scheduler.is_running(request.sequence)
+        )
         waited_s = max((now_s - request.times.first_token_s for request in joining), default=0.0)
         return self._pace.chunk_tokens_within(self._config.itl_target_s, waited_s)
+
+    @property
+    def steps(self) -> StepCosts:
+        """The learned costs of this worker's steps."""
+        return self._policy.steps
 
     def leave(self, request: DecodeRequest) -> None:
         """Gives up the prefill of a request that has ended: its transfers, or the pull that it waits for."""
@@ -121,15 +130,18 @@ class PrefillAttempts:
 
     def _choose(self, request: DecodeRequest, now_s: float) -> PrefillDecision:
         sequence, layout, scheduler = request.sequence, self._layout, self._scheduler
-        room = self._config.max_batch_tokens - scheduler.num_running
-        is_idle = not (scheduler.num_running or scheduler.num_uncomputed_tokens or self._transfers.num_open)
+        num_running, num_queued = scheduler.num_running, scheduler.num_uncomputed_tokens
+        if sequence.lane is not Lane.BULK:  # bulk yields to it
+            num_running, num_queued = scheduler.num_running_others, scheduler.num_uncomputed_tokens_of_others
+        room = self._config.max_batch_tokens - num_running
+        is_idle = not (num_running or num_queued or self._transfers.num_open)
         within = None if is_idle else self._pace.chunk_tokens_within(self._config.itl_target_s)
         pull = self._pulls.predict(sequence, request.prefix_source) if self._pulls is not None else None
         demand = PromptDemand(
             num_tokens=len(sequence.token_ids),
             cached_tokens=scheduler.peek_cached_tokens(sequence),
-            queued_tokens=scheduler.num_uncomputed_tokens,
-            num_running=scheduler.num_running,
+            queued_tokens=num_queued,
+            num_running=num_running,
             step_tokens=max(1, room if within is None else min(room, within)),
             page_size=layout.page_size,
             token_bytes=layout.page_bytes / layout.page_size,

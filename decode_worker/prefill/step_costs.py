@@ -13,6 +13,7 @@ from penstock.scheduling.linear_cost import LinearCost, positive
 
 # Orders of magnitude for a small model on a few cores; a GPU's costs are learned within a few steps.
 _FIXED_S, _CHUNKED_S, _TOKEN_S, _PAIR_S, _ROW_S, _CONTEXT_S = 2e-3, 1e-3, 3e-4, 1e-8, 1e-4, 1e-8
+_MOST_ROWS = 1 << 20
 _DECODE_STRIDE = 8  # learns from every 8th step without a chunk: they are alike, and learning takes 50 us
 
 
@@ -98,6 +99,12 @@ class StepCosts:
     def step_s(self, num_rows: int) -> float:
         """Returns the predicted time of a step that decodes `num_rows` sequences."""
         return self._linear.predict(StepWork(0, 0.0, num_rows, num_rows * self._row_contexts).quantities)
+
+    def rows_within(self, seconds: float, num_rows: int) -> int:
+        """Returns how many more sequences can decode beside `num_rows` in a step that takes `seconds`."""
+        *_, row_s, context_s = self._linear.coefficients
+        left_s = seconds - self.step_s(num_rows)
+        return int(min(max(0.0, left_s / max(row_s + context_s * self._row_contexts, 1e-9)), _MOST_ROWS))
 
     def chunks(self, num_tokens: int, num_before: int, num_queued: int, num_rows: int, step_tokens: int) -> ChunkCosts:
         """Predicts the cost of computing `num_tokens` that follow `num_before` tokens of the same prompt.

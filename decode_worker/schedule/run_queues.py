@@ -4,6 +4,9 @@ Pure.
 The decode scheduler owns it and decides which sequences change queues. A sequence keeps its rank for its whole life: by
 arrival, with a head start for interactive over standard over bulk (`penstock.scheduling.lane_order`). Neither queue
 holds a sequence whose pages are still coming from elsewhere, or one that is paused.
+
+Bulk sequences wait in a queue of their own, and a running one is held back, without a row, until the scheduler releases
+it. "Others" are the sequences of the other lanes.
 """
 
 from __future__ import annotations
@@ -31,6 +34,10 @@ class TrackedSequence:
     num_cached_tokens: int = 0  # found in the prefix cache at the first admission
     num_preemptions: int = 0
 
+    @property
+    def is_bulk(self) -> bool:
+        return self.sequence.lane is Lane.BULK
+
 
 class RunQueues:
     """Owns the tracked sequences and which are in `rows`. The lists are sorted by rank; others only read them."""
@@ -42,14 +49,37 @@ class RunQueues:
         self._aging = LaneOrder(HANDICAP_REQUESTS)
         self.running: list[TrackedSequence] = []
         self.rowless: list[TrackedSequence] = []  # running sequences that are new or computed in chunks
-        self.waiting: list[TrackedSequence] = []  # sequences to be computed here
+        self.held: list[TrackedSequence] = []  # running bulk sequences that are held back
+        self.waiting: list[TrackedSequence] = []  # others to be computed here
+        self.waiting_bulk: list[TrackedSequence] = []
+        self.num_running_bulk = 0
         self._num_waiting_tokens = 0
+        self._num_waiting_bulk_tokens = 0
         self._detached: set[TrackedSequence] = set()  # sequences in neither queue
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """The number of tokens of prompts and preempted sequences that this worker has yet to compute."""
-        return self._num_waiting_tokens + sum(entry.sequence.num_uncomputed_tokens - 1 for entry in self.rowless)
+        bulk = self._num_waiting_bulk_tokens + _num_uncomputed(
+            entry for entry in (*self.rowless, *self.held) if entry.is_bulk
+        )
+        return self.num_uncomputed_tokens_of_others + bulk
+
+    @property
+    def num_uncomputed_tokens_of_others(self) -> int:
+        return self._num_waiting_tokens + _num_uncomputed(entry for entry in self.rowless if not entry.is_bulk)
+
+    @property
+    def num_running_others(self) -> int:
+        return len(self.running) - self.num_running_bulk
+
+    @property
+    def has_bulk(self) -> bool:
+        return bool(self.num_running_bulk or self.waiting_bulk)
+
+    @property
+    def has_others(self) -> bool:
+        return bool(self.num_running_others or self.waiting)
 
     @property
     def num_holding(self) -> int:
@@ -63,25 +93,37 @@ class RunQueues:
         return self._entries[sequence]
 
     def is_running(self, sequence: Sequence) -> bool:
-        """Returns whether it gets a token in every step: it runs, and all its tokens have KV here except the last one
-        or those that its grammar has forced.
+        """Returns whether it gets a token in every step that computes it: it runs, and all its tokens have KV here
+        except the last one or those that its grammar has forced.
         """
         if sequence in self._rows:
             return True
         entry = self._entries.get(sequence)
-        return entry in self.rowless and (sequence.num_uncomputed_tokens == 1 or sequence.is_fast_forwarding)
+        is_rowless = entry in self.rowless or entry in self.held
+        return is_rowless and (sequence.num_uncomputed_tokens == 1 or sequence.is_fast_forwarding)
 
     def by_rank(self, sequences: Iterable[Sequence]) -> list[TrackedSequence]:
         return sorted((self._entries[sequence] for sequence in sequences), key=_rank)
 
     def waiting_before(self, sequence: Sequence, most: int) -> list[TrackedSequence]:
-        """Returns the first waiting sequences that rank before `sequence`, at most so many."""
-        num_before = bisect.bisect_left(self.waiting, self._entries[sequence].rank, key=_rank)
-        return self.waiting[: min(num_before, most)]
+        """Returns the first waiting sequences that rank before `sequence`, at most so many. Others rank before bulk."""
+        entry = self._entries[sequence]
+        first = self.waiting if entry.is_bulk else []
+        queue = self._waiting_queue(entry)
+        num_before = bisect.bisect_left(queue, entry.rank, key=_rank)
+        return [*first[:most], *queue[: min(num_before, max(0, most - len(first)))]]
 
     def behind(self, entry: TrackedSequence) -> list[TrackedSequence]:
-        """Returns the running sequences that rank behind `entry`."""
-        return self.running[bisect.bisect_right(self.running, entry.rank, key=_rank) :]
+        """Returns the running sequences that rank behind `entry`. Bulk ranks behind all others."""
+        behind = self.running[bisect.bisect_right(self.running, entry.rank, key=_rank) :]
+        if entry.is_bulk:
+            return [each for each in behind if each.is_bulk]
+        if self.num_running_bulk:
+            return [each for each in self.running if each.is_bulk or each.rank > entry.rank]
+        return behind
+
+    def running_bulk(self) -> list[TrackedSequence]:
+        return [entry for entry in self.running if entry.is_bulk] if self.num_running_bulk else []
 
     # Moves between queues.
 
@@ -98,7 +140,7 @@ class RunQueues:
         entry = self._entries.pop(sequence, None)
         if entry is None:
             return False
-        if _contains(self.waiting, entry):
+        if _contains(self._waiting_queue(entry), entry):
             self._stop_waiting(entry)
         elif _contains(self.running, entry):
             self.stop(entry)
@@ -107,13 +149,22 @@ class RunQueues:
 
     def wait(self, entry: TrackedSequence) -> None:
         self._detached.remove(entry)
-        bisect.insort(self.waiting, entry, key=_rank)
-        self._num_waiting_tokens += len(entry.sequence.token_ids)
+        bisect.insort(self._waiting_queue(entry), entry, key=_rank)
+        self._count_waiting(entry, len(entry.sequence.token_ids))
 
     def _stop_waiting(self, entry: TrackedSequence) -> None:
-        _remove(self.waiting, entry)
-        self._num_waiting_tokens -= len(entry.sequence.token_ids)
+        _remove(self._waiting_queue(entry), entry)
+        self._count_waiting(entry, -len(entry.sequence.token_ids))
         self._detached.add(entry)
+
+    def _waiting_queue(self, entry: TrackedSequence) -> list[TrackedSequence]:
+        return self.waiting_bulk if entry.is_bulk else self.waiting
+
+    def _count_waiting(self, entry: TrackedSequence, num_tokens: int) -> None:
+        if entry.is_bulk:
+            self._num_waiting_bulk_tokens += num_tokens
+        else:
+            self._num_waiting_tokens += num_tokens
 
     def admit(self, entry: TrackedSequence) -> None:
         """Turns a waiting sequence into a running one."""
@@ -123,16 +174,37 @@ class RunQueues:
     def run(self, entry: TrackedSequence) -> None:
         self._detached.remove(entry)
         bisect.insort(self.running, entry, key=_rank)
-        bisect.insort(self.rowless, entry, key=_rank)
+        bisect.insort(self.held if entry.is_bulk else self.rowless, entry, key=_rank)
+        self.num_running_bulk += entry.is_bulk
 
     def stop(self, entry: TrackedSequence) -> None:
         """Takes a running sequence out of the queue and removes its row."""
         _remove(self.running, entry)
+        self.num_running_bulk -= entry.is_bulk
         self._detached.add(entry)
+        if not self._leave_step(entry):
+            _remove(self.held, entry)
+
+    def _leave_step(self, entry: TrackedSequence) -> bool:
+        """Takes a running sequence out of the next steps. Returns False if it is held back."""
         if entry.sequence in self._rows:
             self._rows.remove(entry.sequence)
-        else:
+        elif _contains(self.rowless, entry):
             _remove(self.rowless, entry)
+        else:
+            return False
+        return True
+
+    def hold_back(self, entry: TrackedSequence) -> None:
+        """Holds a running bulk sequence back until it is released; does nothing if it is held back already."""
+        if self._leave_step(entry):
+            bisect.insort(self.held, entry, key=_rank)
+
+    def release(self, entry: TrackedSequence) -> None:
+        """Lets a running bulk sequence take part in the next steps."""
+        if _contains(self.held, entry):
+            _remove(self.held, entry)
+            bisect.insort(self.rowless, entry, key=_rank)
 
     def assign_rows(self, entries: Seq[TrackedSequence]) -> None:
         """Gives rows to sequences that decode from now on."""
@@ -156,15 +228,25 @@ class RunQueues:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every sequence is in exactly the queues where it belongs."""
-        rowless = {entry.sequence for entry in self.rowless}
+        rowless = {entry.sequence for entry in (*self.rowless, *self.held)}
         running = [entry.sequence for entry in self.running]
-        assert len(rowless) + len(self._rows) == len(running), "a running sequence has a row or is rowless"
+        waiting = (*self.waiting, *self.waiting_bulk)
+        assert len(self.rowless) + len(self.held) == len(rowless)
+        assert len(rowless) + len(self._rows) == len(running), "a running sequence has a row, is rowless or held back"
         assert all((sequence in self._rows) != (sequence in rowless) for sequence in running)
-        assert {*self.running, *self.waiting, *self._detached} == {*self._entries.values()}
-        assert len(self.running) + len(self.waiting) + len(self._detached) == len(self._entries)
+        assert {*self.running, *waiting, *self._detached} == {*self._entries.values()}
+        assert len(self.running) + len(waiting) + len(self._detached) == len(self._entries)
         assert all(sequence.pages for sequence in running)
-        assert not any(entry.sequence.num_computed_tokens for entry in self.waiting)
+        assert not any(entry.sequence.num_computed_tokens for entry in waiting)
+        assert all(entry.is_bulk for entry in (*self.held, *self.waiting_bulk))
+        assert not any(entry.is_bulk for entry in self.waiting)
+        assert self.num_running_bulk == sum(entry.is_bulk for entry in self.running)
         assert self._num_waiting_tokens == sum(len(entry.sequence.token_ids) for entry in self.waiting)
+        assert self._num_waiting_bulk_tokens == sum(len(entry.sequence.token_ids) for entry in self.waiting_bulk)
+
+
+def _num_uncomputed(entries: Iterable[TrackedSequence]) -> int:
+    return sum(entry.sequence.num_uncomputed_tokens - 1 for entry in entries)
 
 
 def _rank(entry: TrackedSequence) -> tuple[float, int]:

@@ -9,45 +9,39 @@ pages land, sequences pause (`steps_in_flight` makes that safe). One more step m
 it needs can stay on the device.
 
 Every running sequence gets its next token first; the rest of the step's token budget goes to chunks of prompts that are
-computed here. A sequence that needs a page when none is left preempts one that ranks behind it (`preemption_policy`),
-which keeps its tokens and recomputes their KV later.
+computed here. `sequence_room` decides which sequences fit, and preempts some for others.
+
+Bulk sequences are held back while others run or wait, except as many as hardly lengthen a step (`bulk_policy`) and, in
+one step of `BulkTurns`, as many as a step of their own computes. If others lack pages or a place, bulk is preempted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
 
+from decode_worker.schedule.bulk_policy import UNLIMITED_ALONE, BulkLimits
 from decode_worker.schedule.chunk_budget import ChunkBudget
-from decode_worker.schedule.preemption_policy import choose_victim
+from decode_worker.schedule.proposals import StepProposals
 from decode_worker.schedule.run_ahead import assign_rows_ahead
-from decode_worker.schedule.run_queues import RunQueues, TrackedSequence
+from decode_worker.schedule.run_queues import RunQueues
 from decode_worker.schedule.sequence_pages import SequencePages
+from decode_worker.schedule.sequence_room import Reservation, SequenceRoom
 from decode_worker.schedule.steps_in_flight import StepsInFlight
-from engine.cache.page_pool import OutOfPages, PagePool
+from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import PrefixCache
-from engine.memory.estimates import SCORED_TOKENS
 from engine.step.plan import StepPlan
 from engine.step.row_table import RowTable
 from engine.step.sequence import SampledToken, ScheduledSequence, Sequence, StepOutput
 from engine.step.speculation.speculator import Speculator
 from penstock.config import DecodeConfig
 from penstock.errors import InternalError
-from penstock.types import PageId
-from penstock.worker_metrics import PREEMPTED_TOKENS, PREEMPTIONS, WorkerMetrics
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """Pages for a prompt that is computed elsewhere: leading ones cached here, and those to be written."""
-
-    held: list[PageId]  # includes entries for pages that nothing will read
-    fresh: list[PageId]
-    num_dropped: int = 0  # number of such entries
+from penstock.scheduling.bulk_lane import BulkTurns
+from penstock.worker_metrics import WorkerMetrics
 
 
 class DecodeScheduler:
@@ -65,39 +59,59 @@ class DecodeScheduler:
         """`rows` must be empty. Only this scheduler uses `rows` and `speculator`; without a speculator nothing is
         proposed.
         """
-        self.metrics = WorkerMetrics()
         self._pool = pool
         self._page_size = page_size
         self._config = config
         self._pages = SequencePages(pool, cache, page_size, rows, config.max_batch_tokens)
-        self._watermark_pages = int(config.watermark * pool.num_pages)
         self._table = rows
         self._queues = RunQueues(rows)
         self._steps = StepsInFlight(pool, self._pages, rows)
-        self._speculator = speculator
-        self._asked = (0, False)  # (step, whether verifying proposals after it pays)
+        self._room = SequenceRoom(pool, page_size, self._queues, self._pages, self._steps, config)
+        self._proposals = StepProposals(self._queues, rows, speculator, config.max_batch_tokens)
+        self._turns = BulkTurns()
+        self._is_shared = False  # whether the newest step leaves bulk sequences out for others
         self.preempted: list[Sequence] = []  # preempted for the newest step of `schedule`
+
+    @property
+    def metrics(self) -> WorkerMetrics:
+        return self._room.metrics
 
     @property
     def num_running(self) -> int:
         return len(self._queues.running)
 
     @property
+    def num_running_others(self) -> int:
+        """The number of running sequences that are not bulk."""
+        return self._queues.num_running_others
+
+    @property
+    def has_bulk(self) -> bool:
+        """Returns whether bulk sequences run or wait to be computed here."""
+        return self._queues.has_bulk
+
+    @property
     def is_decoding(self) -> bool:
-        """Returns whether a sequence that has tokens may get another one in the next step."""
-        if self._steps or len(self._table):
+        """Returns whether a sequence that is not bulk and has tokens may get another one in the next step."""
+        num_others = self._queues.num_running_others
+        rowless = [entry.sequence for entry in self._queues.rowless if not entry.is_bulk]
+        if num_others and (self._steps or len(rowless) < num_others):
             return True
-        sequences = (entry.sequence for entry in self._queues.rowless)
-        return any(sequence.num_uncomputed_tokens == 1 or sequence.is_fast_forwarding for sequence in sequences)
+        return any(sequence.num_uncomputed_tokens == 1 or sequence.is_fast_forwarding for sequence in rowless)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queues.waiting)
+        return len(self._queues.waiting) + len(self._queues.waiting_bulk)
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """The number of tokens of prompts and preempted sequences that this worker has yet to compute."""
         return self._queues.num_uncomputed_tokens
+
+    @property
+    def num_uncomputed_tokens_of_others(self) -> int:
+        """The part of `num_uncomputed_tokens` that is not bulk."""
+        return self._queues.num_uncomputed_tokens_of_others
 
     @property
     def num_in_flight(self) -> int:
@@ -114,9 +128,10 @@ class DecodeScheduler:
         """Returns whether the sequence is tracked and not forgotten."""
         return sequence in self._queues
 
-    def rank(self, sequence: Sequence) -> tuple[float, int]:
-        """Returns a tracked sequence's rank; lower goes first."""
-        return self._queues[sequence].rank
+    def rank(self, sequence: Sequence) -> tuple[bool, float, int]:
+        """Returns a tracked sequence's rank; lower goes first, and all bulk goes last."""
+        entry = self._queues[sequence]
+        return entry.is_bulk, *entry.rank
 
     def compute_here(self, sequence: Sequence) -> None:
         """Queues a tracked sequence that holds no pages: this worker computes all its tokens."""
@@ -132,7 +147,7 @@ class DecodeScheduler:
         self._queues.run(self._queues[sequence])
 
     def is_running(self, sequence: Sequence) -> bool:
-        """Returns whether it gets a token in every step: it runs, and all its tokens but the last have KV here."""
+        """Returns whether it decodes: it runs, and all its tokens but the last have KV here."""
         return self._queues.is_running(sequence)
 
     def is_at_rest(self, sequence: Sequence) -> bool:
@@ -166,8 +181,7 @@ class DecodeScheduler:
         """Ends the sequence here and returns its pages; does nothing if it is not tracked."""
         if self._queues.forget(sequence):
             self.drop_pages(sequence)
-            if self._speculator is not None:
-                self._speculator.forget(sequence)
+            self._proposals.forget(sequence)
 
     def drop_pages(self, sequence: Sequence) -> None:
         """Returns the pages of a sequence that is not running."""
@@ -187,51 +201,39 @@ class DecodeScheduler:
     def reserve(
         self, sequence: Sequence, num_tokens: int, num_landing: int | None = None, num_unneeded: int = 0
     ) -> Reservation | None:
-        """Returns pages for a tracked sequence's first `num_tokens`, cached ones first; None if there are too few now.
-
-        The sequence may have fewer tokens so far. The caller owns the references. Pages and places are left for
-        sequences that rank before it and wait to be computed here, so that they do not starve. `num_landing` tokens, by
-        default all, come from elsewhere, and only pages before the last of them are taken from the cache. Nothing will
-        read the first `num_unneeded` pages.
-        """
-        num_places = self._config.max_batch_sequences - self._queues.num_holding
-        if num_places <= 0:
-            return None
-        earlier = self._queues.waiting_before(sequence, num_places)
-        if len(earlier) == num_places:
-            return None
-        landing = num_tokens if num_landing is None else num_landing
-        num_kept_back = self._num_kept_back + sum([self._pages.num_initial(entry.sequence) for entry in earlier])
-        grant = self._pages.allocate(sequence, num_tokens, num_kept_back, landing, num_unneeded)
-        if grant is None:
-            return None
-        self._queues[sequence].num_cached_tokens = grant.num_found * self._page_size
-        return Reservation(grant.pages[: grant.num_filled], grant.pages[grant.num_filled :], grant.num_dropped)
+        """Returns pages for a prompt that is computed elsewhere; see `SequenceRoom.reserve`."""
+        return self._room.reserve(sequence, num_tokens, num_landing, num_unneeded)
 
     def keep_whole(self, sequence: Sequence, *, keeps: bool) -> None:
         """Sets whether a sequence keeps even the pages that none of its later tokens reads."""
         self._pages.keep_whole(sequence, keeps=keeps)
 
-    @property
-    def _is_full(self) -> bool:
-        return self._queues.num_holding >= self._config.max_batch_sequences
-
-    @property
-    def _num_kept_back(self) -> int:
-        """The number of pages that new sequences leave to running ones; 0 if none runs."""
-        return self._watermark_pages if self._queues.running else 0
-
     # Steps.
 
-    def schedule(self, max_chunk_tokens: int | None = None) -> StepPlan:
+    def schedule(self, max_chunk_tokens: int | None = None, bulk: BulkLimits = UNLIMITED_ALONE) -> StepPlan:
         """Returns the next step: each running sequence's next token, then chunks of prompts within the token budget.
 
-        The chunks have at most `max_chunk_tokens` tokens in total. No step may be in flight.
+        The chunks have at most `max_chunk_tokens` tokens in total. `bulk` limits bulk sequences. No step may be in
+        flight.
         """
         assert not self._steps, "a step is in flight"
-        num_waiting = len(self._queues.waiting)
-        self.preempted = []
-        proposed = self._propose()
+        self._room.awaits_bulk = False
+        num_bulk = self._queues.has_bulk
+        is_shared = self._queues.has_others and not self._turns.is_due
+        plan = self._schedule(max_chunk_tokens, bulk, is_shared)
+        if not plan and num_bulk and is_shared:  # the others wait for pages or places, which bulk may free
+            is_shared = False
+            plan = self._schedule(max_chunk_tokens, bulk, is_shared)
+        self._is_shared = is_shared
+        if num_bulk:
+            self._turns.on_step(was_turn=not is_shared)
+        self.preempted = self._room.take_preempted()
+        return plan
+
+    def _schedule(self, max_chunk_tokens: int | None, bulk: BulkLimits, is_shared: bool) -> StepPlan:
+        num_preempted = len(self._room.preempted)
+        self._choose_bulk(bulk, is_shared)
+        proposed = self._proposals.propose()
         self._queues.assign_rows(
             [
                 entry
@@ -246,31 +248,55 @@ class DecodeScheduler:
         else:
             for entry in self._queues.by_rank(without_room):
                 if entry.sequence in self._table:  # not preempted for an earlier sequence
-                    self._make_room(entry, 1)
+                    self._room.extend(entry, 1)
         verified = self._schedule_verified(proposed)
-        budget = self._chunk_budget(max_chunk_tokens, sum(item.num_positions for item in verified))
+        num_verified = sum(item.num_positions for item in verified)
+        budget = self._chunk_budget(max_chunk_tokens, 0 if is_shared else bulk.tokens_alone, num_verified)
         chunks = [*verified, *self._schedule_chunks(budget, proposed)]
         # A preemption may have taken the pages of a sequence that was scheduled earlier in this same step.
         chunks = [chunk for chunk in chunks if chunk.sequence.pages]
         if (
-            len(self._queues.waiting) <= num_waiting
+            len(self._room.preempted) == num_preempted
         ):  # otherwise a sequence was just preempted and must not return at once
             chunks += self._admit_waiting(budget)
+            chunks = [chunk for chunk in chunks if chunk.sequence.pages]
         return self._steps.launch(chunks)
 
-    def schedule_ahead(self, max_chunk_tokens: int | None = None) -> StepPlan | None:
+    def _choose_bulk(self, bulk: BulkLimits, is_shared: bool) -> None:
+        """Holds back the running bulk sequences beyond what the next step computes of them, and releases the others,
+        in order of rank.
+        """
+        num_left = bulk.rows_beside if is_shared else bulk.rows_alone
+        for entry in self._queues.running_bulk():
+            if num_left == 0 or (is_shared and entry.sequence.num_uncomputed_tokens > 1):
+                self._queues.hold_back(entry)
+            else:
+                self._queues.release(entry)
+                num_left = None if num_left is None else num_left - 1
+
+    def schedule_ahead(
+        self, max_chunk_tokens: int | None = None, bulk: BulkLimits = UNLIMITED_ALONE
+    ) -> StepPlan | None:
         """Returns the step after the one in flight, before that has sampled its tokens: one more token for every
         sequence that decodes or gets its first token in it, and chunks of prompts as in `schedule`.
 
-        Returns None if it has to wait because there are too few pages or sampling depends on the text. Never preempts.
+        Returns None if it has to wait because there are too few pages, sampling depends on the text, or bulk sequences
+        are to be held back, released or preempted. Never preempts.
         """
-        if len(self._steps) != 1 or self._steps.newest.speculates or self._pays_to_propose():
+        if (
+            len(self._steps) != 1
+            or self._steps.newest.speculates
+            or self._proposals.pays_after(self._steps.newest.step)
+        ):
+            return None
+        has_bulk, is_shared = self._queues.has_bulk, self._queues.has_others
+        if has_bulk and not self._may_run_ahead(bulk, is_shared):
             return None
         prompts = assign_rows_ahead(self._queues, self._steps)
         without_room = self._table.without_room()
         if prompts is None or self._table.needs_text():
             return None
-        budget = self._chunk_budget(max_chunk_tokens)
+        budget = self._chunk_budget(max_chunk_tokens, 0 if is_shared else bulk.tokens_alone)
         chunks, num_pages = [], len(without_room)
         for prompt in prompts:
             if num_tokens := budget.take(prompt.sequence, prompt.num_tokens):
@@ -282,18 +308,32 @@ class DecodeScheduler:
         self._pages.extend_rows(without_room)
         for chunk in chunks:
             self._pages.extend(chunk)
-        return self._steps.launch([*chunks, *self._admit_waiting(budget, is_ahead=True)]) or None
+        plan = self._steps.launch([*chunks, *self._admit_waiting(budget, is_ahead=True)])
+        if plan and has_bulk:
+            self._turns.on_step(was_turn=not is_shared)
+        return plan or None
+
+    def _may_run_ahead(self, bulk: BulkLimits, is_shared: bool) -> bool:
+        """Returns whether the step after the one in flight may compute the same bulk sequences."""
+        if is_shared != self._is_shared or self._room.awaits_bulk or (is_shared and self._turns.is_due):
+            return False
+        if self._queues.waiting and self._queues.num_running_bulk:
+            return False
+        num_active = self._queues.num_running_bulk - len(self._queues.held)
+        return is_shared or not self._queues.held or (bulk.rows_alone is not None and num_active >= bulk.rows_alone)
 
     def _first_waiting_needs_text(self) -> bool:
         """Returns whether the first waiting sequence could be admitted but its sampling depends on its text, so that
         its step cannot be scheduled ahead.
         """
-        waiting = self._queues.waiting
-        return bool(waiting) and not self._is_full and waiting[0].sequence.sampling_needs_text
+        waiting = self._queues.waiting or self._queues.waiting_bulk
+        return bool(waiting) and not self._room.is_full and waiting[0].sequence.sampling_needs_text
 
-    def _chunk_budget(self, max_chunk_tokens: int | None, num_verified: int = 0) -> ChunkBudget:
+    def _chunk_budget(
+        self, max_chunk_tokens: int | None, max_bulk_tokens: int | None, num_verified: int = 0
+    ) -> ChunkBudget:
         budget = self._config.max_batch_tokens - len(self._table) - num_verified
-        return ChunkBudget(budget if max_chunk_tokens is None else min(budget, max_chunk_tokens))
+        return ChunkBudget(budget if max_chunk_tokens is None else min(budget, max_chunk_tokens), max_bulk_tokens)
 
     def _schedule_chunks(self, budget: ChunkBudget, proposed: Collection[Sequence]) -> list[ScheduledSequence]:
         chunks: list[ScheduledSequence] = []
@@ -304,17 +344,22 @@ class DecodeScheduler:
             if entry.sequence in proposed or entry not in self._queues.running:
                 continue
             num_tokens = budget.take(entry.sequence, entry.sequence.num_uncomputed_tokens)
-            if num_tokens and self._make_room(entry, num_tokens):
+            if num_tokens and self._room.extend(entry, num_tokens):
                 chunks.append(ScheduledSequence(entry.sequence, num_tokens))
         return chunks
 
     def _admit_waiting(self, budget: ChunkBudget, is_ahead: bool = False) -> list[ScheduledSequence]:
         chunks: list[ScheduledSequence] = []
-        while self._queues.waiting and not budget.is_spent:
-            entry = self._queues.waiting[0]
+        num_preempted = len(self._room.preempted)
+        while not budget.is_spent:
+            may_admit_bulk = budget.has_bulk_tokens and len(self._room.preempted) == num_preempted
+            waiting = self._queues.waiting or (self._queues.waiting_bulk if may_admit_bulk else ())
+            if not waiting:
+                break
+            entry = waiting[0]
             if is_ahead and entry.sequence.sampling_needs_text:
                 break
-            if self._is_full or not self._admit(entry):
+            if not self._room.admit(entry, may_preempt=not is_ahead):
                 break
             room = len(entry.sequence.pages) * self._page_size - entry.sequence.num_computed_tokens
             num_tokens = budget.take(entry.sequence, min(entry.sequence.num_uncomputed_tokens, room))
@@ -323,77 +368,7 @@ class DecodeScheduler:
             chunks.append(ScheduledSequence(entry.sequence, num_tokens))
         return chunks
 
-    def _admit(self, entry: TrackedSequence) -> bool:
-        grant = self._pages.allocate(entry.sequence, len(entry.sequence.token_ids), self._num_kept_back)
-        if grant is None:
-            return False
-        self._pages.hold(entry.sequence, grant)
-        if entry.num_preemptions == 0:
-            entry.num_cached_tokens = entry.sequence.num_computed_tokens
-        self._queues.admit(entry)
-        return True
-
-    def _make_room(self, entry: TrackedSequence, num_tokens: int) -> bool:
-        """Allocates pages for the next `num_tokens`, preempting other sequences if necessary. Returns False if it
-        preempted this one.
-        """
-        chunk = ScheduledSequence(entry.sequence, num_tokens)
-        while True:
-            try:
-                self._pages.extend(chunk)
-                return True
-            except OutOfPages:
-                victim = choose_victim(self._queues.behind(entry)) or entry
-                self._preempt(victim)
-                if victim is entry:
-                    return False
-
-    def _preempt(self, entry: TrackedSequence) -> None:
-        self._queues.stop(entry)
-        self.metrics.add(PREEMPTIONS)
-        self.preempted.append(entry.sequence)
-        self.metrics.add(PREEMPTED_TOKENS, entry.sequence.num_computed_tokens)
-        self.drop_pages(entry.sequence)
-        entry.num_preemptions += 1
-        self._queues.wait(entry)
-
     # Speculation.
-
-    def _propose(self) -> Mapping[Sequence, tuple[int, ...]]:
-        """Returns the tokens to verify in the next step, and withdraws the rows of their sequences."""
-        decoding = self._decoding()
-        if self._speculator is None or not decoding:
-            return {}
-        limit = min(SCORED_TOKENS, self._config.max_batch_tokens - len(decoding))
-        proposed = self._speculator.propose(decoding, self._table.num_left, limit)
-        for sequence in proposed:
-            self._queues.withdraw_row(sequence)
-        return proposed
-
-    def _pays_to_propose(self) -> bool:
-        """Returns whether the step after the one in flight should verify proposals, for which it would have to wait."""
-        step = self._steps.newest.step
-        if self._asked[0] != step:  # each call during a step in flight would ask again
-            decoding = self._decoding()
-            pays = False
-            if decoding and self._speculator is not None:
-                pays = self._speculator.would_propose(decoding, self._table.num_left)
-            self._asked = step, pays
-        return self._asked[1]
-
-    def _decoding(self) -> list[Sequence]:
-        """Returns the sequences that get one token each in the next step. Returns none if proposals for so many cannot
-        pay, or if prompts are computed too, since such a step is long enough already.
-        """
-        num_running = len(self._queues.running)
-        if self._speculator is None or not num_running or self._queues.waiting:
-            return []
-        if not self._speculator.may_pay(num_running):
-            return []
-        rowless = [entry.sequence for entry in self._queues.rowless]
-        if any(sequence.num_uncomputed_tokens > 1 for sequence in rowless):
-            return []
-        return [*self._table.sequences, *rowless]
 
     def _schedule_verified(self, proposed: Mapping[Sequence, tuple[int, ...]]) -> list[ScheduledSequence]:
         """Returns the sequences with as many of their proposed tokens as free pages allow, since nothing is preempted
@@ -402,9 +377,9 @@ class DecodeScheduler:
         chunks: list[ScheduledSequence] = []
         for entry in self._queues.by_rank(proposed):
             sequence = entry.sequence
-            if not sequence.pages or not self._make_room(entry, 1):
+            if not sequence.pages or not self._room.extend(entry, 1):
                 continue
-            num_spare = max(0, self._pool.num_available - self._watermark_pages)
+            num_spare = max(0, self._pool.num_available - self._room.watermark_pages)
             room = (len(sequence.pages) + num_spare) * self._page_size - len(sequence.token_ids)
             chunk = ScheduledSequence(sequence, 1, proposed=proposed[sequence][: max(0, room)])
             self._pages.extend(chunk)
@@ -425,11 +400,12 @@ class DecodeScheduler:
         computed here or, as `awaits_pages` says, for a reservation, they stop when a page is filled: what it caches may
         let that sequence begin.
         """
-        if plan.chunks or self._queues.rowless or self.preempted:
+        queues = self._queues
+        if plan.chunks or queues.rowless or queues.held or self.preempted or (queues.has_bulk and queues.has_others):
             return 1
         rows = plan.rows
         num_steps = min(limit, int((rows.members.last_R - rows.positions_R).min()) + 1)
-        if awaits_pages or self._queues.waiting:
+        if awaits_pages or self.num_waiting:
             num_steps = min(num_steps, self._page_size - int((rows.positions_R % self._page_size).max()))
         while num_steps > 1 and int(self._table.num_missing_pages(num_steps - 1).sum()) > self._pool.num_available:
             num_steps //= 2

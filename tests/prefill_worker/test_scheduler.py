@@ -72,7 +72,50 @@ def test_a_short_interactive_prompt_overtakes_a_long_one_that_has_begun() -> Non
     scheduler.commit(scheduler.schedule())
     scheduler.add(make_sequence("standard", list(range(100, 103))))
     scheduler.add(make_sequence("short", list(range(200, 204)), Lane.INTERACTIVE))
-    assert list(shares(scheduler.schedule()).items()) == [("short", 4), ("standard", 3), ("long", 1)]
+    assert list(shares(scheduler.schedule()).items()) == [("short", 4), ("standard", 3)]
+
+
+def test_bulk_prompts_are_computed_in_short_steps_without_others() -> None:
+    scheduler, _ = make_scheduler(40)
+    scheduler.add(make_sequence("bulk", list(range(20)), Lane.BULK))
+    work = scheduler.schedule(max_bulk_tokens=3)
+    assert shares(work) == {"bulk": 3}
+    scheduler.commit(work)
+    scheduler.add(make_sequence("other", list(range(100, 110))))
+    for expected in ({"other": 8}, {"other": 2}, {"bulk": 3}):
+        work = scheduler.schedule(max_bulk_tokens=3)
+        assert shares(work) == expected
+        scheduler.commit(work)
+
+
+def test_bulk_prompts_get_a_turn_beside_others() -> None:
+    scheduler, pool = make_scheduler(40)
+    bulk = make_sequence("bulk", list(range(6)), Lane.BULK)
+    scheduler.add(bulk)
+    turns = []
+    for number in range(600):
+        scheduler.add(make_sequence(f"o{number}", list(range(100 * number + 100, 100 * number + 108))))
+        work = scheduler.schedule(max_bulk_tokens=3)
+        if "bulk" in shares(work):
+            turns.append(number)
+            assert shares(work)["bulk"] == 3
+        for done in scheduler.commit(work):
+            pool.release(done.pages)
+    assert turns == [255, 511]
+
+
+def test_bulk_frees_the_pages_that_a_waiting_prompt_needs() -> None:
+    scheduler, pool = make_scheduler(6)
+    bulk = make_sequence("bulk", list(range(16)), Lane.BULK)
+    scheduler.add(bulk)
+    scheduler.commit(scheduler.schedule())
+    scheduler.add(make_sequence("large", list(range(100, 116))))
+    scheduler.add(make_sequence("other bulk", list(range(200, 204)), Lane.BULK))
+    work = scheduler.schedule()
+    assert shares(work) == {"bulk": 8}
+    assert scheduler.commit(work) == [bulk]
+    pool.release(bulk.pages)
+    assert shares(scheduler.schedule()) == {"large": 8}
 
 
 def test_prompts_that_have_begun_continue_while_a_large_one_waits_for_pages() -> None:
@@ -87,7 +130,7 @@ def test_prompts_that_have_begun_continue_while_a_large_one_waits_for_pages() ->
 
 @examples(100)
 @given(
-    lane=st.sampled_from(Lane),
+    lane=st.sampled_from([Lane.INTERACTIVE, Lane.STANDARD]),
     length=st.integers(1, 60),
     flood=st.lists(st.tuples(st.sampled_from(Lane), st.integers(1, 16)), min_size=1, max_size=8),
 )

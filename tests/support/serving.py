@@ -20,7 +20,7 @@ from penstock.errors import PenstockError, from_status
 from penstock.kv.kv_hints import NO_KV_HINTS, KvHints
 from penstock.rpc import server as rpc_server
 from penstock.rpc.server import make_channel
-from penstock.types import Role, SamplingParams
+from penstock.types import Lane, Role, SamplingParams
 from penstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from prefill_worker.server import PrefillServer
 
@@ -105,6 +105,7 @@ class Caller:
         source: worker_pb2.PrefixSource | None = None,
         kv_hints: KvHints = NO_KV_HINTS,
         tenant: str = "",
+        lane: Lane = Lane.STANDARD,
     ) -> int:
         """Returns the stream id."""
         stream_id = self._next_id
@@ -125,6 +126,7 @@ class Caller:
             prefix_source=source,
             kv_hints=wire.kv_hints_to_wire(kv_hints),
             tenant=tenant,
+            lane=wire.lane_to_wire(lane),
         )
         self._commands.put_nowait(worker_pb2.DecodeCommand(submit=submit))
         return stream_id

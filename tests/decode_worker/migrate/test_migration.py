@@ -23,7 +23,7 @@ from engine.step.compute import PreparedStep, SampledTokens
 from penstock.config import EngineConfig
 from penstock.errors import DeadlineExceeded, Overloaded, TransferError, TransferRefused, from_rpc_error, from_status
 from penstock.rpc.server import make_channel
-from penstock.types import Role, SamplingParams
+from penstock.types import Lane, Role, SamplingParams
 from penstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from tests.support.engine.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.serving import GREEDY, SALT, TIMEOUT_S, Caller, caller, wait_until_empty, worker_config, workers
@@ -78,11 +78,16 @@ class Router:
         self._callers = callers
 
     async def stream(
-        self, server: DecodeServer, prompt: Sequence[int], sampling: SamplingParams, timeout_s: float = TIMEOUT_S
+        self,
+        server: DecodeServer,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        timeout_s: float = TIMEOUT_S,
+        lane: Lane = Lane.STANDARD,
     ) -> Streamed:
         seen, at = Streamed(), self._callers[server.epoch]
         deadline_s = time.monotonic() + timeout_s
-        number = at.submit(prompt, sampling, timeout_s=timeout_s)
+        number = at.submit(prompt, sampling, timeout_s=timeout_s, lane=lane)
         while True:
             delta = await at.next_delta(number)
             seen.token_ids += delta.token_ids
@@ -99,7 +104,12 @@ class Router:
                 so_far = [*prompt, *seen.token_ids]
                 left_s = max(0.001, deadline_s - time.monotonic())
                 number = at.submit(
-                    so_far, sampling, num_prompt_tokens=len(prompt), timeout_s=left_s, ticket=delta.migrated.ticket
+                    so_far,
+                    sampling,
+                    num_prompt_tokens=len(prompt),
+                    timeout_s=left_s,
+                    ticket=delta.migrated.ticket,
+                    lane=lane,
                 )
 
 
@@ -226,6 +236,17 @@ async def test_timing_counts_what_both_workers_did(pair: Pair) -> None:
     assert timing.pages_moved >= len(PROMPT) // 16
     assert timing.first_token_ms < timing.decode_ms
     assert timing.prefill_ms > 0
+
+
+async def test_bulk_that_is_held_back_migrates_to_a_worker_where_it_runs(pair: Pair, model: Path) -> None:
+    bulk = asyncio.create_task(pair.router.stream(pair.left, PROMPT[:20], LONG, lane=Lane.BULK))
+    await until_running(pair.left, 1)
+    other = asyncio.create_task(pair.router.stream(pair.left, PROMPT[:30], LONG))
+    await until_running(pair.left, 2)
+    assert len((await migrate(pair.left, pair.right)).migrated) == 2
+    for stream, length in ((bulk, 20), (other, 30)):
+        seen = await stream
+        assert (seen.num_migrations, seen.token_ids) == (1, single_process(model, PROMPT[:length], LONG))
 
 
 async def test_max_sequences_limits_how_many_migrate(pair: Pair, model: Path) -> None:

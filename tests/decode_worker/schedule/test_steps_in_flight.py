@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_worker.delivery.router_stream import encode_plain
+from decode_worker.schedule.bulk_policy import BulkLimits
 from decode_worker.schedule.scheduler import DecodeScheduler
 from decode_worker.schedule.step_driver import StepDriver
 from engine.cache.prefix_cache import PrefixCache
@@ -34,7 +35,7 @@ from engine.step.speculation.speculator import Speculator
 from engine.step.thread import StepThread
 from penstock.config import DecodeConfig
 from penstock.errors import InternalError
-from penstock.types import Grammar, GrammarKind, PageId, RequestId, Role, SamplingParams
+from penstock.types import Grammar, GrammarKind, Lane, PageId, RequestId, Role, SamplingParams
 from penstock.v1 import worker_pb2
 from tests.support.engine.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.serving import GREEDY, SALT, caller, wait_until_empty, worker_config, workers
@@ -42,6 +43,8 @@ from tests.support.suite.examples import examples
 
 PAGE_SIZE = 4
 EOS = 0
+_SOME = st.sampled_from([None, 1, 2, 5])
+_BULK = st.builds(BulkLimits, st.integers(0, 2), _SOME, _SOME)
 
 
 def next_token(token_ids: list[int]) -> int:
@@ -226,7 +229,8 @@ def test_every_history_gives_exact_tokens_and_overwrites_no_page(
             length = data.draw(st.integers(1, 16))
             tokens = [(number % 3 + i) % 20 + 1 for i in range(length)]  # prefixes repeat
             sampling = SamplingParams(max_tokens=data.draw(st.integers(1, 12)))
-            sequence = Sequence(RequestId(str(number)), tokens, length, sampling, SALT)
+            lane = data.draw(st.sampled_from([Lane.STANDARD, Lane.BULK]))
+            sequence = Sequence(RequestId(str(number)), tokens, length, sampling, SALT, lane=lane)
             scheduler.track(sequence)
             machine.live.append(sequence)
             if action == "remote" and (granted := scheduler.reserve(sequence, length)):
@@ -253,9 +257,9 @@ def test_every_history_gives_exact_tokens_and_overwrites_no_page(
         elif action == "record" and machine.in_flight:
             machine.record()
         elif action == "step" and not machine.in_flight:
-            machine.launch(scheduler.schedule())
+            machine.launch(scheduler.schedule(None, data.draw(_BULK)))
         elif action == "ahead":
-            machine.launch(scheduler.schedule_ahead())
+            machine.launch(scheduler.schedule_ahead(None, data.draw(_BULK)))
         machine.check()
     while machine.in_flight:
         machine.record()
@@ -611,9 +615,9 @@ async def test_run_ahead_changes_no_token(waits: bool, tmp_path: Path, monkeypat
     num_ahead = num_chunks_ahead = num_special_ahead = 0
     counted = DecodeScheduler.schedule_ahead
 
-    def count(scheduler: DecodeScheduler, max_chunk_tokens: int | None) -> StepPlan | None:
+    def count(scheduler: DecodeScheduler, max_chunk_tokens: int | None, bulk: BulkLimits) -> StepPlan | None:
         nonlocal num_ahead, num_chunks_ahead, num_special_ahead
-        plan = counted(scheduler, max_chunk_tokens)
+        plan = counted(scheduler, max_chunk_tokens, bulk)
         num_ahead += plan is not None
         num_chunks_ahead += len(plan.chunks) if plan is not None else 0
         num_special_ahead += len(plan.rows.special()) if plan is not None else 0

@@ -10,7 +10,7 @@ TEST_PROCESSES ?= 5
 # Tests and servers start many processes; compiling every module again in each of them costs a sixth of their start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup serve demo test test-fast test-deep test-failed test-bucket test-costs lint types proto check-proto client simulate validate-simulator bench bench-router bench-serving bench-modes bench-stages bench-transfer bench-pull bench-store bench-retention bench-agents bench-replay bench-overload bench-faults bench-startup bench-kept bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-schemas bench-lora bench-speculation bench-quantized conformance attack soak gpu-check results docs tune clean
+.PHONY: help setup serve demo test test-fast test-deep test-failed test-bucket test-costs lint types proto check-proto client simulate validate-simulator bench bench-router bench-serving bench-bulk bench-modes bench-stages bench-transfer bench-pull bench-store bench-retention bench-agents bench-replay bench-overload bench-faults bench-startup bench-kept bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-schemas bench-lora bench-speculation bench-quantized conformance attack soak gpu-check results docs tune clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
@@ -28,6 +28,7 @@ help:
 	@echo "make bench-engine   one engine beside the bare-torch floor, eager torch, transformers and, where named, vLLM  (ISA=avx2)"
 	@echo "make bench-vllm     bench-engine and bench-serving beside vLLM, installed into .venv-vllm from pinned wheels"
 	@echo "make bench-quantized   products with int8, int4 and fp8 weights on a CPU beside bf16; what quantization does to answers"
+	@echo "make bench-bulk     interactive requests with and without a large offline batch beside them"
 	@echo "make bench-stages   where the time to first token goes, with prompts computed remotely, split and locally"
 	@echo "make bench-modes    disaggregated against colocated at equal cores over loads and SLOs; writes docs/modes.md"
 	@echo "make bench-retention  hit shares of orders of eviction on recorded traces"
@@ -169,6 +170,9 @@ bench-vllm: setup $(VLLM)/.installed
 
 bench-serving: setup
 	$(PY) -m benchmarks.serving
+
+bench-bulk: setup
+	$(PY) -m benchmarks.serving.bulk
 
 bench-stages: setup
 	$(PY) -m benchmarks.serving.stages

@@ -50,6 +50,7 @@ SPECS: dict[str, tuple[BarSpec, ...]] = {
     "autoscale": (
         BarSpec("Autoscaling", "(?P<row>.+): (?P<part>missed requests|worker hours|changes of size), (?P<kind>.+)"),
     ),
+    "bulk": (BarSpec("Interactive requests beside a batch, ms", "(?P<row>(?:TTFT|ITL) p[0-9]+) beside a batch", "ms"),),
     "choice": (BarSpec("Cost of choosing a pair of workers, us", "(?P<row>.+)", "us"),),
     "engine": (
         _ENGINE_STEPS,

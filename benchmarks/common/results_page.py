@@ -55,6 +55,14 @@ SUBJECTS = (
         "python -m benchmarks.modes.virtual --docs",
         "modes.md",
     ),
+    Subject(
+        "bulk",
+        "A batch beside interactive requests",
+        "Latencies of interactive requests with a large offline batch beside them, compared with those without one, on "
+        "one colocated worker with a core.",
+        "make bench-bulk",
+        "batches.md",
+    ),
     Subject("latency", "The whole path", "The whole path compared with a bare-torch floor.", "make bench", "bench.md"),
     Subject(
         "stages",

@@ -1,7 +1,7 @@
 """Decides which running sequence is preempted when another one needs a page and none is left. Pure.
 
-Only sequences that rank behind the one in need are considered, so the first in rank always progresses, every sequence
-becomes first in time, and none starves.
+Only sequences that rank behind the one in need are considered, so the first in rank always progresses. Bulk ranks
+behind all others. Every other sequence becomes first in time, so none of these starves.
 """
 
 from __future__ import annotations

@@ -277,6 +277,8 @@ class AdmissionPolicy:
         self._turns.serve(request.lane, tracked.cost / self._config.lane(request.lane).weight)
         tracked.sent_s = now_s
         self.outstanding.send(request.num_sequences, request.prompt_tokens)
+        if request.lane is Lane.BULK:
+            self.start(request.key)  # others need not wait for its prompt, which yields to theirs at the workers
         self.accounts.send(request.tenant, tracked.num_tokens)
         max_tokens, overload_max_tokens = request.max_tokens, self._config.overload.max_tokens
         if overload_max_tokens is not None and self._overload.level >= OverloadLevel.SHORTEN:

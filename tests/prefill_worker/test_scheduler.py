@@ -10,6 +10,7 @@ from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import PrefixCache
 from engine.step.sequence import ScheduledSequence, Sequence
 from penstock.config import PrefillConfig
+from penstock.scheduling.bulk_lane import STEPS_PER_TURN
 from penstock.types import Lane, RequestId, SamplingParams
 from prefill_worker.scheduler import HANDICAP_STEPS, PrefillScheduler
 from tests.support.suite.examples import examples
@@ -93,7 +94,7 @@ def test_bulk_prompts_get_a_turn_beside_others() -> None:
     bulk = make_sequence("bulk", list(range(6)), Lane.BULK)
     scheduler.add(bulk)
     turns = []
-    for number in range(600):
+    for number in range(2 * STEPS_PER_TURN):
         scheduler.add(make_sequence(f"o{number}", list(range(100 * number + 100, 100 * number + 108))))
         work = scheduler.schedule(max_bulk_tokens=3)
         if "bulk" in shares(work):
@@ -101,7 +102,7 @@ def test_bulk_prompts_get_a_turn_beside_others() -> None:
             assert shares(work)["bulk"] == 3
         for done in scheduler.commit(work):
             pool.release(done.pages)
-    assert turns == [255, 511]
+    assert turns == [STEPS_PER_TURN - 1, 2 * STEPS_PER_TURN - 1]
 
 
 def test_bulk_frees_the_pages_that_a_waiting_prompt_needs() -> None:

@@ -12,11 +12,10 @@ from decode_worker.schedule.pace import Pace
 from decode_worker.schedule.scheduler import DecodeScheduler
 from engine.step.plan import StepPlan
 from engine.step.sequence import SampledToken, Sequence, StepOutput
+from penstock.scheduling.bulk_lane import STEPS_PER_TURN
 from penstock.types import Lane
 from tests.decode_worker.schedule.test_scheduler import make_scheduler, make_sequence, next_token, start
 from tests.support.suite.examples import examples
-
-STEPS_PER_TURN = 256
 
 
 def bulk_sequence(scheduler: DecodeScheduler, name: str, num_tokens: int) -> Sequence:
@@ -112,14 +111,14 @@ def test_bulk_takes_nothing_for_others_that_it_cannot_help() -> None:
 
 
 def test_bulk_gets_a_turn_beside_others() -> None:
-    scheduler, _ = make_scheduler(400)
+    scheduler, _ = make_scheduler(800)
     other = start(scheduler, make_sequence("other", 1))
     run_step(scheduler)
     bulk = bulk_sequence(scheduler, "bulk", 4)
-    turns = [number for number in range(3 * STEPS_PER_TURN) if Lane.BULK in lanes_of(run_step(scheduler))]
-    assert turns == [STEPS_PER_TURN * turn - 1 for turn in (1, 2, 3)]
-    assert bulk.num_output_tokens == 3
-    assert other.num_output_tokens == 3 * STEPS_PER_TURN + 1
+    turns = [number for number in range(2 * STEPS_PER_TURN) if Lane.BULK in lanes_of(run_step(scheduler))]
+    assert turns == [STEPS_PER_TURN * turn - 1 for turn in (1, 2)]
+    assert bulk.num_output_tokens == 2
+    assert other.num_output_tokens == 2 * STEPS_PER_TURN + 1
 
 
 def test_a_bulk_request_in_a_step_in_flight_keeps_its_token_if_it_is_held_back_then() -> None:

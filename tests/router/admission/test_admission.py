@@ -172,6 +172,13 @@ def test_each_admitted_request_leaves_exactly_once_and_all_counts_return_to_zero
 # Waiting.
 
 
+def test_prompts_of_bulk_keep_no_other_waiting():
+    made = admission(AdmissionConfig(), replace(FLEET, slots=40, prefill_tokens_per_s=2000.0))
+    for key in range(20):
+        assert isinstance(made.offer(ask(key, Lane.BULK, prompt=1024), 0.0), Dispatched)
+    assert isinstance(made.offer(ask(20, Lane.INTERACTIVE, prompt=1024), 0.0), Dispatched)
+
+
 @pytest.mark.parametrize("lane", list(Lane))
 def test_a_burst_of_any_lane_is_queued_whole_and_not_shortened(lane):
     made = admission(AdmissionConfig(), replace(FLEET, prefill_tokens_per_s=2000.0))

@@ -1,13 +1,17 @@
 """Runs several Ray nodes on one machine, for tests and the fault benchmark, which kill nodes and restart the head.
 
-The head keeps its state on disk (Ray's RocksDB store); without it, Ray's nodes would end with the head.
+The head keeps its state on disk (Ray's RocksDB store); without it, Ray's nodes would end with the head. Nodes are added
+by the test, or by Ray's own autoscaler through its provider of fake nodes. `ray.cluster_utils.AutoscalingCluster` does
+the latter too, but ends every Ray of the machine first, and needs a file that Ray's wheel lacks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
+import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +20,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray._private.services import get_node_ip_address
 from ray.cluster_utils import Cluster
 
 from cluster.ray.connection import with_descendants
@@ -35,6 +40,14 @@ _ENVIRONMENT = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
+_AUTOSCALER_ENVIRONMENT = {
+    "RAY_FAKE_CLUSTER": "1",  # the provider requires it
+    "RAY_enable_autoscaler_v2": "1",
+    "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+}
+_PROVIDER = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
+_HEAD_ID, _HEAD_TYPE = "f" * 51 + "00000", "ray.head.default"  # as the provider knows the head
+_IDLE_MINUTES = 0.05  # after which Ray's autoscaler removes a node
 
 
 class LocalRayNodes:
@@ -42,7 +55,10 @@ class LocalRayNodes:
 
     security: SecurityConfig  # the file of a secret that every node can read while it runs
 
-    def __init__(self) -> None:
+    def __init__(self, *, grow_by: Mapping[str, float] | None = None, num_more: int = 0) -> None:
+        """With `grow_by`, Ray's autoscaler adds up to `num_more` nodes with these resources, and removes idle ones."""
+        self._grow_by = grow_by
+        self._num_more = num_more
         self._context = contextlib.ExitStack()
         self._bystanders: set[int] = set()
         self._cluster: Any = None
@@ -58,10 +74,11 @@ class LocalRayNodes:
             context.callback(self._end_processes)
             secret = Path(context.enter_context(tempfile.TemporaryDirectory(prefix="penstock-secret-")), "secret")
             self.security = SecurityConfig.model_validate(write_secret(secret, ClusterSecret.make()))
-            self._cluster = Cluster(
-                initialize_head=True,
-                head_node_args={"num_cpus": 0, "object_store_memory": _STORE_BYTES, "include_dashboard": False},
-            )
+            head = {"num_cpus": 0, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
+            if self._grow_by is not None:
+                context.enter_context(_environment(_AUTOSCALER_ENVIRONMENT))
+                head |= _autoscaled_head(self._grow_by, self._num_more, Path(path, "autoscaler.json"))
+            self._cluster = Cluster(initialize_head=True, head_node_args=head)
             self._context = context.pop_all()
         return self
 
@@ -135,6 +152,51 @@ class LocalRayNodes:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._context.close()
+
+
+def _autoscaled_head(resources: Mapping[str, float], most: int, path: Path) -> dict[str, Any]:
+    """Returns arguments of a head whose autoscaler adds up to `most` nodes; writes its configuration to `path`."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    node = {"CPU": 1, "object_store_memory": _STORE_BYTES, **resources}
+    provider = {
+        "type": "external",
+        "module": _PROVIDER,
+        "gcs_address": f"{get_node_ip_address()}:{port}",
+        "head_node_id": _HEAD_ID,
+        "launch_multiple": True,
+        "disable_node_updaters": True,
+        "disable_launch_config_check": True,
+        "foreground_node_launch": True,
+    }
+    commands = ("setup", "head_setup", "worker_setup", "initialization", "head_start_ray", "worker_start_ray")
+    unused: dict[str, Any] = {  # Ray requires them
+        **{f"{each}_commands": [] for each in commands},
+        **{name: {} for name in ("auth", "docker", "file_mounts")},
+        **{name: [] for name in ("cluster_synced_files", "rsync_exclude", "rsync_filter")},
+        "file_mounts_sync_continuously": False,
+    }
+    config = {
+        **unused,
+        "cluster_name": "penstock-tests",
+        "provider": provider,
+        "max_workers": most,
+        "upscaling_speed": 1.0,
+        "idle_timeout_minutes": _IDLE_MINUTES,
+        "head_node_type": _HEAD_TYPE,
+        "available_node_types": {
+            _HEAD_TYPE: {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+            "worker": {"resources": node, "node_config": {}, "min_workers": 0, "max_workers": most},
+        },
+    }
+    path.write_text(json.dumps(config))
+    identity = {
+        "RAY_CLOUD_INSTANCE_ID": _HEAD_ID,
+        "RAY_OVERRIDE_NODE_ID_FOR_TESTING": _HEAD_ID,
+        "RAY_NODE_TYPE_NAME": _HEAD_TYPE,
+    }
+    return {"gcs_server_port": port, "autoscaling_config": str(path), "env_vars": identity}
 
 
 def controller_process(deployment: RayDeployment) -> psutil.Process:

@@ -13,6 +13,7 @@ RAY_FILES = frozenset(
         "tests/cluster/ray/test_controller_moves.py",
         "tests/cluster/ray/test_end_to_end.py",
         "tests/cluster/ray/test_nodes.py",
+        "tests/cluster/ray/test_ray_autoscaler.py",
         "tests/cluster/ray/test_ray_loss.py",
         "tests/cluster/scaling/test_autoscaler_on_ray.py",
         "tests/repository/test_deploy_image.py",

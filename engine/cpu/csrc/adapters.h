@@ -21,6 +21,16 @@ struct Slots {
   int32_t inputs, outputs, parts, rank;
 
   int inner_width() const { return parts * rank; }
+
+  bool changes(int64_t slot) const {  // whether the slot's adapter changes this product
+    return std::any_of(ranks + slot * parts, ranks + (slot + 1) * parts, [](int32_t rank) { return rank > 0; });
+  }
+
+  int part_of(int output) const {
+    int part = 0;
+    while (output >= part_ends[part]) ++part;
+    return part;
+  }
 };
 
 // inner[n * stride + j] = x[n] . a[j], for N rows and `count` ranks of a. `values_at(n, i)` points to as many values of
@@ -86,13 +96,23 @@ inline void shrink_rows(const Slots& all, const int64_t* slots, int row, int end
 // Returns y + inner . B for `count` of a row's outputs, of which `output` is the first; all belong to one part.
 template <class T>
 inline Floats expand(const Slots& all, int64_t slot, const float* inner, int output, int count, Floats y) {
-  int part = 0;
-  while (output >= all.part_ends[part]) ++part;
+  const int part = all.part_of(output);
   inner += part * all.rank;
   const auto* b = static_cast<const typename T::Stored*>(all.up) + slot * all.rank * all.outputs + output;
   for (int j = 0, rank = all.ranks[slot * all.parts + part]; j < rank; ++j, b += all.outputs)
     y += inner[j] * load_floats(b, count);
   return y;
+}
+
+// Prefetches a share of what `expand` will read for a cache line of outputs. GCC removes calls of functions that only
+// prefetch, so this must be inlined.
+template <class T>
+__attribute__((always_inline)) inline void prefetch(const Slots& all, int64_t slot, int output, int share,
+                                                    int num_shares) {
+  const int rank = all.ranks[slot * all.parts + all.part_of(output)];
+  const auto* b = static_cast<const typename T::Stored*>(all.up) + slot * all.rank * all.outputs + output;
+  for (int j = rank * share / num_shares; j < rank * (share + 1) / num_shares; ++j)
+    __builtin_prefetch(b + int64_t(j) * all.outputs, 0, 2);
 }
 
 }  // namespace adapters

@@ -69,6 +69,15 @@ template <class Stored> struct Intermediates {
   }
 };
 
+// What a product calls before rows are multiplied (vector_linear.h), and with their sums.
+template <class Finish, class Prefetch> struct PrefetchingFinish {
+  const Finish& finish;
+  const Prefetch& prefetch;
+  void operator()(int row, int output, Floats first, bool is_pair, Floats second) const {
+    finish(row, output, first, is_pair, second);
+  }
+};
+
 // T: one of simd.h's dtypes.
 template <class T> class Decoder {
  public:
@@ -136,8 +145,12 @@ template <class T> class Decoder {
   int num_rows;
   std::vector<int64_t> adapter_slots;  // of each row, 0 for none; empty if no row has an adapter
   std::vector<float> shrunk;           // rows times A of their adapters, of the product at hand
+  bool is_adapted = false;             // whether an adapter of any row changes the product at hand
 
-  bool has_adapters(const Product& product) const { return product.adapters.down && !adapter_slots.empty(); }
+  bool find_adapted(const adapters::Slots& all) const {
+    const auto is_changed = [&](int64_t slot) { return all.changes(slot); };
+    return all.down && std::any_of(adapter_slots.begin(), adapter_slots.end(), is_changed);
+  }
 
   void shrink(const adapters::Slots& all, const Stored* strips) {
     constexpr int kTaskRows = adapters::kRows;
@@ -155,7 +168,7 @@ template <class T> class Decoder {
   Floats finished(const Product& product, int row, int output, Floats sums) const {
     const void* const bias = product.weight.bias;
     if (bias) sums += load_floats(static_cast<const Stored*>(bias) + output, kLanes);
-    if (!has_adapters(product) || !adapter_slots[row]) return sums;
+    if (!is_adapted || !adapter_slots[row]) return sums;
     const float* const inner = shrunk.data() + int64_t(row) * product.adapters.inner_width();
     return adapters::expand<T>(product.adapters, adapter_slots[row], inner, output, kLanes, rounded<Stored>(sums));
   }
@@ -172,8 +185,20 @@ template <class T> class Decoder {
   // on) for each row of the product.
   template <class Finish>
   void multiply_pairs(const Product& product, const Stored* strips, int pair_distance, const Finish& finish) {
-    if (has_adapters(product)) shrink(product.adapters, strips);
-    linear::for_outputs(num_threads, product.weight, strips, num_rows, pair_distance, finish);
+    is_adapted = find_adapted(product.adapters);
+    if (is_adapted) shrink(product.adapters, strips);
+    const adapters::Slots& all = product.adapters;
+    const auto prefetch = [&](int row, int count, int output, int share, int shares) __attribute__((always_inline)) {
+      constexpr int kLine = 64 / sizeof(Stored);  // outputs in a cache line
+      if (!is_adapted || output % kLine) return;
+      for (const int end = row + count; row < end; ++row) {
+        const int64_t slot = adapter_slots[row];
+        if (slot) adapters::prefetch<T>(all, slot, output, share, shares);
+        if (slot && pair_distance > 1) adapters::prefetch<T>(all, slot, output + pair_distance * kSide, share, shares);
+      }
+    };
+    linear::for_outputs(num_threads, product.weight, strips, num_rows, pair_distance,
+                        PrefetchingFinish<Finish, decltype(prefetch)>{finish, prefetch});
   }
 
   // Calls take(row, output, values) for each row of the product and every `kLanes` outputs, of which `output` is the

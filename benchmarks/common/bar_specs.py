@@ -126,7 +126,9 @@ SPECS: dict[str, tuple[BarSpec, ...]] = {
             renamed=((r"contiguous over .*", "the same pages, contiguous"), (r"bare .*", "bare transport")),
         ),
     ),
-    "validation": (BarSpec("Measured and predicted", ".*", ""),),
+    "validation": (
+        BarSpec("Measured and predicted", "(?P<row>.+): (?P<part>.+)", renamed=(("^Penstock$", "measured"),)),
+    ),
     "weights": (BarSpec("Loading weights, s", "(?P<row>.+)", "s"),),
 }
 # A benchmark without specs has a chart for each unit or, if that would be too long, for each first word of its rows.

@@ -76,7 +76,8 @@ def rows_of(result: Result) -> Iterator[Mapping[str, Any]]:
         yield from _autoscale_rows(result["cases"])
     elif name == "validation":
         for row in result["rows"]:
-            metric = f"{row['shape']}, {row['workload']}: {row['figure']}"
+            figure = row["figure"] if row["figure"].endswith("/s") else f"{row['figure']}, ms"
+            metric = f"{row['shape']}, {row['workload']}: {figure}"
             yield _row(metric, row["measured"], "", "predicted", row["predicted"])
     else:
         yield from result.get("rows", ())

@@ -4,104 +4,133 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc.aio
 
+from benchmarks.common.report import hardware, today, versions
+from benchmarks.validation.runs import MODEL, NUM_PAGES, Fault, Latencies, Measurement, PlannedRun, deployments
 from benchmarks.validation.workloads import spell_prompt
-from engine.memory.estimates import saturating_tokens
 from penstock import AsyncClient, wire
-from penstock.config import DecodeConfig, EngineConfig, RouterConfig, WorkerConfig
+from penstock.client.results import Timing
+from penstock.config import EngineConfig, RouterConfig, WorkerConfig
 from penstock.errors import PenstockError
 from penstock.types import Role
 from penstock.v1 import worker_pb2, worker_pb2_grpc
-from simulator.costs.fit import StepRecorder
-from simulator.fleet import FleetSpec
+from simulator.costs.fit import StepRecord, StepRecorder
 from simulator.request import TraceRequest
 from tests.support.plain_processes import Deployment, Process
 
-VOCAB_SIZE = 2048
+_VOCAB_SIZE = 2048
 _TIMEOUT_S = 60.0
 _WATCH_TIMEOUT_S = 600.0
-
-
-@dataclass(slots=True)
-class Latencies:
-    """Latencies as clients saw them, in seconds; `ttft_s` by request."""
-
-    ttft_s: list[float] = field(default_factory=list)
-    itl_s: list[float] = field(default_factory=list)  # mean of each request with several tokens
-    num_tokens: int = 0
-    num_failed: int = 0
-    elapsed_s: float = 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.num_tokens / self.elapsed_s if self.elapsed_s else 0.0
+_DISTURBED = 0.03  # share of the cores that other programs may take during a run
+_MAX_REPEATS = 3  # of all runs of a shape
 
 
 @dataclass(frozen=True, slots=True)
 class RealSystem:
-    """A running deployment, and the description of it that the simulator takes."""
+    """A running deployment."""
 
     router: Process
     workers: dict[str, Process]
     roles: dict[str, Role]
-    spec: FleetSpec
 
 
 @contextmanager
-def real_system(model: Path, num_prefill: int, num_decode: int, pages: int = 4000) -> Iterator[RealSystem]:
+def real_system(num_prefill: int, num_decode: int) -> Iterator[RealSystem]:
     """Yields a deployment with a thread for each worker, or two for the only one."""
     roles = {f"prefill-{number}": Role.PREFILL for number in range(num_prefill)}
     roles |= {f"decode-{number}": Role.DECODE for number in range(num_decode)}
-    threads = 2 if len(roles) == 1 else 1
-    decode = DecodeConfig()
+    engine = {"model": str(MODEL), "num_threads": 2 if len(roles) == 1 else 1, "num_pages": NUM_PAGES}
     configs = [
-        WorkerConfig(
-            worker_id=name,
-            role=role,
-            engine=EngineConfig.model_validate({"model": str(model), "num_threads": threads, "num_pages": pages}),
-            decode=decode,
-        )
+        WorkerConfig(worker_id=name, role=role, engine=EngineConfig.model_validate(engine))
         for name, role in roles.items()
     ]
-    chunk = saturating_tokens("cpu")
-    prefill = configs[0].prefill
-    spec = FleetSpec(
-        num_prefill,
-        num_decode,
-        page_size=configs[0].engine.page_size,
-        prefill_pages=pages,
-        decode_pages=pages,
-        prefill=prefill.model_copy(update={"max_batch_tokens": prefill.max_batch_tokens or chunk}),
-        decode=decode,
-    )
     with Deployment() as deployment:
         started = deployment.start_workers(configs)
         addresses = tuple(process.address for process in started)
         router = deployment.start_router(
-            RouterConfig(model=str(model), served_model="m", grpc_port=0, http_port=0, workers=addresses)
+            RouterConfig(model=str(MODEL), served_model="m", grpc_port=0, http_port=0, workers=addresses)
         )
-        yield RealSystem(router, dict(zip(roles, started, strict=True)), roles, spec)
+        yield RealSystem(router, dict(zip(roles, started, strict=True)), roles)
 
 
-async def measure(
-    system: RealSystem,
-    requests: Sequence[TraceRequest],
-    salt: str,
-    fault: tuple[float, Callable[[], None]] | None = None,
-) -> Latencies:
-    """Sends the requests at their times. `salt` makes the prompts of each run different; `fault` is a time and an
-    action.
+async def measure_shape(shape: str, seconds: float) -> Measurement:
+    """Measures every run of a shape, and records the steps of each. Repeats a few of those that other programs
+    disturb, and keeps the least disturbed.
     """
+    num_repeats = 0
+    runs: dict[str, Latencies] = {}
+    records: dict[str, list[StepRecord]] = {}
+    for sizes, planned in deployments(shape, seconds):
+        with real_system(*sizes) as system:
+            for run in planned:
+                tries = [await _try(system, run, f"{shape} {run.name}")]
+                while tries[-1].others_share > _DISTURBED and num_repeats < _MAX_REPEATS and not run.fault:
+                    num_repeats += 1
+                    tries.append(await _try(system, run, f"{shape} {run.name} {num_repeats}"))
+                best = min(tries, key=lambda one: one.others_share)
+                if run.fault is None or run.fault.stall_s is not None:  # the times of a killed worker are lost
+                    best.found.others_share = best.others_share
+                runs[run.name], records[run.name] = best.found, best.records
+    machine = {"date": today(), "hardware": hardware(), "versions": versions()}
+    return Measurement(shape, seconds, machine, records, runs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Try:
+    found: Latencies
+    records: list[StepRecord]
+    others_share: float
+
+
+async def _try(system: RealSystem, run: PlannedRun, salt: str) -> _Try:
+    before = CpuTimes.now(system)
+    async with _recording(system) as recorder:
+        found = await measure(system, run, salt)
+    return _Try(found, recorder.records, CpuTimes.now(system).others_share(before))
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTimes:
+    """Processor times in clock ticks since boot: of the whole machine, idle or not, and of the benchmark."""
+
+    whole: int
+    idle: int
+    ours: int
+
+    @classmethod
+    def now(cls, system: RealSystem) -> CpuTimes:
+        times = [int(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        pids = [os.getpid(), system.router.popen.pid, *(process.popen.pid for process in system.workers.values())]
+        return cls(sum(times), times[3] + times[4], sum(map(_ticks, pids)))
+
+    def others_share(self, before: CpuTimes) -> float:
+        """Returns the share of all cores that other programs, and the host of a virtual machine, have taken since."""
+        whole, idle = self.whole - before.whole, self.idle - before.idle
+        return max(0.0, whole - idle - (self.ours - before.ours)) / max(1, whole)
+
+
+def _ticks(pid: int) -> int:
+    """Returns the processor time of a process; 0 if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(fields[11]) + int(fields[12])  # in user and in system mode
+
+
+async def measure(system: RealSystem, run: PlannedRun, salt: str) -> Latencies:
+    """Sends the requests at their times. `salt` makes the prompts of each run different."""
     found = Latencies()
-    prompts = {request.number: spell_prompt(request, VOCAB_SIZE, salt) for request in requests}
+    prompts = {request.number: spell_prompt(request, _VOCAB_SIZE, salt) for request in run.requests}
     async with AsyncClient(system.router.address, timeout_s=_TIMEOUT_S) as client:
         started_s = time.perf_counter()
 
@@ -120,6 +149,8 @@ async def measure(
                         last_s = time.perf_counter()
                         first_s = first_s or last_s
                         num_tokens += len(chunk.token_ids)
+                    if chunk.timing is not None:
+                        _note_place(found, chunk.timing)
             except PenstockError:
                 found.num_failed += 1
                 return
@@ -128,8 +159,8 @@ async def measure(
             if num_tokens > 1:
                 found.itl_s.append((last_s - first_s) / (num_tokens - 1))
 
-        acting = asyncio.create_task(_act(fault)) if fault else None
-        await asyncio.gather(*map(send, requests))
+        acting = asyncio.create_task(_break(system, run.fault)) if run.fault else None
+        await asyncio.gather(*map(send, run.requests))
         found.elapsed_s = time.perf_counter() - started_s
         if acting is not None:
             acting.cancel()
@@ -138,21 +169,28 @@ async def measure(
     return found
 
 
-async def _act(fault: tuple[float, Callable[[], None]]) -> None:
-    await asyncio.sleep(fault[0])
-    fault[1]()
+def _note_place(found: Latencies, timing: Timing) -> None:
+    place = timing.prices[0].place if timing.prices else "local"
+    found.num_elsewhere += place != "local"
+    if place == "remote" and not timing.num_redispatches:
+        found.hops_s.append((timing.decode_first_token_ms - timing.queue_ms - timing.prefill_ms) / 1e3)
 
 
-def freeze(system: RealSystem, name: str) -> None:
-    system.workers[name].signal(signal.SIGSTOP)
-
-
-def thaw(system: RealSystem, name: str) -> None:
-    system.workers[name].signal(signal.SIGCONT)
+async def _break(system: RealSystem, fault: Fault) -> None:
+    worker = system.workers[fault.worker]
+    await asyncio.sleep(fault.at_s)
+    if fault.stall_s is None:
+        worker.popen.kill()
+        return
+    worker.signal(signal.SIGSTOP)
+    try:
+        await asyncio.sleep(fault.stall_s)
+    finally:
+        worker.signal(signal.SIGCONT)
 
 
 @asynccontextmanager
-async def recording(system: RealSystem) -> AsyncIterator[StepRecorder]:
+async def _recording(system: RealSystem) -> AsyncIterator[StepRecorder]:
     """Records the load reports of every worker while the block runs."""
     recorder = StepRecorder()
     tasks = [

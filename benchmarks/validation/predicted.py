@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import median, quantiles
 
-from benchmarks.validation.measured import Latencies
+from benchmarks.validation.runs import (
+    CALIBRATIONS,
+    MODEL,
+    NUM_PAGES,
+    Fault,
+    Latencies,
+    Measurement,
+    PlannedRun,
+    deployments,
+)
+from engine.memory.estimates import saturating_tokens
+from penstock.config import DecodeConfig, EngineConfig, PrefillConfig
+from penstock.sizing.model_shape import find_shape
 from simulator.costs.cost_file import CostProfile, FrontCosts
 from simulator.costs.fit import StepRecord, fit_steps
 from simulator.costs.step_costs import LinkCosts
@@ -14,48 +26,126 @@ from simulator.fleet import FleetSpec, SimulatedFleet
 from simulator.request import TraceRequest
 
 _SHARED_MEMORY_BYTES_PER_S = 3e9  # copies through shared memory on one core; of little weight for pages this small
+_NUMBERS_A_RUN = 1_000_000  # more than a run has requests or blocks
+_REST_S = 1.0  # pause between two runs
 
 
-def predict(
-    spec: FleetSpec, requests: Sequence[TraceRequest], on_start: Callable[[SimulatedFleet], None] = lambda fleet: None
-) -> Latencies:
-    """Runs the requests in virtual time. `on_start` may schedule faults."""
-    fleet = SimulatedFleet(spec, 0)
-    fleet.sim.run(until_s=1.0)  # routers connect
-    for request in requests:
-        fleet.submit(replace(request, arrival_s=request.arrival_s + 1.0))
-    on_start(fleet)
-    fleet.run()
-    found, token_s = Latencies(elapsed_s=fleet.sim.now_s - 1.0), spec.front.token_s
-    for outcome in fleet.outcomes:
-        if not outcome.is_complete or outcome.ttft_s is None:
-            found.num_failed += 1
-            continue
-        found.ttft_s.append(outcome.ttft_s + token_s)
-        found.num_tokens += outcome.num_tokens
-        if outcome.num_tokens > 1:
-            found.itl_s.append(outcome.tpot_s)
-    return found
+class PredictedSystem:
+    """A simulated deployment. It keeps its caches and what it has learned from run to run, like the real one."""
+
+    def __init__(self, spec: FleetSpec) -> None:
+        self._token_s = spec.front.token_s
+        self._fleet = SimulatedFleet(spec, 0)
+        self._num_runs = 0
+        self._rest()  # routers connect
+
+    def measure(self, run: PlannedRun) -> Latencies:
+        """Serves a run in virtual time. Prompts of different runs differ."""
+        fleet, start_s = self._fleet, self._fleet.sim.now_s
+        outcomes = [fleet.submit(self._shifted(request, start_s)) for request in run.requests]
+        if run.fault is not None:
+            self._break_later(run.fault, start_s)
+        fleet.run()
+        found = Latencies(elapsed_s=fleet.sim.now_s - start_s)
+        for outcome in outcomes:
+            if not outcome.is_complete or outcome.ttft_s is None:
+                found.num_failed += 1
+                continue
+            found.ttft_s.append(outcome.ttft_s + self._token_s)
+            found.num_tokens += outcome.num_tokens
+            found.num_elsewhere += outcome.computed_by != outcome.decoded_by[0]
+            if outcome.num_tokens > 1:
+                found.itl_s.append(outcome.tpot_s)
+        self._num_runs += 1
+        self._rest()
+        return found
+
+    def _shifted(self, request: TraceRequest, start_s: float) -> TraceRequest:
+        """Returns the request of this run: later, and with a number and blocks that no other run has."""
+        first = self._num_runs * _NUMBERS_A_RUN
+        blocks = tuple(first + block for block in request.block_ids)
+        return replace(
+            request,
+            number=first + request.number,
+            arrival_s=start_s + request.arrival_s,
+            block_ids=blocks,
+        )
+
+    def _break_later(self, fault: Fault, start_s: float) -> None:
+        fleet, at_s = self._fleet, start_s + fault.at_s
+        if fault.stall_s is None:
+            fleet.sim.at(at_s, lambda: fleet.kill(fault.worker))
+            return
+        node = fleet.workers[fault.worker].node
+        fleet.sim.at(at_s, lambda: fleet.network.freeze(node))
+        fleet.sim.at(at_s + fault.stall_s, lambda: fleet.network.thaw(node))
+
+    def _rest(self) -> None:
+        self._fleet.sim.run(until_s=self._fleet.sim.now_s + _REST_S)
 
 
-def fit_profile(
-    spec: FleetSpec,
-    records: Sequence[StepRecord],
-    token_bytes: int,
-    alone: tuple[Sequence[TraceRequest], Latencies],
-    name: str,
-) -> CostProfile:
-    """Fits the costs of steps to records, and the costs outside of steps to requests that were `alone`."""
-    fitted = fit_steps(records)
-    link = LinkCosts(bytes_per_s=_SHARED_MEMORY_BYTES_PER_S, token_bytes=token_bytes)
-    source = f"fitted to {len(records)} reports of steps"
-    profile = CostProfile(name, source, fitted.prefill, fitted.decode, link, errors=fitted.errors)
-    requests, seen = alone
-    expected = predict(spec.with_costs(profile), requests)
-    between_s = max(0.0, median(seen.itl_s) - median(expected.itl_s))  # time from one step to the next
-    front_s = max(0.0, median(seen.ttft_s) - median(expected.ttft_s))
-    return replace(
-        profile,
-        decode=replace(profile.decode, step_s=profile.decode.step_s + between_s),
-        front=FrontCosts(request_s=front_s),
+def fleet_spec(num_prefill: int, num_decode: int) -> FleetSpec:
+    """Describes a deployment of `measured.real_system`."""
+    prefill = PrefillConfig()
+    chunk_tokens = prefill.max_batch_tokens or saturating_tokens("cpu")
+    return FleetSpec(
+        num_prefill,
+        num_decode,
+        page_size=EngineConfig(model=str(MODEL)).page_size,
+        prefill_pages=NUM_PAGES,
+        decode_pages=NUM_PAGES,
+        prefill=prefill.model_copy(update={"max_batch_tokens": chunk_tokens}),
+        decode=DecodeConfig(),
     )
+
+
+def predict_shape(seen: Measurement) -> tuple[CostProfile, dict[str, Latencies]]:
+    """Returns the costs fitted to the calibration, and what they predict for every run."""
+    profile: CostProfile | None = None
+    expected: dict[str, Latencies] = {}
+    for sizes, runs in deployments(seen.shape, seen.seconds):
+        spec = fleet_spec(*sizes)
+        profile = profile or fit_profile(seen)
+        system = PredictedSystem(spec.with_costs(profile))
+        expected |= {run.name: system.measure(run) for run in runs}
+    assert profile is not None
+    return profile, expected
+
+
+def fit_profile(seen: Measurement) -> CostProfile:
+    """Fits the costs of steps and messages to the calibration that other programs disturbed least.
+
+    The time between steps, and that of requests outside of workers, is what the latencies of requests that were alone
+    have beyond their own steps and messages.
+    """
+    name = min(CALIBRATIONS, key=lambda name: seen.runs[name].others_share or 0.0)
+    records, latency_s = seen.records[name], _latency_s(seen.runs[name].hops_s)
+    alone, steps = seen.runs["alone"], seen.records["alone"]
+    between_s = max(0.0, median(alone.itl_s) - _step_s(steps, has_prompts=False))
+    first_s = _step_s(steps, has_prompts=True) + 2 * latency_s  # the calls go to the decode worker and back
+    front_s = max(0.0, median(alone.ttft_s) - first_s)
+    fitted = fit_steps(records)
+    token_bytes = int(find_shape(str(MODEL)).kv_token_bytes)
+    return CostProfile(
+        seen.shape,
+        f"fitted to {len(records)} reports of steps",
+        fitted.prefill,
+        replace(fitted.decode, step_s=fitted.decode.step_s + between_s),
+        LinkCosts(_SHARED_MEMORY_BYTES_PER_S, latency_s, token_bytes=token_bytes),
+        FrontCosts(request_s=front_s),
+        errors=fitted.errors,
+    )
+
+
+def _step_s(records: Sequence[StepRecord], *, has_prompts: bool) -> float:
+    """Returns the median time of a step."""
+    totals = [record.totals for record in records if record.has_prompts is has_prompts]
+    return median(each.seconds / each.steps for each in totals)
+
+
+def _latency_s(hops_s: Sequence[float]) -> float:
+    """Returns the time of a message between two processes.
+
+    The slower of the calls to a prefill worker and back also wait for a step of the decode worker.
+    """
+    return max(0.0, quantiles(hops_s, n=4)[0] / 2) if len(hops_s) > 1 else LinkCosts().latency_s

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from itertools import count
+from itertools import count, cycle
 
 from simulator.request import TraceRequest
 from simulator.traces import in_order
 
 _BLOCK = 16
+_GROUP_S = 3.0  # time between two groups of the calibration
 _CONTEXT = 2048  # longest context of the bundled model
 
 
@@ -50,13 +51,21 @@ def _long_prompts(maker: _Maker, duration_s: float) -> None:
 def _bursts(maker: _Maker, duration_s: float) -> None:
     for start_s in range(0, int(duration_s), 4):
         for _ in range(10):
-            maker.add(start_s + maker.rng.random() * 0.1, maker.blocks(maker.rng.randint(64, 320)), 32)
+            maker.add(
+                start_s + maker.rng.random() * 0.1,
+                maker.blocks(maker.rng.randint(64, 320)),
+                32,
+            )
 
 
 def _shared_prefixes(maker: _Maker, duration_s: float) -> None:
     systems = [maker.blocks(768) for _ in range(3)]
     for now_s in _poisson(maker, 4.0, duration_s):
-        maker.add(now_s, maker.rng.choice(systems) + maker.blocks(maker.rng.randint(32, 128)), 24)
+        maker.add(
+            now_s,
+            maker.rng.choice(systems) + maker.blocks(maker.rng.randint(32, 128)),
+            24,
+        )
 
 
 def _multi_turn(maker: _Maker, duration_s: float) -> None:
@@ -69,9 +78,18 @@ def _multi_turn(maker: _Maker, duration_s: float) -> None:
 
 
 def _calibration(maker: _Maker, duration_s: float) -> None:
-    for now_s in _poisson(maker, 3.0, duration_s):
+    """Adds single requests, and groups of several sizes, which separate the cost of a step from that of a sequence."""
+    for now_s in _poisson(maker, 2.0, duration_s):
         num_input = maker.rng.choice((48, 160, 400, 900, 1600))
         maker.add(now_s, maker.blocks(num_input), maker.rng.choice((8, 32, 96)))
+    for number, size in zip(range(int(duration_s / _GROUP_S)), cycle((2, 4, 8, 12))):
+        for _ in range(size):
+            num_input = maker.rng.choice((48, 160, 400))
+            maker.add(
+                number * _GROUP_S + maker.rng.random() * 0.1,
+                maker.blocks(num_input),
+                96,
+            )
 
 
 WORKLOADS: dict[str, Callable[[_Maker, float], None]] = {
@@ -98,7 +116,7 @@ def make_calibration(duration_s: float, seed: int) -> list[TraceRequest]:
 
 
 def sequential(num_requests: int, seed: int) -> list[TraceRequest]:
-    """Returns short requests far apart, whose latencies contain no waiting, to measure the costs outside of steps."""
+    """Returns short requests far apart, which warm up a deployment."""
     maker = _Maker(seed)
     for number in range(num_requests):
         maker.add(number * 0.5, maker.blocks(64), 8)

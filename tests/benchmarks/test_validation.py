@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from benchmarks.validation.__main__ import compare, publish
-from benchmarks.validation.measured import Latencies
-from benchmarks.validation.predicted import fit_profile, predict
-from benchmarks.validation.workloads import WORKLOADS, make_calibration, make_workload, sequential, spell_prompt
+from benchmarks.validation.measured import CpuTimes
+from benchmarks.validation.predicted import PredictedSystem, fit_profile
+from benchmarks.validation.runs import Latencies, Measurement, PlannedRun, fitted_runs
+from benchmarks.validation.workloads import WORKLOADS, make_workload, spell_prompt
 from penstock.types import Role
 from simulator.costs.cost_file import CostProfile, FrontCosts
-from simulator.costs.fit import StepRecorder
+from simulator.costs.fit import StepRecord, StepRecorder
 from simulator.costs.step_costs import DecodeCosts, LinkCosts, PrefillCosts
 from simulator.fleet import FleetSpec, SimulatedFleet
+from simulator.request import TraceRequest
 
 SPEC = FleetSpec(1, 1, prefill_pages=4000, decode_pages=4000)
 PREFILL = PrefillCosts(0.004, 0.0001, 1e-8)
@@ -44,29 +47,61 @@ def test_prompts_share_exactly_their_shared_blocks() -> None:
     assert len(left) == first.num_input_tokens
 
 
+def recorded_steps(spec: FleetSpec, requests: Sequence[TraceRequest]) -> list[StepRecord]:
+    recorder, fleet = StepRecorder(), SimulatedFleet(spec, 1)
+    for request in requests:
+        fleet.submit(request)
+    while not fleet.all_ended:
+        for name, worker in fleet.workers.items():
+            recorder.observe(
+                name,
+                Role.PREFILL if name.startswith("prefill") else Role.DECODE,
+                worker.load(),
+            )
+        fleet.sim.run(until_s=fleet.sim.now_s + 0.05)
+    return recorder.records
+
+
 def test_a_fit_to_a_run_predicts_another_run_of_the_same_system() -> None:
     """A simulated system stands in for the real one; the fit sees only its load reports and latencies."""
     real = SPEC.with_costs(TRUTH)
-    recorder, fleet = StepRecorder(), SimulatedFleet(real, 1)
-    for request in make_calibration(15.0, 92):
-        fleet.submit(request)
-    while not fleet.all_ended:
-        fleet.sim.run(until_s=fleet.sim.now_s + 0.05)
-        for name, worker in fleet.workers.items():
-            recorder.observe(name, Role.PREFILL if name.startswith("prefill") else Role.DECODE, worker.load())
-    alone = sequential(12, 91)
-    profile = fit_profile(SPEC, recorder.records, 3072, (alone, predict(real, alone)), "fitted")
-    requests = make_workload("bursts", 15.0, 3)
-    rows = compare("simulated", "bursts", predict(real, requests), predict(SPEC.with_costs(profile), requests))
+    system, records, runs = PredictedSystem(real), {}, {}
+    for run in fitted_runs(15.0):
+        records[run.name], runs[run.name] = (
+            recorded_steps(real, run.requests),
+            system.measure(run),
+        )
+    profile = fit_profile(Measurement("fitted", 15.0, {}, records, runs))
+    bursts = PlannedRun("bursts", make_workload("bursts", 15.0, 3))
+    seen, expected = (PredictedSystem(spec).measure(bursts) for spec in (real, SPEC.with_costs(profile)))
+    rows = compare("simulated", "bursts", seen, expected)
     assert {row["figure"] for row in rows if abs(float(str(row["error"]))) > 0.1} == set()
 
 
 def test_results_of_another_shape_are_kept_and_charted(tmp_path: Path) -> None:
     seen = Latencies([0.1, 0.2], [0.01, 0.02], 100, 0, 10.0)
-    publish(compare("one", "w", seen, seen), tmp_path)
-    publish(compare("other", "w", seen, Latencies([0.2, 0.4], [0.01, 0.02], 100, 0, 10.0)), tmp_path)
+    docs = tmp_path / "page.md"
+    docs.write_text("<!-- validation -->\n<!-- end of validation -->\n")
+    expected = Latencies([0.2, 0.4], [0.01, 0.02], 100, 0, 10.0)
+    publish(compare("one", "w", seen, seen), {"date": "2026-01-01"}, tmp_path, docs)
+    publish(compare("other", "w", seen, expected), {"date": "2026-01-01"}, tmp_path, docs)
+    assert "| other, w | **200 / 400 (+100 %)** |" in docs.read_text()
+    assert "| not measured |" in docs.read_text()
     result = json.loads((tmp_path / "validation.json").read_text())
     assert [row["shape"] for row in result["rows"]] == ["one"] * 5 + ["other"] * 5
     assert result["num_within"] == 8
     image = ElementTree.parse(tmp_path / "validation-0.svg")
-    assert [each.text for each in image.iter("{http://www.w3.org/2000/svg}text")].count("one, w: TTFT p50") == 1
+    texts = [each.text for each in image.iter("{http://www.w3.org/2000/svg}text")]
+    assert {
+        "Measured and predicted: TTFT p50, ms",
+        "measured",
+        "predicted",
+        "one, w",
+        "other, w",
+    } <= set(texts)
+
+
+def test_processor_time_that_is_neither_idle_nor_ours_was_taken_by_others() -> None:
+    before = CpuTimes(whole=1000, idle=600, ours=100)
+    assert CpuTimes(whole=1200, idle=700, ours=150).others_share(before) == 0.25
+    assert CpuTimes(whole=1200, idle=780, ours=150).others_share(before) == 0.0  # ticks are coarse

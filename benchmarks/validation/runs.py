@@ -1,0 +1,118 @@
+"""Lists what each shape serves, run by run, and holds what was measured, as a JSON file from which to predict again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.validation.workloads import WORKLOADS, make_calibration, make_workload, sequential
+from penstock.types import Role, StepTotals
+from simulator.costs.fit import StepRecord
+from simulator.request import TraceRequest
+
+MODEL = Path(__file__).resolve().parents[2] / "models" / "penstock-tiny"
+NUM_PAGES = 4000  # of each worker
+SHAPES = {"disaggregated": (1, 1), "colocated": (0, 1)}  # prefill and decode workers
+CALIBRATIONS = (
+    "calibration",
+    "calibration again",
+)  # the first and the last run, as the speed of a machine drifts
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault of one worker: killed if `stall_s` is None, otherwise stopped for that time."""
+
+    worker: str
+    at_s: float  # after the start of the run
+    stall_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """Requests that a deployment serves before its next run."""
+
+    name: str
+    requests: Sequence[TraceRequest]
+    fault: Fault | None = None
+    is_compared: bool = True
+
+
+@dataclass(slots=True)
+class Latencies:
+    """Latencies as clients saw them, in seconds; `ttft_s` by request."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    itl_s: list[float] = field(default_factory=list)  # mean of each request with several tokens
+    num_tokens: int = 0
+    num_failed: int = 0
+    elapsed_s: float = 0.0
+    num_elsewhere: int = 0  # prompts computed by a prefill worker, wholly or in part
+    others_share: float | None = None  # share of the cores that other programs took meanwhile, if it was measured
+    hops_s: list[float] = field(default_factory=list)  # calls to the prefill worker and back, of such whole prompts
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.elapsed_s if self.elapsed_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """The latencies and the step records of a shape's runs, by name of the run."""
+
+    shape: str
+    seconds: float  # of each workload
+    machine: Mapping[str, Any]  # date, hardware and versions
+    records: dict[str, list[StepRecord]]
+    runs: dict[str, Latencies]
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{self.shape}.json").write_text(json.dumps(asdict(self)) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path, shape: str) -> Measurement:
+        data = json.loads((folder / f"{shape}.json").read_text())
+        records = {name: list(map(_record, found)) for name, found in data.pop("records").items()}
+        runs = {name: Latencies(**run) for name, run in data.pop("runs").items()}
+        return cls(**data, records=records, runs=runs)
+
+
+def _record(data: Mapping[str, Any]) -> StepRecord:
+    return StepRecord(Role(data["role"]), data["has_prompts"], StepTotals(**data["totals"]))
+
+
+def fitted_runs(seconds: float) -> list[PlannedRun]:
+    """Returns the runs that costs are fitted to, of which the last follows the workloads and the first only warms up.
+
+    No workload repeats their prompts.
+    """
+    return [
+        PlannedRun("warm-up", sequential(6, 90), is_compared=False),
+        PlannedRun(CALIBRATIONS[0], make_calibration(seconds, 92), is_compared=False),
+        PlannedRun("alone", sequential(12, 91), is_compared=False),
+        PlannedRun(CALIBRATIONS[1], make_calibration(seconds, 94), is_compared=False),
+    ]
+
+
+def deployments(shape: str, seconds: float) -> Iterator[tuple[tuple[int, int], list[PlannedRun]]]:
+    """Yields the numbers of prefill and decode workers of each deployment, and what it serves. The first begins with
+    the fitted runs.
+    """
+    num_prefill, num_decode = SHAPES[shape]
+    runs = [PlannedRun(name, make_workload(name, seconds, number)) for number, name in enumerate(WORKLOADS)]
+    if num_prefill:  # the link to the decode worker carries nothing while the prefill worker is stopped
+        stalled = Fault("prefill-0", seconds / 2, stall_s=1.0)
+        runs.append(PlannedRun("stalled link", make_workload("long prompts", seconds, 7), stalled))
+    *first, last = fitted_runs(seconds)
+    yield (num_prefill, num_decode), [*first, *runs, last]
+    if num_prefill:  # streams of the killed worker continue at the other one
+        killed = Fault("decode-1", seconds / 2)
+        runs = [
+            PlannedRun("warm-up of two", sequential(6, 93), is_compared=False),
+            PlannedRun("kill", make_workload("steady short", seconds, 8), killed),
+        ]
+        yield (num_prefill, num_decode + 1), runs

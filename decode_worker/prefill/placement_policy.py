@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from decode_worker.prefill.remote_costs import RemoteCosts
-from decode_worker.prefill.step_costs import ChunkCosts, StepCosts
+from decode_worker.schedule.step_costs import ChunkCosts, StepCosts
 from penstock.config import DecodeConfig
 from penstock.scheduling.queue_length import WITHIN_TARGET, QueueLength
 from penstock.v1 import worker_pb2

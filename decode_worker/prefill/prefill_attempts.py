@@ -21,11 +21,11 @@ from decode_worker.prefill.placement_policy import (
     RemoteOption,
 )
 from decode_worker.prefill.remote_costs import RemoteTimes
-from decode_worker.prefill.step_costs import StepCosts, StepWork
 from decode_worker.prefill.transfer_table import TransferTable
 from decode_worker.request import DecodeRequest, HedgeAttempt
 from decode_worker.schedule.pace import Pace
 from decode_worker.schedule.scheduler import DecodeScheduler
+from decode_worker.schedule.step_costs import StepCosts, StepWork
 from engine.cache.kv_layout import KVLayout
 from engine.step.plan import StepPlan
 from penstock.config import DecodeConfig

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decode_worker.prefill.step_costs import StepCosts
 from decode_worker.schedule.pace import Pace
+from decode_worker.schedule.step_costs import StepCosts
 from engine.step.sequence import Sequence
 from penstock.scheduling.bulk_lane import BulkStepLimit
 from penstock.types import Lane

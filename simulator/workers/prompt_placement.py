@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from decode_worker.prefill.placement_policy import PrefillDecision, PrefillPlacement, PromptDemand, RemoteOption
 from decode_worker.prefill.remote_costs import RemoteTimes
-from decode_worker.prefill.step_costs import StepWork
 from decode_worker.schedule.pace import Pace
 from decode_worker.schedule.scheduler import DecodeScheduler
+from decode_worker.schedule.step_costs import StepWork
 from engine.step.plan import StepPlan
 from penstock.config import DecodeConfig
 from simulator.workers.prefill_model import ComputedPrompt

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from engine.step.sequence import Sequence
 from penstock import wire
 from penstock.config import PrefillConfig, TransferConfig
-from penstock.types import Epoch, PageId, RequestId, SamplingParams, TransferId, TransferKey
+from penstock.types import Epoch, Lane, PageId, RequestId, SamplingParams, TransferId, TransferKey
 from prefill_worker.job import Closed, PrefillJob, PrefillOutcome
 from prefill_worker.worker import PrefillWorker
 from tests.support.decode.handoff_world import LEASE_S, World
@@ -72,20 +72,20 @@ def test_chunks_leave_room_for_a_sequence_whose_pages_are_on_their_way() -> None
     world = World(0, placement="remote", itl_target_s=0.05)
     world.decode._pace.on_step(8, 8, 100.0, 0.03)
     world.decode._pace.on_step(9, 208, 100.0, 0.08)
-    assert world.decode._chunk_tokens() is None  # nothing decodes or will soon
-    world.submit(0, [1, 2, 3], SamplingParams(max_tokens=4))
+    assert world.decode._limits()[0] is None  # nothing decodes or will soon
+    world.submit(0, [1, 2, 3], SamplingParams(max_tokens=4), Lane.STANDARD)
     request = world.requests[0]
-    most = world.decode._chunk_tokens()
+    most = world.decode._limits()[0]
     assert most is not None
     assert most > 16
     while not world.decode.scheduler.is_running(request.sequence):
         world.decode.serve_during_step()  # reserves pages, but begins no step
         world.rng.choice([action for action in world.actions() if action != world.steps.turn])()
     request.times.first_token_s -= 1.0
-    assert world.decode._chunk_tokens() == 16  # the fewest
+    assert world.decode._limits()[0] == 16  # the fewest
     while world.decode.scheduler.is_at_rest(request.sequence):
         world.steps.turn()
-    assert (world.decode._chunk_tokens() or 0) > 16
+    assert (world.decode._limits()[0] or 0) > 16
     world.settle()
 
 

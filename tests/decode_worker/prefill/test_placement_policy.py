@@ -24,7 +24,7 @@ from decode_worker.prefill.placement_policy import (
     describe_limits,
 )
 from decode_worker.prefill.remote_costs import RemoteTimes
-from decode_worker.prefill.step_costs import StepWork
+from decode_worker.schedule.step_costs import StepWork
 from penstock.config import DecodeConfig
 from penstock.v1 import worker_pb2
 from tests.support.suite.examples import examples

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decode_worker.prefill.step_costs import StepCosts, StepWork
 from decode_worker.schedule.bulk_policy import UNLIMITED_ALONE, BulkLimits, BulkPolicy
 from decode_worker.schedule.pace import Pace
 from decode_worker.schedule.scheduler import DecodeScheduler
+from decode_worker.schedule.step_costs import StepCosts, StepWork
 from engine.step.plan import StepPlan
 from engine.step.sequence import SampledToken, Sequence, StepOutput
 from penstock.scheduling.bulk_lane import STEPS_PER_TURN

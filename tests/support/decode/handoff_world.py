@@ -163,8 +163,8 @@ class World:
 
     # Possible events.
 
-    def submit(self, stream_id: int, prompt: list[int], sampling: SamplingParams) -> None:
-        lane = self.rng.choice(list(Lane))
+    def submit(self, stream_id: int, prompt: list[int], sampling: SamplingParams, lane: Lane | None = None) -> None:
+        lane = lane or self.rng.choice(list(Lane))
         sequence = Sequence(RequestId(f"r{stream_id}"), list(prompt), len(prompt), sampling, b"salt", lane=lane)
         # The second candidate is the same worker again, or one that has died, where a start is lost at once.
         epochs = [self.prefill_epoch, self.rng.choice([Epoch(1), self.prefill_epoch])][: self.rng.randint(1, 2)]

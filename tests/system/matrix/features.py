@@ -145,7 +145,7 @@ FEATURES = {
         Feature("keep_special_tokens", {"keep_special_tokens": True, "logit_bias": {1: 6.0}}),
         Feature("min_tokens", {"min_tokens": 80, "ignore_eos": False, "logit_bias": {1: 12.0}}),
         Feature("ignore_eos", {"logit_bias": {1: 6.0}}),
-        Feature("lane", lane="bulk"),
+        Feature("lane", lane="interactive"),
         Feature("grammar", {"grammar": Grammar(GrammarKind.REGEX, "[a-z ,.]{600}")}),
         Feature("forced_tokens", {"grammar": Grammar(GrammarKind.JSON_SCHEMA, _REPETITIVE)}),
         Feature("structural_tag", {"grammar": Grammar(GrammarKind.STRUCTURAL_TAG, _TAGS)}),

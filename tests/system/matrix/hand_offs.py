@@ -272,25 +272,28 @@ def _num_sequences(server: object) -> int:
 
 async def preempted(group: Group) -> Results:
     """Leaves too few pages for the answers of `group.first` and any other request: when either grows, the other one,
-    which ranks behind, is preempted. The worker computes nothing until it has all requests, so that `group.first`
-    and the next one start together. Those that start after `group.first` has ended, and are not preempted by others,
-    are tried again, and the first of them is preempted each time."""
+    which ranks behind, is preempted. Both have the same lane, since a higher one is preempted by nobody. The worker
+    computes nothing until it has all requests, so that `group.first` and the next one start together. Those that start
+    after `group.first` has ended, and are not preempted by others, are tried again, and the first of them is preempted
+    each time."""
     small = {"num_pages": group.few_pages + _PAGES_ASIDE, "prefix_caching": False}
     results: Results = {}
-    left = list(group.starved)
     decode = _DRAFTED | {"watermark": 0.0, "max_batch_tokens": group.max_batch_tokens, "max_batch_sequences": 16}
     async with workers(_config(group, Role.DECODE, engine=small, decode=decode)) as servers:
         pool = servers[0].worker.scheduler._pool
         aside = pool.allocate(_PAGES_ASIDE)
         async with _router(group, [servers[0].address], 1) as router:
-            while left:
-                found = await _begun_together(servers[0], router, group.first, left)
-                results |= found
-                for stream in found.values():
-                    stream.check()
-                harmed = {stream.feature for stream, timing in _timings(found) if timing.num_preemptions}
-                assert harmed, f"none of these was preempted: {[feature.name for feature in left]}"
-                left = [feature for feature in left if feature not in harmed and feature.name not in _UNREPORTED]
+            for lane in sorted({feature.lane for feature in group.starved}, key=str):
+                first = replace(group.first, lane=lane)
+                left = [feature for feature in group.starved if feature.lane == lane]
+                while left:
+                    found = await _begun_together(servers[0], router, first, left)
+                    results |= found
+                    for stream in found.values():
+                        stream.check()
+                    harmed = {stream.feature for stream, timing in _timings(found) if timing.num_preemptions}
+                    assert harmed, f"none of these was preempted: {[feature.name for feature in left]}"
+                    left = [feature for feature in left if feature not in harmed and feature.name not in _UNREPORTED]
             pool.release(aside)
             await wait_until_empty(*servers)
     return results

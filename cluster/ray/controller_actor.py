@@ -191,7 +191,7 @@ class ControllerActor:
         needs = {
             role: WorkerNeed(self._shares[role], self._config.engine_config(role).tensor_parallel) for role in Role
         }
-        machines = RayMachines(needs, embedded=self._embedded)
+        machines = RayMachines(needs, embedded=self._embedded, grows_to=self._config.grows_to)
         with contextlib.suppress(Unavailable):  # the record is read again before each change
             await machines.read([])
         return machines

@@ -1,4 +1,4 @@
-"""Reads the resources of Ray's nodes, what the cluster may grow to, and the memory of a single machine.
+"""Reads the resources of Ray's nodes, and the memory of a single machine.
 
 Implements `capacity_check.Machines`. Calls to Ray block on its head and run on a thread.
 """
@@ -27,42 +27,35 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class RayMachines:
-    def __init__(self, needs: Mapping[Role, WorkerNeed], *, embedded: bool) -> None:
-        """`embedded`: Ray belongs to this deployment and spans only this machine."""
+    def __init__(self, needs: Mapping[Role, WorkerNeed], *, embedded: bool, grows_to: Mapping[str, float]) -> None:
+        """`embedded`: Ray belongs to this deployment and spans only this machine. `grows_to` are resources in all that
+        Ray's autoscaler may grow the cluster to; empty: it has none.
+        """
         self.needs = needs
+        self._growth = grows_to or None
         self.num_cores = float(len(os.sched_getaffinity(0)))
         self._embedded = embedded
 
     async def read(self, pids: Iterable[int]) -> Capacity:
         try:
             async with asyncio.timeout(_READ_TIMEOUT_S):
-                nodes, growth = await asyncio.to_thread(_read_ray)
+                nodes = await asyncio.to_thread(_read_nodes)
         except Exception as error:  # Ray raises various types while its head is down
             raise Unavailable(
                 f"Ray's head does not answer which resources the nodes have: {type(error).__name__}"
             ) from error
         if not self._embedded:
             self.num_cores = sum(node.resources.get("CPU", 0.0) for node in nodes.values())
-            return Capacity(nodes, growth)
+            return Capacity(nodes, self._growth)
         return Capacity(nodes, memory=await asyncio.to_thread(_read_memory, list(pids)))
 
 
-def _read_ray() -> tuple[dict[str, NodeResources], dict[str, float] | None]:
-    nodes = {
+def _read_nodes() -> dict[str, NodeResources]:
+    return {
         str(node["NodeID"]): NodeResources(node["Resources"], node["Labels"] or {})
         for node in ray.nodes()
         if node["Alive"]
     }
-    return nodes, _read_growth()
-
-
-def _read_growth() -> dict[str, float] | None:
-    """Returns the totals that Ray's autoscaler may grow the cluster to; None without one."""
-    try:
-        most = ray._private.state.state.get_max_resources_from_cluster_config()
-    except AttributeError:  # an older Ray does not report it, so only present nodes count
-        return None
-    return {str(name): float(amount) for name, amount in most.items()} if most else None
 
 
 def _read_memory(pids: list[int]) -> MemoryRoom | None:

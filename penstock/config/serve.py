@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -122,6 +123,11 @@ class ServeConfig(FrozenConfig):
     with its worker."""
     address: str = ""
     """Ray cluster to join; empty starts one here."""
+    grows_to: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    """Resources in all to which an autoscaler may grow the Ray cluster at `address`, as in `{CPU = 64, GPU = 8}`. Pools
+    may have as many workers as fit in them. Without it, pools are bounded by the present nodes, because Ray does not
+    report what it may add.
+    """
     prefill_pool: PoolConfig = PoolConfig()
     """Prefill workers; with 0 replicas the deployment is colocated."""
     decode_pool: PoolConfig = PoolConfig()
@@ -183,6 +189,11 @@ class ServeConfig(FrozenConfig):
             raise ValueError(
                 f"metrics_ports holds {len(self.metrics_ports)} ports, but routers = {self.routers}; give one port for "
                 "each router, or none"
+            )
+        if self.grows_to and not self.address:
+            raise ValueError(
+                "grows_to is set, but address is empty, and a Ray of our own spans one machine; give the "
+                "address of the Ray cluster that grows, or leave grows_to out"
             )
         if self.address and not self.security.secret_file:
             raise ValueError(

@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,18 @@ def test_the_deployment_fits_the_pods(case: str) -> None:
         assert float(params["num-gpus"]) == float(limits.get("nvidia.com/gpu", 0))
         minimum = num_pods if "autoscaling" not in CASES[case] else 0
         assert (group["replicas"], group["minReplicas"]) == (num_pods, minimum)
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name != "own-secret"])
+def test_pools_may_grow_to_what_rays_autoscaler_may_add(case: str) -> None:
+    objects, most = manifests(CASES[case]), Counter[str]()
+    for group in find(objects, "RayCluster")[0]["spec"]["workerGroupSpecs"]:
+        node = group["rayStartParams"]
+        amounts = {"CPU": node["num-cpus"], "GPU": node["num-gpus"], **json.loads(json.loads(node["resources"]))}
+        for name, amount in amounts.items():
+            most[name] += group["maxReplicas"] * float(amount)
+    autoscales = CASES[case].get("autoscaling", {}).get("enabled", False)
+    assert serve_config(objects).grows_to == (most if autoscales else {})
 
 
 def nodes_of(cluster: dict[str, Any]) -> list[NodeResources]:

@@ -1,4 +1,4 @@
-"""Tests how a machine's free memory and a cluster's growth are read. Starts no Ray."""
+"""Tests how a machine's free memory is read. Starts no Ray."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-import ray
 
 from cluster.ray import machines
 
@@ -29,12 +28,3 @@ def test_free_memory_is_what_the_container_may_still_use(tmp_path: Path, monkeyp
     assert room.free_bytes == 500
     assert room.worker_bytes > 2**20
     assert machines._read_memory([]) is None
-
-
-def test_a_cluster_without_an_autoscaler_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = ray._private.state.state
-    most: dict[str, int] | None = None
-    monkeypatch.setattr(state, "get_max_resources_from_cluster_config", lambda: most)
-    assert machines._read_growth() is None
-    most = {"CPU": 64, "GPU": 8}
-    assert machines._read_growth() == {"CPU": 64.0, "GPU": 8.0}

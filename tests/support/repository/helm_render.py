@@ -122,6 +122,7 @@ class Renderer:
             "default": lambda other, value: value or other,
             "len": len,
             "add": lambda *numbers: sum(int(each) for each in numbers),
+            "addf": lambda *numbers: _number(sum(float(each) for each in numbers)),
             "mulf": lambda *numbers: _number(math.prod(float(each) for each in numbers)),
             "int64": lambda value: int(value or 0),
             "float64": lambda value: _number(float(value)),

@@ -204,6 +204,11 @@ initContainers:
 {{ default (default 1 (get .config.engine "tensor_parallel")) (get .pool.engine "tensor_parallel") }}
 {{- end }}
 
+{{- /* How much of an amount of one rank the pods of a pool have in all, once there are `maxPods`. */}}
+{{- define "penstock.most" -}}
+{{ mulf .pool.maxPods (get .pool .amount) (include "penstock.ranks" .) }}
+{{- end }}
+
 {{- /* One pool, as `ServeConfig` wants it; of the pool's own values and its name. All amounts are of one rank, and the
 pod offers as many times as much as a worker has ranks: it holds all ranks of one worker and of no other. */}}
 {{- define "penstock.pool" -}}

@@ -94,5 +94,3 @@ async def test_a_pool_grows_to_nodes_that_ray_has_yet_to_add(
         await until_nodes(2)
         with pytest.raises(grpc.aio.AioRpcError, match="the decode pool can have 2"):
             await scale(running, 3)
-        await scale(running, 1)
-        await until_nodes(1)

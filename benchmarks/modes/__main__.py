@@ -39,13 +39,18 @@ LOADS = (0.3, 0.5, 0.7, 0.85, 1.0)  # shares of the capacity of two colocated wo
 _IDLE_REQUESTS, _CAPACITY_REQUESTS, _CAPACITY_CLIENTS = 8, 32, 16
 
 
-def calibrate(address: str, source: Source, vocab_size: int) -> Calibration:
-    """Measures the latencies of one request at a time, and the capacity of a closed loop."""
+def calibrate(address: str, source: Source, vocab_size: int, seed: int) -> Calibration:
+    """Measures the latencies of one request at a time, and the capacity of a closed loop.
+
+    Takes the seed and the next one: other calibrations of the deployment need seeds of their own.
+    """
     few = Source(source.name, source.drafts[:_IDLE_REQUESTS], source.gaps_are_pauses)
     many = Source(source.name, source.drafts[:_CAPACITY_REQUESTS], source.gaps_are_pauses)
-    # Separate seeds: otherwise the calibrated mode, and only it, would find prompts in its cache.
-    (idle,) = asyncio.run(measure_http(address, few, [Arrivals(concurrency=1)], vocab_size, seed=1))
-    (full,) = asyncio.run(measure_http(address, many, [Arrivals(concurrency=_CAPACITY_CLIENTS)], vocab_size, seed=2))
+    # Separate seeds: otherwise a mode would find prompts of the calibration in its cache.
+    (idle,) = asyncio.run(measure_http(address, few, [Arrivals(concurrency=1)], vocab_size, seed=seed))
+    (full,) = asyncio.run(
+        measure_http(address, many, [Arrivals(concurrency=_CAPACITY_CLIENTS)], vocab_size, seed=seed + 1)
+    )
     ttft, tpot = latency(idle.figures, "TTFT"), latency(idle.figures, "TPOT")
     return Calibration(ttft.p50_s, tpot.p50_s, full.figures.completed_per_s)
 
@@ -79,8 +84,8 @@ def measure_all(studies: Sequence[WorkloadStudy], options: argparse.Namespace, v
     vocab_size = ModelConfig.from_folder(str(model)).vocab_size
     if uncalibrated := [study for study in studies if study.calibration is None]:
         with modes(model, None, None)[COLOCATED] as address:
-            for study in uncalibrated:
-                study.calibration = calibrate(address, sources[study.name], vocab_size)
+            for number, study in enumerate(uncalibrated):
+                study.calibration = calibrate(address, sources[study.name], vocab_size, seed=1 + 2 * number)
                 print(f"{study.name}: {study.calibration}", flush=True)
     for round_number in range(options.rounds):
         for study in studies:

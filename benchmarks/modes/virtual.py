@@ -258,7 +258,7 @@ def summary(results: Mapping[SweepPoint, Mapping[str, Point]]) -> str:
         f"At the {len(good)} of {len(ratios)} points where a fixed mode meets the SLO at all, automatic placement has "
         f"{good[0]:.2f} to {good[-1]:.2f} of the better one's goodput (median {quantile(good, 0.5):.2f}): at least "
         f"0.95 at {sum(each >= 0.95 for each in good)}, 1.3 or more at {sum(each >= 1.3 for each in good)}. Both TTFT "
-        f"p50 and p90 are within 1.05 of the better mode's at {near} points; the highest ratio is {max(slow):.2f}."
+        f"p50 and p90 are within 1.05 of the better mode's at {near} of all points, at worst {max(slow):.2f}."
     )
 
 

@@ -279,6 +279,7 @@ def _draft_sampling(sampling: SamplingParams) -> SamplingParams:
 
 
 def make_speculator(config: DecodeConfig, draft: DraftModel | None) -> Speculator | None:
+    """Returns what `decode.speculation` asks for; None if it is off."""
     if config.speculation == "off":
         return None
     return Speculator(config.speculation_tokens, time.monotonic, config.speculation == "always", draft=draft)

@@ -16,7 +16,7 @@ from enum import StrEnum
 from decode_worker.prefill.remote_costs import RemoteCosts
 from decode_worker.schedule.step_costs import ChunkCosts, StepCosts
 from penstock.config import DecodeConfig
-from penstock.scheduling.queue_length import WITHIN_TARGET, QueueLength
+from penstock.scheduling.prompt_harm import WITHIN_TARGET, QueueLength
 from penstock.v1 import worker_pb2
 
 _NUM_SPLITS = 6  # splits tried for one prompt; each leaves twice as many tokens here as the last

@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 
 from penstock.config import KvAwareConfig
-from penstock.scheduling.queue_length import QueueLength
+from penstock.scheduling.prompt_harm import QueueLength
 from router.routing.policy import prices, pulls
 from router.routing.policy.interface import PlacementDemand, WorkerView
 from router.routing.policy.session_affinity import session_bonuses

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from penstock.scheduling.queue_length import WITHIN_TARGET
+from penstock.scheduling.prompt_harm import WITHIN_TARGET
 from penstock.types import WorkerId, WorkerLoad
 from router.routing.costs.cost_model import PRIOR_COSTS, WorkerCosts
 from router.routing.costs.inflight import NO_WORK, InflightWork

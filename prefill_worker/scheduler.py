@@ -88,6 +88,7 @@ class PrefillScheduler:
         self._running: list[_Entry] = []
         self._num_arrivals = 0
         self._turns = BulkTurns()
+        self._num_bulk = 0  # bulk prompts, queued or running
 
     @property
     def num_queued(self) -> int:
@@ -109,12 +110,14 @@ class PrefillScheduler:
         self._entries[sequence] = entry
         bisect.insort(self._queue, entry, key=_Entry.rank)
         self._num_queued_tokens += len(sequence.token_ids)
+        self._num_bulk += entry.is_bulk
 
     def remove(self, sequence: Sequence) -> None:
         """Drops the sequence if it is queued or running; the caller keeps its pages."""
         entry = self._entries.pop(sequence, None)
         if entry is None:
             return
+        self._num_bulk -= entry.is_bulk
         if entry in self._running:
             self._running.remove(entry)
         else:
@@ -138,7 +141,7 @@ class PrefillScheduler:
         if not is_turn and not any(chunks.values()):
             is_turn = True
             self._fill(chunks, num_bulk, may_begin, is_bulk=True)
-        if any(entry.is_bulk for entry in (*self._running, *self._queue)):
+        if self._num_bulk:
             self._turns.on_step(was_turn=is_turn)
         return [ScheduledSequence(sequence, count) for sequence, count in chunks.items() if count]
 
@@ -265,5 +268,7 @@ class PrefillScheduler:
             self._cache.insert(sequence.page_hashes[:num_full], sequence.pages, num_shared, sequence.tenant)
             if is_complete:
                 complete.append(sequence)
-                self._running.remove(self._entries.pop(sequence))
+                entry = self._entries.pop(sequence)
+                self._running.remove(entry)
+                self._num_bulk -= entry.is_bulk
         return complete

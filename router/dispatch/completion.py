@@ -22,17 +22,8 @@ from router.tracing.stages import LegCause, WorkerLeg
 class DispatchedCompletion:
     """A completion owned by its token stream, which chooses the workers that `submit` sends it to in turn."""
 
-    def __init__(
-        self,
-        index: int,
-        request: PreparedRequest,
-        make_core: Callable[[int, bool], CompletionCore],
-        deliver: Callable[[DispatchedCompletion, worker_pb2.StepDelta | PenstockError], None],
-    ) -> None:
-        """`make_core` takes the number of tokens that an earlier call has emitted, and whether the completion is over.
-
-        `deliver` is called on the event loop with whatever its workers send.
-        """
+    def __init__(self, index: int, request: PreparedRequest, make_core: Callable[[int, bool], CompletionCore]) -> None:
+        """`make_core` takes the number of tokens emitted by an earlier call, and whether the completion is over."""
         self.index = index
         self.sampling = completion_sampling(request.sampling, index)
         earlier = request.emitted.get(index)
@@ -50,15 +41,25 @@ class DispatchedCompletion:
         self.worker_id = ""
         self.worker_address = ""
         self.weight_version = 0  # of the worker that it was sent to last
-        self._deliver = functools.partial(deliver, self)
         self._link: TokenLink | None = None
         self._stream_id = 0
 
-    def submit(self, worker: FleetWorker, command: worker_pb2.DecodeCommand, sent_s: float, cause: LegCause) -> None:
-        """Sends the completion to a worker. Raises Unavailable if its link is closed."""
+    def submit(
+        self,
+        worker: FleetWorker,
+        command: worker_pb2.DecodeCommand,
+        sent_s: float,
+        cause: LegCause,
+        deliver: Callable[[DispatchedCompletion, worker_pb2.StepDelta | PenstockError], None],
+    ) -> None:
+        """Sends the completion to a worker. Raises Unavailable if its link is closed.
+
+        `deliver` is called on the event loop with whatever the worker sends. Only the link keeps it: kept here, it
+        would tie the request's objects into a cycle, which only the garbage collector frees.
+        """
         self.worker_id, self.worker_address = worker.worker_id, worker.address
         assert worker.link is not None  # the caller has chosen a worker with a link
-        self._stream_id = worker.link.submit(command, self._deliver)
+        self._stream_id = worker.link.submit(command, functools.partial(deliver, self))
         self._link = worker.link
         self.weight_version = weights_version(worker.description.model_revision)
         self.legs.append(WorkerLeg(worker.worker_id, sent_s, cause, weight_version=self.weight_version))

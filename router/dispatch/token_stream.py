@@ -73,9 +73,7 @@ class TokenStream:
         def make_core(num_generated: int, over: bool) -> CompletionCore:
             return CompletionCore(ledger, retries, max_redispatches, num_generated=num_generated, over=over)
 
-        self._completions = [
-            DispatchedCompletion(index, request, make_core, self._deliver) for index in range(request.sampling.n)
-        ]
+        self._completions = [DispatchedCompletion(index, request, make_core) for index in range(request.sampling.n)]
         self._waiting = [completion for completion in self._completions if not completion.ended]  # not sent yet
         self._num_own = len(self._waiting)  # completions that an earlier call has not finished
         self._num_running = self._num_own
@@ -276,7 +274,7 @@ class TokenStream:
             return
         command = completion.submission(self._request, (), self._left_s())
         command.submit.ticket = migrated.ticket
-        completion.submit(target, command, time.monotonic(), LegCause.MIGRATED)
+        completion.submit(target, command, time.monotonic(), LegCause.MIGRATED, self._deliver)
 
     async def _redispatch(
         self, completion: DispatchedCompletion, error: PenstockError, *, refused: bool = False
@@ -338,7 +336,7 @@ class TokenStream:
         timeout_s = self._request.deadline_s - completion.sent_s
         command = completion.submission(self._request, placed.candidates, timeout_s, placed.prefix_source)
         leg = LegCause.REDISPATCHED if completion.legs else LegCause.PLACED
-        completion.submit(placed.decode, command, completion.sent_s, leg)
+        completion.submit(placed.decode, command, completion.sent_s, leg, self._deliver)
 
     async def _wait_for_group(self, completion: DispatchedCompletion) -> WorkerGroup:
         """Returns workers of the request's revision, and of its cohort unless the completion was re-dispatched."""

@@ -176,6 +176,11 @@ class Controller:
         """Returns whether a request would succeed now."""
         return self.readiness.is_ready
 
+    @property
+    def is_placed(self) -> bool:
+        """Returns whether as many workers and spares as desired have their resources."""
+        return self.spares.are_placed and all(self.pools[role.value].is_placed for role in Role)
+
     def status(self) -> admin_pb2.StatusResponse:
         return self.status_reporter.report(self.balancing.status(), ready=self.is_ready)
 

@@ -155,6 +155,11 @@ class Pool:
         return len(self._slots) == self._replicas == sum(slot.state in settled for slot in self._slots.values())
 
     @property
+    def is_placed(self) -> bool:
+        """Returns whether as many workers as desired have their resources."""
+        return sum(slot.is_placed and slot.state not in _GONE for slot in self._slots.values()) >= self._replicas
+
+    @property
     def last_numbers(self) -> Mapping[WorkerId, int]:
         return MappingProxyType(self._last_number)
 

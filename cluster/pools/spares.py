@@ -192,6 +192,11 @@ class Spares:
         taken = self._taken.get(name)
         return taken.taken_by if taken is not None else None
 
+    @property
+    def are_placed(self) -> bool:
+        """Returns whether as many spares as configured have their resources."""
+        return all(sum(spare.is_placed for spare in self._of(role)) >= count for role, count in self._counts.items())
+
     def has_warm(self, pool_name: str) -> bool:
         """Returns whether a worker of this pool would start from a warm spare."""
         return self.count_warm().get(pool_name, 0) > 0

@@ -1,7 +1,9 @@
 """Informs Ray's autoscaler of the resources that the deployment needs.
 
-Pending placement groups already ask for missing nodes. This hint keeps the nodes of workers that are being replaced. It
-is a single persistent setting of the whole cluster: nothing else may write it, and it must be withdrawn.
+Pending placement groups already ask for missing nodes. This hint also asks for those of workers whose turn to start is
+yet to come, and keeps the nodes of workers that are being replaced. It is a single persistent setting of the whole
+cluster: nothing else may write it, and it must be withdrawn. It must also be withdrawn once every worker is placed: Ray
+matches it against all nodes as if they were empty, so it may keep an idle node instead of one that is in use anyway.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ class AutoscalerHint:
         self._sending: asyncio.Task[None] | None = None
 
     def request(self, shares: Sequence[ResourceShare]) -> None:
-        """Asks for one share for each desired rank. Returns at once."""
+        """Asks for nodes that can hold these shares together, also with what is in use. Returns at once."""
         if list(shares) != self._wanted:
             self._wanted = list(shares)
             if self._sending is None or self._sending.done():

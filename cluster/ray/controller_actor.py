@@ -24,7 +24,7 @@ from cluster.controller.admin_service import start_admin_server
 from cluster.controller.composition import make_controller
 from cluster.controller.controller import Controller
 from cluster.controller.event_log import KEYS_READ, KEYS_REFUSED
-from cluster.controller.record import FIRST_RECORD, ControllerRecord
+from cluster.controller.record import FIRST_RECORD
 from cluster.controller.supervised_process import FoundProcess
 from cluster.controller.supervisor import STOP_TIMEOUT_S
 from cluster.health.canary_check import CanaryCheck
@@ -133,7 +133,7 @@ class ControllerActor:
             self._send_first_request,
             dial=self._trust.channel,
             record=record,
-            save=self._on_record,
+            save=self._records.save,
             canary_check=CanaryCheck(CanaryJudge(record.canary), self._trust.channel),
             nodes=None if self._embedded else RayNodes(self._node_id, self._exit),
             machines=await self._find_machines(),
@@ -206,13 +206,15 @@ class ControllerActor:
         if self._admin is not None:
             self._leave_token()
 
-    def _on_record(self, record: ControllerRecord) -> None:
-        self._records.save(record)
-        if self._autoscaler_hint is not None:
-            counts = {role: record.replicas[role] + self._config.pool(role).spares for role in Role}
-            ranks = {role: self._config.engine_config(role).tensor_parallel for role in Role}
-            shares = [self._shares[role] for role in Role for _ in range(counts[role] * ranks[role])]
-            self._autoscaler_hint.request(shares)
+    def _request_nodes(self) -> None:
+        """Asks Ray's autoscaler for the resources of all desired workers and spares, unless all have theirs."""
+        if self._autoscaler_hint is None:
+            return
+        pools = self._controller.pools
+        counts = {role: pools[role.value].replicas + self._config.pool(role).spares for role in Role}
+        ranks = {role: self._config.engine_config(role).tensor_parallel for role in Role}
+        shares = [self._shares[role] for role in Role for _ in range(counts[role] * ranks[role])]
+        self._autoscaler_hint.request([] if self._controller.is_placed else shares)
 
     def _spawn(self, incarnation: Incarnation, config: ServeConfig) -> RayProcess:
         return RayProcess(self._spec(incarnation, config), self._context)
@@ -278,6 +280,7 @@ class ControllerActor:
         version = 0
         while not (snapshot := await self._controller.wait(version, timeout_s=3600.0)).stopped:
             version = snapshot.version
+            self._request_nodes()
         await self.stop()
         if not self._embedded:
             ray.actor.exit_actor()

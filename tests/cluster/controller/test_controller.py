@@ -179,6 +179,23 @@ def _all_ready(status: admin_pb2.StatusResponse) -> bool:
     return {each.state for each in status.workers} == {"ready"}
 
 
+async def test_nodes_are_needed_until_every_worker_is_placed_and_while_one_is_replaced() -> None:
+    world = World()
+    world.unplaced["decode-1"] = "no node has 8 CPU"
+    world.controller.start()
+    await world.until(lambda status: any(each.state == "unplaced" for each in status.workers))
+    assert not world.controller.is_placed
+    world.controller.pool_service.scale("decode", 1)
+    await world.until(lambda status: len(status.workers) == 3 and _all_ready(status))
+    assert world.controller.is_placed
+    world.unplaced["decode-0"] = "no node has 8 CPU"
+    world.processes["decode-0", 1].lose()
+    assert world.controller.is_placed  # until the loss is noticed
+    await world.until(lambda status: worker(status, "decode-0").state == "unplaced")
+    assert not world.controller.is_placed
+    await world.controller.stop()
+
+
 async def test_a_lost_worker_leaves_the_membership_and_is_replaced_under_a_new_epoch() -> None:
     world = World()
     await world.ready()

@@ -67,7 +67,7 @@ async def scale(running: RayDeployment, replicas: int) -> None:
         await admin_pb2_grpc.AdminStub(channel).Scale(request, timeout=WITHIN_S, metadata=token)
 
 
-async def test_a_pool_grows_to_nodes_that_ray_has_yet_to_add(
+async def test_a_pool_grows_to_nodes_that_ray_has_yet_to_add_and_gives_them_back(
     ray_nodes: LocalRayNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even the first worker has a node at the start. `grows_to` allows two workers, and no `--force` is needed."""
@@ -94,3 +94,5 @@ async def test_a_pool_grows_to_nodes_that_ray_has_yet_to_add(
         await until_nodes(2)
         with pytest.raises(grpc.aio.AioRpcError, match="the decode pool can have 2"):
             await scale(running, 3)
+        await scale(running, 1)
+        await until_nodes(1)

@@ -25,7 +25,7 @@ from penstock.client.broadcast.manifest import (
     WeightsManifest,
     digest_of_bytes,
 )
-from penstock.errors import CheckpointError, InvalidInput, PenstockError, Unavailable
+from penstock.errors import CheckpointError, InvalidInput, Unavailable
 
 _ORIGIN = Path("the broadcast")  # where errors say that a tensor is stored
 
@@ -76,7 +76,7 @@ class _Receiving:
         """Raises at every member if the block fails at one of them."""
         try:
             yield
-        except PenstockError:
+        except Exception:
             with contextlib.suppress(Unavailable):  # the member's own error says more
                 self._group.all_agree(False, is_patient=is_patient)
             raise

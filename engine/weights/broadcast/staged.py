@@ -6,11 +6,15 @@ The memory is a memfd, so nothing is left of it when the process ends, however i
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import logging
 import mmap
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -19,7 +23,10 @@ from engine.weights.checkpoint import SINGLE_FILE, weights_digest
 from penstock.client.broadcast.manifest import WeightsManifest
 from penstock.errors import CheckpointError
 
+log = logging.getLogger(__name__)
+
 _LABEL = "penstock weights"
+_PARTIAL = re.compile(r"\..+\.[0-9a-f]{32}")  # names of folders that are not complete
 
 
 class StagedWeights:
@@ -61,16 +68,29 @@ class StagedWeights:
 
 
 class NewFolder:
-    """A folder of weights that appears at its path only when it is complete."""
+    """A folder of weights that appears at its path only when it is complete.
+
+    Until then its file is locked, so that the next broadcast into the same parent can tell a folder that is being
+    written from one whose writer was killed.
+    """
 
     def __init__(self, path: Path, num_bytes: int, key: str) -> None:
-        """Creates it under another name beside the path. Raises CheckpointError."""
+        """Creates it under another name beside the path; removes those of killed writers. Raises CheckpointError."""
         self._path = path
         self._partial = path.with_name(f".{path.name}.{key}")
+        self._file: BinaryIO | None = None
         try:
             self._partial.mkdir(parents=True)
+        except OSError as error:
+            raise self._error(error) from error
+        try:
+            self._file = (self._partial / SINGLE_FILE).open("wb")
+            with contextlib.suppress(OSError):  # a file system without locks, where nothing is removed
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove_abandoned(path.parent)
             free = shutil.disk_usage(self._partial).free
         except OSError as error:
+            self.discard()
             raise self._error(error) from error
         if num_bytes > free:
             self.discard()
@@ -78,11 +98,12 @@ class NewFolder:
 
     def write(self, staged: StagedWeights) -> None:
         """Copies the file to the disk. Blocks. Raises CheckpointError."""
+        assert self._file is not None
         try:
-            with staged.file.open("rb") as source, (self._partial / SINGLE_FILE).open("wb") as target:
-                shutil.copyfileobj(source, target, 16 << 20)
-                target.flush()
-                os.fsync(target.fileno())
+            with staged.file.open("rb") as source:
+                shutil.copyfileobj(source, self._file, 16 << 20)
+            self._file.flush()
+            os.fsync(self._file.fileno())
         except OSError as error:
             raise self._error(error) from error
 
@@ -92,10 +113,31 @@ class NewFolder:
             self._partial.rename(self._path)
         except OSError as error:
             raise self._error(error) from error
+        self._close()
 
     def discard(self) -> None:
         """Removes what has not been published."""
         shutil.rmtree(self._partial, ignore_errors=True)
+        self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # bytes that did not fit on the disk
+                self._file.close()
 
     def _error(self, error: OSError) -> CheckpointError:
         return CheckpointError(f"{self._path} cannot be written: {error}; give a new folder that workers may create")
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Removes the unfinished folders in `parent` whose writers are gone."""
+    for partial in parent.glob(".*"):
+        if not _PARTIAL.fullmatch(partial.name):
+            continue
+        with contextlib.suppress(OSError):  # locked by its writer, removed by another process, or not of a broadcast
+            file = partial / SINGLE_FILE
+            with file.open("r+b") as held:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file.unlink()
+                partial.rmdir()
+            log.info("removed %s, which a killed worker left", partial)

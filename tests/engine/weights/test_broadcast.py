@@ -19,7 +19,8 @@ from engine.engine import Engine
 from engine.models.config import ModelConfig
 from engine.weights.broadcast import staged
 from engine.weights.broadcast.receive import check_manifest
-from engine.weights.checkpoint import list_weight_files, weights_digest
+from engine.weights.broadcast.staged import NewFolder
+from engine.weights.checkpoint import SINGLE_FILE, list_weight_files, weights_digest
 from penstock.client.broadcast.group import TRAINER, BroadcastGroup, TrainerStore
 from penstock.client.broadcast.manifest import BroadcastMember, WeightsBroadcast, WeightsManifest, digest_of_bytes
 from penstock.client.broadcast.trainer import make_manifest, send_weights
@@ -47,7 +48,7 @@ def broadcast_to(
     *,
     announced: WeightsManifest | None = None,
     send: Callable[[BroadcastGroup, Tensors, WeightsManifest], None] = send_weights,
-) -> list[PenstockError | None]:
+) -> list[Exception | None]:
     """Broadcasts to all engines, of which the first writes the folder; returns the error of each and of the trainer.
 
     The update names the manifest `announced`, by default that of the tensors.
@@ -59,10 +60,10 @@ def broadcast_to(
     broadcast = WeightsBroadcast(store.address, key, len(encoded), digest, TIMEOUT_S, 2 * TIMEOUT_S)
     num_ranks = len(engines) + 1
 
-    def receive(rank: int, receiver: Engine) -> PenstockError | None:
+    def receive(rank: int, receiver: Engine) -> Exception | None:
         try:
             receiver.receive_weights(broadcast, BroadcastMember(rank, num_ranks, str(folder) if rank == 1 else ""))
-        except PenstockError as error:
+        except (PenstockError, MemoryError) as error:
             return error
         return None
 
@@ -208,7 +209,7 @@ def test_a_broadcast_that_fails_leaves_everything_as_it_was(
     before = tokens(engines[0])
     errors = broadcast_to(engines, sent, into / "saved", announced=announced, send=send)
     assert all(isinstance(each, InvalidInput | CheckpointError | Unavailable) for each in errors), errors
-    assert any(each is not None and re.search(problem, each.message) for each in errors[:-1]), errors
+    assert any(each is not None and re.search(problem, str(each)) for each in errors[:-1]), errors
     assert not (into / "saved").exists()
     assert not into.is_dir() or list(into.iterdir()) == []
     for each in engines:
@@ -222,7 +223,7 @@ def test_one_worker_that_cannot_use_the_weights_ends_the_broadcast_for_all(tmp_p
     trained = perturb_weights(served, tmp_path / "trained", 1)
     engines = [engine(served), engine(other)]
     errors = broadcast_to(engines, tensors_of(Path(trained.path)), tmp_path / "saved")
-    assert [each and each.message.partition(":")[0] for each in errors] == [
+    assert [each and str(each).partition(":")[0] for each in errors] == [
         "another worker cannot use the broadcast",
         "the broadcast",
         "a worker refuses the weights",
@@ -230,3 +231,39 @@ def test_one_worker_that_cannot_use_the_weights_ends_the_broadcast_for_all(tmp_p
     assert not (tmp_path / "saved").exists()
     for each in engines:
         each.close()
+
+
+def test_an_unforeseen_error_of_one_worker_reaches_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = make_checkpoint("llama", tmp_path / "model")
+    trained = perturb_weights(served, tmp_path / "trained", 1)
+    engines = [engine(served), engine(served)]
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room for the folder's buffers")
+
+    monkeypatch.setattr("engine.weights.broadcast.receive.NewFolder", fail)  # only the first one writes a folder
+    errors = broadcast_to(engines, tensors_of(Path(trained.path)), tmp_path / "saved")
+    assert list(map(str, errors)) == [
+        "no room for the folder's buffers",
+        "another worker cannot use the broadcast",
+        "a worker refuses the weights",
+    ]
+    for each in engines:
+        each.close()
+
+
+def test_the_next_broadcast_removes_what_killed_writers_have_left_and_nothing_else(tmp_path: Path) -> None:
+    served = make_checkpoint("llama", tmp_path / "model")
+    trained = perturb_weights(served, tmp_path / "trained", 1)
+    steps = tmp_path / "steps"
+    kept = [f".notes.{'0' * 32}/readme", f".1.{'0' * 31}/{SINGLE_FILE}", f"1.{'0' * 32}/{SINGLE_FILE}"]
+    for name in (*kept, f".1.{'0' * 32}/{SINGLE_FILE}"):
+        (steps / name).parent.mkdir(parents=True)
+        (steps / name).write_text("bytes")
+    written = NewFolder(steps / "2", 1, "2" * 32)
+    receiver = engine(served)
+    assert broadcast_to([receiver], tensors_of(Path(trained.path)), steps / "3") == [None, None]
+    found = sorted(str(each.relative_to(steps)) for each in steps.glob("*/*"))
+    assert found == sorted([*kept, f".2.{'2' * 32}/{SINGLE_FILE}", f"3/{SINGLE_FILE}"])
+    written.discard()
+    receiver.close()

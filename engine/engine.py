@@ -36,7 +36,7 @@ from engine.sampling.grammar.masks import MaskThread, PendingMasks
 from engine.sampling.prompt_logprobs import score_prompts
 from engine.sampling.row_params import SamplingRows
 from engine.sampling.sampler import sample, sample_rows, warm_up_sampling
-from engine.step.batch import Batch, Forward, HostBatch, build_host_batch, to_device
+from engine.step.batch import Batch, Forward, ForwardOutput, HostBatch, build_host_batch, to_device
 from engine.step.compute import (
     ForwardedStep,
     PreparedStep,
@@ -276,10 +276,10 @@ class Engine:
         if self.ranks is not None:
             self.ranks.announce(BroadcastStep(host))
         with self._explaining_failures():
-            forward: Forward = partial(self.runner.forward, on_layer=on_layer)
+            forward: Forward = partial(self.runner.run, on_layer=on_layer)
             if pending is not None:
                 forward = self._masks.beside(pending, forward)
-            return forward(to_device(host, self.kv_pages.device))
+            return forward(to_device(host, self.kv_pages.device)).logits_RV
 
     def prepare(self, work: Sequence[ScheduledSequence]) -> PreparedStep:
         """Returns all that `compute` needs of a step that is not empty; the sequences may change afterwards."""
@@ -323,7 +323,7 @@ class Engine:
         if self.ranks is not None:
             self.ranks.announce(BroadcastStep(step.host))
         with self._explaining_failures():
-            forward = partial(self.runner.forward, on_layer=on_layer)
+            forward = partial(self.runner.run, on_layer=on_layer)
             return compute(step, forward, self._group, self.kv_pages.device, masks=self._masks)
 
     def compute_discarded(self, step: PreparedStep) -> None:
@@ -335,8 +335,8 @@ class Engine:
             with self._explaining_failures():
                 compute_discarded(step, self._replay, self._group, self.kv_pages.device)
 
-    def _replay(self, batch: Batch, *, on_start: Callable[[], None] | None = None) -> torch.Tensor:
-        forward: Forward = self.runner.forward if self._graphs is None else self._graphs.forward
+    def _replay(self, batch: Batch, *, on_start: Callable[[], None] | None = None) -> ForwardOutput:
+        forward: Forward = self.runner.run if self._graphs is None else self._graphs.forward
         return forward(batch, on_start=on_start)
 
     def _explaining_failures(self) -> contextlib.AbstractContextManager[None]:

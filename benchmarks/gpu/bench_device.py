@@ -109,7 +109,7 @@ class RehearsalDevice(BenchDevice):
 
     def capture(self, engine: Engine) -> None:
         size, spare = engine.layout.page_size, engine.pool.num_pages - 1
-        engine._graphs = GraphRunner(engine.runner.forward, [1, 2], engine.max_context, size, spare, self.device)
+        engine._graphs = GraphRunner(engine.runner.run, [1, 2], engine.max_context, size, spare, self.device)
         for batch in engine._graphs.sizes():
             engine._graphs.capture(batch, _RunAgain)
 

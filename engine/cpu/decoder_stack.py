@@ -11,7 +11,7 @@ Shapes: `T` tokens, `D` hidden, `H` head dim, `R` sampled rows: the tokens whose
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from engine.cpu.native import NativeAttention, check_pool, kv_kind
 from engine.kernels.adapter_weights import AdapterWeights
 from engine.kernels.backends import AttentionBackend
 from engine.kernels.metadata import AttentionMetadata, KvLayer
+from engine.layers.hidden_taps import HiddenTaps
 
 _HEAD_DIM_MULTIPLE = 32
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -133,9 +134,11 @@ class DenseStack:
         on_layer: Callable[[int], None] | None,
         on_start: Callable[[], None] | None = None,
         adapter_slot_T: torch.Tensor | None = None,
+        taps: HiddenTaps | None = None,
     ) -> torch.Tensor:
         """Returns the logits of the sampled rows, [R, V], or without a head their normalised hidden states, [R, D].
-        Calls `on_layer(n)` after each of the first n layers. Raises IndexError for a token or position out of bounds.
+        Calls `on_layer(n)` after each of the first n layers, and stops at `taps` to copy hidden states. Raises
+        IndexError for a token or position out of bounds.
 
         Calls `on_start()` last before the computation, which releases the interpreter's lock: a thread woken earlier
         would take the lock in one of the allocations here and delay the step."""
@@ -150,7 +153,9 @@ class DenseStack:
         residual_TD = torch.empty((len(token_ids_T), embedding_VD.shape[1]), dtype=embedding_VD.dtype)
         step = self._step(token_ids_T, positions_T, residual_TD, rows_R, output_RX, meta, adapter_slot_T)
         num_layers, num_threads = len(self._layers), torch.get_num_threads()
-        stops = range(1, num_layers + 1) if on_layer is not None else (num_layers,)
+        stops: Iterable[int] = range(1, num_layers + 1)
+        if on_layer is None:
+            stops = (num_layers,) if taps is None else sorted({*taps.num_layers, num_layers})
         first = 0
         if on_start is not None:
             on_start()
@@ -158,6 +163,8 @@ class DenseStack:
             is_end = stop == num_layers
             if not self._kernels.decoder(self._layers, first, stop, ctypes.byref(step), is_end, num_threads):
                 raise IndexError("a token or a position is out of bounds")
+            if taps is not None:
+                taps.keep(stop, residual_TD)
             if on_layer is not None:
                 on_layer(stop)
             first = stop

@@ -26,7 +26,7 @@ import torch
 
 from engine.kernels.metadata import AttentionMetadata
 from engine.parallel.leader import RankLeader
-from engine.step.batch import Batch, Forward
+from engine.step.batch import Batch, Forward, ForwardOutput
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +96,7 @@ class GraphRunner:
         self._page_table_BW = torch.full((largest, num_pages), spare_page, dtype=torch.int32, device=device)
         self._adapter_B = torch.zeros(largest, dtype=torch.int64, device=device) if has_adapters else None
         self._logits_BV: torch.Tensor  # for the largest captured size; allocated by the first capture
+        self._states_BX: torch.Tensor | None = None  # hidden states, likewise; None if no layer is tapped
         self._capture: Capture
         self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}  # by size, and whether sequences have adapters
         self.num_replays = 0
@@ -118,7 +119,9 @@ class GraphRunner:
         """Captures one of `sizes`, to be called in their order. Blocks. Raises RuntimeError if CUDA refuses."""
         if not self._graphs:
             self._pad(0, self._buckets[-1])
-            self._logits_BV = torch.empty_like(self._compute(size, adapted=False))
+            largest = self._compute(size, adapted=False)
+            self._logits_BV = torch.empty_like(largest.logits_RV)
+            self._states_BX = None if largest.states_TX is None else torch.empty_like(largest.states_TX)
             self._capture = make_capture()
         for adapted in (False, True) if self._adapter_B is not None else (False,):
             self._graphs[size, adapted] = self._capture(functools.partial(self._run, size, adapted))
@@ -128,8 +131,8 @@ class GraphRunner:
         self._graphs.clear()
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, *, on_start: Callable[[], None] | None = None) -> torch.Tensor:
-        """Returns logits [R, V]; those of a replay are overwritten by the next one."""
+    def forward(self, batch: Batch, *, on_start: Callable[[], None] | None = None) -> ForwardOutput:
+        """Returns logits, of which those of a replay are overwritten by the next one, and a copy of hidden states."""
         size, adapted = self._bucket_of(batch), batch.adapter_T is not None
         if size is None:
             self.num_eager += 1
@@ -146,7 +149,9 @@ class GraphRunner:
             on_start()
         self._graphs[size, adapted]()
         self.num_replays += 1
-        return self._logits_BV[:count]
+        return ForwardOutput(
+            self._logits_BV[:count], None if self._states_BX is None else self._states_BX[:count].clone()
+        )
 
     def _bucket_of(self, batch: Batch) -> int | None:
         meta = batch.meta
@@ -168,9 +173,12 @@ class GraphRunner:
 
     def _run(self, size: int, adapted: bool) -> None:
         """Computes one captured step, which may depend only on the buffers and the bucket."""
-        self._logits_BV[:size].copy_(self._compute(size, adapted=adapted))
+        output = self._compute(size, adapted=adapted)
+        self._logits_BV[:size].copy_(output.logits_RV)
+        if self._states_BX is not None and output.states_TX is not None:
+            self._states_BX[:size].copy_(output.states_TX)
 
-    def _compute(self, size: int, *, adapted: bool) -> torch.Tensor:
+    def _compute(self, size: int, *, adapted: bool) -> ForwardOutput:
         positions_B, table_BW = self._positions_B[:size], self._page_table_BW[:size]
         rows_B = torch.arange(size, device=positions_B.device)
         page_B = table_BW.gather(1, (positions_B // self._page_size)[:, None])[:, 0]

@@ -23,6 +23,7 @@ from engine.layers.adapted import RowAdapters, multiply
 from engine.layers.attention import Attention, GroupedAttention, LatentAttention
 from engine.layers.attention_inputs import LayerInputs
 from engine.layers.feed_forward import DenseFeedForward, ExpertFeedForward, FeedForward
+from engine.layers.hidden_taps import HiddenTaps
 from engine.layers.linear import Linear
 from engine.layers.norms import ProjectionNorms, read_norm
 from engine.models.config import ModelConfig
@@ -97,6 +98,10 @@ class Decoder:
         ends = DenseEnds(self._embedding_VD, self._inputs.rope_C2H, self._norm_D, self._head.tiles)
         return make_stack(attention, self._dense_shape, whole, layer_pools, ends, adapters)
 
+    def make_taps(self, num_layers: Sequence[int], num_tokens: int) -> HiddenTaps:
+        """Returns taps after these numbers of layers, for a step of `num_tokens`."""
+        return HiddenTaps(num_layers, self._embedding_VD.new_empty((num_tokens, self._config.hidden_size)))
+
     def forward(
         self,
         token_ids_T: torch.Tensor,
@@ -110,15 +115,17 @@ class Decoder:
         stack: DenseStack | None = None,
         adapters: RowAdapters | None = None,
         on_start: Callable[[], None] | None = None,
+        taps: HiddenTaps | None = None,
     ) -> torch.Tensor:
-        """Returns logits [R, V] of the tokens at `sampled_rows_R`, and writes the batch's K and V into `layer_pools`.
+        """Returns logits [R, V] of the tokens at `sampled_rows_R`, and writes the batch's K and V into `layer_pools`
+        and its hidden states into `taps`.
 
         Calls `on_start()` before it computes, and `on_layer(n)` when the K and V of the first n layers are written (on
         a GPU: when the writes are launched).
         `stack` is the result of `fuse`."""
         if stack is not None:
             slot_T = None if adapters is None else adapters.slot_T
-            output_RX = stack.forward(token_ids_T, positions_T, sampled_rows_R, meta, on_layer, on_start, slot_T)
+            output_RX = stack.forward(token_ids_T, positions_T, sampled_rows_R, meta, on_layer, on_start, slot_T, taps)
             return output_RX if stack.has_head else self._head(output_RX)
         if on_start is not None:
             on_start()
@@ -128,6 +135,8 @@ class Decoder:
         x_TD = residual_TD if first_norm_D is None else ops.rms_norm(residual_TD, first_norm_D, self._eps)
         for index, layer in enumerate(self._layers):
             own = None if adapters is None else adapters.layer(index)
+            if taps is not None:
+                taps.keep(index, residual_TD)
             mixed_TA = layer.attention.attend(x_TD, inputs[index], layer_pools[index], attention, ops, own)
             if on_layer is not None:
                 on_layer(index + 1)

@@ -116,7 +116,7 @@ class ModelPart:
         buckets, max_context = buckets_up_to(self.config.cuda_graphs), select_context(self.config, self.model)
         has_adapters = self.adapters is not None
         page_size = self.layout.page_size
-        return GraphRunner(runner.forward, buckets, max_context, page_size, num_pages, self.device, has_adapters)
+        return GraphRunner(runner.run, buckets, max_context, page_size, num_pages, self.device, has_adapters)
 
     @property
     def captures_graphs(self) -> bool:

@@ -167,7 +167,7 @@ class WorkerRank:
         step, device = decode(BroadcastStep, body), self.part.device
         rows = step.awaited_rows
         awaited = None if rows is None else torch.empty(len(rows), dtype=torch.int64, device=device)
-        forward = self.graphs.forward if self.graphs is not None and step.may_replay else self._runner.forward
+        forward = self.graphs.forward if self.graphs is not None and step.may_replay else self._runner.run
         run_forward(step.host, rows, awaited, forward, self.part.group, device)
 
 

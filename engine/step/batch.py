@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -65,10 +65,17 @@ class Batch:
     adapter_T: torch.Tensor | None = None  # int64, as in `HostBatch`
 
 
+class ForwardOutput(NamedTuple):
+    """The results of a forward. Shapes: `R` sampled rows, `V` vocabulary, `T` tokens, `X` hidden states of a token."""
+
+    logits_RV: torch.Tensor
+    states_TX: torch.Tensor | None = None  # hidden states, if any layer is tapped (`ModelRunner.tap`)
+
+
 class Forward(Protocol):
     """Computes a batch, up to the logits of its sampled rows."""
 
-    def __call__(self, batch: Batch, *, on_start: Callable[[], None] | None = None) -> torch.Tensor:
+    def __call__(self, batch: Batch, *, on_start: Callable[[], None] | None = None) -> ForwardOutput:
         """Calls `on_start` once the batch is laid out, right before it is computed."""
         ...
 
@@ -179,8 +186,24 @@ class _ItemColumns:
         return np.repeat(page_table_IW, self.num_rows, axis=0)
 
 
+def first_rows(work: Sequence[ScheduledSequence]) -> list[int]:
+    """Returns the batch row of each item's first token."""
+    num_rows = len(work.rows) if isinstance(work, StepPlan) else 0
+    items = work.chunks if isinstance(work, StepPlan) else work
+    rows, next_row = [*range(num_rows), *[0] * len(items)], num_rows
+    for index in _batch_order(items):
+        rows[num_rows + index] = next_row
+        next_row += items[index].num_positions
+    return rows
+
+
+def _batch_order(items: Sequence[ScheduledSequence]) -> list[int]:
+    """Returns the items' indexes in the order of the batch."""
+    return sorted(range(len(items)), key=lambda index: items[index].num_tokens > 1)
+
+
 def _items_batch(items: Sequence[ScheduledSequence], page_size: int) -> HostBatch:
-    order = sorted(range(len(items)), key=lambda index: items[index].num_tokens > 1)
+    order = _batch_order(items)
     columns = _ItemColumns(page_size)
     for place in order:
         columns.add(place, items[place])

@@ -25,7 +25,8 @@ from engine.sampling.prompt_logprobs import score_prompts
 from engine.sampling.row_params import SamplingRows
 from engine.sampling.sampler import Sampled, failed_rows, sample_step
 from engine.sampling.step_sampling import StepSampling
-from engine.step.batch import Forward, HostBatch, build_host_batch, to_device
+from engine.step.batch import Forward, ForwardOutput, HostBatch, build_host_batch, to_device
+from engine.step.hidden_states import HiddenStates, by_place
 from engine.step.plan import StepPlan
 from engine.step.prompt_scores import PromptScores
 from engine.step.sequence import SampledToken, ScheduledSequence, Sequence
@@ -45,6 +46,7 @@ class StepTokens:
     scores: Mapping[int, PromptScores] = field(default_factory=dict)  # by place in the plan
     # The tokens after the first one of a sequence whose proposed tokens were right, by place in the plan.
     further: Mapping[int, list[SampledToken]] = field(default_factory=dict)
+    hidden: Mapping[int, HiddenStates] = field(default_factory=dict)  # by place in the plan, if layers are tapped
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,6 +126,7 @@ class ForwardedStep:
     logits_RV: torch.Tensor  # of the sampled rows
     scores: Mapping[int, PromptScores]
     awaited: torch.Tensor | None  # the previous step's tokens, which this one has read on the device
+    states_TX: torch.Tensor | None  # hidden states of all tokens, if layers are tapped
 
 
 class SampledTokens:
@@ -135,9 +138,11 @@ class SampledTokens:
         sampled: Sampled,
         scores: Mapping[int, PromptScores],
         masks: TokenMasks | None = None,
+        states_TX: torch.Tensor | None = None,
     ) -> None:
+        """`states_TX` are the hidden states of all tokens of the step, if layers are tapped."""
         self._step = step
-        self._scores = scores
+        self._scores, self._states_TX = scores, states_TX
         self._masks = masks
         self.token_ids_R = sampled.token_ids_R
         self._host, self._copied = sampled, None
@@ -179,6 +184,7 @@ class SampledTokens:
             [(self._sequence(row), error) for row, error in failed.items() if row in firsts],
             self._scores,
             further,
+            {} if self._states_TX is None else by_place(step.work, step.host, self._states_TX),
         )
 
     def _held(self, place: int, first_row: int, failed: Collection[int]) -> Iterable[int]:
@@ -236,13 +242,13 @@ def forward_step(
     if step.awaited_places is not None:
         assert previous is not None
         awaited = previous.at(step.awaited_places)
-    logits_RV = run_forward(step.host, step.awaited_rows, awaited, forward, group, device)
+    logits_RV, states_TX = run_forward(step.host, step.awaited_rows, awaited, forward, group, device)
     places, scored = step.host.sampled_places, step.host.scored
     scores: Mapping[int, PromptScores] = {}
     if scored is not None:
         scores = score_prompts(logits_RV[len(places) :], scored)
         logits_RV = logits_RV[: len(places)]
-    return ForwardedStep(logits_RV, scores, awaited)
+    return ForwardedStep(logits_RV, scores, awaited, states_TX)
 
 
 def sample_forwarded(
@@ -266,9 +272,9 @@ def _sample(step: PreparedStep, forwarded: ForwardedStep, masks: TokenMasks | No
     logits_RV = forwarded.logits_RV
     if not len(step.host.sampled_places):  # nothing is sampled, but `wait` must still notice when the step is over
         none = torch.empty(0, dtype=torch.int64, device=logits_RV.device)
-        return SampledTokens(step, Sampled(none, none.bool()), forwarded.scores)
+        return SampledTokens(step, Sampled(none, none.bool()), forwarded.scores, None, forwarded.states_TX)
     sampled = sample_step(logits_RV, step.sampling, masks, forwarded.awaited)
-    return SampledTokens(step, sampled, forwarded.scores, masks)
+    return SampledTokens(step, sampled, forwarded.scores, masks, forwarded.states_TX)
 
 
 def compute_discarded(step: PreparedStep, forward: Forward, group: ParallelGroup, device: torch.device) -> None:
@@ -288,8 +294,8 @@ def run_forward(
     forward: Forward,
     group: ParallelGroup,
     device: torch.device,
-) -> torch.Tensor:
-    """Returns the logits of a step as every rank computes it.
+) -> ForwardOutput:
+    """Returns the results of a step as every rank computes it.
 
     `awaited` holds the tokens of the batch's `awaited_rows`; on ranks other than the first its content is ignored and
     overwritten by rank 0's.

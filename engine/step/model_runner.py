@@ -14,7 +14,7 @@ from engine.kernels.backends import AttentionBackend
 from engine.kernels.layer_ops import LayerOps
 from engine.kernels.metadata import KvLayer
 from engine.models.decoder import Decoder
-from engine.step.batch import Batch
+from engine.step.batch import Batch, ForwardOutput
 
 
 class ModelRunner:
@@ -33,6 +33,7 @@ class ModelRunner:
         self._attention = attention
         self._ops = ops
         self._adapters = adapters
+        self._taps: Sequence[int] = ()
         self.use(model)
 
     def use(self, model: Decoder) -> None:
@@ -46,7 +47,11 @@ class ModelRunner:
         """Returns whether some steps use kernels that are compiled at their first use."""
         return getattr(self._attention, "fallback", self._attention).name == "triton"
 
-    @torch.inference_mode()
+    def tap(self, num_layers: Sequence[int]) -> None:
+        """Returns from now on each token's hidden states after these numbers of layers. Call it before graphs are
+        captured."""
+        self._taps = num_layers
+
     def forward(
         self,
         batch: Batch,
@@ -54,7 +59,19 @@ class ModelRunner:
         *,
         on_start: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        """Returns logits [R, V] of the sampled rows; the batch's K/V are in the pages afterwards. Blocks on a CPU.
+        """Returns the logits of `run`."""
+        return self.run(batch, on_layer, on_start=on_start).logits_RV
+
+    @torch.inference_mode()
+    def run(
+        self,
+        batch: Batch,
+        on_layer: Callable[[int], None] | None = None,
+        *,
+        on_start: Callable[[], None] | None = None,
+    ) -> ForwardOutput:
+        """Returns logits [R, V] of the sampled rows, and hidden states if layers are tapped; the batch's K/V are in the
+        pages afterwards. Blocks on a CPU.
 
         `on_layer`: see `Engine.step`; `on_start`: see `engine.step.batch.Forward`.
         """
@@ -63,7 +80,8 @@ class ModelRunner:
             assert self._adapters is not None
             adapters = self._adapters.step(batch.adapter_T, self._ops)
         torch.get_num_threads()  # initializes a new thread's core count before parallel work
-        return self._model.forward(
+        taps = self._model.make_taps(self._taps, len(batch.token_ids_T)) if self._taps else None
+        logits_RV = self._model.forward(
             batch.token_ids_T,
             batch.positions_T,
             batch.logit_rows_R,
@@ -75,4 +93,6 @@ class ModelRunner:
             self.stack,
             adapters,
             on_start,
+            taps,
         )
+        return ForwardOutput(logits_RV, None if taps is None else taps.states_TX)

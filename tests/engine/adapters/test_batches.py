@@ -19,7 +19,7 @@ from engine.kernels.adapter_weights import AdapterRows, AdapterWeights
 from engine.kernels.layer_ops import TorchOps
 from engine.kernels.triton.backend import TritonOps
 from engine.parallel.step_codec import BroadcastStep, decode, encode
-from engine.step.batch import Batch, build_batch, build_host_batch
+from engine.step.batch import Batch, ForwardOutput, build_batch, build_host_batch
 from engine.step.plan import EndConditions, StepPlan
 from engine.step.row_table import RowTable
 from engine.step.sequence import ScheduledSequence, Sequence
@@ -200,9 +200,9 @@ def test_captured_steps_read_slots_from_their_buffer() -> None:
     """Replays run the captured function over its buffers, as a graph does."""
     seen: list[torch.Tensor | None] = []
 
-    def forward(batch: Batch) -> torch.Tensor:
+    def forward(batch: Batch) -> ForwardOutput:
         seen.append(None if batch.adapter_T is None else batch.adapter_T.clone())
-        return torch.zeros((len(batch.sampled_places), 4))
+        return ForwardOutput(torch.zeros((len(batch.sampled_places), 4)))
 
     graphs = GraphRunner(forward, [2, 4], 64, 8, 99, torch.device("cpu"), has_adapters=True)
     for size in graphs.sizes():

@@ -118,7 +118,7 @@ def make_graphs(folder: Path, kv_dtype: str) -> GraphRunner:
     kv_pages = torch.empty(layout.shape(64), dtype=getattr(torch, layout.storage_dtype), device=DEVICE)
     attention = TritonAttention()
     runner = ModelRunner(decoder, layers_of(kv_pages, layout), attention, select_ops(attention))
-    return GraphRunner(runner.forward, [1, BATCH], MAX_CONTEXT, PAGE_SIZE, 63, DEVICE)
+    return GraphRunner(runner.run, [1, BATCH], MAX_CONTEXT, PAGE_SIZE, 63, DEVICE)
 
 
 def check(folder: Path, launches: list[tuple[str, tuple[int, ...]]], kv_dtype: str) -> set[str]:

@@ -56,9 +56,7 @@ def engine(loaded: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
 
 def make_graphs(engine: Engine, buckets: list[int]) -> GraphRunner:
     spare = next(page for page in range(64) if engine.pool.num_references(PageId(page)))
-    engine._graphs = GraphRunner(
-        engine.runner.forward, buckets, 128, engine.layout.page_size, spare, torch.device("cpu")
-    )
+    engine._graphs = GraphRunner(engine.runner.run, buckets, 128, engine.layout.page_size, spare, torch.device("cpu"))
     return engine._graphs
 
 

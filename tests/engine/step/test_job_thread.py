@@ -100,8 +100,8 @@ def test_every_call_that_launches_sets_the_engines_device(tmp_path: Path, monkey
     engine = Engine.load(EngineConfig(model=str(model), dtype="float32", num_pages=8, num_threads=1))
     events: list[str] = []
     monkeypatch.setattr("engine.engine.use_device", lambda device: events.append(f"use {device}"))
-    forward = engine.runner.forward
-    monkeypatch.setattr(engine.runner, "forward", lambda *args, **kw: events.append("forward") or forward(*args, **kw))  # type: ignore[func-returns-value]
+    run = engine.runner.run
+    monkeypatch.setattr(engine.runner, "run", lambda *args, **kw: events.append("run") or run(*args, **kw))  # type: ignore[func-returns-value]
     sequence = Sequence(RequestId("r"), [2, 3, 4], 3, SamplingParams(max_tokens=2, temperature=0.0), b"salt")
     sequence.pages.extend(engine.pool.allocate(1))
     work = [ScheduledSequence(sequence, 3)]
@@ -113,7 +113,7 @@ def test_every_call_that_launches_sets_the_engines_device(tmp_path: Path, monkey
     ):
         events.clear()
         call()
-        assert events[:2] == ["use cpu", "forward"]
+        assert events[:2] == ["use cpu", "run"]
     engine.close()
 
 

@@ -78,7 +78,9 @@ class DecodeModel(TransferOwner):
         self.scheduler = DecodeScheduler(self.pool, self.cache, page_size, config, RowTable(page_size))
         self.transfers = TransferModel(node, network, self.pool, self.scheduler, page_size, find_sender, self)
         self.migrations = MigrationModel(self, network, links)
-        self.loop = VirtualStepLoop(node, self._begin_step, self._end_steps, lambda: self.before_change())
+        self.loop = VirtualStepLoop(
+            node, self._begin_step, self._end_steps, lambda: self.before_change(), self._serve_during_step
+        )
         self.on_change: Callable[[], None] = lambda: None
         self.before_change: Callable[[], None] = lambda: None
         self.num_computed_tokens = 0  # tokens of prompts computed here
@@ -319,6 +321,16 @@ class DecodeModel(TransferOwner):
         """
         firsts = self._computed_here
         return bool(firsts) and any(item.sequence in firsts for item in plan.rows.items)
+
+    def _serve_during_step(self, call: Callable[[], None]) -> None:
+        """Takes a call while a step computes."""
+        self.catch_up(self.node.sim.now_s)
+        if self._run.rows is not None:  # several steps were begun at once, and those before the one in flight are over
+            self._run.plan, self._run.rows = self.scheduler.schedule(0), None
+        call()
+        self.transfers.grant_reservations()
+        self._flush()
+        self.on_change()
 
     def catch_up(self, until_s: float) -> None:
         """Commits the steps that have ended by `until_s`."""

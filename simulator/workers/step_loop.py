@@ -1,5 +1,7 @@
 """Models a worker's step loop in virtual time: like `engine.step.loop`, it runs posted calls in order between steps.
 
+With `serve`, it also takes calls while a step computes, as decode workers do (`decode_worker.schedule.step_driver`).
+
 `begin` may run several steps at once if nothing is to be decided between them. A call that is posted meanwhile cuts
 such a run after the step in flight, so the call runs at the same time as it would have without the run.
 """
@@ -20,16 +22,20 @@ class VirtualStepLoop:
         begin: Callable[[], Sequence[float]],
         end: Callable[[int], None],
         before_change: Callable[[], None] = lambda: None,
+        serve: Callable[[Callback], None] | None = None,
     ) -> None:
         """`begin` schedules steps and returns the end of each, or nothing without work; `end` commits that many.
 
-        `before_change` is called before steps that have ended or posted calls change the worker.
+        `before_change` is called before steps that have ended or posted calls change the worker. `serve` runs a call
+        during a step; without it, calls wait for the end of the step.
         """
         self._node = node
         self._before_change = before_change
         self._begin = begin
         self._end = end
+        self._serve = serve
         self._computing = False
+        self._serving = False
         self._inbox: list[Callback] = []
         self._ends_s: Sequence[float] = ()  # ends of the steps of this run
         self._num_ended = 0  # steps of the run that were committed before its end
@@ -43,6 +49,16 @@ class VirtualStepLoop:
             self._turn()
         elif self._timer is not None:
             self.cut()
+            if self._serve is not None and not self._serving:
+                self._take_calls(self._serve)
+
+    def _take_calls(self, serve: Callable[[Callback], None]) -> None:
+        """Runs the posted calls during the step in flight, and those that they post."""
+        self._serving = True
+        self._before_change()
+        while self._inbox:
+            serve(self._inbox.pop(0))
+        self._serving = False
 
     def cut(self) -> None:
         """Ends the run with the step in flight."""

@@ -59,3 +59,17 @@ def test_a_prefill_and_a_decode_worker_keep_up_with_two_colocated_ones(per_s: fl
     assert mean_ttft_s(pair) < 1.2 * mean_ttft_s(colocated)
     assert max(outcome.tpot_s for outcome in pair) < 1.5 * ITL_S
     assert {outcome.computed_by for outcome in pair} == {"prefill-0", "decode-0"}
+
+
+@pytest.mark.parametrize("max_run", [1, 64])
+def test_a_first_token_from_a_prefill_worker_does_not_wait_for_decode_steps(max_run: int) -> None:
+    """The worker takes calls while a step computes, and sends what is ready."""
+    remote = DecodeConfig(max_batch_sequences=64, max_batch_tokens=256, placement="remote")
+    slow = replace(spec(1, 1), decode_costs=replace(DECODE, step_s=2.0), decode=remote, max_run=max_run)
+    fleet = SimulatedFleet(slow, 0)
+    fleet.submit(TraceRequest(0, 0.5, 16, 32, (0,), 16))
+    late = fleet.submit(TraceRequest(1, 5.0, 64, 2, (1, 2, 3, 4), 16))
+    fleet.run()
+    assert late.ttft_s is not None
+    assert late.ttft_s < 0.2  # less than what the step in flight still takes
+    assert late.end_s > 7.0  # its second token comes with the end of a step

@@ -264,7 +264,7 @@ soak: setup
 # With whatever python3 has: torch, triton, and the few packages that engine/ and penstock/ import (docs/gpu-check.md).
 # Ten minutes in all. The benchmarks run also where a test fails, and keep what they have wherever they end.
 GPU_TESTS := tests/engine/step/test_on_gpu.py tests/engine/kernels/test_large_pools.py tests/engine/kernels/test_paged_kernels.py tests/engine/kernels/test_ops_kernels.py tests/engine/kernels/test_sample_kernel.py tests/engine/kernels/test_page_checksum.py \
-	tests/engine/kernels/test_latent_kernel.py tests/engine/kernels/test_grouped_gemm.py tests/engine/cache/test_host_tier.py \
+	tests/engine/kernels/test_latent_kernel.py tests/engine/kernels/products tests/engine/cache/test_host_tier.py \
 	tests/engine/cache/test_tier_model.py tests/kv_transfer/transports/test_cuda_ipc.py tests/engine/weights/test_file_readers.py \
 	tests/engine/step/test_graphs.py
 GPU_TEST_SECONDS ?= 150

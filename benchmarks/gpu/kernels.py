@@ -24,7 +24,7 @@ from engine.kernels.kv_quantization import quantize
 from engine.kernels.layer_ops import LayerOps
 from engine.kernels.metadata import AttentionMetadata, KvLayer, Lengths, QkNorms
 from engine.kernels.triton.copy_pages import copy_pages
-from engine.kernels.triton.quantized_gemm import make_product
+from engine.kernels.triton.products.quantized_gemm import make_product
 from engine.kernels.triton.sample import sample_tokens
 from engine.sampling.row_params import SamplingRows, SamplingTensors
 from engine.sampling.sampler import sample_step
@@ -275,18 +275,21 @@ def _nan_row(bench: BenchDevice) -> Row:
 
 
 def quantized_rows(bench: BenchDevice) -> Iterator[Row]:
-    """Yields a product of Llama-3.1-8B's feed-forward with quantized weights, with bf16 weights as baseline."""
-    outputs, inputs = bench.pick((14336, 4096), (64, 64))
-    weight_OI = torch.randn(outputs, inputs, device=bench.device) / 64
-    plain_OI = weight_OI.bfloat16()
+    """Yields products of Llama-3.1-8B's feed-forward with quantized weights, with bf16 weights as baseline. Those of
+    few rows share their inputs among programs.
+    """
     kinds: tuple[Kind, ...] = ("int4", "int8", "fp8")
-    for kind in kinds:
-        product = make_product(quantize_weight(weight_OI, kind), None)
-        for num_rows in bench.pick([1, 16, 256, 4096], [1, 3]):
-            x_TI = bench.noise(num_rows, inputs)
-            ours_s = bench.seconds(lambda: product(x_TI))  # noqa: B023
-            plain_s = bench.seconds(lambda: F.linear(x_TI, plain_OI))  # noqa: B023
-            yield Row(f"{kind} product of {num_rows} rows", ours_s * 1e6, "us", "bf16", plain_s * 1e6)
+    for outputs, inputs in bench.pick([(14336, 4096), (4096, 14336)], [(64, 64)]):
+        weight_OI = torch.randn(outputs, inputs, device=bench.device) / 64
+        plain_OI = weight_OI.bfloat16()
+        for kind in kinds:
+            product = make_product(quantize_weight(weight_OI, kind), None)
+            for num_rows in bench.pick([1, 16, 64, 256, 4096], [1, 3]):
+                x_TI = bench.noise(num_rows, inputs)
+                ours_s = bench.seconds(lambda: product(x_TI))  # noqa: B023
+                plain_s = bench.seconds(lambda: F.linear(x_TI, plain_OI))  # noqa: B023
+                at = f"{kind} product of {num_rows} rows, {inputs} to {outputs}"
+                yield Row(at, ours_s * 1e6, "us", "bf16", plain_s * 1e6)
 
 
 def library_rows(bench: BenchDevice, own: AttentionBackend) -> Iterator[Row]:

@@ -146,7 +146,7 @@ def can_multiply(weight: QuantizedWeight, dtype: torch.dtype, is_expert: bool = 
     if weight.kind == "fp8" and not reads_e4m3(weight.device):
         return False
     try:
-        from engine.kernels.triton.quantized_gemm import fits
+        from engine.kernels.triton.products.quantized_gemm import fits
     except ImportError:  # no Triton
         return False
     return fits(weight)
@@ -160,7 +160,7 @@ def _can_group(weight: QuantizedWeight) -> bool:
 
 
 def _quantized_product(weight: QuantizedWeight, bias_O: torch.Tensor | None) -> QuantizedProduct:
-    from engine.kernels.triton.quantized_gemm import make_product
+    from engine.kernels.triton.products.quantized_gemm import make_product
 
     return make_product(weight, bias_O)
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from engine.kernels.adapter_weights import AdapterRows, AdapterWeights
 from engine.kernels.checks import check_index
 from engine.kernels.triton.common import cdiv, dot_type, next_power_of_2
-from engine.kernels.triton.grouped_gemm import grouped_gemm
+from engine.kernels.triton.products.grouped_gemm import grouped_gemm
 
 _TILE_M, _TILE_N = 16, 64  # 16 rows are the least that tensor cores take; most slots have one
 _MIN_DEPTH = 16

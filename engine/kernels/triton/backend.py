@@ -16,7 +16,7 @@ from engine.kernels.triton.attention.decode_plan import DecodePlan, plan_decodes
 from engine.kernels.triton.attention.paged_decode import paged_decode
 from engine.kernels.triton.attention.paged_latent import paged_latent
 from engine.kernels.triton.attention.paged_prefill import paged_prefill
-from engine.kernels.triton.grouped_gemm import grouped_gemm
+from engine.kernels.triton.products.grouped_gemm import grouped_gemm
 from engine.kernels.triton.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.triton.rope_qkv import rope, rope_qkv
 from engine.kernels.triton.swiglu import gelu_and_mul, silu_and_mul

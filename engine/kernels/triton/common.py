@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -33,3 +35,8 @@ def cdiv(number: int, divisor: int) -> int:
 def next_power_of_2(number: int) -> int:
     """Returns the least power of 2 that is not below `number`, which is 1 or more."""
     return 1 << (number - 1).bit_length()
+
+
+@lru_cache
+def num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

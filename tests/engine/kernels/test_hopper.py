@@ -36,11 +36,12 @@ def run(module: str, *arguments: str) -> Any:
 
 # These launches have the largest tiles. Codes in fp8 need compute capability 8.9.
 WIDEST = ["decode", "prefill", "prefill of 256", "latents of a chunk", "experts, many rows", "int4, many rows"]
+FEW_ROWS = ["int4, few rows", "int8, few rows"]
 GPUS: dict[str, tuple[int, int, list[str]]] = {
     "H100": (90, SHARED_BYTES, []),  # every launch
-    "A100": (80, 163 << 10, WIDEST),
-    "L40S": (89, 99 << 10, [*WIDEST, "prefill of fp8", "fp8, many rows"]),
-    "B200": (100, 227 << 10, WIDEST),
+    "A100": (80, 163 << 10, WIDEST + FEW_ROWS),
+    "L40S": (89, 99 << 10, [*WIDEST, *FEW_ROWS, "prefill of fp8", "fp8, many rows"]),
+    "B200": (100, 227 << 10, WIDEST + FEW_ROWS),
 }
 
 
@@ -100,6 +101,18 @@ def test_three_decode_programs_fit_a_multiprocessor(compiled: dict[str, list[dic
         kernel = compiled[name][0]
         assert kernel["shared_bytes"] <= SHARED_BYTES / 3, name
         assert kernel["registers"] * 128 * 3 <= 65536, name
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_seven_programs_of_a_product_of_few_rows_fit_a_multiprocessor(
+    gpu: str, compiled_for: dict[str, dict[str, list[dict[str, Any]]]]
+) -> None:
+    """A multiprocessor then has 21 KiB of int4 codes in flight."""
+    for name in FEW_ROWS:
+        (kernel,) = compiled_for[gpu][name]
+        assert kernel["shared_bytes"] * 7 <= GPUS[gpu][1], name
+        assert kernel["registers"] * 128 * 7 <= 65536, name
+        assert kernel["stack_bytes"] == 0, name
 
 
 def test_no_step_needs_a_kernel_that_was_not_compiled_at_the_start(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from engine.kernels.layer_ops import TorchOps
 from engine.kernels.metadata import KvLayer, QkNorms
 from engine.kernels.reference import TorchAttention
 from engine.kernels.triton.backend import TritonAttention, TritonOps
-from engine.kernels.triton.quantize_rows import quantize_rows
+from engine.kernels.triton.products.quantize_rows import quantize_rows
 from engine.kernels.triton.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.triton.rope_qkv import rope, rope_qkv
 from engine.kernels.triton.swiglu import gelu_and_mul, silu_and_mul

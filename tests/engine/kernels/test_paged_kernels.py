@@ -11,6 +11,7 @@ from engine.kernels import kv_quantization
 from engine.kernels.backends import select_backend
 from engine.kernels.metadata import AttentionMetadata
 from engine.kernels.reference import TorchAttention
+from engine.kernels.triton import common
 from engine.kernels.triton.attention import join_splits
 from engine.kernels.triton.attention.decode_plan import NUM_SPARE_ITEMS, plan_decodes, plan_decodes_reference
 from engine.kernels.triton.attention.paged_decode import paged_decode
@@ -251,7 +252,7 @@ def test_a_chunk_with_a_split_context_gives_the_same(num_splits: int, window: in
 
 
 def test_few_long_contexts_fill_a_device_and_many_contexts_do_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(join_splits, "_num_multiprocessors", lambda _: 132)
+    monkeypatch.setattr(common, "num_multiprocessors", lambda _: 132)
     tile_bytes = 64 * 1024  # three programs per multiprocessor
     assert [join_splits.choose_splits(programs, 8192, tile_bytes, DEVICE) for programs in (8, 128, 512, 4096)] == [
         32, 3, 1, 1,

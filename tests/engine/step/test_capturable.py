@@ -22,7 +22,8 @@ from triton.runtime.interpreter import InterpretedFunction
 from engine.graphs.cuda_graphs import GraphRunner
 from engine.kernels.backends import select_ops
 from engine.kernels.kv_quantization import layers_of
-from engine.kernels.triton.attention import join_splits, tuning
+from engine.kernels.triton import common
+from engine.kernels.triton.attention import tuning
 from engine.kernels.triton.backend import TritonAttention
 from engine.layers.feed_forward import ExpertFeedForward
 from engine.memory.estimates import captures_graphs, make_layout
@@ -100,7 +101,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]
         found.append((kernel.fn.__name__, grid))
 
     monkeypatch.setattr(InterpretedFunction, "run", run)
-    monkeypatch.setattr(join_splits, "_num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(common, "num_multiprocessors", lambda device: 132)
     monkeypatch.setattr(tuning, "device_name", lambda device: "none")
     return found
 

@@ -13,7 +13,7 @@ import torch
 from engine.engine import Engine
 from engine.generate import generate
 from engine.kernels.page_copy import copy_rows, select_copy
-from engine.kernels.triton.quantized_gemm import Fp8Product, make_product
+from engine.kernels.triton.products.quantized_gemm import Fp8Product, make_product
 from engine.weights.quantized_weight import Kind, quantize_weight
 from penstock.config import EngineConfig
 from penstock.types import SamplingParams
@@ -54,8 +54,9 @@ def test_products_with_quantized_weights(kind: Kind) -> None:
     weight = quantize_weight(torch.randn(outputs, inputs, device=DEVICE) / inputs**0.5, kind)
     bias = torch.randn(outputs, device=DEVICE, dtype=torch.bfloat16)
     product = make_product(weight, bias)
-    for num_rows in (1, 40, 300) if ON_GPU else (3,):
+    for num_rows in (1, 40, 100, 300) if ON_GPU else (3,):
         x = torch.randn(num_rows, inputs, device=DEVICE, dtype=torch.bfloat16)
+        assert torch.equal(product(x), product(x)), "programs that share inputs end in any order"
         exact = x.double() @ weight.dequantize(torch.float32).double().T + bias.double()
         error = (product(x).double() - exact).norm() / exact.norm()
         assert error < (0.05 if isinstance(product, Fp8Product) else 0.01), num_rows  # it rounds rows to fp8

@@ -18,7 +18,7 @@ from benchmarks.engine.quality import KINDS, compare, logits, measure, texts
 from engine.cpu.linear import pack_for_tiles
 from engine.engine import Engine
 from engine.generate import generate
-from engine.kernels.triton.quantized_gemm import QuantizedGemm, fits
+from engine.kernels.triton.products.quantized_gemm import QuantizedGemm, fits
 from engine.memory.device_memory import DeviceMemory
 from engine.memory.estimates import make_layout
 from engine.memory.plan import plan_memory

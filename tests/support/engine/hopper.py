@@ -29,14 +29,15 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from engine.kernels.adapter_weights import AdapterRows, AdapterWeights
 from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
+from engine.kernels.triton import common
 from engine.kernels.triton.adapter_sum import add_adapters
-from engine.kernels.triton.attention import join_splits, tuning
+from engine.kernels.triton.attention import tuning
 from engine.kernels.triton.backend import TritonAttention, TritonOps
 from engine.kernels.triton.copy_pages import copy_pages
-from engine.kernels.triton.grouped_gemm import grouped_gemm
 from engine.kernels.triton.page_checksum import checksum_pages
-from engine.kernels.triton.quantize_rows import quantize_rows
-from engine.kernels.triton.quantized_gemm import QuantizedGemm
+from engine.kernels.triton.products.grouped_gemm import grouped_gemm
+from engine.kernels.triton.products.quantize_rows import quantize_rows
+from engine.kernels.triton.products.quantized_gemm import QuantizedGemm
 from engine.kernels.triton.sample import sample_tokens
 from engine.sampling.row_params import SamplingTensors
 from engine.weights.quantized_weight import Kind, quantize_weight
@@ -193,7 +194,7 @@ def _checksum_pages() -> None:
 
 
 def _quantized(kind: Kind, num_rows: int) -> None:
-    QuantizedGemm(quantize_weight(zeros(256, 1024), kind), None)(zeros(num_rows, 1024))
+    QuantizedGemm(quantize_weight(zeros(4096, 1024), kind), None)(zeros(num_rows, 1024))
 
 
 def _rows_in_fp8() -> None:
@@ -234,9 +235,10 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "experts, many rows": lambda: _experts(128 * 128),
     "experts of fp8": lambda: _fp8_experts(128 * 128),
     "int4, few rows": lambda: _quantized("int4", 1),
-    "int4, many rows": lambda: _quantized("int4", 128),
+    "int4, 64 rows": lambda: _quantized("int4", 64),
+    "int4, many rows": lambda: _quantized("int4", 256),
     "int8, few rows": lambda: _quantized("int8", 1),
-    "fp8, many rows": lambda: _quantized("fp8", 128),
+    "fp8, many rows": lambda: _quantized("fp8", 256),
     "rows in fp8": _rows_in_fp8,
     "writes of fp8": lambda: _write_codes(torch.float8_e4m3fn),
     "writes of int8": lambda: _write_codes(torch.int8),
@@ -252,7 +254,7 @@ def compile_launches(gpu: tuple[int, int, Sequence[str]]) -> dict[str, list[dict
     found = {}
     tuning.shared_bytes = lambda device: shared_bytes  # type: ignore[assignment]  # else that of the device, a CPU
     for name in names or LAUNCHES:
-        with recording() as compiled, mock.patch.object(join_splits, "_num_multiprocessors", return_value=132):
+        with recording() as compiled, mock.patch.object(common, "num_multiprocessors", return_value=132):
             LAUNCHES[name]()
         found[name] = [asdict(kernel) for kernel in compiled]
     return found

@@ -18,7 +18,7 @@ import torch
 
 from engine import engine as engine_module
 from engine.engine import Engine
-from engine.kernels.triton.attention import join_splits
+from engine.kernels.triton import common
 from engine.kernels.triton.sample import sample_tokens
 from engine.sampling import sampler
 from engine.sampling.row_params import SamplingRows
@@ -70,7 +70,7 @@ def _step(engine: Engine, rng: random.Random) -> None:
 def main() -> int:
     found = {}
     with (
-        mock.patch.object(join_splits, "_num_multiprocessors", return_value=132),
+        mock.patch.object(common, "num_multiprocessors", return_value=132),
         mock.patch.object(sampler, "_kernel_for", return_value=sample_tokens),
         mock.patch.object(sampler, "_cpu_kernels", return_value=None),
         mock.patch.object(engine_module, "saturating_tokens", return_value=2048),

@@ -12,13 +12,13 @@ Shapes: `T` query tokens, `N` query heads, `H` head dim, `X` splits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
 from engine.kernels.metadata import MAX_SPLITS, MIN_SPLIT_TOKENS
+from engine.kernels.triton import common
 from engine.kernels.triton.common import next_power_of_2
 
 _SHARED_BYTES = 227 * 1024  # of a Hopper's multiprocessor, available to programs
@@ -61,12 +61,7 @@ def choose_splits(num_programs: int, reach: int, tile_bytes: int, device: torch.
 
 def num_resident(tile_bytes: int, device: torch.device) -> int:
     """Returns how many programs that hold `tile_bytes` of shared memory each the device computes at once."""
-    return max(1, min(_SHARED_BYTES // tile_bytes, _MAX_RESIDENT)) * _num_multiprocessors(device)
-
-
-@lru_cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return max(1, min(_SHARED_BYTES // tile_bytes, _MAX_RESIDENT)) * common.num_multiprocessors(device)
 
 
 def join_splits(partials: Partials, o_TNH: torch.Tensor) -> None:

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from engine.kernels import layer_ops
 from engine.kernels.backends import select_ops
 from engine.kernels.layer_ops import TorchOps
-from engine.kernels.triton import grouped_gemm as kernel_file
 from engine.kernels.triton.backend import TritonAttention, TritonOps
-from engine.kernels.triton.grouped_gemm import grouped_gemm
+from engine.kernels.triton.products import grouped_gemm as kernel_file
+from engine.kernels.triton.products.grouped_gemm import grouped_gemm
 from engine.layers.linear import GroupedLinear, can_multiply
 from engine.weights.quantized_weight import QuantizedWeight, quantize_weight
 from penstock.errors import CheckpointError

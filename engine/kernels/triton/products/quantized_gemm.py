@@ -6,7 +6,11 @@ rows' dtype, so a product has the bits of one with the dequantized weight, which
 weights with one scale per row go to the tensor cores as they are (`Fp8Product`); rows are then quantized too, each by
 its own largest value, as those checkpoints are made for.
 
-Shapes: `T` rows, `O` out, `I` in, `G` groups of inputs that share a scale; a tile is `M` rows by `N` outputs, `K` deep.
+With few rows several programs share a tile's inputs (`gemm_launch`). Each stores the sum of its part, and the last to
+arrive adds all parts in their order, so the result does not depend on which one that is.
+
+Shapes: `T` rows, `O` out, `I` in, `G` groups of inputs that share a scale; a tile is `M` rows by `N` outputs, `K` deep;
+`P` parts of the inputs.
 """
 
 # mypy: allow-untyped-defs
@@ -18,11 +22,12 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.triton import common
 from engine.kernels.triton.common import cdiv, dot_type
-from engine.kernels.triton.quantize_rows import quantize_rows
+from engine.kernels.triton.products.gemm_launch import NARROW, choose_launch
+from engine.kernels.triton.products.quantize_rows import quantize_rows
 from engine.weights.quantized_weight import QuantizedWeight
 
-_WIDTHS = (16, 32, 64, 128)  # rows of a tile; 16 is the least that tensor cores take
 _DEPTHS = (64, 32)  # inputs of a tile, which must lie in one group
 _FP8_MULTIPLE = 16  # of both sides, for cuBLAS
 _HOPPER = (9, 0)
@@ -60,7 +65,7 @@ class Fp8Product:
 
 
 class QuantizedGemm:
-    """Computes `x_TI @ values.T + bias_O`, summed in fp32."""
+    """Computes `x_TI @ values.T + bias_O`, summed in fp32. Calls must follow each other on the device."""
 
     def __init__(self, weight: QuantizedWeight, bias_O: torch.Tensor | None) -> None:
         depth = _depth(weight)
@@ -72,6 +77,8 @@ class QuantizedGemm:
         self._scales_GO = weight.scales_OG.T.contiguous()  # the values that a program reads are adjacent
         self._zeros_GO = None if weight.zeros_OG is None else weight.zeros_OG.T.contiguous()
         self._group_size = weight.shape[1] if weight.scales_OG.shape[1] == 1 else weight.group_size
+        # Programs that have stored their part, for each tile of outputs; 0 between calls.
+        self._arrived_N = torch.zeros(cdiv(self._width_out, NARROW), dtype=torch.int32, device=weight.device)
 
     def __call__(self, x_TI: torch.Tensor) -> torch.Tensor:
         if x_TI.dim() != 2 or x_TI.shape[1] != self._width_in or x_TI.stride(1) != 1:
@@ -83,17 +90,26 @@ class QuantizedGemm:
         out_TO = torch.empty((num_rows, self._width_out), dtype=x_TI.dtype, device=x_TI.device)
         if num_rows == 0:
             return out_TO
-        tile_m = next((width for width in _WIDTHS if width >= num_rows), _WIDTHS[-1])
-        tile_n = 32 if tile_m == _WIDTHS[0] else 64
+        tile_bytes = NARROW * self._depth * self._codes.shape[1] // self._width_in
+        launch = choose_launch(
+            num_rows,
+            self._width_out,
+            self._width_in // self._depth,
+            tile_bytes,
+            common.num_multiprocessors(x_TI.device),
+        )
+        sums_PTO = out_TO
+        if launch.parts > 1:
+            sums_PTO = torch.empty((launch.parts, *out_TO.shape), dtype=torch.float32, device=x_TI.device)
         bias = self._scales_GO if self._bias_O is None else self._bias_O
         zeros = self._scales_GO if self._zeros_GO is None else self._zeros_GO
-        _gemm_kernel[(cdiv(num_rows, tile_m), cdiv(self._width_out, tile_n))](
-            x_TI, self._codes, self._scales_GO, zeros, bias, out_TO, num_rows,
+        _gemm_kernel[(cdiv(num_rows, launch.tile_m), cdiv(self._width_out, launch.tile_n), launch.parts)](
+            x_TI, self._codes, self._scales_GO, zeros, bias, out_TO, sums_PTO, self._arrived_N, num_rows,
             x_TI.stride(0), self._codes.stride(0), out_TO.stride(0),
             WIDTH_IN=self._width_in, WIDTH_OUT=self._width_out, GROUP=self._group_size,
             HALVES=self._kind == "int4", HAS_ZEROS=self._zeros_GO is not None, HAS_BIAS=self._bias_O is not None,
-            TILE_M=tile_m, TILE_N=tile_n, TILE_K=self._depth, DOT_TYPE=dot_type(x_TI.dtype),
-            num_warps=8 if tile_m == _WIDTHS[-1] else 4, num_stages=4,
+            TILE_M=launch.tile_m, TILE_N=launch.tile_n, TILE_K=self._depth, PARTS=launch.parts,
+            DOT_TYPE=dot_type(x_TI.dtype), num_warps=launch.num_warps, num_stages=4,
         )  # fmt: skip
         return out_TO
 
@@ -123,6 +139,8 @@ def _gemm_kernel(
     zeros_ptr,  # the same; read only with HAS_ZEROS
     bias_ptr,  # [O]; read only with HAS_BIAS
     out_ptr,  # [T, O], last stride 1
+    sums_ptr,  # fp32 [P, T, O], contiguous; used only with several parts
+    arrived_ptr,  # int32, one for each tile of outputs, 0 before and after; used only with several parts
     num_rows,
     x_stride_t,
     codes_stride_o,
@@ -136,8 +154,9 @@ def _gemm_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
+    PARTS: tl.constexpr,  # more than 1 only with a single tile of rows
     DOT_TYPE: tl.constexpr,
-):  # grid: (tiles of rows, tiles of outputs)
+):  # grid: (tiles of rows, tiles of outputs, PARTS)
     row_M = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     out_N = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
     real_M, real_N = row_M < num_rows, out_N < WIDTH_OUT
@@ -146,7 +165,11 @@ def _gemm_kernel(
     sum_MN = tl.zeros([TILE_M, TILE_N], tl.float32)
     zero_N = tl.zeros([TILE_N], tl.float32)
     round_type = x_ptr.dtype.element_ty
-    for start in range(0, WIDTH_IN, TILE_K):
+    part = tl.program_id(2)
+    num_steps: tl.constexpr = WIDTH_IN // TILE_K
+    begin = 0 if PARTS == 1 else part * num_steps // PARTS * TILE_K
+    end = WIDTH_IN if PARTS == 1 else (part + 1) * num_steps // PARTS * TILE_K
+    for start in range(begin, end, TILE_K):
         group_N = start // GROUP * WIDTH_OUT + out_N
         scale_N = tl.load(scales_ptr + group_N, mask=real_N, other=0.0)
         if HAS_ZEROS:
@@ -166,6 +189,19 @@ def _gemm_kernel(
             x_MK = tl.load(x_M[:, None] + in_K[None, :], mask=real_M[:, None], other=0.0)
             value_KN = _values(code_KN, scale_N, zero_N, DOT_TYPE, round_type)
             sum_MN += tl.dot(x_MK.to(DOT_TYPE), value_KN, input_precision="ieee")
+    if PARTS > 1:
+        place_MN = row_M[:, None].to(tl.int64) * WIDTH_OUT + out_N[None, :]
+        part_size = num_rows.to(tl.int64) * WIDTH_OUT
+        real_MN = real_M[:, None] & real_N[None, :]
+        tl.store(sums_ptr + part * part_size + place_MN, sum_MN, mask=real_MN)
+        tl.debug_barrier()  # all threads have stored before one of them announces it
+        if tl.atomic_add(arrived_ptr + tl.program_id(1), 1, sem="acq_rel") < PARTS - 1:
+            return
+        sum_MN = tl.zeros([TILE_M, TILE_N], tl.float32)
+        for each in range(PARTS):
+            part_MN = sums_ptr + each * part_size + place_MN
+            sum_MN += tl.load(part_MN, mask=real_MN, other=0.0, cache_modifier=".cg")
+        tl.store(arrived_ptr + tl.program_id(1), 0)
     if HAS_BIAS:
         sum_MN += tl.load(bias_ptr + out_N, mask=real_N, other=0.0).to(tl.float32)[None, :]
     out_MN = out_ptr + row_M[:, None].to(tl.int64) * out_stride_t + out_N[None, :]

@@ -104,6 +104,7 @@ class DraftModel:
                 "disk_path": None,
                 "max_adapters": 0,
                 "tensor_parallel": 1,
+                "expert_parallel": False,
                 "cuda_graphs": 0,
             }
         )

@@ -127,7 +127,7 @@ class Engine:
             num_pages = part.count_pages()
         else:
             answers = ranks.begin_load()
-            part = ModelPart.load(config, Shard(0, ranks.num_ranks), ranks.join_group, on_progress)
+            part = ModelPart.load(config, Shard.of(config, 0), ranks.join_group, on_progress)
             num_pages = min(part.count_pages(), *ranks.wait(answers))
             ranks.call_all("pool", num_pages)
         kv_pages = part.make_pool(num_pages)

@@ -58,8 +58,8 @@ class LayerOps(Protocol):
     def grouped_gemm(
         self, x_RI: torch.Tensor, weight: ExpertWeights, start_E1: torch.Tensor, rows_X: torch.Tensor | None
     ) -> torch.Tensor:
-        """Multiplies places start[e] to start[e + 1] with expert e's weight; returns [X, O]. Place i is row
-        `rows_X[i]` of `x_RI`, or row i without `rows_X`."""
+        """Multiplies places start[e] to start[e + 1] with expert e's weight; returns [X, O], undefined from place
+        start[E] on. Place i is row `rows_X[i]` of `x_RI`, or row i without `rows_X`."""
         ...
 
     def adapter_rows(self, slot_T: torch.Tensor, num_slots: int) -> AdapterRows:
@@ -125,4 +125,7 @@ def grouped_gemm(
         for expert, (start, stop) in enumerate(pairwise(start_E1.tolist()))
         if start < stop
     ]
+    if num_undefined := len(x_XI) - int(start_E1[-1]):
+        num_outputs = (parts[0] if parts else products[0](x_XI[:0])).shape[1]
+        parts.append(x_XI.new_full((num_undefined, num_outputs), torch.nan))
     return torch.cat(parts) if parts else products[0](x_XI)

@@ -61,15 +61,19 @@ class ExpertFeedForward:
         if names.is_stacked:
             stacked = StackedExperts(config, read, router_ED.dtype)
             self._gate_up_bias_EX, self._down_bias_ED = stacked.gate_up_bias_EX, stacked.down_bias_ED
-            self._gate_up = GroupedLinear(config.num_experts, stacked.gate_up)
-            self._down = GroupedLinear(config.num_experts, stacked.down)
+            self._gate_up = GroupedLinear(len(config.held), stacked.gate_up)
+            self._down = GroupedLinear(len(config.held), stacked.down)
             return
 
-        def gate_up(expert: int) -> Weight:
-            return stack_rows([read.weight(name, is_expert=True) for name in names.of(expert)[:2]], router_ED.dtype)
+        def gate_up(place: int) -> Weight:
+            gate, up, _ = names.of(config.held[place])
+            return stack_rows([read.weight(name, is_expert=True) for name in (gate, up)], router_ED.dtype)
 
-        self._gate_up = GroupedLinear(config.num_experts, gate_up)
-        self._down = GroupedLinear(config.num_experts, lambda expert: read.weight(names.of(expert)[2], is_expert=True))
+        def down(place: int) -> Weight:
+            return read.weight(names.of(config.held[place])[2], is_expert=True)
+
+        self._gate_up = GroupedLinear(len(config.held), gate_up)
+        self._down = GroupedLinear(len(config.held), down)
 
     def __call__(self, x_TD: torch.Tensor, ops: LayerOps, adapters: ProductAdapters | None = None) -> torch.Tensor:
         config = self._config  # adapters of experts are refused when they are read
@@ -82,7 +86,9 @@ class ExpertFeedForward:
         else:
             chosen_TC, weight_TC = choose_biased(logits_TE, self._bias_E, config.num_chosen, config.normalize, groups)
         num_tokens, num_chosen = chosen_TC.shape
-        pair_X, start_E1 = group_by_expert(chosen_TC, config.num_experts)
+        if config.own_experts is not None:
+            chosen_TC = place_experts(chosen_TC, config.own_experts)
+        pair_X, start_E1 = group_by_expert(chosen_TC, len(config.held))
         if config.scales_inputs:
             scale_X1 = weight_TC.flatten()[pair_X, None].to(x_TD.dtype)
             gate_up_X2F = ops.grouped_gemm(x_TD[pair_X // num_chosen] * scale_X1, self._gate_up, start_E1, None)
@@ -92,11 +98,14 @@ class ExpertFeedForward:
         if self._gate_up_bias_EX is None or self._down_bias_ED is None or config.swiglu is None:
             out_XD = ops.grouped_gemm(ops.silu_and_mul(gate_up_X2F), self._down, start_E1, None)
         else:
-            expert_X = chosen_TC.flatten().index_select(0, pair_X)
+            expert_X = chosen_TC.flatten().index_select(0, pair_X).clamp_(max=len(config.held) - 1)
             gate_up_X2F = gate_up_X2F + self._gate_up_bias_EX.index_select(0, expert_X)
             inner_XF = clamped_swiglu(gate_up_X2F, *config.swiglu)
             out_XD = ops.grouped_gemm(inner_XF, self._down, start_E1, None)
             out_XD = out_XD + self._down_bias_ED.index_select(0, expert_X)
+        if config.own_experts is not None:  # experts on other ranks add nothing here
+            place_X1 = torch.arange(len(out_XD), device=out_XD.device)[:, None]
+            out_XD = out_XD.masked_fill_(place_X1 >= start_E1[-1], 0.0)
         by_pair_XD = torch.empty_like(out_XD).index_copy_(0, pair_X, out_XD)
         by_token_TCD = by_pair_XD.view(num_tokens, num_chosen, out_XD.shape[1])
         out_TD = (by_token_TCD * (weight_TC * config.scaling)[:, :, None]).sum(dim=1).to(x_TD.dtype)
@@ -161,9 +170,15 @@ def _mask_groups(scores_TGE: torch.Tensor, group_TG: torch.Tensor, num_best: int
     return scores_TGE.masked_fill(~is_best_TG[:, :, None], masked).flatten(1)
 
 
+def place_experts(chosen_TC: torch.Tensor, own: range) -> torch.Tensor:
+    """Returns the place of each expert among a rank's `own`, and their number for experts on other ranks."""
+    is_own_TC = (chosen_TC >= own.start) & (chosen_TC < own.stop)
+    return (chosen_TC - own.start).masked_fill_(~is_own_TC, len(own))
+
+
 def group_by_expert(chosen_TC: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the pairs (token * C + choice) sorted by expert, int64 [X], and where each expert's pairs begin, int32
-    [E + 1]. Does not wait for the device."""
+    [E + 1]. Pairs of experts from `num_experts` on come after start[E]. Does not wait for the device."""
     expert_X, pair_X = chosen_TC.flatten().sort(stable=True)
     bounds_E1 = torch.arange(num_experts + 1, device=expert_X.device)
     return pair_X, torch.searchsorted(expert_X, bounds_E1, out_int32=True)

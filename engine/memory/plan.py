@@ -20,7 +20,7 @@ from engine.memory.device_memory import DeviceMemory
 from engine.models.config import ModelConfig
 from engine.models.shapes import optional_tensors, tensor_shapes
 from engine.models.sharding import tensor_slices
-from engine.parallel.shard import Shard, shard_layout, shard_model
+from engine.parallel.shard import Shard, check_expert_parallel, shard_layout, shard_model
 from engine.weights.checkpoint import check_tensors, has_weight_files
 from engine.weights.tensor_slices import check_slice_groups
 from penstock.config import EngineConfig
@@ -77,7 +77,8 @@ def plan_memory(
     has_weights = has_weight_files(Path(config.model))
     model = ModelConfig.from_folder(config.model, has_weights=has_weights)
     max_context = _select_context(config, model, context)
-    shard = Shard(0, config.tensor_parallel)  # no other rank needs more
+    check_expert_parallel(config, model)
+    shard = Shard.of(config, 0)  # no other rank needs more
     if device.type == "cpu":  # all ranks share it
         device = replace(device, total_bytes=device.total_bytes // shard.num_ranks)
     layout = shard_layout(estimates.make_layout(config, model), shard)

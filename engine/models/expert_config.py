@@ -151,6 +151,12 @@ class ExpertConfig:
     scales_inputs: bool = False
     swiglu: tuple[float, float] | None = None  # limit and alpha of a clamped SwiGLU; None: silu
     mxfp4: bool = False  # stacked experts are stored in MXFP4
+    own_experts: range | None = None  # those of this rank, if experts are divided among ranks
+
+    @property
+    def held(self) -> range:
+        """The experts whose weights this rank holds."""
+        return range(self.num_experts) if self.own_experts is None else self.own_experts
 
 
 def parse_experts(data: Mapping[str, Any], family: ExpertFamily, num_layers: int, file: Path) -> ExpertConfig:

@@ -2,7 +2,8 @@
 
 Weights that widen (queries, keys, values, gate, up, embedding, head) are split by rows, and weights that narrow again
 (output, down) by columns. The outputs of the former are the inputs of the latter, so a block needs a single sum over
-the ranks, at its end. Only rank 0 reads a bias that is added to such a sum.
+the ranks, at its end. Only rank 0 reads a bias that is added to such a sum. With expert parallelism a rank reads some
+experts whole, and the same sum joins the outputs of a token's experts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from engine.models.config import ModelConfig
 from engine.models.expert_config import MXFP4_GROUP, ExpertConfig
 from engine.models.shapes import EMBEDDING, HEAD, LAYERS_PREFIX
 from engine.parallel.shard import Shard, check_degree
-from engine.weights.tensor_slices import TensorSlice, TensorSlices
+from engine.weights.tensor_slices import ABSENT, TensorSlice, TensorSlices
 
 
 def tensor_slices(config: ModelConfig, shard: Shard) -> TensorSlices:
@@ -19,7 +20,7 @@ def tensor_slices(config: ModelConfig, shard: Shard) -> TensorSlices:
     whole model. Raises ConfigError for a number of ranks that does not divide it."""
     if shard.num_ranks == 1:
         return {}
-    check_degree(config, shard.num_ranks)
+    check_degree(config, shard)
     vocabulary = shard.span(config.vocab_size)
     slices: TensorSlices = {name: _rows(vocabulary) for name in (EMBEDDING, HEAD)}
     for layer in range(config.num_layers):
@@ -76,6 +77,8 @@ def _feed_forward_slices(config: ModelConfig, layer: int, shard: Shard) -> Tenso
     slices = {}
     if experts.shared_size:
         slices |= _block_slices(experts.names.shared, shard.span(experts.shared_size), shard)
+    if shard.has_whole_experts:
+        return slices | _whole_expert_slices(experts, shard.span(experts.num_experts))
     inner = shard.span(experts.intermediate_size)
     if experts.names.is_stacked:
         return slices | _stacked_slices(experts, inner, shard)
@@ -83,6 +86,17 @@ def _feed_forward_slices(config: ModelConfig, layer: int, shard: Shard) -> Tenso
         gate, up, down = experts.names.of(expert)
         slices |= {gate: _rows(inner), up: _rows(inner), down: _columns(inner)}
     return slices
+
+
+def _whole_expert_slices(experts: ExpertConfig, own: range) -> TensorSlices:
+    names = experts.names
+    if not names.is_stacked:
+        return {name: ABSENT for expert in range(experts.num_experts) if expert not in own for name in names.of(expert)}
+    products = ("gate_up_proj", "down_proj")
+    stacked = [name for product in products for name in names.stored(product, experts.mxfp4)]
+    if names.has_bias:
+        stacked += [names.stacked_bias(product) for product in products]
+    return {name: _rows(own) for name in stacked}
 
 
 def _stacked_slices(experts: ExpertConfig, inner: range, shard: Shard) -> TensorSlices:

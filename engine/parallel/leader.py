@@ -126,7 +126,7 @@ class RankLeader:
     def join_group(self, device: torch.device) -> TorchGroup:
         """Returns rank 0's end of the group, once the others have joined. Raises RankFailure."""
         with self.explaining_failures():
-            return TorchGroup(Shard(0, self.num_ranks), device, self._folder / STORE_FILE, self._step_timeout_s)
+            return TorchGroup(Shard.of(self.config, 0), device, self._folder / STORE_FILE, self._step_timeout_s)
 
     def broadcast(self, kind: str, body: Any = None) -> None:
         """Sends a message to every other rank, which handles it after earlier ones."""

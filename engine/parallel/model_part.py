@@ -36,7 +36,7 @@ from engine.models.decoder import Decoder
 from engine.models.loader import check_share, load_model
 from engine.parallel.collectives import SINGLE_RANK, ParallelGroup
 from engine.parallel.determinism import check_deterministic
-from engine.parallel.shard import WHOLE, Shard, shard_layout
+from engine.parallel.shard import WHOLE, Shard, check_expert_parallel, shard_layout
 from engine.step.job_thread import use_device
 from engine.step.model_runner import ModelRunner
 from engine.weights.quantized_weight import Kind
@@ -78,6 +78,7 @@ class ModelPart:
         check_e4m3(config, device)
         model = ModelConfig.from_folder(config.model)
         select_context(config, model)  # raises before anything is loaded
+        check_expert_parallel(config, model)
         layout = shard_layout(make_layout(config, model), shard)
         check_library(
             config.attention,

@@ -145,7 +145,7 @@ class WorkerRank:
     def _load(self, body: dict[str, Any]) -> int:
         config = EngineConfig.model_validate_json(body["config"])
         self._beat_s = body["beat_s"]
-        self.shard = Shard(body["rank"], config.tensor_parallel)
+        self.shard = Shard.of(config, body["rank"])
         store, timeout_s = Path(body["store"]), body["step_timeout_s"]
         self.part = ModelPart.load(config, self.shard, lambda device: TorchGroup(self.shard, device, store, timeout_s))
         return self.part.count_pages()

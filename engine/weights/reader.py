@@ -64,8 +64,11 @@ class WeightReader:
             self._slices, expected, scheme, self._layouts, quantization, str(dtype).removeprefix("torch.")
         )
         self._on_progress = on_progress
-        self._expected = tuple(name for name in expected if name.removesuffix(".weight") not in self._layouts)
-        quantized = [f"{path}.{suffix}" for path in self._layouts for suffix in self._parts(path)]
+        self._expected = tuple(
+            name for name in expected if name.removesuffix(".weight") not in self._layouts and not self._is_absent(name)
+        )
+        held = [path for path in self._layouts if not self._is_absent(f"{path}.weight")]
+        quantized = [f"{path}.{suffix}" for path in held for suffix in self._parts(path)]
         self._total_bytes = sum(self._stored[name].num_bytes for name in (*self._expected, *quantized))
         self._read_bytes = 0
         self._files = ExitStack()
@@ -95,6 +98,10 @@ class WeightReader:
                 self._dtype,
                 self._device.type,
             )
+
+    def _is_absent(self, name: str) -> bool:
+        part = self._slices.get(name)
+        return part is not None and part.absent
 
     def _is_zeros(self, name: str) -> bool:
         part = self._slices.get(name)

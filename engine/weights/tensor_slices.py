@@ -22,6 +22,7 @@ class TensorSlice:
     stop: int
     zeros: bool = False
     more: tuple[tuple[int, int], ...] = ()  # further places, of a tensor that stores several products
+    absent: bool = False  # only other ranks read the tensor
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
@@ -36,6 +37,7 @@ class TensorSlice:
         return (*whole[: self.dim], count, *whole[self.dim + 1 :])
 
 
+ABSENT = TensorSlice(0, 0, 0, absent=True)
 TensorSlices = dict[str, TensorSlice]  # by tensor name
 
 

@@ -68,6 +68,8 @@ class EngineConfig(FrozenConfig):
     """Largest rank of an adapter, which determines the memory of each slot."""
     tensor_parallel: int = Field(1, ge=1, le=64)
     """Ranks that split each layer, as processes of one machine."""
+    expert_parallel: bool = False
+    """Gives each rank its share of a model's experts whole, instead of a part of every expert's width."""
     rank_timeout_s: float = Field(10.0, gt=0)
     """Seconds of silence from a rank after which the worker exits."""
 

@@ -13,11 +13,15 @@ from engine.models.families import FAMILIES
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "engine.md"
 BEGIN, END = "<!-- families -->", "<!-- end of families -->"
 
-# The test of each column, as module and name; it runs for every family.
+# The test of each column, as module and name; it runs for every family, in OF_EXPERTS for each that has some.
 COLUMNS = {
     "colocated": ("tests.engine.models.test_families", "test_logits_match_transformers"),
     "disaggregated": ("tests.system.test_equivalence", "test_every_way_to_serve_gives_the_same_tokens"),
     "several ranks": ("tests.engine.parallel.test_tensor_parallel", "test_two_ranks_generate_the_tokens_of_one"),
+    "expert parallelism": (
+        "tests.engine.parallel.test_expert_parallel",
+        "test_two_ranks_with_whole_experts_generate_the_tokens_of_one",
+    ),
     "quantized weights": (
         "tests.engine.weights.test_quantized_weights",
         "test_every_family_loads_quantized_checkpoints",
@@ -27,6 +31,7 @@ COLUMNS = {
         "test_a_captured_step_neither_waits_for_the_device_nor_copies_to_it",
     ),
 }
+OF_EXPERTS = "expert parallelism"
 MODELS = {
     "llama": "Llama 2 and 3, and what shares their architecture",
     "llama4_text": "Llama 4 Scout and Maverick, text-only exports",
@@ -65,7 +70,9 @@ def render() -> str:
     ]
     for family in FAMILIES:
         path = "one call" if family.model_type in ONE_CALL else "layer by layer"
-        cells = " | ".join("tested" for _ in COLUMNS)
+        cells = " | ".join(
+            "no experts" if column == OF_EXPERTS and family.experts is None else "tested" for column in COLUMNS
+        )
         lines.append(f"| `{family.architecture}` | {MODELS[family.model_type]} | {cells} | {path} |")
     for architecture, models in REFUSED.items():
         lines.append(f"| `{architecture}` | {models} | {' | '.join('refused' for _ in COLUMNS)} | |")

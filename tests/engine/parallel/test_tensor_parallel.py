@@ -65,9 +65,10 @@ def config(folder: Path, **settings: object) -> EngineConfig:
     )
 
 
-def check_equal(folder: Path, num_ranks: int, **settings: object) -> None:
+def check_equal(folder: Path, num_ranks: int, *, expert_parallel: bool = False, **settings: object) -> None:
     alone = Engine.load(config(folder, **settings))
-    split = Engine.load(config(folder, tensor_parallel=num_ranks, **settings), launch=launch_threads)
+    ranks = config(folder, tensor_parallel=num_ranks, expert_parallel=expert_parallel, **settings)
+    split = Engine.load(ranks, launch=launch_threads)
     try:
         for sampling, chunk in ((GREEDY, None), (SEEDED, 8)):
             wanted = generate(alone, PROMPT, sampling, SALT, chunk_tokens=chunk, use_prefix_cache=False)

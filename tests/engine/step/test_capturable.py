@@ -30,6 +30,9 @@ from engine.memory.estimates import captures_graphs, make_layout
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
 from engine.models.shapes import tensor_shapes
+from engine.models.sharding import tensor_slices
+from engine.parallel.collectives import SINGLE_RANK, SingleRank
+from engine.parallel.shard import Shard, shard_layout
 from engine.step.model_runner import ModelRunner
 from penstock.config import EngineConfig
 from tests.support.engine.checkpoints import FAMILIES, make_checkpoint
@@ -106,12 +109,22 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]
     return found
 
 
-def make_graphs(folder: Path, kv_dtype: str) -> GraphRunner:
+class RankAlone(SingleRank):
+    """A rank of two, each with half of the experts, whose collectives do nothing."""
+
+    shard = Shard(1, 2, has_whole_experts=True)
+
+
+def make_graphs(folder: Path, kv_dtype: str, group: SingleRank) -> GraphRunner:
     config = EngineConfig.model_validate({"model": str(folder), "dtype": "bfloat16", "kv_dtype": kv_dtype})
     model = ModelConfig.from_folder(folder)
     assert captures_graphs(config, model, "cuda")
-    layout = make_layout(config, model)
-    decoder = Decoder(model, HollowReader(tensor_shapes(model)), MAX_CONTEXT, DEVICE)  # type: ignore[arg-type]
+    layout = shard_layout(make_layout(config, model), group.shard)
+    slices = tensor_slices(model, group.shard)
+    shapes = {
+        name: slices[name].shape(shape) if name in slices else shape for name, shape in tensor_shapes(model).items()
+    }
+    decoder = Decoder(model, HollowReader(shapes), MAX_CONTEXT, DEVICE, group)  # type: ignore[arg-type]
     for layer in decoder._layers:
         if isinstance(layer.feed_forward, ExpertFeedForward):  # in one tensor, as on a GPU
             for experts in (layer.feed_forward._gate_up, layer.feed_forward._down):
@@ -122,7 +135,9 @@ def make_graphs(folder: Path, kv_dtype: str) -> GraphRunner:
     return GraphRunner(runner.run, [1, BATCH], MAX_CONTEXT, PAGE_SIZE, 63, DEVICE)
 
 
-def check(folder: Path, launches: list[tuple[str, tuple[int, ...]]], kv_dtype: str) -> set[str]:
+def check(
+    folder: Path, launches: list[tuple[str, tuple[int, ...]]], kv_dtype: str, group: SingleRank = SINGLE_RANK
+) -> set[str]:
     touched: list[str] = []
 
     def capture(run: Callable[[], None]) -> Callable[[], None]:
@@ -137,7 +152,7 @@ def check(folder: Path, launches: list[tuple[str, tuple[int, ...]]], kv_dtype: s
         return run
 
     with torch.inference_mode():
-        graphs = make_graphs(folder, kv_dtype)
+        graphs = make_graphs(folder, kv_dtype, group)
         for size in graphs.sizes():
             graphs.capture(size, lambda: capture)
         assert graphs.is_captured
@@ -154,6 +169,15 @@ def test_a_captured_step_neither_waits_for_the_device_nor_copies_to_it(
     is_latent = family.startswith("deepseek")
     assert ("_latent_kernel" if is_latent else "_decode_kernel") in kernels
     assert ("_join_kernel" if is_latent else "_join_items_kernel") in kernels, "a context of this length is split"
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text", "mixtral"])
+def test_a_rank_with_whole_experts_can_be_captured(
+    family: str, tmp_path: Path, launches: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    assert "_gemm_kernel" in check(
+        make_checkpoint(family, tmp_path, num_local_experts=6), launches, "auto", RankAlone()
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])

@@ -54,8 +54,8 @@ def quantize(weight_EIO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Makes a checkpoint in MXFP4 and one with its values in float32."""
-    plain = make_checkpoint("gpt_oss", tmp_path_factory.mktemp("plain"))
-    coded = make_checkpoint("gpt_oss", tmp_path_factory.mktemp("coded"))
+    plain = make_checkpoint("gpt_oss", tmp_path_factory.mktemp("plain"), num_local_experts=6)
+    coded = make_checkpoint("gpt_oss", tmp_path_factory.mktemp("coded"), num_local_experts=6)
     tensors = load_file(plain / "model.safetensors")
     stored = {}
     for name, values in tensors.items():
@@ -83,11 +83,12 @@ def test_tokens_equal_those_of_the_plain_values(folders: tuple[Path, Path]) -> N
     coded, plain = (Engine.load(settings(folder)) for folder in folders)
     wanted = generate(plain, PROMPT, GREEDY)
     assert generate(coded, PROMPT, GREEDY) == wanted
-    split = Engine.load(settings(folders[0], tensor_parallel=2), launch=launch_threads)
-    try:
-        assert generate(split, PROMPT, GREEDY) == wanted
-    finally:
-        split.close()
+    for is_whole in (False, True):
+        split = Engine.load(settings(folders[0], tensor_parallel=2, expert_parallel=is_whole), launch=launch_threads)
+        try:
+            assert generate(split, PROMPT, GREEDY) == wanted
+        finally:
+            split.close()
 
 
 def test_bf16_keeps_the_codes_and_the_logits_stay_near(folders: tuple[Path, Path]) -> None:

@@ -40,7 +40,7 @@ def grouped_gemm(
     tile_rows: int | None = None,
 ) -> torch.Tensor:
     """Multiplies places start[e] to start[e + 1] (int32) with `weight_EOI[e].T`; returns [X, O] in x's dtype, summed in
-    fp32.
+    fp32; places from start[E] on are not written.
 
     Place i is row `rows_X[i]` (int64) of `x_RI`, or row i. With `scales_EGO` (float32, contiguous) the weights are e4m3
     codes; the G groups of inputs are equal and multiples of 32. `tile_rows` is chosen from the rows per expert unless

@@ -86,6 +86,19 @@ def test_no_rows_give_no_results() -> None:
     assert twin(x_RI, weight_EOI, start_E1, torch.empty(0, dtype=torch.int64, device=DEVICE)).shape == (0, 5)
 
 
+def test_places_after_the_last_experts_are_not_written() -> None:
+    """They are pairs of experts on other ranks."""
+    torch.manual_seed(3)
+    x_RI, weight_EOI = torch.randn(30, 40, device=DEVICE), torch.randn(3, 50, 40, device=DEVICE)
+    rows_X = torch.arange(30, device=DEVICE).flip(0)
+    for counts in ([4, 0, 17], [0, 0, 0]):
+        num_own = sum(counts)
+        out, expected = (run(x_RI, weight_EOI, starts_of(counts), rows_X) for run in (grouped_gemm, twin))
+        assert out.shape == expected.shape == (30, 50)
+        torch.testing.assert_close(out[:num_own], expected[:num_own], **TOLERANCE[torch.float32])
+        assert bool(expected[num_own:].isnan().all())
+
+
 @pytest.fixture
 def uniform_dot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the interpreter's `tl.dot` compute every row of a tile with the same operations, as a GPU does.

@@ -71,12 +71,22 @@ def run_worker(
     """
     try:
         arguments = parser.parse_args()
-        config = load_process(WorkerConfig, arguments.config, arguments.secret_file)
+        config = _with_device_defaults(load_process(WorkerConfig, arguments.config, arguments.secret_file))
         set_up_logging(config.worker_id)
         return run(serve(config, arguments))
     except PenstockError as error:
         print(error.message, file=sys.stderr)
         return 2
+
+
+def _with_device_defaults(config: WorkerConfig) -> WorkerConfig:
+    """Returns the configuration with the defaults of the device that the worker will use."""
+    is_gpu = config.engine.device.startswith("cuda")
+    if config.engine.device == "auto":
+        import torch
+
+        is_gpu = torch.cuda.is_available()
+    return config.model_copy(update={"decode": config.decode.on_gpu()}) if is_gpu else config
 
 
 async def _serve(config: WorkerConfig, make_server: Callable[[WorkerConfig], WorkerServer]) -> int:

@@ -67,6 +67,13 @@ def divide_resources(config: ServeConfig, num_cores: float, num_gpus: float = 0.
     return {name: _share(pool, even_cpus, even_gpus) for name, pool in pools.items()}
 
 
+def with_device_defaults(config: ServeConfig, shares: dict[str, ResourceShare]) -> ServeConfig:
+    """Returns the configuration with the defaults of the device that decode workers get by these shares."""
+    if not shares[Role.DECODE.value].num_gpus or config.engine_config(Role.DECODE).device == "cpu":
+        return config
+    return config.model_copy(update={"decode": config.decode.on_gpu()})
+
+
 def num_cpus_needed(config: ServeConfig, shares: dict[str, ResourceShare]) -> float:
     """Returns how many cores Ray must count to place every worker."""
     counts = num_processes(config)

@@ -25,7 +25,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import cluster
-from cluster.pools.resources import NO_CPU_SHARE, ResourceShare
+from cluster.pools.resources import NO_CPU_SHARE, ResourceShare, with_device_defaults
 from cluster.ray.connection import check_ray_version, connect, disconnect, with_descendants
 from cluster.ray.controller_actor import ControllerActor
 from cluster.ray.daemon_watch import DaemonWatch
@@ -131,7 +131,7 @@ def launch(config: ServeConfig, on_status: OnStatus = lambda status: None, *, at
     config = with_absolute_paths(config if attach else resolve_ports(config))
     began_s = time.monotonic()
     shares, daemons = connect(config)
-    deployment = RayDeployment(config, daemons)
+    deployment = RayDeployment(with_device_defaults(config, shares), daemons)
     try:
         found = running_controller() if attach else None
         if attach and found is None:

@@ -30,7 +30,7 @@ CUDA_CONTEXT_BYTES = 600 << 20  # the driver's context, libraries and compiled k
 # three: the stream that loads and warms up, that of the device's thread, and that of captures.
 _WORKSPACE_BYTES = 32 << 20
 _CPU_KV_MEMORY_BYTES = 1 << 30
-_GPU_KV_SHARE = 0.8  # of the memory that the weights leave free
+_GPU_KV_SHARE = 0.9  # of the memory that weights, graphs and workspaces leave free
 # CPU: us per token of a prompt of 2048 on one core, 135M shape, in chunks of 64 / 128 / 256 / 512 / 1024 tokens: 416 /
 # 297 / 264 / 258 / 240 (2026-11); longer chunks delay requests that end inside them.
 # GPU: far more operations per byte of weights than any GPU needs to be busy; not tuned.
@@ -105,16 +105,19 @@ def make_layout(config: EngineConfig, model: ModelConfig) -> KVLayout:
     )
 
 
-def count_pages(config: EngineConfig, layout: KVLayout, device_type: DeviceType, free_bytes: int) -> int:
-    """Returns the size of the pool, given the `free_bytes` that the weights leave on the device.
+def count_pages(
+    config: EngineConfig, layout: KVLayout, device_type: DeviceType, free_bytes: int, largest_step_bytes: int = 0
+) -> int:
+    """Returns the size of the pool, given the `free_bytes` that weights, graphs and workspaces leave on the device.
 
-    Raises ConfigError if that is fewer than 2 pages.
+    A GPU's pool also leaves room for the largest step. Raises ConfigError if that is fewer than 2 pages.
     """
     if config.num_pages is not None:
         return config.num_pages
     budget = config.kv_memory_bytes
     if budget is None:
-        budget = int(max(free_bytes, 0) * _GPU_KV_SHARE) if device_type == "cuda" else _CPU_KV_MEMORY_BYTES
+        on_gpu = min(int(free_bytes * _GPU_KV_SHARE), free_bytes - largest_step_bytes)
+        budget = max(on_gpu, 0) if device_type == "cuda" else _CPU_KV_MEMORY_BYTES
     num_pages = budget // layout.page_bytes
     if num_pages < 2:
         raise ConfigError(

@@ -86,7 +86,7 @@ def plan_memory(
     needs = _estimate_needs(config, model, device, layout, shard, step_tokens, max_sequences)
     free = device.total_bytes - needs.reserved - needs.weights - needs.graphs - needs.adapters
     _check_weights(config, model, device, layout, needs.weights, free - needs.step)
-    num_pages = estimates.count_pages(config, layout, device.type, free)
+    num_pages = estimates.count_pages(config, layout, device.type, free, needs.step)
     host_tier = config.host_memory_bytes // layout.page_bytes * layout.page_bytes
     left = free - needs.step - (host_tier if device.type == "cpu" else 0)
     _check_pool(config, device, layout, num_pages * layout.page_bytes, left)

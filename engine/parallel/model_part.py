@@ -24,11 +24,14 @@ from engine.kernels.kv_quantization import layers_of, reads_e4m3
 from engine.kernels.libraries.capabilities import check_library
 from engine.memory.device_memory import DeviceType
 from engine.memory.estimates import (
+    SCORED_TOKENS,
     captures_graphs,
     count_pages,
     graph_bytes,
     make_layout,
+    saturating_tokens,
     select_context,
+    step_bytes,
     workspace_bytes,
 )
 from engine.models.config import ModelConfig
@@ -36,7 +39,7 @@ from engine.models.decoder import Decoder
 from engine.models.loader import check_share, load_model
 from engine.parallel.collectives import SINGLE_RANK, ParallelGroup
 from engine.parallel.determinism import check_deterministic
-from engine.parallel.shard import WHOLE, Shard, check_expert_parallel, shard_layout
+from engine.parallel.shard import WHOLE, Shard, check_expert_parallel, shard_layout, shard_model
 from engine.step.job_thread import use_device
 from engine.step.model_runner import ModelRunner
 from engine.weights.quantized_weight import Kind
@@ -102,8 +105,15 @@ class ModelPart:
         if self.device.type == "cuda":
             later = graph_bytes(self.config, self.model, "cuda", self.group.shard)
             later += workspace_bytes(self.config, self.model, "cuda")
-            return count_pages(self.config, self.layout, "cuda", int(torch.cuda.mem_get_info(self.device)[0]) - later)
+            free = int(torch.cuda.mem_get_info(self.device)[0]) - later
+            return count_pages(self.config, self.layout, "cuda", free, self._largest_step_bytes())
         return count_pages(self.config, self.layout, "cpu", 0)
+
+    def _largest_step_bytes(self) -> int:
+        """Estimates a step of any worker with default settings; the engine does not know the worker's own."""
+        rows = self.config.cuda_graphs + SCORED_TOKENS
+        own = shard_model(self.model, self.group.shard)
+        return step_bytes(own, self.layout.dtype, saturating_tokens("cuda"), rows)
 
     def make_pool(self, num_pages: int) -> torch.Tensor:
         """Allocates the page tensor, with `SPARE_PAGES` more if graphs are to be captured."""

@@ -32,7 +32,8 @@ class EngineConfig(FrozenConfig):
     num_pages: int | None = Field(None, ge=2)
     """Pages in the pool; by default as many as fit into `kv_memory_bytes`."""
     kv_memory_bytes: int | None = Field(None, ge=1)
-    """Bytes of the page pool; by default 1 GiB on a CPU and 80 % of the free memory on a GPU."""
+    """Bytes of the page pool; by default 1 GiB on a CPU and 90 % of what a GPU has left after
+    weights and graphs, less if a step needs more."""
     max_context: int | None = Field(None, ge=2)
     """Longest prompt plus output, in tokens; by default the model's own limit."""
     attention: Literal["auto", "torch", "triton", "flashinfer", "varlen"] = "auto"

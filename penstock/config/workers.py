@@ -12,6 +12,11 @@ from penstock.config.kv_store import KvStoreConfig
 from penstock.config.security import SecurityConfig, TlsConfig, is_loopback
 from penstock.types import Lane, Role
 
+# Defaults of decode workers on GPUs, whose steps read all weights and cost nearly the same with more sequences. The
+# second leaves room for a chunk of prompts beside a full batch; not measured.
+_GPU_BATCH_SEQUENCES = 256
+_GPU_BATCH_TOKENS = 512
+
 
 class PrefillConfig(FrozenConfig):
     """Batches of prefill workers."""
@@ -37,9 +42,9 @@ class DecodeConfig(FrozenConfig):
     """Batches and admission of decode workers."""
 
     max_batch_sequences: int = Field(64, ge=1)
-    """Sequences that decode in one step."""
+    """Sequences that decode in one step; by default 256 on a GPU."""
     max_batch_tokens: int = Field(256, ge=1)
-    """Tokens computed in one step, chunks of locally computed prompts included."""
+    """Tokens computed in one step, chunks of locally computed prompts included; by default 512 on a GPU."""
     itl_target_s: float | None = Field(None, gt=0)
     """Longest time between a stream's tokens, in seconds, that chunks of prompts may cause; by default unlimited. With
     it, `placement = "auto"` counts a delay of running streams within it a quarter.
@@ -75,6 +80,14 @@ class DecodeConfig(FrozenConfig):
                 f"{self.max_batch_sequences}; raise it, since each sequence needs one token a step"
             )
         return self
+
+    def on_gpu(self) -> DecodeConfig:
+        """Returns these settings with the defaults for a GPU in place of those that were not set."""
+        num_tokens = self.max_batch_tokens if "max_batch_tokens" in self.model_fields_set else _GPU_BATCH_TOKENS
+        num_sequences = min(_GPU_BATCH_SEQUENCES, num_tokens)
+        if "max_batch_sequences" in self.model_fields_set:
+            num_sequences = self.max_batch_sequences
+        return self.model_copy(update={"max_batch_sequences": num_sequences, "max_batch_tokens": num_tokens})
 
     @model_validator(mode="after")
     def _check_draft_model(self) -> DecodeConfig:

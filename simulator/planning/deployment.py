@@ -17,7 +17,7 @@ HIT_EFFICIENCY = (
     0.93  # hits, relative to one cache as large as all: kv-aware keeps 93-99 % (docs/lab-notes/policies.md)
 )
 MAX_BATCH = 256  # sequences of a decode step: as many as CUDA graphs are captured for by default
-_KV_SHARE = 0.8  # share of the memory that weights leave free: the engine's default on GPUs
+_KV_SHARE = 0.9  # share of the memory that weights leave free: the engine's default on GPUs
 _RESERVED_BYTES = 600 << 20  # the driver's context and libraries: the engine's assumption
 
 

@@ -24,6 +24,7 @@ from penstock.config.tenants import TenantConfig
 from penstock.errors import ConfigError
 from penstock.rpc.secret import ClusterSecrets
 from penstock.types import Lane, Role
+from worker.main import make_parser, run_worker
 
 
 def test_a_documented_toml_file_is_read(tmp_path: Path) -> None:
@@ -119,6 +120,42 @@ def test_settings_at_their_limits_are_accepted() -> None:
 def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config file .*nowhere\.toml: .*No such file"):
         load(ServeConfig, tmp_path / "nowhere.toml")
+
+
+@pytest.mark.parametrize(
+    ("settings", "sequences", "tokens"),
+    [
+        ({}, 256, 512),
+        ({"max_batch_sequences": 64}, 64, 512),
+        ({"max_batch_tokens": 200}, 200, 200),
+        ({"max_batch_sequences": 1000, "max_batch_tokens": 1000}, 1000, 1000),
+        ({"max_batch_sequences": 64, "max_batch_tokens": 256}, 64, 256),
+    ],
+)
+def test_a_gpu_decodes_larger_batches_unless_they_are_set(
+    settings: dict[str, int], sequences: int, tokens: int
+) -> None:
+    config = parse(DecodeConfig, settings).on_gpu()
+    assert (config.max_batch_sequences, config.max_batch_tokens) == (sequences, tokens)
+    assert parse(DecodeConfig, config.model_dump(mode="json")).on_gpu() == config
+
+
+@pytest.mark.parametrize(("device", "has_gpu"), [("cpu", False), ("cuda:1", True), ("auto", True), ("auto", False)])
+def test_a_plain_worker_takes_the_defaults_of_its_device(
+    device: str, has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    file = tmp_path / "worker.toml"
+    file.write_text(f'worker_id = "w"\nrole = "decode"\nengine = {{model = "m", device = "{device}"}}\n')
+    monkeypatch.setattr("sys.argv", ["decode_worker", "--config", str(file)])
+    found: list[WorkerConfig] = []
+
+    async def serve(config: WorkerConfig, _: object) -> int:
+        found.append(config)
+        return 0
+
+    assert run_worker(make_parser(), serve) == 0
+    assert found[0].decode.max_batch_sequences == (256 if has_gpu else 64)
 
 
 def test_config_is_frozen() -> None:

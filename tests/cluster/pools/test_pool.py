@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.pools.pool import Incarnation, Pool, Start, Stop, WorkerState
-from cluster.pools.resources import divide_resources, num_cpus_needed
+from cluster.pools.resources import divide_resources, num_cpus_needed, with_device_defaults
 from penstock.config import PoolConfig, ServeConfig
 from penstock.types import Epoch, WorkerId
 
@@ -160,5 +160,7 @@ def test_a_lone_worker_gets_the_whole_machine_unless_its_pool_says_otherwise() -
 )
 def test_gpus_are_divided_so_that_no_part_spans_two(workers: int, gpus: int, each: float) -> None:
     served = config(decode_pool=PoolConfig(replicas=workers - 1))
-    assert divide_resources(served, 4, gpus)["decode"].num_gpus == each
+    shares = divide_resources(served, 4, gpus)
+    assert shares["decode"].num_gpus == each
+    assert with_device_defaults(served, shares).decode.max_batch_sequences == (256 if each else 64)
     assert divide_resources(config(engine={"device": "cpu"}), 4, gpus)["decode"].num_gpus == 0.0

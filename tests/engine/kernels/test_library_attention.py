@@ -176,7 +176,7 @@ def test_a_librarys_workspace_is_in_the_memory_plan(tmp_path: Path) -> None:
     assert plans["flashinfer"].graph_bytes == 0
     free = plans["triton"].graph_bytes + (32 << 20) - (128 << 20)  # the second term is the workspace of captures
     gained = (plans["flashinfer"].num_pages - plans["triton"].num_pages) * plans["triton"].layout.page_bytes
-    assert abs(gained - 0.8 * free) <= plans["triton"].layout.page_bytes
+    assert abs(gained - 0.9 * free) <= plans["triton"].layout.page_bytes
 
 
 @pytest.mark.gpu

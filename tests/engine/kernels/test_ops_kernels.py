@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from engine.kernels.metadata import KvLayer, QkNorms
 from engine.kernels.reference import TorchAttention
 from engine.kernels.triton.backend import TritonAttention, TritonOps
 from engine.kernels.triton.products.quantize_rows import quantize_rows
+from engine.kernels.triton.products.quantized_gemm import Fp8Product
 from engine.kernels.triton.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.triton.rope_qkv import rope, rope_qkv
 from engine.kernels.triton.swiglu import gelu_and_mul, silu_and_mul
+from engine.weights.quantized_weight import quantize_weight
 from tests.engine.kernels.test_paged_kernels import DEVICE, make_meta
 
 # fp32: sums in another order. bf16 and fp16: the result, of values up to about 8, is rounded once.
@@ -134,6 +137,26 @@ def test_fp8_rows_equal_torchs_bit_for_bit(shape: tuple[int, int], dtype: torch.
     assert scales[0].isfinite()
     with pytest.raises(ValueError, match="the last dense"):
         quantize_rows(x.T)
+
+
+def test_fp8_products_sum_in_the_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: list[dict[str, Any]] = []
+    multiply = torch._scaled_mm
+
+    def record(*args: torch.Tensor, **settings: Any) -> torch.Tensor:
+        options.append(settings)
+        return multiply(*args, **settings)
+
+    monkeypatch.setattr(torch, "_scaled_mm", record)
+    weight_OI = noise(32, 48) / 7
+    weight = quantize_weight(weight_OI, "fp8")
+    x = noise(3, 48, dtype=torch.bfloat16)
+    found = Fp8Product(weight, noise(32, dtype=torch.bfloat16) * 0)(x)
+    codes, scales = quantize_rows(x)
+    wanted = (codes.float() * scales[:, None]) @ weight.dequantize(torch.float32).T
+    torch.testing.assert_close(found.float(), wanted, rtol=1e-2, atol=1e-2)
+    assert options[0]["use_fast_accum"]
+    assert (options[0]["scale_a"].shape, options[0]["scale_b"].shape) == ((3, 1), (1, 32))
 
 
 def test_empty_inputs_give_empty_results() -> None:

@@ -7,6 +7,7 @@ import math
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,18 @@ import torch
 from cluster.cli.main import main
 from engine.engine import Engine
 from engine.memory.device_memory import DeviceMemory, find_device
-from engine.memory.estimates import count_pages, make_layout, step_bytes
+from engine.memory.estimates import (
+    SCORED_TOKENS,
+    count_pages,
+    graph_bytes,
+    make_layout,
+    step_bytes,
+    workspace_bytes,
+)
 from engine.memory.plan import MemoryPlan, plan_memory
 from engine.models.config import ModelConfig
 from engine.models.shapes import tensor_shapes
+from engine.parallel.model_part import ModelPart
 from penstock.config import EngineConfig
 from penstock.errors import CheckpointError, ConfigError, InvalidInput
 from penstock.sizing.accelerators import ACCELERATORS
@@ -182,9 +191,33 @@ def test_a_gpus_pool_takes_the_memory_that_weights_and_steps_leave() -> None:
     config = EngineConfig(model=str(BUNDLED))
     plan = plan_memory(config, GPU)
     assert plan.graph_bytes > 0
-    assert plan.num_pages == int((FREE - plan.weight_bytes - plan.graph_bytes) * 0.8) // plan.layout.page_bytes
+    assert plan.num_pages == int((FREE - plan.weight_bytes - plan.graph_bytes) * 0.9) // plan.layout.page_bytes
     assert plan.weight_bytes < plan_memory(config, HOST).weight_bytes, "the tied head is no second copy there"
     assert plan.kv_bytes + plan.weight_bytes + plan.graph_bytes + plan.step_bytes <= FREE
+
+
+def test_a_gpus_pool_leaves_room_for_a_step_wider_than_a_tenth_of_the_memory() -> None:
+    config = EngineConfig(model=str(BUNDLED))
+    plan = plan_memory(config, GPU, step_tokens=1 << 16)
+    free = FREE - plan.weight_bytes - plan.graph_bytes
+    assert plan.step_bytes > free // 10
+    assert plan.num_pages == (free - plan.step_bytes) // plan.layout.page_bytes
+
+
+@pytest.mark.parametrize(("total", "used"), [(143771 << 20, 20 << 30), (8 << 30, 4 << 30)])
+def test_an_engine_sizes_its_pool_from_the_memory_that_its_device_reports(
+    total: int, used: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(model=str(BUNDLED), device="cpu", num_threads=1)
+    part = replace(ModelPart.load(config), device=torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - used, total))
+    later = graph_bytes(config, part.model, "cuda") + workspace_bytes(config, part.model, "cuda")
+    assert later > 0
+    assert part.count_pages() == int((total - used - later) * 0.9) // part.layout.page_bytes
+    wide = replace(part, model=replace(part.model, vocab_size=1 << 18))  # its logits take a tenth of 8 GiB
+    free = total - used - graph_bytes(config, wide.model, "cuda") - workspace_bytes(config, wide.model, "cuda")
+    step = step_bytes(wide.model, part.layout.dtype, 2048, config.cuda_graphs + SCORED_TOKENS)
+    assert wide.count_pages() == min(int(free * 0.9), free - step) // part.layout.page_bytes
 
 
 def test_a_larger_step_takes_more_memory() -> None:

@@ -41,10 +41,12 @@ def run(arguments: Namespace) -> int:
         data["engine"] = dict(data.get("engine", {})) | {"tensor_parallel": arguments.tp}
     config = parse(ServeConfig, data, source=arguments.config or "penstock plan-memory")
     role = Role(arguments.role)
-    worker = config.prefill if role is Role.PREFILL else config.decode
+    device = find_device(arguments.device)
+    decode = config.decode.on_gpu() if device.type == "cuda" else config.decode
+    worker = config.prefill if role is Role.PREFILL else decode
     plan = plan_memory(
         config.engine_config(role),
-        find_device(arguments.device),
+        device,
         context=arguments.context,
         step_tokens=worker.max_batch_tokens,
         max_sequences=worker.max_batch_sequences,

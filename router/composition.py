@@ -31,7 +31,6 @@ from router.batches.pacing_policy import PoolUse
 from router.dispatch.context import DispatchContext, make_context
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.lookaside import Lookaside
-from router.fleet.adapter_registry import watch_adapters
 from router.fleet.worker_fleet import WorkerFleet
 from router.live.controller_reader import ControllerReader
 from router.live.view import LiveView
@@ -77,7 +76,7 @@ def make_parts(config: RouterConfig) -> RouterParts:
     trust = Trust(config.security)
     metrics = RouterMetrics(card.name, config.tenant_labels, config.slo)
     fleet = WorkerFleet(trust, config.index)
-    fleet.adapters.follow(watch_adapters(config, card.name, trust.watcher))
+    fleet.adapters.follow(config, card.name, trust.watcher)
     tenants = Tenants(watch_tenants(config, trust.watcher), lambda: trust.secrets)
     tracer = start_tracer(config.tracing, card.name, f"router-{fleet.peers.epoch}", metrics.traced)
     context = make_context(config, fleet, metrics, tenants.limits_of(config.admission.tenant), tracer)

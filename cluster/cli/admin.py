@@ -40,6 +40,13 @@ def admin_call(arguments: Namespace, method: str, request: Message, timeout_s: f
         return getattr(stub, method)(request, timeout=timeout_s, metadata=metadata)
 
 
+def admin_token(arguments: Namespace) -> str:
+    """Returns the token made from --secret-file, or else the one left for this account; "" if there is none."""
+    if arguments.secret_file:
+        return ClusterSecrets.read(arguments.secret_file, "--secret-file").current.token(ADMIN)
+    return find_token(arguments.admin)
+
+
 @contextlib.contextmanager
 def admin_stub(arguments: Namespace) -> Iterator[tuple[admin_pb2_grpc.AdminStub, Any]]:
     """Yields a stub and the call metadata, which hold the token left for this account or made from --secret-file.
@@ -48,10 +55,7 @@ def admin_stub(arguments: Namespace) -> Iterator[tuple[admin_pb2_grpc.AdminStub,
     """
     address = arguments.admin
     check_address("--admin", address, "localhost:50052")
-    if arguments.secret_file:
-        token = ClusterSecrets.read(arguments.secret_file, "--secret-file").current.token(ADMIN)
-    else:
-        token = find_token(address)
+    token = admin_token(arguments)
     tls = client_tls(arguments)
     options = [*_CHANNEL_OPTIONS, *(tls.options() if tls else ())]
     with _open_channel(address, tls.credentials() if tls else None, options) as channel:

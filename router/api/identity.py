@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from penstock.config.admission import TenantLimits
 from penstock.config.tenants import TenantConfig
 from penstock.errors import ConfigError, PermissionDenied, Unauthenticated
-from penstock.rpc.secret import ClusterSecret, ClusterSecrets, digest_of
+from penstock.rpc.secret import ADMIN, ClusterSecret, ClusterSecrets, digest_of
 from penstock.rpc.ticket import page_salt
 from penstock.types import Lane
 from penstock.v1 import common_pb2
@@ -139,6 +139,19 @@ class Tenants:
                 raise Unauthenticated("authorization: is not the metrics token; send that token as 'Bearer TOKEN'")
         elif self.are_configured:
             raise PermissionDenied("metrics cover all tenants; set metrics_token_file and send its token")
+
+    def check_operator(self, authorization: str | None) -> None:
+        """Checks that a caller may change what the router serves. Raises Unauthenticated or PermissionDenied."""
+        secrets = self._secrets()
+        if secrets is None:
+            raise PermissionDenied(
+                "this call needs the admin token, which is made of the cluster secret; set security.secret_file"
+            )
+        tokens = map(digest_of, secrets.tokens(ADMIN))
+        if authorization is None or digest_of(_key(authorization)) not in tokens:
+            raise Unauthenticated(
+                "authorization: is not the admin token; send what `penstock key admin` prints as 'Bearer TOKEN'"
+            )
 
     def identify_controller(self, authorization: str | None) -> Tenant:
         """Returns the tenant of a call on the controller's own port. Raises Unauthenticated for other callers."""

@@ -41,6 +41,7 @@ from router.api.limits import (
 from router.api.parsed_outputs import OutputParsing
 from router.dispatch.completion_core import WAIT_TO_START_S, no_worker_error
 from router.dispatch.context import DispatchContext
+from router.fleet.adapters.registry import AdapterRegistry
 from router.fleet.worker_groups import WorkerGroup
 from router.parsers.parser_choice import choose_parsers
 from router.prepared_request import PreparedRequest
@@ -356,8 +357,8 @@ class RequestPreparer:
         return name if name and self._fleet.adapters.find(name) is not None else self.card.name
 
     @property
-    def adapters(self) -> list[AdapterRef]:
-        return self._fleet.adapters.all
+    def adapters(self) -> AdapterRegistry:
+        return self._fleet.adapters
 
     async def _wait_for_group(self, session: str, deadline_s: float) -> WorkerGroup:
         """Returns the group of workers that serves the session. Raises Unavailable if none appears in time."""

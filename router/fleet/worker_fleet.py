@@ -24,7 +24,7 @@ from penstock.rpc.server import log_level
 from penstock.rpc.trust import Trust
 from penstock.types import Member, WorkerId
 from penstock.v1 import admin_pb2, admin_pb2_grpc
-from router.fleet.adapter_registry import AdapterRegistry
+from router.fleet.adapters.registry import AdapterRegistry
 from router.fleet.backoff import Backoff
 from router.fleet.fleet_worker import FleetWorker, WorkerRecords
 from router.fleet.health import FleetHealth

@@ -207,6 +207,6 @@ class InferenceService:
                 inference_pb2.Model(
                     id=adapter.name, context_length=model.context_length, revision=adapter.revision, parent=model.id
                 )
-                for adapter in self._preparer.adapters
+                for adapter in self._preparer.adapters.all
             ]
             return inference_pb2.ListModelsResponse(models=[model, *adapters])

@@ -15,7 +15,7 @@ from penstock.config.router import StoreConfig
 from router.api.dialect import Dialect, ErrorShape
 from router.api.http import message_routes, response_routes
 from router.api.http.generation import GenerationCalls
-from router.api.http.model_routes import add_models
+from router.api.http.model_routes import add_adapter_changes, add_models
 from router.api.http.offline.line_answers import LineAnswers
 from router.api.http.offline.parts import OfflineParts
 from router.api.http.openapi.document import described_call
@@ -81,6 +81,8 @@ def make_app(
     if batches is not None:
         runner = batches.add_to(app, calls, preparer, LineAnswers(calls, preparer, dialects, SHAPES), [*dialects])
     add_models(app, preparer)
+    if preparer.adapters.file is not None:
+        add_adapter_changes(app, preparer, preparer.adapters.file, metrics)
     return ServedApp(app, runner)
 
 

@@ -15,7 +15,7 @@ from router.api.http.streams import internal_error
 from router.api.limits import UnreadRequest
 from router.api.openai.responses import error_json
 
-_NO_ADAPTER_CALL = "such call: add or remove a line of the file that adapters_file names, and routers reload it"
+_NO_ADAPTER_CALL = "such call: POST /v1/{}load_lora_adapter needs adapters_file, the file that it changes"
 _NO_RENDERING = "such call; POST /tokenize shows the tokens of a prompt"
 # What Penstock lacks: calls of OpenAI's and Anthropic's APIs and of other servers, by the prefix of their path. The
 # first match applies.
@@ -82,10 +82,10 @@ _UNSERVED = {
     "/v1/chat/completions/derender": _NO_RENDERING,
     "/v1/chat/completions": "stored chat completions, and no such call",
     "/tokenizer_info": _NO_RENDERING,
-    "/v1/load_lora_adapter": _NO_ADAPTER_CALL,
-    "/v1/unload_lora_adapter": _NO_ADAPTER_CALL,
-    "/load_lora_adapter": _NO_ADAPTER_CALL,
-    "/unload_lora_adapter": _NO_ADAPTER_CALL,
+    "/v1/load_lora_adapter": _NO_ADAPTER_CALL.format(""),
+    "/v1/unload_lora_adapter": _NO_ADAPTER_CALL.format("un"),
+    "/load_lora_adapter": _NO_ADAPTER_CALL.format(""),
+    "/unload_lora_adapter": _NO_ADAPTER_CALL.format("un"),
     "/invocations": "SageMaker calls",
     "/cohere": "Cohere calls",
     "/api": "Ollama calls",

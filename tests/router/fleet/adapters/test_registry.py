@@ -10,7 +10,7 @@ from penstock.config import RouterConfig, parse
 from penstock.errors import CheckpointError, ConfigError
 from penstock.kv.adapter_files import CONFIG_FILE, WEIGHTS_FILE, read_adapter_ref
 from penstock.rpc.reload import FileWatcher
-from router.fleet.adapter_registry import AdapterRegistry, watch_adapters
+from router.fleet.adapters.registry import AdapterRegistry
 from tests.support.key_files import replace
 
 MODEL = "penstock-tiny"
@@ -26,7 +26,7 @@ def folder(path: Path, weights: bytes = b"") -> Path:
 def followed(**settings: object) -> tuple[AdapterRegistry, FileWatcher]:
     watcher, registry = FileWatcher(), AdapterRegistry()
     config = RouterConfig.model_validate({"model": "m", "workers": ("localhost:1",), **settings})
-    registry.follow(watch_adapters(config, MODEL, watcher))
+    registry.follow(config, MODEL, watcher)
     return registry, watcher
 
 

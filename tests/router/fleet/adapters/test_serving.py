@@ -13,14 +13,15 @@ import pytest
 
 from penstock.client.async_client import AsyncClient
 from penstock.config import RouterConfig
+from penstock.rpc.secret import ADMIN, ClusterSecret
 from penstock.types import Role
 from router.server import RouterServer
 from tests.support.engine.adapters import make_adapter
-from tests.support.key_files import replace
+from tests.support.key_files import replace, write_secret
 from tests.support.router.router_fakes import all_followed, until
 from tests.support.serving import wait_until_empty, worker_config, workers
 
-MODEL = Path(__file__).parents[3] / "models" / "penstock-tiny"
+MODEL = Path(__file__).parents[4] / "models" / "penstock-tiny"
 ENGINE = {"max_adapters": 1, "max_adapter_rank": 4, "dtype": "float32"}
 PROMPT = list(range(100, 140))
 
@@ -73,14 +74,19 @@ async def test_adapters_are_added_replaced_and_removed_while_the_deployment_serv
         async with router_at(addresses, adapters={"one": first.path, "two": second.path}) as fixed:
             wanted = {name: await answer(fixed, name) for name in ("one", "two", MODEL.name)}
         assert len(set(wanted.values())) == 3
-        async with router_at(addresses, adapters_file=str(path)) as router:
+        secret = ClusterSecret("s" * 64)
+        async with router_at(
+            addresses, adapters_file=str(path), security=write_secret(tmp_path / "secret", secret)
+        ) as router:
             assert await answer(router, "sql") == wanted["one"]
             assert (await complete(router, "law")).status_code == 404
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{router.ports.http}", timeout=60) as http:
-                refused = await http.post("/v1/load_lora_adapter", json={"lora_name": "law", "lora_path": second.path})
-            assert "a line of the file that adapters_file names" in refused.json()["error"]["message"]
-            replace(path, '[adapters]\nsql = "first"\nlaw = "second"\n')
-            await is_listed(router, "law", "sql")
+                loaded = await http.post(
+                    "/v1/load_lora_adapter",
+                    json={"lora_name": "law", "lora_path": second.path},
+                    headers={"authorization": f"Bearer {secret.token(ADMIN)}"},
+                )
+            assert loaded.status_code == 200, loaded.text
             assert await answer(router, "law") == wanted["two"]
 
             async with AsyncClient(f"127.0.0.1:{router.ports.grpc}", timeout_s=60) as client:

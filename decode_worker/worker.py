@@ -41,9 +41,9 @@ from engine.step.sequence import SampledToken, Sequence
 from kv_transfer.session.transfer_session import Manifest
 from penstock.config import DecodeConfig
 from penstock.errors import Cancelled, Overloaded, PenstockError
+from penstock.metrics.worker_metrics import HANDOFF_MISMATCHES
 from penstock.types import FinishReason, TransferKey, WorkerId, WorkerLoad
 from penstock.v1 import common_pb2, worker_pb2
-from penstock.worker_metrics import HANDOFF_MISMATCHES
 from worker.hints.keeper import HintKeeper
 from worker.pull.prompts import PrefixPulls
 from worker.sequence_message import check_token_ids

@@ -292,7 +292,7 @@ class WorkerLoad:
     num_open: int = 0  # requests held, in any state
     requests: RequestTotals = RequestTotals()
     leaving: bool = False  # its process is about to stop and takes no new work
-    metrics: Mapping[str, float] = field(default_factory=dict)  # values by name (penstock.worker_metrics)
+    metrics: Mapping[str, float] = field(default_factory=dict)  # values by name (penstock.metrics.worker_metrics)
     adapters: tuple[str, ...] = ()  # revisions of the loaded adapters
     adapter_load_s: float = 0.0  # recent mean time to load one; 0: not known yet
 

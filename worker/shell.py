@@ -32,12 +32,7 @@ from penstock.config import WorkerConfig
 from penstock.config.kv_store import KvStoreConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.kv.weights_version import weights_version
-from penstock.rpc.secret import STORE_OBJECTS
-from penstock.rpc.server import GrpcServer
-from penstock.rpc.trust import Trust
-from penstock.types import Epoch, Labels, Role, TransferKey, WorkerId, WorkerLoad, new_epoch
-from penstock.v1 import worker_pb2, worker_pb2_grpc
-from penstock.worker_metrics import (
+from penstock.metrics.worker_metrics import (
     BYTES_SENT,
     OLDEST_FENCE_SECONDS,
     PAGES_SENT,
@@ -45,6 +40,11 @@ from penstock.worker_metrics import (
     TRANSPORT_FALLBACKS,
     WEIGHTS_VERSION,
 )
+from penstock.rpc.secret import STORE_OBJECTS
+from penstock.rpc.server import GrpcServer
+from penstock.rpc.trust import Trust
+from penstock.types import Epoch, Labels, Role, TransferKey, WorkerId, WorkerLoad, new_epoch
+from penstock.v1 import worker_pb2, worker_pb2_grpc
 from worker.channels import Channels
 from worker.checkup import check_up, device_name
 from worker.fence_keeper import FenceKeeper

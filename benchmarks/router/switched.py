@@ -15,6 +15,7 @@ from typing import Any
 
 from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 
+from penstock.metrics.families import BoundCounter, BoundHistogram
 from penstock.types import Lane
 from penstock.v1 import common_pb2
 from router.__main__ import main
@@ -22,7 +23,6 @@ from router.admission.interface import RequestUsage
 from router.api.prepare import RequestPreparer
 from router.metrics.admission_metrics import AdmissionMetrics
 from router.metrics.completion_counts import CompletionCounts
-from router.metrics.families import BoundCounter, BoundHistogram
 from router.metrics.metrics import RouterMetrics
 from router.metrics.request_metrics import RequestMetrics
 from router.prepared_request import PreparedRequest

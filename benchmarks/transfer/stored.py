@@ -26,8 +26,8 @@ from benchmarks.common.shapes import LLAMA_135M, random_llama
 from benchmarks.transfer.pulls import Pair
 from decode_worker.server import DecodeServer
 from penstock.config import KvStoreConfig, WorkerConfig
+from penstock.metrics.worker_metrics import STORE_WRITE_SECONDS, STORE_WRITES, STORE_WRITTEN_BYTES
 from penstock.types import Role
-from penstock.worker_metrics import STORE_WRITE_SECONDS, STORE_WRITES, STORE_WRITTEN_BYTES
 from tests.support.serving import caller, until, worker_config, workers
 from worker.pull.policy import PullCosts, PullPlan
 from worker.pull.store.backends.folder_store import FolderStore

@@ -40,8 +40,8 @@ from engine.step.sequence import SampledToken, ScheduledSequence, Sequence, Step
 from engine.step.speculation.speculator import Speculator
 from penstock.config import DecodeConfig
 from penstock.errors import InternalError
+from penstock.metrics.worker_metrics import WorkerMetrics
 from penstock.scheduling.bulk_lane import BulkTurns
-from penstock.worker_metrics import WorkerMetrics
 
 
 class DecodeScheduler:

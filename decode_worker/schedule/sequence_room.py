@@ -16,8 +16,8 @@ from decode_worker.schedule.steps_in_flight import StepsInFlight
 from engine.cache.page_pool import OutOfPages, PagePool
 from engine.step.sequence import ScheduledSequence, Sequence
 from penstock.config import DecodeConfig
+from penstock.metrics.worker_metrics import PREEMPTED_TOKENS, PREEMPTIONS, WorkerMetrics
 from penstock.types import PageId
-from penstock.worker_metrics import PREEMPTED_TOKENS, PREEMPTIONS, WorkerMetrics
 
 
 @dataclass(frozen=True, slots=True)

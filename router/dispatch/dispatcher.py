@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 
+from penstock.metrics.families import BoundHistogram
 from penstock.text.completion_text import CompletionText
 from penstock.text.completions import CompletionDelta, Output
 from penstock.text.spelling import Spelling
@@ -17,7 +18,6 @@ from router.admission.gate import AdmissionSlot
 from router.dispatch.context import DispatchContext
 from router.dispatch.lookaside import Lookaside, Route
 from router.dispatch.token_stream import TokenStream
-from router.metrics.families import BoundHistogram
 from router.prepared_request import PreparedRequest
 from router.tracing.stages import EndedCompletion
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Gauge
 
+from penstock.metrics.families import BoundCounter, CounterFamily, HistogramFamily
 from penstock.types import Lane
-from router.metrics.families import CounterFamily, HistogramFamily
 
 _WAIT_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
@@ -31,6 +31,7 @@ class AdmissionMetrics:
             ["model_name", "lane", "reason"],
             registry,
         )
+        self._spent: dict[str, BoundCounter] = {}  # by tenant
         self._tokens = CounterFamily(
             "penstock:tenant_tokens",
             "Prompt and output tokens that count against a tenant's rate",
@@ -39,13 +40,20 @@ class AdmissionMetrics:
         )
 
     def passed(self, lane: Lane, waited_s: float) -> None:
-        self._waits[lane._value_].observe(waited_s)
+        self._waits[lane._value_].defer(waited_s)
 
     def refused(self, lane: Lane, reason: str) -> None:
         self._refusals.bind(self._model, lane.value, str(reason)).inc()
 
     def spent(self, tenant: str, num_tokens: int) -> None:
-        self._tokens.bind(self._model, tenant).inc(num_tokens)
+        if (series := self._spent.get(tenant)) is None:
+            series = self._spent[tenant] = self._tokens.bind(self._model, tenant)
+        series.value += num_tokens
+
+    def fold(self) -> None:
+        """Observes the waits that have not been counted yet. Call it before rendering the metrics."""
+        for series in self._waits.values():
+            series.fold()
 
     def watch(
         self,

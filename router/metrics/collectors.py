@@ -9,8 +9,8 @@ from typing import Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from penstock.metrics.worker_metrics import METRICS
 from penstock.types import WorkerId, WorkerLoad
-from penstock.worker_metrics import METRICS
 from router.routing.costs.predictions import WorkerPredictionErrors
 from router.routing.index.prefix_index import PrefixIndex
 
@@ -122,7 +122,7 @@ class PredictionCollector(Collector):
 
 
 class WorkerMetricsCollector(Collector):
-    """Exports, for each worker, the metrics declared in `penstock.worker_metrics` that it reports with its load."""
+    """Exports the metrics of `penstock.metrics.worker_metrics` that each worker reports with its load."""
 
     def __init__(self, model: str, loads: Callable[[], Mapping[WorkerId, WorkerLoad]]) -> None:
         self._model = model

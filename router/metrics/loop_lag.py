@@ -10,7 +10,7 @@ import asyncio
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from router.metrics.families import HistogramFamily
+from penstock.metrics.families import HistogramFamily
 
 _INTERVAL_S = 0.02
 _LAG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

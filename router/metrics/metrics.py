@@ -10,6 +10,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from penstock.config.autoscaler import SloConfig
+from penstock.metrics.families import HistogramFamily, observe_all
 from penstock.types import Role, WorkerEnd, WorkerId, WorkerLoad
 from router.metrics.admission_metrics import AdmissionMetrics
 from router.metrics.collectors import (
@@ -19,7 +20,6 @@ from router.metrics.collectors import (
     PredictionCollector,
     WorkerMetricsCollector,
 )
-from router.metrics.families import HistogramFamily, observe_all
 from router.metrics.loop_lag import LoopLag
 from router.metrics.request_metrics import RequestMetrics
 from router.routing.costs.predictions import WorkerPredictionErrors
@@ -164,6 +164,7 @@ class RouterMetrics:
     def _render_others(self) -> bytes:
         """Folds all deferred values into the metrics and renders those that are not request metrics."""
         self.requests.fold()
+        self.admission.fold()
         self._fold_errors()
         return generate_latest(self._registry)
 

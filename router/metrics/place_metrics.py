@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
+from penstock.metrics.families import BoundCounter, CounterFamily
 from penstock.types import Role
 from penstock.v1 import common_pb2
-from router.metrics.families import BoundCounter, CounterFamily
 from router.routing.policy.interface import PairChoice
 
 _PLACES = ("prefill worker", "decode worker")

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
 from penstock.config.autoscaler import SloConfig
-from penstock.types import Lane, Role
-from router.metrics.families import (
+from penstock.metrics.families import (
     BoundCounter,
     BoundHistogram,
     CounterFamily,
@@ -29,6 +28,7 @@ from router.metrics.families import (
     Ints,
     observe_all,
 )
+from penstock.types import Lane, Role
 from router.metrics.place_metrics import PlaceMetrics
 from router.metrics.tenant_label import TenantLabel
 from router.tracing.stages import Arithmetic, EndedCompletion, Stage, StageMoments, has_transfer, lay_out, stage_moments

@@ -14,11 +14,11 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from penstock.client.retry import RetryBudget
 from penstock.config.autoscaler import SloConfig
+from penstock.metrics.families import HistogramFamily
 from penstock.types import FinishReason, Lane, RequestId, SamplingParams, WorkerId
 from penstock.v1 import common_pb2
 from router.metrics.completion_counts import CompletionCounts
 from router.metrics.demand_report import DemandCounter
-from router.metrics.families import HistogramFamily
 from router.metrics.metrics import RouterMetrics
 from router.metrics.request_metrics import EndedRequest, RequestMetrics, prompt_class
 from router.prepared_request import PreparedRequest

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from penstock import wire
+from penstock.metrics.worker_metrics import METRICS, PREEMPTED_TOKENS, PREEMPTIONS, WorkerMetrics
 from penstock.types import WorkerId, WorkerLoad
-from penstock.worker_metrics import METRICS, PREEMPTED_TOKENS, PREEMPTIONS, WorkerMetrics
 from router.metrics.metrics import RouterMetrics
 
 

@@ -25,11 +25,11 @@ from cluster.ray.launch import RayDeployment, launch
 from penstock import Client
 from penstock.config import PoolConfig, RouterConfig, ServeConfig
 from penstock.config.security import SecurityConfig, TlsConfig
+from penstock.metrics.worker_metrics import METRICS
 from penstock.rpc.secret import ClusterSecret, digest_of, make_api_key
 from penstock.sizing.model_shape import find_shape
 from penstock.types import Role, WorkerId, WorkerLoad
 from penstock.v1 import worker_pb2
-from penstock.worker_metrics import METRICS
 from router.metrics.collectors import CredentialCollector, IndexCollector, PredictionCollector
 from router.metrics.metrics import RouterMetrics
 from router.routing.costs.predictions import WorkerPredictionErrors

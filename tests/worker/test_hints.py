@@ -12,9 +12,9 @@ import pytest
 
 from decode_worker.server import DecodeServer
 from penstock.kv.kv_hints import Hint, HintAnswer, HintOutcome, KvHints
+from penstock.metrics.worker_metrics import HELD_PAGES, HINTS_ACCEPTED, PREFETCHED_PAGES
 from penstock.types import FinishReason, Role
 from penstock.wire import finish_reason_from_wire, hint_answer_from_wire
-from penstock.worker_metrics import HELD_PAGES, HINTS_ACCEPTED, PREFETCHED_PAGES
 from prefill_worker.server import PrefillServer
 from tests.support.engine.checkpoints import make_checkpoint
 from tests.support.serving import GREEDY, caller, until, worker_config, workers

@@ -21,10 +21,10 @@ from kv_transfer.session.lease import HEARTBEATS_A_LEASE, Lease, Sweeper, earlie
 from penstock import wire
 from penstock.config import EngineConfig
 from penstock.errors import TransferError, from_status
+from penstock.metrics.worker_metrics import OLDEST_FENCE_SECONDS
 from penstock.rpc.server import GrpcServer, make_channel
 from penstock.types import Epoch, Role, TransferId, TransferKey, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
-from penstock.worker_metrics import OLDEST_FENCE_SECONDS
 from prefill_worker.server import PrefillServer
 from tests.support.engine.checkpoints import make_checkpoint
 from tests.support.serving import (

@@ -21,10 +21,10 @@ from kv_transfer.receive import receiver as transfer_receiver
 from penstock.config import EngineConfig, TransferConfig
 from penstock.errors import PenstockError, TransferError
 from penstock.kv.page_hash import hash_pages
+from penstock.metrics.worker_metrics import PULL_FAILURES, PULLED_PAGES, PULLS, PULLS_CANCELLED
 from penstock.rpc.server import make_channel
 from penstock.types import Epoch, PageHash, Role, SamplingParams, StepTotals, WorkerId
 from penstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from penstock.worker_metrics import PULL_FAILURES, PULLED_PAGES, PULLS, PULLS_CANCELLED
 from prefill_worker.server import PrefillServer
 from tests.support.engine.checkpoints import make_checkpoint
 from tests.support.serving import (

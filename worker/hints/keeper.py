@@ -16,8 +16,7 @@ from engine.cache.retention.holds import Lost
 from engine.engine import Engine
 from engine.step.sequence import Sequence
 from penstock.kv.kv_hints import Hint, HintAnswer, HintOutcome, KvHints
-from penstock.types import WorkerId
-from penstock.worker_metrics import (
+from penstock.metrics.worker_metrics import (
     HELD_BYTES,
     HELD_PAGES,
     HINTS_ACCEPTED,
@@ -27,6 +26,7 @@ from penstock.worker_metrics import (
     PREFETCHED_PAGES,
     SESSIONS,
 )
+from penstock.types import WorkerId
 from worker.hints.prefetches import Prefetch, PrefetchQueue
 
 _COUNTERS = {

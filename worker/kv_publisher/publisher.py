@@ -21,7 +21,7 @@ from penstock.errors import ConfigError
 from penstock.kv.block_events import END_SEQ, SEQ_BYTES, BlockEvent, BlocksStored, encode_batch
 from penstock.kv.events import KvEventLog
 from penstock.kv.page_texts import PageText
-from penstock.worker_metrics import KV_EVENT_BATCHES, KV_EVENT_RESYNCS, KV_EVENT_UNNAMED_PAGES
+from penstock.metrics.worker_metrics import KV_EVENT_BATCHES, KV_EVENT_RESYNCS, KV_EVENT_UNNAMED_PAGES
 from worker.kv_publisher.published_pages import PublishedPages
 from worker.kv_publisher.replay_window import ReplayWindow
 

@@ -4,6 +4,6 @@ The shell opens a `MetricsPort` over a `WorkerCollector`, which reads the latest
 and over `StepMetrics`, whose `observe` the step loop calls once per step. `model_work` estimates how busy the device
 is, and `page_use` how full the pages are. No exported value is about a single request, so every scraper may read them.
 
-To add a metric, declare it in `penstock.worker_metrics` and observe it where it happens: the collector exports it here,
-and routers export it too.
+To add a metric, declare it in `penstock.metrics.worker_metrics` and observe it where it happens: the collector exports
+it here, and routers export it too.
 """

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from penstock.metrics.worker_metrics import METRICS
 from penstock.sizing.accelerators import accelerator_of
 from penstock.types import WorkerLoad
 from penstock.v1 import worker_pb2
-from penstock.worker_metrics import METRICS
 from worker.metrics.model_work import ModelWork
 from worker.metrics.oom_kills import count_oom_kills
 from worker.metrics.page_use import PageUse
@@ -106,7 +106,7 @@ class WorkerCollector(Collector):
         yield self._counters("penstock:worker_step_seconds", "Seconds in steps", "kind", seconds)
 
     def _declared(self, load: WorkerLoad) -> Iterator[Metric]:
-        """Yields the metrics of `penstock.worker_metrics` that the worker has observed."""
+        """Yields the metrics of `penstock.metrics.worker_metrics` that the worker has observed."""
         for metric in METRICS.values():
             if metric.name in load.metrics:
                 make = self._counter if metric.is_counter else self._gauge

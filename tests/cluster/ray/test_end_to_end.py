@@ -23,11 +23,11 @@ from cluster.ray.launch import RayDeployment, launch
 from penstock import Client
 from penstock.client.results import GenerateResult, ResultBuilder
 from penstock.config import DecodeConfig, KeeperConfig, PoolConfig, ServeConfig
+from penstock.metrics.worker_metrics import KEPT_PAGES
 from penstock.rpc.admin_token import find_token
 from penstock.rpc.secret import PEER, ClusterSecrets
 from penstock.types import FinishReason
 from penstock.v1 import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
-from penstock.worker_metrics import KEPT_PAGES
 from tests.support.prefork.module_process import forked_ray_workers
 from tests.support.ray_nodes import controller_process
 

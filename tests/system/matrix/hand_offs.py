@@ -21,11 +21,11 @@ import pytest
 from decode_worker.server import DecodeServer
 from penstock.config import KvStoreConfig, LookasideConfig, RouterConfig, WorkerConfig
 from penstock.config.security import SecurityConfig
+from penstock.metrics.worker_metrics import STORE_READ_PAGES
 from penstock.rpc.secret import ClusterSecret
 from penstock.rpc.server import make_channel
 from penstock.types import Role, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
-from penstock.worker_metrics import STORE_READ_PAGES
 from prefill_worker.server import PrefillServer
 from router.admission import admission_policy
 from router.server import RouterServer

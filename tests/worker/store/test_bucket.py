@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.config import WorkerConfig
-from penstock.worker_metrics import STORE_FAILURES, STORE_READ_PAGES, STORE_USABLE
+from penstock.metrics.worker_metrics import STORE_FAILURES, STORE_READ_PAGES, STORE_USABLE
 from tests.support.serving import until
 from tests.worker.store.test_backends import (
     test_an_object_is_read_as_it_was_written,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from decode_worker.server import DecodeServer
+from penstock.metrics.worker_metrics import PREEMPTIONS, STORE_READ_PAGES
 from penstock.types import Role, SamplingParams
-from penstock.worker_metrics import PREEMPTIONS, STORE_READ_PAGES
 from tests.decode_worker.migrate.test_migration import Router, migrate, until_running
 from tests.support.serving import caller, until
 from tests.worker.store.test_shared_store import (

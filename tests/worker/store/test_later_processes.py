@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from penstock.config import KvStoreConfig, WorkerConfig
+from penstock.metrics.worker_metrics import STORE_BYTES, STORE_READ_PAGES, STORE_WRITES
 from penstock.rpc.server import make_channel
 from penstock.types import Role, SamplingParams
 from penstock.v1 import worker_pb2, worker_pb2_grpc
-from penstock.worker_metrics import STORE_BYTES, STORE_READ_PAGES, STORE_WRITES
 from tests.support.plain_processes import Deployment
 from tests.support.serving import caller, worker_config
 

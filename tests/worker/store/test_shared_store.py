@@ -14,8 +14,7 @@ import pytest
 from decode_worker.server import DecodeServer
 from penstock.config import KvStoreConfig, SecurityConfig, WorkerConfig
 from penstock.kv.kv_hints import KvHints
-from penstock.types import Role, SamplingParams
-from penstock.worker_metrics import (
+from penstock.metrics.worker_metrics import (
     PULLS_CANCELLED,
     STORE_FAILURES,
     STORE_MISSED_PAGES,
@@ -24,6 +23,7 @@ from penstock.worker_metrics import (
     STORE_USABLE,
     STORE_WRITES,
 )
+from penstock.types import Role, SamplingParams
 from prefill_worker.server import PrefillServer
 from tests.support.engine.checkpoints import make_checkpoint
 from tests.support.serving import TIMEOUT_S, Answer, caller, until, wait_until_empty, worker_config, workers

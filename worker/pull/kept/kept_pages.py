@@ -19,7 +19,13 @@ from engine.engine import Engine
 from engine.step.sequence import Sequence
 from penstock.config import KeeperConfig
 from penstock.errors import InvalidInput
-from penstock.worker_metrics import KEPT_PAGES, KEPT_PAGES_DAMAGED, KEPT_POOLS, KEPT_POOLS_REFUSED, WorkerMetrics
+from penstock.metrics.worker_metrics import (
+    KEPT_PAGES,
+    KEPT_PAGES_DAMAGED,
+    KEPT_POOLS,
+    KEPT_POOLS_REFUSED,
+    WorkerMetrics,
+)
 from worker.pull.kept.keeper_link import Deposit, KeeperLink, KeptFiles
 from worker.pull.kept.restore_policy import choose_restored
 

@@ -19,9 +19,7 @@ from engine.engine import Engine
 from engine.step.sequence import Sequence as TokenSequence
 from penstock.config.kv_store import KvStoreConfig
 from penstock.errors import Cancelled, DeadlineExceeded, PenstockError, TransferError
-from penstock.types import SHARED_STORE, Epoch, PageHash, PageId
-from penstock.v1 import worker_pb2
-from penstock.worker_metrics import (
+from penstock.metrics.worker_metrics import (
     STORE_BYTES,
     STORE_DELETED,
     STORE_FAILURES,
@@ -38,6 +36,8 @@ from penstock.worker_metrics import (
     STORE_WRITTEN_BYTES,
     WorkerMetrics,
 )
+from penstock.types import SHARED_STORE, Epoch, PageHash, PageId
+from penstock.v1 import worker_pb2
 from worker.pull.client import Stop
 from worker.pull.policy import PartlyPulled, PrefixSource
 from worker.pull.store.announcer import RunAnnouncer

@@ -35,6 +35,7 @@ _LATENCIES = r"(?P<row>(?:goodput|TTFT|ITL)[^,]*?"
 _PENSTOCK = (("^colocated$", "Penstock colocated"), (r"^1P\+1D$", "Penstock 1P+1D"))
 _REPLAYED = r"(?P<part>.+): (?P<row>(?:%s)), (?P<kind>.+)"
 
+_ENGINE_STARTS = BarSpec("Start to first token, s", r"(?P<row>start.*): (?P<kind>[^/]+)", "s", with_baselines=False)
 _ENGINE_STEPS = BarSpec(
     "One engine in one process, ms",
     r"(?P<row>(?:decode step|prompt|16 requests).*): (?P<kind>[^/]+)",
@@ -52,13 +53,10 @@ SPECS: dict[str, tuple[BarSpec, ...]] = {
     ),
     "bulk": (BarSpec("Interactive requests beside a batch, ms", "(?P<row>(?:TTFT|ITL) p[0-9]+) beside a batch", "ms"),),
     "choice": (BarSpec("Cost of choosing a pair of workers, us", "(?P<row>.+)", "us"),),
-    "engine": (
-        _ENGINE_STEPS,
-        BarSpec("Start to first token, s", r"(?P<row>start.*): (?P<kind>[^/]+)", "s", with_baselines=False),
-    ),
+    "engine_amx": (_ENGINE_STEPS, _ENGINE_STARTS),
     "engine_avx2": (_ENGINE_STEPS,),
     "engine_avx512": (_ENGINE_STEPS,),
-    "engine_avx512_bf16": (_ENGINE_STEPS,),
+    "engine_avx512_bf16": (_ENGINE_STEPS, _ENGINE_STARTS),
     "faults": (BarSpec("Faults: noticed and served again, s", "(?P<row>.+)", "s(, .+)?"),),
     "flips": (BarSpec("Flips, drains and restarts under load, s", "(?P<row>.+)", "s"),),
     "index": (

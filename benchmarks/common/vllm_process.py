@@ -132,7 +132,7 @@ class VllmEngine(PipedProcess):
     would take the cores from the subject measured next.
     """
 
-    def __init__(self, vllm: Vllm, folder: Path, num_threads: int, cache: Path) -> None:
+    def __init__(self, vllm: Vllm, folder: Path, num_threads: int, cache: Path | None = None) -> None:
         started_s = time.perf_counter()
         command: list[str | Path] = [vllm.python, "-m", "benchmarks.engine.vllm", str(folder)]
         super().__init__(command, vllm.environment(own_cores(num_threads), cache))

@@ -6,7 +6,9 @@ with the bare-torch floor, plain eager torch and `transformers`. A "whole loop" 
 submitted all at once to this engine's worker loop and to vLLM's `LLM.generate`, which runs in its own process if its
 interpreter is named (`benchmarks/common/vllm_process.py`). "Its bare step" is the same engine's step without that loop.
 
-`--isa` limits this engine, torch and oneDNN to a lower instruction set of this machine; vLLM is not limited.
+Each instruction set has its own result, `engine_ISA.json`. `--isa` limits this engine, torch and oneDNN to a lower one
+of this machine; vLLM is not limited. `--only` measures a part and keeps the last figures of the rest; a part without
+starts and whole loops starts no vLLM.
 
 Subjects alternate round by round, and the quickest call of each counts, since other work on the machine only adds time.
 While one is measured, the others are idle.
@@ -15,8 +17,10 @@ While one is measured, the others are idle.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
+import re
 import sys
 import tempfile
 import time
@@ -29,11 +33,11 @@ import torch
 
 from benchmarks.common.floor import FloorStep
 from benchmarks.common.process_group import PipedProcess
-from benchmarks.common.report import Row, publish
+from benchmarks.common.report import RESULTS, Row, hardware, publish
 from benchmarks.common.shapes import random_llama
 from benchmarks.common.timing import elapsed_s
 from benchmarks.common.vllm_process import Vllm, VllmEngine, parse_with_vllm
-from benchmarks.engine.aims import BARE, BATCHING, COLD, FLOOR, OURS, VLLM, WARM, aim_rows, rows_of
+from benchmarks.engine.aims import BARE, BATCHING, COLD, FLOOR, OURS, VLLM, WARM, aim_rows, rows_of, seconds_of
 from benchmarks.engine.loop import EngineLoop
 from benchmarks.engine.peers import EagerTorch, Transformers
 from benchmarks.engine.workload import (
@@ -185,10 +189,18 @@ def first_token_s(subject: str, folder: Path, num_threads: int, cache: Path | No
 
 
 @contextmanager
-def started_vllm(vllm: Vllm | None, folder: Path, num_threads: int) -> Iterator[tuple[VllmEngine | None, float, float]]:
-    """Yields vLLM, stopped until it is called, or None, and the seconds of its first and its second start."""
+def started_vllm(
+    vllm: Vllm | None, folder: Path, num_threads: int, is_timed: bool
+) -> Iterator[tuple[VllmEngine | None, float, float]]:
+    """Yields vLLM, stopped until it is called, or None, and the seconds of its first and its second start. Unless
+    `is_timed` it starts only once, with the code that an earlier run has compiled.
+    """
     if vllm is None:
         yield None, 0.0, 0.0
+        return
+    if not is_timed:
+        with VllmEngine(vllm, folder, num_threads) as only:
+            yield only, only.start_s, only.start_s
         return
     with tempfile.TemporaryDirectory() as cache:
         with VllmEngine(vllm, folder, num_threads, Path(cache)) as first:
@@ -212,7 +224,7 @@ def whole_loop(
 
 
 def measure(
-    folder: Path, peer: VllmEngine | None, num_threads: int, rounds: int, only: str
+    folder: Path, peer: VllmEngine | None, num_threads: int, rounds: int, only: re.Pattern[str]
 ) -> dict[str, dict[str, float]]:
     """Returns seconds by workload and subject."""
     own, eager, hf = OwnEngine(folder, num_threads), EagerTorch(folder), Transformers(folder)
@@ -224,10 +236,10 @@ def measure(
 
     for make in workloads(own, eager, hf, ModelConfig.from_folder(str(folder))):
         workload = make()
-        if only in workload.name:
+        if only.search(workload.name):
             keep(workload.name, in_turns(workload.calls, rounds))
     for loop_workload in loop_workloads():
-        if only in loop_workload.name:
+        if only.search(loop_workload.name):
             keep(loop_workload.name, whole_loop(loop_workload, own, hf, peer, rounds))
     own.loop.close()
     return found
@@ -248,28 +260,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="rounds in which all subjects are measured")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of every subject")
-    parser.add_argument("--only", default="", help="workloads whose name contains this; writes no result")
+    parser.add_argument("--only", type=re.compile, default="", help="regular expression of the workloads to measure")
     names = [each.name for each in isa.supported()]
-    parser.add_argument("--isa", choices=names, help="instruction set to be limited to; its result is engine_ISA.json")
+    parser.add_argument("--isa", choices=names, help="instruction set to be limited to")
     arguments, vllm, vllm_description = parse_with_vllm(parser)
     if arguments.isa:
         limit_to(arguments.isa)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(arguments.threads)
-    began_s, folder = time.perf_counter(), random_llama()
-    found = {} if arguments.only or arguments.isa else starts(folder, arguments.threads)
-    with started_vllm(vllm, folder, arguments.threads) as (peer, cold_s, warm_s):
-        if peer is not None and COLD in found:
+    began_s, folder, only = time.perf_counter(), random_llama(), arguments.only
+    has_starts = not arguments.isa and any(map(only.search, (COLD, WARM)))
+    found = starts(folder, arguments.threads) if has_starts else {}
+    if not has_starts and not any(only.search(each.name) for each in loop_workloads()):
+        vllm = None
+    with started_vllm(vllm, folder, arguments.threads, has_starts) as (peer, cold_s, warm_s):
+        if peer is not None and has_starts:
             found[COLD][VLLM], found[WARM][VLLM] = cold_s, warm_s
-        found |= measure(folder, peer, arguments.threads, arguments.rounds, arguments.only)
-    if arguments.only:
-        return
-    rows: list[Row] = [row for name, seconds in found.items() for row in rows_of(name, seconds)]
-    publish(
-        f"engine_{arguments.isa}" if arguments.isa else "engine",
-        f"135M shape, bf16, {arguments.threads} threads; compared with {vllm_description}",
-        rows + aim_rows(found),
-    )
+        found |= measure(folder, peer, arguments.threads, arguments.rounds, only)
+    name = f"engine_{hardware()['instruction_set']}"
+    last = RESULTS / f"{name}.json"
+    if only.pattern and last.exists():
+        found = seconds_of(json.loads(last.read_text())["rows"]) | found
+    rows: list[Row] = [row for workload, seconds in found.items() for row in rows_of(workload, seconds)]
+    workload = f"135M shape, bf16, {arguments.threads} threads; compared with {vllm_description}"
+    publish(name, workload, rows + aim_rows(found))
     print(f"took {time.perf_counter() - began_s:.0f} s")
 
 

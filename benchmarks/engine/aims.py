@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from benchmarks.common.report import Row
 from benchmarks.engine.workload import BATCHES, CONTEXT, PROMPTS, REQUESTS_NAME
@@ -26,12 +27,27 @@ AIMS: tuple[tuple[str, str, float], ...] = (
 
 def rows_of(workload: str, seconds: Mapping[str, float]) -> list[Row]:
     """Returns the subjects of a workload, the quickest first, each with this engine as its baseline."""
-    scale, unit = (1.0, "s") if workload in (COLD, WARM) else (1e3, "ms")
+    scale, unit = _unit(workload)
     ours = seconds.get(OURS)
     return [
         Row(f"{workload}: {name}", took_s * scale, unit, OURS, None if ours is None else ours * scale)
         for name, took_s in sorted(seconds.items(), key=lambda item: item[1])
     ]
+
+
+def seconds_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Returns the seconds by workload and subject that the rows of a result show: the inverse of `rows_of`."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        workload, _, subject = row["metric"].rpartition(": ")
+        if row["baseline"] == OURS:
+            found.setdefault(workload, {})[subject] = row["value"] / _unit(workload)[0]
+    return found
+
+
+def _unit(workload: str) -> tuple[float, str]:
+    """Returns the unit in which a workload's times are shown, and how many of it are a second."""
+    return (1.0, "s") if workload in (COLD, WARM) else (1e3, "ms")
 
 
 def aim_rows(found: Found) -> list[Row]:

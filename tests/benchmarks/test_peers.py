@@ -8,6 +8,7 @@ import select
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,7 +20,7 @@ from benchmarks.common.process_group import PipedProcess
 from benchmarks.common.report import hardware
 from benchmarks.common.vllm_process import NoVllm, find_vllm, preloads
 from benchmarks.engine.__main__ import limit_to
-from benchmarks.engine.aims import BATCHING, FLOOR, OURS, VLLM, WARM, aim_rows, rows_of
+from benchmarks.engine.aims import BATCHING, FLOOR, OURS, VLLM, WARM, aim_rows, rows_of, seconds_of
 from benchmarks.engine.loop import EngineLoop
 from benchmarks.engine.workload import (
     REQUESTS_NAME,
@@ -115,6 +116,12 @@ def test_rows_are_in_milliseconds_beside_ours_and_starts_in_seconds() -> None:
         (f"prompt: {VLLM}", 300.0, "ms", pytest.approx(1.5)),
     ]
     assert [row.unit for row in rows_of(WARM, {OURS: 1.0})] == ["s"]
+
+
+def test_a_part_of_the_engines_workloads_keeps_the_last_figures_of_the_others() -> None:
+    found = {WARM: {OURS: 1.5, VLLM: 27.0}, "prompt: cached": {OURS: 0.25, FLOOR: 0.5}}
+    rows = [*(row for name, seconds in found.items() for row in rows_of(name, seconds)), *aim_rows(found)]
+    assert seconds_of([asdict(row) for row in rows]) == found
 
 
 def test_the_loop_answers_as_a_worker_does() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from penstock.errors import Cancelled, InvalidInput, ModelNotFound, PermissionDenied, Unauthenticated
 from tests.repository.test_deploy_monitoring import ALERTS
 from tests.support.repository.helm_render import CHART
 
@@ -56,7 +57,10 @@ SYMPTOMS: dict[str, tuple[Series, int]] = {
     "PenstockIndexMistaken": ({f'penstock:worker_cache_shortfall{{{M}, worker="decode-0"}}': "0.9x100"}, 30),
     "PenstockPoolIsDown": ({f'penstock:workers{{{M}, role="decode"}}': "2x10 0x600"}, 300),
     "PenstockRequestsFail": (
-        {f"vllm:request_success_total{R1}": "0+90x100", f"vllm:request_errors_total{R1}": "0+10x100"},
+        {
+            f"vllm:request_success_total{R1}": "0+90x100",
+            f'vllm:request_errors_total{{{M}, instance="r1", reason="UNAVAILABLE"}}': "0+10x100",
+        },
         30,
     ),
     "PenstockRouterLost": ({f"{EVERY_ROUTER}{R1}": "0x100", f"{EVERY_ROUTER}{R2}": "0x10 stale"}, 30),
@@ -157,6 +161,15 @@ def test_every_alert_fires_on_its_symptom(tmp_path: Path) -> None:
         also = {"PenstockNoRouter", "PenstockRouterLost"} if name == "PenstockRouterUnreachable" else set()
         tests.append(firing({**present, **series}, {minute: {name, *also}}))
     promtool_test(tmp_path, tests)
+
+
+@needs_promtool
+def test_what_clients_did_wrong_pages_nobody(tmp_path: Path) -> None:
+    own_faults = (InvalidInput, Unauthenticated, PermissionDenied, ModelNotFound, Cancelled)
+    series = {f"{EVERY_ROUTER}{R1}": "0x600", f"vllm:request_success_total{R1}": "0+90x100"}
+    for error in own_faults:
+        series[f'vllm:request_errors_total{{{M}, instance="r1", reason="{error.reason}"}}'] = "0+10x100"
+    promtool_test(tmp_path, [firing(series, {30: ()})])
 
 
 def healthy(minutes: int, then: str) -> Series:

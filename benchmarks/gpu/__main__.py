@@ -28,6 +28,7 @@ from benchmarks.gpu.kernels import (
     memory_rows,
     prefill_rows,
     quantized_rows,
+    routing_rows,
     sampling_rows,
 )
 from benchmarks.gpu.steps import other_step_rows
@@ -60,6 +61,7 @@ def sections(bench: BenchDevice, found: list[Row]) -> list[Section]:
         Section("what moves memory", 30, lambda: memory_rows(bench, backend, ops, copy)),
         Section("sampling", 30, lambda: sampling_rows(bench)),
         Section("quantized products", 45, lambda: quantized_rows(bench)),
+        Section("routing of experts", 15, lambda: routing_rows(bench, ops)),
         Section("libraries", 30, lambda: library_rows(bench, backend)),
         Section("transfers", 75, lambda: transfer_rows(bench, copy)),
         Section("other steps of 0.6B", 60, lambda: other_step_rows(bench, "0.6B", ceilings)),

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,9 @@ import torch.nn.functional as F
 from benchmarks.common.report import Row
 from benchmarks.gpu.bench_device import BenchDevice
 from engine.kernels.backends import AttentionBackend, select_backend
+from engine.kernels.expert_routing import RoutingRule
 from engine.kernels.kv_quantization import quantize
-from engine.kernels.layer_ops import LayerOps
+from engine.kernels.layer_ops import LayerOps, TorchOps
 from engine.kernels.metadata import AttentionMetadata, KvLayer, Lengths, QkNorms
 from engine.kernels.triton.copy_pages import copy_pages
 from engine.kernels.triton.products.quantized_gemm import make_product
@@ -290,6 +292,26 @@ def quantized_rows(bench: BenchDevice) -> Iterator[Row]:
                 plain_s = bench.seconds(lambda: F.linear(x_TI, plain_OI))  # noqa: B023
                 at = f"{kind} product of {num_rows} rows, {inputs} to {outputs}"
                 yield Row(at, ours_s * 1e6, "us", "bf16", plain_s * 1e6)
+
+
+def routing_rows(bench: BenchDevice, ops: LayerOps) -> Iterator[Row]:
+    """Yields how long experts' routing takes, without their products, with torch's chain of launches as baseline."""
+    rules = {
+        "128 experts": (128, RoutingRule("softmax", 8, normalize=True)),
+        "256 experts in 8 groups": (256, RoutingRule("sigmoid", 8, True, 8, 4, 2.5)),
+    }
+    for name, (num_experts, rule) in rules.items():
+        bias_E = torch.rand(num_experts, device=bench.device) / 8 if rule.scoring == "sigmoid" else None
+        for num_tokens in bench.pick([1, 64, 8192], [3]):
+            logits_TE = torch.randn(num_tokens, num_experts, device=bench.device)
+            out_XD = bench.noise(num_tokens * rule.num_chosen, bench.pick(2048, 16))
+
+            def route(ops: LayerOps) -> torch.Tensor:
+                routing = ops.route_experts(logits_TE, rule, bias_E)  # noqa: B023
+                return ops.combine_experts(out_XD, routing, is_weighted=True)  # noqa: B023
+
+            ours_s, torch_s = (bench.in_graph(partial(route, each)) for each in (ops, TorchOps()))
+            yield Row(f"routing, {name}, {num_tokens} tokens", ours_s * 1e6, "us", "torch", torch_s * 1e6)
 
 
 def library_rows(bench: BenchDevice, own: AttentionBackend) -> Iterator[Row]:

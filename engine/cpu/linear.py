@@ -7,7 +7,7 @@ A row's result depends only on the row, not on the other rows of the batch or th
 guarantees. Reference: torch's linear. Quantized weights stay quantized in memory and are multiplied with exactly the
 values they represent (`engine/cpu/csrc/quantized_linear.h`); reference: a product with their float32 values. Where the
 checkpoint quantizes inputs too, products are sums of integers (`engine/cpu/csrc/int8_linear.h`); reference:
-`engine/kernels/int8_products.py`.
+`engine/cpu/int8_products.py`.
 
 Shapes: `T` tokens, `I` in, `O` out, `G` groups of inputs that share a scale.
 """

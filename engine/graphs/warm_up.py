@@ -28,12 +28,11 @@ def warm_up_batches(page: PageId, page_size: int, max_context: int, most_tokens:
     """
     contexts = contexts_up_to(max_context) if most_tokens else [1]
     kinds = [(1, 1, context) for context in contexts]  # sequences, tokens of each, their context
-    num_tokens = 2
-    while num_tokens <= max(most_tokens, 2):
+    largest = max(most_tokens, 2)
+    for num_tokens in dict.fromkeys((*(2 << power for power in range(largest.bit_length() - 1)), largest)):
         length = min(num_tokens, max_context)
         for context in dict.fromkeys((length, max(length, contexts[-1]))):
             kinds.append((num_tokens // length, length, context))
-        num_tokens *= 2
     for done, kind in enumerate(kinds):
         if done and done % 8 == 0:
             log.info("compiled the kernels of %d of %d kinds of step", done, len(kinds))

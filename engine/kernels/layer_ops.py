@@ -4,7 +4,7 @@
 can. No operation changes its arguments, except that `add_rms_norm` may reuse their memory for its results.
 
 Shapes: `T` tokens, `D` hidden, `N` query heads, `K` KV heads, `H` head dim, `F` intermediate, `E` experts, `I` in,
-`O` out, `X` rows sent to experts, `R` rows they are gathered from.
+`C` experts of a token, `O` out, `X` rows sent to experts, `R` rows they are gathered from.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from engine.kernels import adapter_weights
+from engine.kernels import adapter_weights, expert_routing
 from engine.kernels.adapter_weights import AdapterRows, AdapterWeights
+from engine.kernels.expert_routing import Routing, RoutingRule
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
@@ -53,6 +54,14 @@ class LayerOps(Protocol):
 
     def rope(self, x_TNH: torch.Tensor, cos_sin_T2H: torch.Tensor) -> torch.Tensor:
         """Rotates every head by its token's angles; `cos_sin_T2H` is float32 [T, 2, H / 2]."""
+        ...
+
+    def route_experts(self, logits_TE: torch.Tensor, rule: RoutingRule, bias_E: torch.Tensor | None) -> Routing:
+        """Chooses each token's experts and sorts the pairs by expert, as `expert_routing.route_experts`."""
+        ...
+
+    def combine_experts(self, out_XD: torch.Tensor, routing: Routing, *, is_weighted: bool) -> torch.Tensor:
+        """Returns the sum of each token's outputs [T, D], as `expert_routing.combine_experts`."""
         ...
 
     def grouped_gemm(
@@ -94,6 +103,12 @@ class TorchOps:
 
     def rope(self, x_TNH: torch.Tensor, cos_sin_T2H: torch.Tensor) -> torch.Tensor:
         return apply_rope(x_TNH, cos_sin_T2H.to(x_TNH.dtype))
+
+    def route_experts(self, logits_TE: torch.Tensor, rule: RoutingRule, bias_E: torch.Tensor | None) -> Routing:
+        return expert_routing.route_experts(logits_TE, rule, bias_E)
+
+    def combine_experts(self, out_XD: torch.Tensor, routing: Routing, *, is_weighted: bool) -> torch.Tensor:
+        return expert_routing.combine_experts(out_XD, routing, is_weighted)
 
     def grouped_gemm(
         self, x_RI: torch.Tensor, weight: ExpertWeights, start_E1: torch.Tensor, rows_X: torch.Tensor | None

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from engine.cpu import int8_products
 from engine.cpu.linear import CodesLayout, can_pack_codes, pack_for_tiles
-from engine.kernels import int8_products
 from engine.kernels.kv_quantization import reads_e4m3
 from engine.kernels.layer_ops import Product
 from engine.weights.quantized_weight import QuantizedWeight, Weight, as_plain, in_order, join, stack_rows, take_rows

@@ -54,6 +54,7 @@ def test_a_rehearsal_runs_every_benchmark(
         "sampling, penalties",
         "paged decode, ragged",
         "fp8 product",
+        "routing, 128 experts",
         "exposed over",
         "gather of",
         "int8, 2 x",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from engine.kernels.adapter_weights import AdapterRows, AdapterWeights
+from engine.kernels.expert_routing import Routing, RoutingRule
 from engine.kernels.layer_ops import ExpertWeights, LayerOps, TorchOps
 from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
 from engine.kernels.triton.adapter_sum import add_adapters
@@ -16,9 +17,11 @@ from engine.kernels.triton.attention.decode_plan import DecodePlan, plan_decodes
 from engine.kernels.triton.attention.paged_decode import paged_decode
 from engine.kernels.triton.attention.paged_latent import paged_latent
 from engine.kernels.triton.attention.paged_prefill import paged_prefill
+from engine.kernels.triton.combine_experts import combine_experts
 from engine.kernels.triton.products.grouped_gemm import grouped_gemm
 from engine.kernels.triton.rms_norm import add_rms_norm, rms_norm
 from engine.kernels.triton.rope_qkv import rope, rope_qkv
+from engine.kernels.triton.route_experts import route_experts
 from engine.kernels.triton.swiglu import gelu_and_mul, silu_and_mul
 from engine.kernels.triton.write_kv import write_kv, write_kv_quantized
 
@@ -148,8 +151,8 @@ def _plan_of(meta: AttentionMetadata, window: int | None) -> DecodePlan:
 
 
 class TritonOps(TorchOps):
-    """Implements `LayerOps` with one kernel each, including the experts' products, so the host never waits to learn
-    where their rows end.
+    """Implements `LayerOps` with one kernel each, including the experts' routing and products, so the host never waits
+    to learn where their rows end.
     """
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -168,6 +171,12 @@ class TritonOps(TorchOps):
 
     def rope(self, x_TNH: torch.Tensor, cos_sin_T2H: torch.Tensor) -> torch.Tensor:
         return rope(x_TNH, cos_sin_T2H)
+
+    def route_experts(self, logits_TE: torch.Tensor, rule: RoutingRule, bias_E: torch.Tensor | None) -> Routing:
+        return route_experts(logits_TE, rule, bias_E)
+
+    def combine_experts(self, out_XD: torch.Tensor, routing: Routing, *, is_weighted: bool) -> torch.Tensor:
+        return combine_experts(out_XD, routing, is_weighted=is_weighted)
 
     def grouped_gemm(
         self, x_RI: torch.Tensor, weight: ExpertWeights, start_E1: torch.Tensor, rows_X: torch.Tensor | None

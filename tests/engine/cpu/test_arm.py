@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.cpu import build
+from engine.cpu import build, int8_products
 from engine.cpu.build import ISAS
 from engine.cpu.linear import pack_quads
-from engine.kernels import int8_products
 from engine.kernels.reference import TorchAttention
 from tests.engine.kernels.test_attention import TOLERANCE, Problem, make_problem
 from tests.engine.weights.test_int8_activations import any_weight

@@ -63,8 +63,8 @@ def test_every_launch_fits_a_multiprocessor(compiled: dict[str, list[dict[str, A
         "_decode_kernel", "_plan_kernel", "_join_items_kernel", "_prefill_kernel", "_latent_kernel", "_join_kernel",
         "_gemm_kernel", "_norm_kernel",
         "_rope_kernel", "_swiglu_kernel", "_scan_kernel", "_weigh_kernel", "_narrow_kernel", "_mass_kernel",
-        "_pick_kernel", "_write_quantized_kernel", "_rows_kernel", "_sum_kernel",
-        "_expand_kernel",
+        "_pick_kernel", "_write_quantized_kernel", "_rows_kernel", "_sum_kernel", "_route_kernel", "_place_kernel",
+        "_combine_kernel", "_expand_kernel",
     }  # fmt: skip
     for name, launches in compiled.items():
         for kernel in launches:

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.engine import Engine
+from engine.kernels.expert_routing import RoutingRule, group_by_expert, route_experts
 from engine.kernels.layer_ops import TorchOps
-from engine.layers.feed_forward import ExpertFeedForward, choose_biased, choose_experts, group_by_expert
+from engine.layers.feed_forward import ExpertFeedForward
 from engine.models.config import ModelConfig
 from engine.models.expert_config import MIXTRAL, ExpertConfig
 from penstock.config import EngineConfig
@@ -38,31 +39,37 @@ def test_grouping_keeps_every_pair_once_and_experts_together(num_experts: int, d
         assert mine == [pair for pair, owner in enumerate(chosen_TC.flatten().tolist()) if owner == expert]
 
 
+def choose(logits_TE: torch.Tensor, rule: RoutingRule, bias_E: torch.Tensor | None = None) -> Any:
+    """Returns the first token's experts, and all weights."""
+    routing = route_experts(logits_TE, rule, bias_E)
+    return routing.chosen_TC[0].tolist(), routing.weight_TC
+
+
 def test_the_likeliest_experts_are_chosen_and_weighted() -> None:
     logits_TE = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
-    chosen_TC, weight_TC = choose_experts(logits_TE, 2, normalize=False)
-    assert chosen_TC.tolist() == [[1, 3]]
+    chosen, weight_TC = choose(logits_TE, RoutingRule("softmax", 2))
+    assert chosen == [1, 3]
     torch.testing.assert_close(weight_TC, logits_TE.softmax(-1)[:, [1, 3]])
-    # With groups=(2, 1), only the second of two pairs may be chosen from.
+    # Only the second of two pairs may be chosen from.
     logits_TE[0] = torch.tensor([2.5, 1.0, 3.0, 0.0])
-    assert choose_experts(logits_TE, 2, normalize=False, groups=(2, 1))[0].tolist() == [[2, 3]]
-    assert choose_experts(logits_TE, 2, normalize=False, groups=(2, 2))[0].tolist() == [[2, 0]]
+    assert choose(logits_TE, RoutingRule("softmax", 2, num_groups=2))[0] == [2, 3]
+    assert choose(logits_TE, RoutingRule("softmax", 2, num_groups=2, num_chosen_groups=2))[0] == [2, 0]
     logits_TE[0] = torch.tensor([0.0, 3.0, 1.0, 2.0])
-    _, normalized_TC = choose_experts(logits_TE, 2, normalize=True)
-    torch.testing.assert_close(normalized_TC, logits_TE[:, [1, 3]].softmax(-1))
+    _, normalized_TC = choose(logits_TE, RoutingRule("softmax", 2, normalize=True, scaling=2.0))
+    torch.testing.assert_close(normalized_TC, 2 * logits_TE[:, [1, 3]].softmax(-1))
 
 
 def test_a_bias_affects_the_choice_of_experts_but_not_their_weights() -> None:
     logits_TE = torch.tensor([[2.0, 0.0, 1.0, -1.0]])
     scores_TE = logits_TE.sigmoid()
     bias_E = torch.tensor([-1.0, 0.5, 0.0, 0.6])
-    chosen_TC, weight_TC = choose_biased(logits_TE, bias_E, 2, normalize=False, groups=(1, 1))
-    assert chosen_TC.tolist() == [[1, 3]]
+    chosen, weight_TC = choose(logits_TE, RoutingRule("sigmoid", 2), bias_E)
+    assert chosen == [1, 3]
     torch.testing.assert_close(weight_TC, scores_TE[:, [1, 3]])
     # Groups rank by the sum of their two best, 0.38 and 1.6 with bias, so both of the second pair are chosen. The bias
     # alone would choose otherwise.
-    assert choose_biased(logits_TE, bias_E, 2, normalize=True, groups=(2, 1))[0].tolist() == [[3, 2]]
-    _, normalized_TC = choose_biased(logits_TE, bias_E, 2, normalize=True, groups=(1, 1))
+    assert choose(logits_TE, RoutingRule("sigmoid", 2, normalize=True, num_groups=2), bias_E)[0] == [3, 2]
+    _, normalized_TC = choose(logits_TE, RoutingRule("sigmoid", 2, normalize=True), bias_E)
     torch.testing.assert_close(normalized_TC, weight_TC / weight_TC.sum())
 
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from benchmarks.engine.quality import compare, logits
+from engine.cpu import int8_products
 from engine.cpu.linear import TileLinear, pack_for_tiles
 from engine.engine import Engine
 from engine.generate import generate
-from engine.kernels import int8_products
 from engine.layers.linear import Linear
 from engine.memory.device_memory import DeviceMemory
 from engine.memory.plan import plan_memory

@@ -28,6 +28,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from engine.kernels.adapter_weights import AdapterRows, AdapterWeights
+from engine.kernels.expert_routing import RoutingRule
 from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
 from engine.kernels.triton import common
 from engine.kernels.triton.adapter_sum import add_adapters
@@ -46,6 +47,8 @@ from penstock.types import SamplingParams
 _HOPPER = (90, tuning.HOPPER_SHARED_BYTES, [])  # compute capability, shared memory, all launches
 _TARGET = GPUTarget("cuda", 90, 32)
 _BACKEND = make_backend(_TARGET)
+_QWEN3_MOE = RoutingRule("softmax", 8, normalize=True)
+_DEEPSEEK_V3 = RoutingRule("sigmoid", 8, normalize=True, num_groups=8, num_chosen_groups=4, scaling=2.5)
 _BINDERS: dict[JITFunction[Any], Any] = {}
 
 
@@ -167,6 +170,13 @@ def _fp8_experts(num_rows: int) -> None:
     grouped_gemm(zeros(num_rows, 2048), codes, starts, rows, scales_EGO=scales)
 
 
+def _routes(num_tokens: int, num_experts: int, rule: RoutingRule) -> None:
+    """Compiles routing, and the sum of the experts' outputs of width 2048."""
+    ops, bias_E = TritonOps(), zeros(num_experts, dtype=torch.float32) if rule.scoring == "sigmoid" else None
+    routing = ops.route_experts(zeros(num_tokens, num_experts), rule, bias_E)
+    ops.combine_experts(zeros(num_tokens * rule.num_chosen, 2048), routing, is_weighted=True)
+
+
 def _layer() -> None:
     ops = TritonOps()
     ops.add_rms_norm(zeros(8, 4096), zeros(8, 4096), zeros(4096), 1e-5)
@@ -234,6 +244,10 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "experts, few rows": lambda: _experts(16),
     "experts, many rows": lambda: _experts(128 * 128),
     "experts of fp8": lambda: _fp8_experts(128 * 128),
+    "routes of few tokens": lambda: _routes(4, 128, _QWEN3_MOE),
+    "routes of 32 tokens": lambda: _routes(32, 128, _QWEN3_MOE),
+    "routes of many tokens": lambda: _routes(8192, 128, _QWEN3_MOE),
+    "routes in groups": lambda: _routes(8192, 256, _DEEPSEEK_V3),
     "int4, few rows": lambda: _quantized("int4", 1),
     "int4, 64 rows": lambda: _quantized("int4", 64),
     "int4, many rows": lambda: _quantized("int4", 256),

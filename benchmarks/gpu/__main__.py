@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.common.report import RESULTS, Row, publish, show
 from benchmarks.gpu.bench_device import BenchDevice, RehearsalDevice
+from benchmarks.gpu.collectives import sum_rows
 from benchmarks.gpu.figures import attention_figures, is_met, measure_ceilings, step_figures
 from benchmarks.gpu.kernels import (
     decode_rows,
@@ -61,6 +62,7 @@ def sections(bench: BenchDevice, found: list[Row]) -> list[Section]:
         Section("what moves memory", 30, lambda: memory_rows(bench, backend, ops, copy)),
         Section("sampling", 30, lambda: sampling_rows(bench)),
         Section("quantized products", 45, lambda: quantized_rows(bench)),
+        Section("sums over ranks", 60, lambda: sum_rows(bench)),
         Section("routing of experts", 15, lambda: routing_rows(bench, ops)),
         Section("libraries", 30, lambda: library_rows(bench, backend)),
         Section("transfers", 75, lambda: transfer_rows(bench, copy)),

@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
-    """How a model's router chooses experts.
+    """Describes the choice of a model's router.
 
     `softmax` weighs outputs by probabilities, `sigmoid` by sigmoids. `top_sigmoid` takes the highest logits, and its
     weights are the sigmoids that inputs are scaled by (Llama 4).

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from engine.parallel.one_shot import OneShotSums, join_one_shot
 from engine.parallel.shard import WHOLE, Shard
 
 _NEVER = datetime.timedelta(days=365)
@@ -62,7 +63,7 @@ SINGLE_RANK = SingleRank()
 
 
 class TorchGroup:
-    """Uses gloo between CPUs and NCCL between GPUs."""
+    """Uses gloo between CPUs, and between GPUs NCCL, besides small sums in each other's memory (`one_shot`)."""
 
     def __init__(self, shard: Shard, device: torch.device, store_file: Path, timeout_s: float) -> None:
         """Blocks until every rank has joined; `store_file` is in a folder that nobody else can read.
@@ -74,11 +75,13 @@ class TorchGroup:
         timeout = datetime.timedelta(seconds=timeout_s)
         store = dist.FileStore(str(store_file), shard.num_ranks)
         store.set_timeout(timeout)
+        self._one_shot: OneShotSums | None = None
         if device.type == "cuda":
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # else torch ends the process before we do
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = _NEVER
             self._group: Any = dist.ProcessGroupNCCL(store, shard.rank, shard.num_ranks, nccl)
+            self._one_shot = join_one_shot(shard, device, store)
         else:
             gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stub
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
@@ -88,6 +91,8 @@ class TorchGroup:
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         x, options = x.contiguous(), dist.AllreduceOptions()
+        if self._one_shot is not None and self._one_shot.takes(x):
+            return self._one_shot(x)
         options.asyncOp = False  # on the current stream: with its own, NCCL makes each wait for the other at every sum
         self._group.allreduce([x], options).wait()
         return x

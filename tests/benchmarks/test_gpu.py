@@ -55,6 +55,7 @@ def test_a_rehearsal_runs_every_benchmark(
         "paged decode, ragged",
         "fp8 product",
         "routing, 128 experts",
+        "sum of 1 tokens",
         "exposed over",
         "gather of",
         "int8, 2 x",

@@ -25,6 +25,7 @@ from benchmarks.gpu.collectives import sum_rows
 from benchmarks.gpu.figures import attention_figures, is_met, measure_ceilings, step_figures
 from benchmarks.gpu.kernels import (
     decode_rows,
+    early_launch_rows,
     library_rows,
     memory_rows,
     prefill_rows,
@@ -63,6 +64,7 @@ def sections(bench: BenchDevice, found: list[Row]) -> list[Section]:
         Section("sampling", 30, lambda: sampling_rows(bench)),
         Section("quantized products", 45, lambda: quantized_rows(bench)),
         Section("sums over ranks", 60, lambda: sum_rows(bench)),
+        Section("early launches", 15, lambda: early_launch_rows(bench, ops)),
         Section("routing of experts", 15, lambda: routing_rows(bench, ops)),
         Section("libraries", 30, lambda: library_rows(bench, backend)),
         Section("transfers", 75, lambda: transfer_rows(bench, copy)),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from engine.kernels.expert_routing import RoutingRule
 from engine.kernels.kv_quantization import quantize
 from engine.kernels.layer_ops import LayerOps, TorchOps
 from engine.kernels.metadata import AttentionMetadata, KvLayer, Lengths, QkNorms
+from engine.kernels.triton import common
 from engine.kernels.triton.copy_pages import copy_pages
 from engine.kernels.triton.products.quantized_gemm import make_product
 from engine.kernels.triton.sample import sample_tokens
@@ -198,6 +200,22 @@ def memory_rows(bench: BenchDevice, backend: AttentionBackend, ops: LayerOps, by
         rate = 2 * num_migrated * page_bytes / bench.seconds(lambda: copy_pages(words, words, *numbers))  # noqa: B023
         at = f"gather of {num_migrated} pages of {page_bytes} bytes{name}"
         yield Row(at, rate / 1e9, "GB/s", "device copy", bytes_per_s / 1e9)
+
+
+def early_launch_rows(bench: BenchDevice, ops: LayerOps) -> Iterator[Row]:
+    """Yields a small product and the norm after it in a graph, with a norm that starts after the product's end as
+    baseline."""
+    batch, hidden = bench.pick((16, 4096), (2, 16))
+    x, weight_OI, residual = bench.noise(batch, hidden), bench.noise(hidden, hidden), bench.noise(batch, hidden)
+    weight = torch.ones_like(x[0])
+
+    def call() -> None:
+        ops.add_rms_norm(F.linear(x, weight_OI), residual, weight, 1e-5)
+
+    early_s = bench.in_graph(call)
+    with mock.patch.object(common, "launches_early", return_value=False):
+        late_s = bench.in_graph(call)
+    yield Row(f"product and norm launched early, {batch} rows", early_s * 1e6, "us", "launched in turn", late_s * 1e6)
 
 
 def sampling_rows(bench: BenchDevice) -> Iterator[Row]:

@@ -56,6 +56,7 @@ def test_a_rehearsal_runs_every_benchmark(
         "fp8 product",
         "routing, 128 experts",
         "sum of 1 tokens",
+        "norm launched early",
         "exposed over",
         "gather of",
         "int8, 2 x",

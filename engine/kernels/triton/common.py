@@ -40,3 +40,9 @@ def next_power_of_2(number: int) -> int:
 @lru_cache
 def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@lru_cache
+def launches_early(device: torch.device) -> bool:
+    """Returns whether the device can begin a kernel while the one before it ends (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,8 +1,9 @@
 """Normalises rows by their root mean square, optionally after adding a residual (Triton; Zhang and Sennrich 2019,
 arXiv:1910.07467).
 
-A program reads its rows once and writes them once; narrow rows (heads) share a program. Computes in fp32. Reference:
-`rms_norm` and `add_rms_norm` of `engine.kernels.layer_ops.TorchOps`.
+A program reads its rows once and writes them once; narrow rows (heads) share a program. Computes in fp32. From compute
+capability 9.0 on it is launched while the kernel before it ends, and reads the weight before it waits for the rows
+(programmatic dependent launch). Reference: `rms_norm` and `add_rms_norm` of `engine.kernels.layer_ops.TorchOps`.
 
 Shapes: `T` tokens, `N` rows of a token, `D` values of a row, `R` rows of a program.
 """
@@ -16,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.triton import common
 from engine.kernels.triton.common import cdiv, next_power_of_2
 
 _VALUES = 2048  # of a program, where rows are narrow
@@ -69,10 +71,11 @@ def _launch(
         return
     padded = next_power_of_2(width)
     rows = max(1, _VALUES // padded)
+    early = common.launches_early(x.device)
     _norm_kernel[(cdiv(num_rows, rows),)](
         x, residual, weight, out, num_rows, eps, x.stride(0), x.stride(1) if x.dim() == 3 else 0,
-        PER_TOKEN=per_token, WIDTH=width, WIDTH_PADDED=padded, ROWS=rows, HAS_RESIDUAL=has_residual,
-        num_warps=min(16, max(1, rows * padded // 512)),
+        PER_TOKEN=per_token, WIDTH=width, WIDTH_PADDED=padded, ROWS=rows, HAS_RESIDUAL=has_residual, IS_EARLY=early,
+        num_warps=min(16, max(1, rows * padded // 512)), launch_pdl=early,
     )  # fmt: skip
 
 
@@ -91,11 +94,16 @@ def _norm_kernel(
     WIDTH_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    IS_EARLY: tl.constexpr,  # the kernel before this one may still write the rows
 ):  # grid: (groups of R rows,)
     row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     value_D = tl.arange(0, WIDTH_PADDED)
     mask_RD = (row_R < num_rows)[:, None] & (value_D < WIDTH)[None, :]
     x_place_R = row_R // PER_TOKEN * x_stride_t + row_R % PER_TOKEN * x_stride_n
+    weight_D = tl.load(weight_ptr + value_D, mask=value_D < WIDTH, other=0.0).to(tl.float32)
+    if IS_EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # those wait in turn for the end of this one
     x_RD = tl.load(x_ptr + x_place_R[:, None] + value_D[None, :], mask=mask_RD, other=0.0)
     place_RD = row_R[:, None] * WIDTH + value_D[None, :]
     if HAS_RESIDUAL:
@@ -104,6 +112,5 @@ def _norm_kernel(
         tl.store(residual_ptr + place_RD, x_RD, mask=mask_RD)
     x_RD = x_RD.to(tl.float32)
     inverse_R = tl.rsqrt(tl.sum(x_RD * x_RD, 1) / WIDTH + eps)
-    weight_D = tl.load(weight_ptr + value_D, mask=value_D < WIDTH, other=0.0).to(tl.float32)
     out_RD = x_RD * inverse_R[:, None] * weight_D[None, :]
     tl.store(out_ptr + place_RD, out_RD.to(out_ptr.dtype.element_ty), mask=mask_RD)

@@ -37,11 +37,12 @@ def run(module: str, *arguments: str) -> Any:
 # These launches have the largest tiles. Codes in fp8 need compute capability 8.9.
 WIDEST = ["decode", "prefill", "prefill of 256", "latents of a chunk", "experts, many rows", "int4, many rows"]
 FEW_ROWS = ["int4, few rows", "int8, few rows"]
+EARLY = "norms, launched early"
 GPUS: dict[str, tuple[int, int, list[str]]] = {
     "H100": (90, SHARED_BYTES, []),  # every launch
-    "A100": (80, 163 << 10, WIDEST + FEW_ROWS),
-    "L40S": (89, 99 << 10, [*WIDEST, *FEW_ROWS, "prefill of fp8", "fp8, many rows"]),
-    "B200": (100, 227 << 10, WIDEST + FEW_ROWS),
+    "A100": (80, 163 << 10, [*WIDEST, *FEW_ROWS, EARLY]),
+    "L40S": (89, 99 << 10, [*WIDEST, *FEW_ROWS, EARLY, "prefill of fp8", "fp8, many rows"]),
+    "B200": (100, 227 << 10, [*WIDEST, *FEW_ROWS, EARLY]),
 }
 
 
@@ -113,6 +114,13 @@ def test_seven_programs_of_a_product_of_few_rows_fit_a_multiprocessor(
         assert kernel["shared_bytes"] * 7 <= GPUS[gpu][1], name
         assert kernel["registers"] * 128 * 7 <= 65536, name
         assert kernel["stack_bytes"] == 0, name
+
+
+@pytest.mark.parametrize(("gpu", "waits"), [("H100", True), ("B200", True), ("A100", False), ("L40S", False)])
+def test_norms_wait_for_the_kernel_before_them_where_they_are_launched_early(
+    gpu: str, waits: bool, compiled_for: dict[str, dict[str, list[dict[str, Any]]]]
+) -> None:
+    assert [kernel["waits"] for kernel in compiled_for[gpu][EARLY]] == [waits, waits]
 
 
 def test_no_step_needs_a_kernel_that_was_not_compiled_at_the_start(tmp_path: Path) -> None:

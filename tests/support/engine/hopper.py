@@ -60,6 +60,7 @@ class Compiled:
     stack_bytes: int  # values that do not fit the registers
     has_wgmma: bool  # a Hopper's own matrix instruction
     has_wide_loads: bool  # copies of 16 bytes
+    waits: bool  # for the kernel before it, during which it was launched
 
 
 _BUILT: dict[tuple[str, str, str], Compiled] = {}  # by variant
@@ -111,7 +112,15 @@ def _compile(kernel: JITFunction[Any], args: tuple[Any, ...], options: dict[str,
         code = built.asm["ptx"]
         is_wide = re.search(r"ld\.global\S*\.v(4\.b32|2\.b64)", code) is not None
         has_wgmma = "wgmma.mma_async" in code
-        _BUILT[key] = Compiled(kernel.fn.__name__, built.metadata.shared, registers, stack, has_wgmma, is_wide)
+        _BUILT[key] = Compiled(
+            kernel.fn.__name__,
+            built.metadata.shared,
+            registers,
+            stack,
+            has_wgmma,
+            is_wide,
+            "griddepcontrol.wait" in code,
+        )
     return _BUILT[key]
 
 
@@ -187,6 +196,12 @@ def _layer() -> None:
     TritonAttention().store_qkv(zeros(8, 48, 128), angles, norms, layer, _batch(8, 0, 64), ops)
 
 
+def _early_norms() -> None:
+    with mock.patch.object(common, "launches_early", return_value=_TARGET.arch >= 90):
+        TritonOps().add_rms_norm(zeros(8, 4096), zeros(8, 4096), zeros(4096), 1e-5)
+        TritonOps().rms_norm(zeros(8, 32, 128), zeros(128), 1e-5)
+
+
 def _copy_pages() -> None:
     copy_pages(zeros(4, 4096, dtype=torch.int64), zeros(4, 4096, dtype=torch.int64), [1], [2])
 
@@ -236,6 +251,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "latents": lambda: _latent(4, 0),
     "latents of a chunk": lambda: _latent(0, 2048),
     "layer": _layer,
+    "norms, launched early": _early_norms,
     "sampling": _sample,
     "copies of pages": _copy_pages,
     "checksums of pages": _checksum_pages,

@@ -1,7 +1,10 @@
 """Learns the cost of this worker's own steps from every step with a chunk and from some of the others. Pure.
 
-A step takes a fixed time, another fixed time if it computes chunks of prompts, and a time for each chunk token, for
-each pair of a chunk token and an earlier token, for each decoding row, and for each token of a row's context.
+A step that only decodes takes a fixed time, a time for each row, and one for each token of a row's context. Chunks of
+prompts add another fixed time, a time for each of their tokens, and one for each pair of such a token and an earlier one.
+
+The two are learned apart. Where a target bounds steps, all steps with chunks take about that long, whatever they
+compute, and one regression over all quantities would blame the rows for it.
 """
 
 from __future__ import annotations
@@ -9,10 +12,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from penstock.scheduling.linear_cost import LinearCost, positive
+from penstock.scheduling.linear_cost import LinearCost
 
 # Orders of magnitude for a small model on a few cores; a GPU's costs are learned within a few steps.
 _FIXED_S, _CHUNKED_S, _TOKEN_S, _PAIR_S, _ROW_S, _CONTEXT_S = 2e-3, 1e-3, 3e-4, 1e-8, 1e-4, 1e-8
+_LEAST_ADDED = 0.1  # share of a step's time that its chunks add at least
 _MOST_ROWS = 1 << 20
 _DECODE_STRIDE = 8  # learns from every 8th step without a chunk: they are alike, and learning takes 50 us
 
@@ -27,15 +31,12 @@ class StepWork:
     row_contexts: float  # their context tokens in total
 
     @property
-    def quantities(self) -> tuple[float, ...]:
-        return (
-            1.0,
-            float(self.chunk_tokens > 0),
-            self.chunk_tokens,
-            self.chunk_pairs,
-            self.num_rows,
-            self.row_contexts,
-        )
+    def decode_quantities(self) -> tuple[float, ...]:
+        return 1.0, self.num_rows, self.row_contexts
+
+    @property
+    def chunk_quantities(self) -> tuple[float, ...]:
+        return 1.0, self.chunk_tokens, self.chunk_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,8 @@ class StepCosts:
     """Owns the model of one worker's steps."""
 
     def __init__(self) -> None:
-        self._linear = LinearCost((_FIXED_S, _CHUNKED_S, _TOKEN_S, _PAIR_S, _ROW_S, _CONTEXT_S))
+        self._decoding = LinearCost((_FIXED_S, _ROW_S, _CONTEXT_S))
+        self._chunks = LinearCost((_CHUNKED_S, _TOKEN_S, _PAIR_S))  # what chunks add to a step that only decodes
         self._num_decode_steps = 0
         self.num_chunk_steps = 0  # steps with a chunk that were learned from
         self._row_contexts = 0.0  # mean context of a row in the newest step
@@ -85,24 +87,25 @@ class StepCosts:
         """Learns from a step."""
         if work.num_rows:
             self._row_contexts = work.row_contexts / work.num_rows
-        self._linear.observe(work.quantities, elapsed_s)
+        if not work.chunk_tokens:
+            self._decoding.observe(work.decode_quantities, elapsed_s)
+            return
+        added_s = elapsed_s - self._decoding.predict(work.decode_quantities)
+        self._chunks.observe(work.chunk_quantities, max(added_s, _LEAST_ADDED * elapsed_s))
 
     def assume(self, token_s: float) -> None:
         """Starts from a peer's time per prompt token while no chunk has been computed here."""
         if self.num_chunk_steps or not 0 < token_s < math.inf:
             return
-        prior = (_FIXED_S, _CHUNKED_S, token_s, _PAIR_S, _ROW_S, _CONTEXT_S)
-        learned = self._linear.coefficients if self._num_decode_steps else prior
-        # The costs learned from decode steps are kept; the rest comes from the peer.
-        self._linear = LinearCost(positive((learned[0], _CHUNKED_S, token_s, _PAIR_S, *learned[4:]), prior))
+        self._chunks = LinearCost((_CHUNKED_S, token_s, _PAIR_S))
 
     def step_s(self, num_rows: int) -> float:
         """Returns the predicted time of a step that decodes `num_rows` sequences."""
-        return self._linear.predict(StepWork(0, 0.0, num_rows, num_rows * self._row_contexts).quantities)
+        return self._decoding.predict((1.0, num_rows, num_rows * self._row_contexts))
 
     def rows_within(self, seconds: float, num_rows: int) -> int:
         """Returns how many more sequences can decode beside `num_rows` in a step that takes `seconds`."""
-        *_, row_s, context_s = self._linear.coefficients
+        _, row_s, context_s = self._decoding.coefficients
         left_s = seconds - self.step_s(num_rows)
         return int(min(max(0.0, left_s / max(row_s + context_s * self._row_contexts, 1e-9)), _MOST_ROWS))
 
@@ -115,7 +118,7 @@ class StepCosts:
         pairs = num_tokens * (num_before + num_tokens / 2)
         first, last = num_queued // step_tokens, -(-(num_queued + num_tokens) // step_tokens)
         num_steps = max(1, last)
-        _, chunked_s, token_s, pair_s, *_ = self._linear.coefficients
+        chunked_s, token_s, pair_s = self._chunks.coefficients
         own_s = num_tokens * token_s + pairs * pair_s
         queued_s = num_queued * token_s + num_queued * step_tokens / 2 * pair_s
         step_s, num_own = self.step_s(num_rows), max(1, last - first)

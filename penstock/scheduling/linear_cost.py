@@ -76,20 +76,18 @@ class LinearCost:
         for place, value in present:
             total += value * spread[place]
         scale = noise + total
-        is_cut, ratios = False, []
-        for ratio, moved in zip(self._ratios, spread, strict=True):
-            wanted = ratio + moved / scale * error
-            limit = _MAX_STEP * ratio
-            limit = (1.0 if limit < 1.0 else limit) if limit < _MAX_RATIO else _MAX_RATIO
-            is_cut = is_cut or wanted > limit
-            ratios.append(min(wanted if wanted > 0.0 else 0.0, limit))
-        self._ratios = ratios
-        if is_cut:
-            return  # the step was cut, so the next observation may move as far again
-        covariance = self._covariance = [
+        wanted = [ratio + moved / scale * error for ratio, moved in zip(self._ratios, spread, strict=True)]
+        covariance = [
             [value - here * there / scale for value, there in zip(line, spread, strict=True)]
             for line, here in zip(covariance, spread, strict=True)
         ]
+        if min(wanted) < 0.0:
+            wanted = _without_negatives(wanted, covariance)
+        steps = [_step(ratio, value) for ratio, value in zip(self._ratios, wanted, strict=True)]
+        self._ratios = [ratio for ratio, _ in steps]
+        if any(is_cut for _, is_cut in steps):
+            return  # the step was cut, so the next observation may move as far again
+        self._covariance = covariance
         variances = [line[i] for i, line in enumerate(covariance)]
         # Forgetting without new information would let the covariance grow without bound, so the prior's is the limit.
         if max(variances) < _VARIANCE * _FORGETTING:
@@ -147,15 +145,16 @@ class ThreeTermCost(LinearCost):
         s1 = self._v10 * x0 + self._v11 * x1 + self._v21 * x2
         s2 = self._v20 * x0 + self._v21 * x1 + self._v22 * x2
         scale = noise + (x0 * s0 + x1 * s1 + x2 * s2)
-        r0, cut0 = _step(self._r0, self._r0 + s0 / scale * error)
-        r1, cut1 = _step(self._r1, self._r1 + s1 / scale * error)
-        r2, cut2 = _step(self._r2, self._r2 + s2 / scale * error)
+        w0, w1, w2 = self._r0 + s0 / scale * error, self._r1 + s1 / scale * error, self._r2 + s2 / scale * error
+        v00, v10, v11 = self._v00 - s0 * s0 / scale, self._v10 - s1 * s0 / scale, self._v11 - s1 * s1 / scale
+        v20, v21, v22 = self._v20 - s2 * s0 / scale, self._v21 - s2 * s1 / scale, self._v22 - s2 * s2 / scale
+        if w0 < 0.0 or w1 < 0.0 or w2 < 0.0:
+            w0, w1, w2 = _without_negatives([w0, w1, w2], [[v00, v10, v20], [v10, v11, v21], [v20, v21, v22]])
+        (r0, cut0), (r1, cut1), (r2, cut2) = _step(self._r0, w0), _step(self._r1, w1), _step(self._r2, w2)
         self._r0, self._r1, self._r2 = r0, r1, r2
         self._c0, self._c1, self._c2 = r0 * self._p0, r1 * self._p1, r2 * self._p2
         if cut0 or cut1 or cut2:
             return
-        v00, v10, v11 = self._v00 - s0 * s0 / scale, self._v10 - s1 * s0 / scale, self._v11 - s1 * s1 / scale
-        v20, v21, v22 = self._v20 - s2 * s0 / scale, self._v21 - s2 * s1 / scale, self._v22 - s2 * s2 / scale
         if min(v00, v11, v22) < 0:  # rounding error
             v00 = v11 = v22 = _VARIANCE
             v10 = v20 = v21 = 0.0
@@ -163,6 +162,28 @@ class ThreeTermCost(LinearCost):
             v00, v10, v11 = v00 / _FORGETTING, v10 / _FORGETTING, v11 / _FORGETTING
             v20, v21, v22 = v20 / _FORGETTING, v21 / _FORGETTING, v22 / _FORGETTING
         self._v00, self._v10, self._v11, self._v20, self._v21, self._v22 = v00, v10, v11, v20, v21, v22
+
+
+def _without_negatives(wanted: list[float], covariance: list[list[float]]) -> list[float]:
+    """Returns the ratios that `wanted` becomes if those below zero are known to be zero.
+
+    Raising them alone would leave the others at values that only fit together with a negative one.
+    """
+    wanted, covariance = list(wanted), [list(line) for line in covariance]
+    for _ in wanted:
+        place = min(range(len(wanted)), key=wanted.__getitem__)
+        value, variance = wanted[place], covariance[place][place]
+        if value >= 0.0 or variance <= 0.0:
+            break
+        column = [line[place] / variance for line in covariance]
+        wanted = [each - share * value for each, share in zip(wanted, column, strict=True)]
+        line = covariance[place]
+        covariance = [
+            [each - share * there for each, there in zip(row, line, strict=True)]
+            for row, share in zip(covariance, column, strict=True)
+        ]
+        wanted[place] = 0.0
+    return wanted
 
 
 def _step(ratio: float, wanted: float) -> tuple[float, bool]:

@@ -93,7 +93,8 @@ def test_a_configured_mode_overrides_the_costs(mode: Any, options: tuple[RemoteO
 
 def test_an_idle_worker_computes_a_prompt_that_a_busy_one_gives_away() -> None:
     policy = taught()
-    assert place(policy, IDLE, FREE) is LOCAL  # the hand-off alone takes longer than computing
+    short = replace(IDLE, num_tokens=128)
+    assert place(policy, short, replace(FREE, prefill_s=128 * 5e-4)) is LOCAL  # the hand-off takes longer than a step
     assert place(policy, replace(IDLE, num_running=20), FREE) is REMOTE
     assert place(policy, replace(IDLE, num_running=20), replace(FREE, queue_s=60.0)) is not REMOTE
     assert place(policy, replace(IDLE, queued_tokens=2000), FREE) is REMOTE
@@ -187,6 +188,30 @@ def test_steps_are_predicted_within_a_tenth_despite_outliers() -> None:
             half_a_step_s = truth.step_s(0, rows) / 2 if rows else 0.0
             assert costs.total_s == pytest.approx(truth.step_s(tokens, rows) + half_a_step_s, rel=0.2)
             assert costs.added_s == pytest.approx(tokens * truth.token_s, rel=0.2, abs=2e-3)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_are_not_blamed_for_chunks_that_fill_every_step_up_to_a_target(seed: int) -> None:
+    """A GPU hides the first chunk tokens behind reading its weights, and the more rows, the smaller the chunks."""
+    rng, costs = random.Random(seed), PrefillPlacement(DecodeConfig()).steps
+
+    def decode_s(rows: int) -> float:
+        return 7e-3 + rows * 1e-4
+
+    def step_s(tokens: int, rows: int) -> float:
+        return decode_s(rows) + max(0.0, tokens * 3e-5 - 6e-3)
+
+    for _ in range(400):
+        rows = rng.randint(2, 8)
+        tokens = rng.choice([0, 650 - 10 * rows, 700 - 10 * rows])
+        work = StepWork(tokens, tokens * rng.uniform(0.0, 8000.0), rows, rows * 8000.0)
+        if not costs.skips(tokens):
+            costs.on_step(work, step_s(tokens, rows))
+    for rows in (2, 8):
+        assert costs.step_s(rows) == pytest.approx(decode_s(rows), rel=0.1)
+        tokens = 650 - 10 * rows
+        predicted_s = costs.chunks(12 * tokens, 0, 0, rows, tokens).total_s
+        assert predicted_s == pytest.approx(12.5 * step_s(tokens, rows), rel=0.15)
 
 
 def test_measured_prefill_times_are_learned_and_fade() -> None:

@@ -211,6 +211,17 @@ def test_no_measurement_drives_a_model_out_of_bounds(rows, prior):
             assert 0 <= coefficient <= 1e4 * start * 1.0001
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_coefficient_that_stays_at_zero_does_not_bias_the_others(seed):
+    """The best fit has a negative fixed time; raising only that to zero would raise every prediction."""
+    rng, linear = random.Random(seed), LinearCost((1e-3, 3e-4, 1e-8))
+    for _ in range(400):
+        tokens = rng.choice([570, 600, 650, 690])
+        linear.observe((1.0, tokens, tokens * rng.uniform(0.0, 8000.0)), tokens * 3e-5 - 6e-3)
+    for tokens in (570, 690):
+        assert linear.predict((1.0, tokens, tokens * 4000.0)) == pytest.approx(tokens * 3e-5 - 6e-3, rel=0.2)
+
+
 @given(rows=st.lists(st.tuples(st.tuples(_ANYTHING, _ANYTHING, _ANYTHING), _ANYTHING), max_size=60))
 @examples(120)
 def test_the_unrolled_regression_learns_the_same_to_the_last_bit(rows):

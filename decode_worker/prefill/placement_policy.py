@@ -3,7 +3,7 @@
 Every option is priced in seconds: the predicted time to the first token, and the predicted harm, which is the summed
 delay of all other requests' tokens. Chunks computed here lengthen the steps of every decoding sequence, and wherever
 prompts queue, those behind this one wait longer. If there is a target for the time between tokens, a delay within
-it counts a quarter. Options that meet the target for first tokens are preferred, and of these the one with the smallest
+it counts a tenth. Options that meet the target for first tokens are preferred, and of these the one with the smallest
 sum.
 """
 

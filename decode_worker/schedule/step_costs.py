@@ -1,7 +1,8 @@
 """Learns the cost of this worker's own steps from every step with a chunk and from some of the others. Pure.
 
 A step that only decodes takes a fixed time, a time for each row, and one for each token of a row's context. Chunks of
-prompts add another fixed time, a time for each of their tokens, and one for each pair of such a token and an earlier one.
+prompts add another fixed time, a time for each of their tokens, and one for each pair of such a token and an earlier
+token.
 
 The two are learned apart. Where a target bounds steps, all steps with chunks take about that long, whatever they
 compute, and one regression over all quantities would blame the rows for it.

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from engine.adapters.products import AdaptedProduct, ProductPart
+from engine.weights.checkpoint import model_name
 from penstock.errors import CheckpointError
 from penstock.kv.adapter_files import CONFIG_FILE, WEIGHTS_FILE, AdapterRef, revision_of
 
@@ -125,7 +126,7 @@ def _pair_up(
     sides: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         found = _TENSOR.fullmatch(name)
-        module = found["module"] if found else ""
+        module = model_name(found["module"]) if found else ""
         if found is None or module not in parts:
             raise CheckpointError(f"{ref}: {_refusal(name, module)}")
         outputs, inputs = parts[module].whole

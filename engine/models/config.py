@@ -22,6 +22,7 @@ from engine.models.window_config import read_windows
 from engine.weights.checkpoint import CONFIG_FILE, checkpoint_revision
 from engine.weights.quantization_config import WeightScheme, parse_scheme
 from penstock.errors import CheckpointError
+from penstock.sizing.language_model import is_multi_modal, language_model_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class ModelConfig:
     revision: str  # changes whenever the configuration or the weights do
     generation_defaults: Mapping[str, float | int] = field(default_factory=dict)
     num_prediction_layers: int = 0  # stored after the last layer, to predict further tokens; not run
+    has_image_parts: bool = False  # the folder also holds what reads images, which is not served
     scheme: WeightScheme | None = None  # None: the checkpoint's weights are plain
 
     @property
@@ -96,7 +98,8 @@ class ModelConfig:
     @classmethod
     def _parse(cls, file: Path) -> ModelConfig:
         """Parses `config.json` alone, which names no revision."""
-        data = read_json(file)
+        whole = read_json(file)
+        data = language_model_config(whole)
         family = find_family(data, file)
         refuse_unknown(data, family, file)
         attention = _read_attention(data, family, file)
@@ -132,6 +135,7 @@ class ModelConfig:
             dtype=_read_dtype(data, file),
             eos_token_ids=_read_token_ids(data, file),
             revision="",
+            has_image_parts=is_multi_modal(whole),
             num_prediction_layers=max((int(data.get(key) or 0) for key in PREDICTION_KEYS & family.keys), default=0),
             scheme=None if experts is not None and experts.mxfp4 else parse_scheme(data, file),
         )

@@ -29,6 +29,7 @@ from engine.models.expert_config import (
 from engine.models.irope_config import IROPE_KEYS
 from engine.models.latent_config import LATENT_KEYS
 from penstock.errors import CheckpointError
+from penstock.sizing.language_model import LANGUAGE_MODELS
 
 
 class NormNames(NamedTuple):
@@ -92,10 +93,6 @@ _GEMMA_KEYS = frozenset({
     "sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "layer_types", "attention_bias",
     "rope_local_base_freq",
 })  # fmt: skip
-_EXPORTS = {  # how to make a checkpoint that is served from one that is not
-    ("Llama4ForConditionalGeneration",): "; Llama4ForCausalLM.from_pretrained(folder).save_pretrained(other) of "
-    "`transformers` saves its text model",
-}
 _GELU_NAMES = ("gelu_pytorch_tanh",)
 _SILU_NAMES = ("silu", "swish")
 _WINDOW_KEYS = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
@@ -287,11 +284,10 @@ def find_family(data: Mapping[str, Any], file: Path) -> Family:
             not architectures and data.get("model_type") == family.model_type
         ):
             return family
-    known = ", ".join(family.architecture for family in FAMILIES)
-    export = _EXPORTS.get(tuple(architectures or ()), "")
+    known = ", ".join([*(family.architecture for family in FAMILIES), *LANGUAGE_MODELS])
     raise CheckpointError(
         f"{file}: architectures = {architectures!r}, model_type = {data.get('model_type')!r} is not supported; "
-        f"give a checkpoint of one of {known}{export}"
+        f"give a checkpoint of one of {known}"
     )
 
 

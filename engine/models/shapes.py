@@ -11,6 +11,7 @@ from engine.models.latent_config import LatentConfig
 
 LAYERS_PREFIX = "model.layers."
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_IMAGE_PARTS = {"vision_tower.", "vision_model.", "multi_modal_projector."}
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -46,10 +47,16 @@ def product_shapes(config: ModelConfig, with_experts: bool = True) -> dict[str, 
 
 
 def optional_tensors(config: ModelConfig) -> frozenset[str]:
-    """Returns tensors that may be stored but are not read: a tied head, because it is the embedding, and layers after
-    the last, because they predict further tokens. Entries are names or, with a dot at the end, prefixes of names."""
+    """Returns tensors that may be stored but are not read: a tied head, because it is the embedding, layers after the
+    last, because they predict further tokens, and what reads images. Entries are names or, with a dot at the end,
+    prefixes of names."""
     further = range(config.num_layers, config.num_layers + config.num_prediction_layers)
-    return frozenset({HEAD} if config.tie_embeddings else ()) | {f"{LAYERS_PREFIX}{layer}." for layer in further}
+    unread = {f"{LAYERS_PREFIX}{layer}." for layer in further}
+    if config.tie_embeddings:
+        unread.add(HEAD)
+    if config.has_image_parts:
+        unread |= _IMAGE_PARTS | {f"model.{part}" for part in _IMAGE_PARTS}
+    return frozenset(unread)
 
 
 def _attention_shapes(config: ModelConfig) -> Shapes:

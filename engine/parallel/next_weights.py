@@ -64,7 +64,8 @@ def _check_memory(folder: Path) -> None:
         )
 
 
-_NOT_OF_WEIGHTS = {"revision", "generation_defaults", "eos_token_ids", "dtype"}  # the served model's own stay in force
+# The served model's own stay in force.
+_NOT_OF_WEIGHTS = {"revision", "generation_defaults", "eos_token_ids", "dtype", "has_image_parts"}
 
 
 def check_config(folder: Path, model: ModelConfig) -> None:

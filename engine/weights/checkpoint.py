@@ -27,12 +27,19 @@ _SAMPLE_BYTES = 4096
 _MAX_TENSOR_SAMPLES = 4096
 CODE_SUFFIXES = ("_blocks", "_scales")  # of stacked experts in MXFP4: bytes
 _FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
+# How multi-modal folders name the tensors of their language model, and its own names for them.
+_LANGUAGE_MODEL = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+)
 _DERIVED_SUFFIX = ".rotary_emb.inv_freq"  # stored by old exports, though it follows from the configuration
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     file: Path
+    name: str  # in the file
     dtype: str  # safetensors' names: BF16, F16, F32, ...
     shape: tuple[int, ...]
     num_bytes: int
@@ -71,8 +78,16 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
+def model_name(stored: str) -> str:
+    """Returns the model's name of a tensor or a module, given the one that a checkpoint or an adapter has for it."""
+    return next(
+        (own + stored.removeprefix(start) for start, own in _LANGUAGE_MODEL if stored.startswith(start)), stored
+    )
+
+
 def read_headers(files: list[Path]) -> dict[str, StoredTensor]:
-    """Returns every stored tensor by name. Raises CheckpointError for a truncated or invalid safetensors file."""
+    """Returns every stored tensor by its name in the model. Raises CheckpointError for a truncated or invalid
+    safetensors file."""
     tensors: dict[str, StoredTensor] = {}
     for file in files:
         header, data_start = _read_header(file)
@@ -85,7 +100,11 @@ def read_headers(files: list[Path]) -> dict[str, StoredTensor]:
                 raise CheckpointError(
                     f"{file} is cut short: {name} ends at byte {end} of {data_bytes}; fetch the file again"
                 )
-            tensors[name] = StoredTensor(file, entry["dtype"], tuple(entry["shape"]), end - begin, data_start + begin)
+            own = model_name(name)
+            if own in tensors:
+                raise CheckpointError(f"{file}: {name} and {tensors[own].name} are one tensor; store only one of them")
+            place = (end - begin, data_start + begin)
+            tensors[own] = StoredTensor(file, name, entry["dtype"], tuple(entry["shape"]), *place)
     return tensors
 
 

@@ -166,7 +166,7 @@ class WeightReader:
         return [suffix for suffix, tensor in layout.items() if tensor.is_read and f"{path}.{suffix}" in self._stored]
 
     def _whole(self, name: str) -> torch.Tensor:
-        tensor = self._file_of(name).get_tensor(name)
+        tensor = self._file_of(name).get_tensor(self._stored[name].name)
         self._count(name)
         return tensor
 
@@ -194,7 +194,7 @@ class WeightReader:
         if self._readers is not None and not self._is_zeros(name) and stored.dtype in _TORCH_DTYPES:
             tensor = self._take(self._readers, name, dtype)
         else:
-            tensor = _read_slice(self._file_of(name), name, self._slices.get(name)).to(self._device, dtype)
+            tensor = _read_slice(self._file_of(name), stored.name, self._slices.get(name)).to(self._device, dtype)
         self._count(name)
         return tensor
 

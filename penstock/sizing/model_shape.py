@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import InvalidInput
+from penstock.sizing.language_model import language_model_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +199,7 @@ def find_shape(name: str) -> ModelShape:
 
 def shape_from_config(data: Mapping[str, Any], name: str) -> ModelShape:
     """Returns the shape that a `config.json` describes. Raises KeyError for a missing width."""
+    data = language_model_config(data)
     heads, hidden, layers = int(data["num_attention_heads"]), int(data["hidden_size"]), int(data["num_hidden_layers"])
     experts = next((int(data[key]) for key in _EXPERT_COUNTS if data.get(key)), 0)
     expert_size = int(data.get("moe_intermediate_size") or data["intermediate_size"]) if experts else 0

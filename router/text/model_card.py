@@ -11,6 +11,7 @@ from pathlib import Path
 
 from penstock.config import RouterConfig
 from penstock.errors import CheckpointError
+from penstock.sizing.language_model import language_model_config
 from router.text.chat_template import read_json
 
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p")
@@ -29,7 +30,7 @@ class ModelCard:
         path = folder / "config.json"
         if not path.is_file():
             raise CheckpointError(f"{path}: is missing; point `model` at a Hugging Face checkpoint folder")
-        vocab_size = read_json(path).get("vocab_size")
+        vocab_size = language_model_config(read_json(path)).get("vocab_size")
         if not isinstance(vocab_size, int) or vocab_size < 1:
             raise CheckpointError(f"{path}: vocab_size = {vocab_size!r}; give the number of tokens in the vocabulary")
         name = config.served_model or folder.resolve().name

@@ -16,7 +16,7 @@ import torch
 from engine.models.config import ModelConfig
 from engine.models.shapes import optional_tensors, tensor_shapes
 from engine.weights.broadcast.staged import NewFolder, StagedWeights
-from engine.weights.checkpoint import StoredTensor, check_stored
+from engine.weights.checkpoint import StoredTensor, check_stored, model_name
 from penstock.client.broadcast.group import BroadcastGroup
 from penstock.client.broadcast.manifest import (
     BroadcastMember,
@@ -116,12 +116,12 @@ class _Receiving:
 
 def check_manifest(manifest: WeightsManifest, model: ModelConfig) -> None:
     """Raises CheckpointError unless the tensors are those that a checkpoint of the model must store."""
-    stored = {each.name: _stored(each) for each in manifest.tensors}
+    stored = {model_name(each.name): _stored(each) for each in manifest.tensors}
     check_stored(_ORIGIN, stored, tensor_shapes(model), optional_tensors(model), model.scheme)
 
 
 def _stored(entry: TensorEntry) -> StoredTensor:
-    return StoredTensor(_ORIGIN, entry.dtype, entry.shape, entry.num_bytes, 0)
+    return StoredTensor(_ORIGIN, entry.name, entry.dtype, entry.shape, entry.num_bytes, 0)
 
 
 def _view(data: torch.Tensor) -> memoryview:

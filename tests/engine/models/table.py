@@ -34,7 +34,7 @@ COLUMNS = {
 OF_EXPERTS = "expert parallelism"
 MODELS = {
     "llama": "Llama 2 and 3, and what shares their architecture",
-    "llama4_text": "Llama 4 Scout and Maverick, text-only exports",
+    "llama4_text": "Llama 4 Scout and Maverick, also as `Llama4ForConditionalGeneration`, text only",
     "mistral": "Mistral 7B",
     "qwen2": "Qwen2, Qwen2.5",
     "qwen3": "Qwen3 dense",
@@ -46,15 +46,13 @@ MODELS = {
     "olmo2": "OLMo-2",
     "olmo3": "OLMo-3",
     "gemma2": "Gemma-2",
-    "gemma3_text": "Gemma-3 1B, and text-only exports of the others",
+    "gemma3_text": "Gemma-3, also as `Gemma3ForConditionalGeneration`, text only",
     "gpt_oss": "gpt-oss-20b and -120b, in MXFP4 or plain",
     "glm4_moe": "GLM-4.5, 4.5-Air, 4.6",
 }
 ONE_CALL = frozenset({"llama", "mistral", "qwen2", "qwen3", "phi3"})  # on a CPU in bf16
 REFUSED = {
-    "Gemma3ForConditionalGeneration": "Gemma-3 with images",
     "Gemma3nForConditionalGeneration": "Gemma-3n",
-    "Llama4ForConditionalGeneration": "Llama 4 with images",
     "Phi4MMForCausalLM": "Phi-4-multimodal",
     "PhiMoEForCausalLM": "Phi-3.5-MoE",
     "Glm4ForCausalLM": "GLM-4 dense",

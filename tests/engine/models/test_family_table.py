@@ -8,15 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, Llama4Config, Llama4ForCausalLM, Llama4ForConditionalGeneration
 
 from engine.engine import Engine
-from engine.generate import generate
 from engine.models.config import ModelConfig
 from engine.models.families import FAMILIES
 from penstock.config import EngineConfig
 from penstock.errors import CheckpointError
-from penstock.types import SamplingParams
 from tests.engine.models import table, test_families
 from tests.support.engine import checkpoints
 from tests.support.engine.checkpoints import make_checkpoint
@@ -51,24 +48,6 @@ def test_other_families_are_refused(architecture: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
     with pytest.raises(CheckpointError, match=rf"{architecture}.* is not supported; give a checkpoint of one of Llama"):
         ModelConfig.from_folder(tmp_path)
-
-
-def test_the_text_model_of_a_llama_4_with_images_is_served_once_saved(tmp_path: Path) -> None:
-    text = AutoConfig.from_pretrained(make_checkpoint("llama4_text", tmp_path / "small"))
-    sizes = {"image_size": 28, "patch_size": 14, "intermediate_size": 64, "num_hidden_layers": 1}
-    vision = {**sizes, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
-    heads = {"hidden_size": 16, "num_attention_heads": 2}
-    config = Llama4Config(text_config=text.to_dict(), vision_config={**vision, **heads})
-    model = Llama4ForConditionalGeneration(config)
-    model.save_pretrained(tmp_path / "whole")
-    with pytest.raises(CheckpointError, match=r"Llama4ForCausalLM.from_pretrained\(folder\).save_pretrained\(other\)"):
-        ModelConfig.from_folder(tmp_path / "whole")
-    Llama4ForCausalLM.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "text")
-    engine = Engine.load(EngineConfig(model=str(tmp_path / "text"), num_pages=16, num_threads=1))
-    prompt, greedy = list(range(2, 40)), SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-    with torch.inference_mode():
-        wanted = int(model(input_ids=torch.tensor([prompt])).logits[0, -1].argmax())
-    assert generate(engine, prompt, greedy)[0] == wanted
 
 
 @needs_native

@@ -214,11 +214,11 @@ class DecodeRequest:
         self.times.part, self.times.reserved_s, self.times.landed_s = None, 0.0, 0.0
         self.prices = [_price_to_wire(priced) for priced in (decision.chosen, *decision.others)]
 
-    def follow_hints(self, keeper: HintKeeper | None) -> None:
+    def follow_hints(self, keeper: HintKeeper | None, num_found_tokens: int) -> None:
         """Follows its hints, once, while it holds its pages, and keeps the answers."""
         if keeper is not None and not self.hints_followed:
             self.hints_followed = True
-            self.hint_answers += map(wire.hint_answer_to_wire, keeper.follow(self.sequence))
+            self.hint_answers += map(wire.hint_answer_to_wire, keeper.follow(self.sequence, num_found_tokens))
 
     def end_pause(self, now_s: float) -> None:
         """Adds an open migration pause to the total, because a token has been sampled."""

@@ -148,7 +148,7 @@ class DecodeServer:
 
     def _core(self) -> RoleCore:
         worker, driver = self.worker, self._driver
-        lease_owners = (worker, self.incoming, self.outgoing, self._adapters)
+        swept = (worker, worker.bulk, self.incoming, self.outgoing, self._adapters)
 
         def step() -> bool:
             driver.turn()
@@ -156,7 +156,7 @@ class DecodeServer:
 
         return RoleCore(
             step=step,
-            sweep=lambda now_s: earliest(*(owner.sweep(now_s) for owner in lease_owners)),
+            sweep=lambda now_s: earliest(*(owner.sweep(now_s) for owner in swept)),
             load=lambda: worker.load,
             sequences=lambda: [request.sequence for request in tuple(worker.requests)],
             is_transfer_open=self._migration_calls.is_open,

@@ -92,7 +92,7 @@ class DecodeWorker:
         self._prefills = PrefillAttempts(
             worker_id, engine.layout, self.scheduler, transfers, config, self._pace, self, self._report, pulls
         )
-        self._bulk = BulkPolicy(self._prefills.steps, self._pace)
+        self.bulk = BulkPolicy(self._prefills.steps, self._pace)
         self._measurements = StepMeasurements(self._pace, self._prefills, speculator, self._events)
         self._landed: set[Sequence] = set()  # sequences that wait for their first step here
         self._refusal: PenstockError | None = None  # what every new request is refused with, once the worker pauses
@@ -176,13 +176,13 @@ class DecodeWorker:
             raise Overloaded(f"this worker holds {len(self._requests)} requests, its limit; try again", _RETRY_AFTER_S)
 
     def cancel(self, request: DecodeRequest, error: PenstockError | None = None) -> None:
-        """Ends a request whose caller is gone or, with `error`, one that cannot continue."""
+        """Ends a request whose caller is gone or has found a stop string or, with `error`, one that cannot continue."""
         if request.sequence not in self._requests:
             return
         if error is not None:
             self._delivery.put(request, TokenDelta(request.stream_id, error=error))
         else:
-            request.follow_hints(self._hints)  # it may have ended at a stop string, which the router matches
+            request.follow_hints(self._hints, self.scheduler.num_cached_tokens(request.sequence))
         self._release(request)
 
     def timing(self, request: DecodeRequest) -> common_pb2.Timing:
@@ -334,7 +334,7 @@ class DecodeWorker:
     def _limits(self) -> tuple[int | None, BulkLimits]:
         """Returns how many prompt tokens and how much of the bulk lane the next step may compute."""
         landed, now_s = [self._requests[sequence] for sequence in self._landed], time.monotonic()
-        bulk = self._bulk.limits(self.scheduler.has_bulk, self.scheduler.num_running_others, now_s)
+        bulk = self.bulk.limits(self.scheduler.has_bulk, self.scheduler.num_running_others, now_s)
         return self._prefills.chunk_tokens(landed, now_s), bulk
 
     def _note_started(self, plan: StepPlan) -> None:
@@ -346,6 +346,8 @@ class DecodeWorker:
     def finish_step(self, plan: StepPlan, tokens: StepTokens, elapsed_s: float) -> None:
         """Records the oldest step in flight and delivers its tokens."""
         began_s, num_further = time.monotonic(), sum(map(len, tokens.further.values()))
+        if self.scheduler.has_bulk and not self.scheduler.num_running_others:
+            self.bulk.on_step(elapsed_s, began_s)
         self._measurements.on_step(plan, elapsed_s, num_further)
         for sequence, error in tokens.failed:
             self._fail(sequence, error)
@@ -430,7 +432,7 @@ class DecodeWorker:
         """Delivers a token that was just appended to the request's sequence, and ends the request if it is the last."""
         now_s = time.monotonic()
         request.end_pause(now_s)
-        self._bulk.on_token(request.sequence, request.times.submitted_s, now_s)
+        self.bulk.on_token(request.sequence, request.times.submitted_s, now_s)
         self._delivery.refresh(request)
         reason = finish_reason(request.sequence, self._engine.model.eos_token_ids, self._context_length)
         if reason is None:
@@ -443,7 +445,7 @@ class DecodeWorker:
 
     def _end(self, request: DecodeRequest, token: SampledToken | None, reason: FinishReason) -> None:
         """Delivers the request's last token, if there is one, with the answers to its hints, and releases it."""
-        request.follow_hints(self._hints)
+        request.follow_hints(self._hints, self.scheduler.num_cached_tokens(request.sequence))
         self._delivery.put_end(request, token, reason, self.timing(request))
         self._release(request)
 
@@ -479,9 +481,11 @@ class DecodeWorker:
         self.load = WorkerLoad(
             num_running=self.scheduler.num_running,
             num_waiting=len(self._requests) - self.scheduler.num_running,
+            num_bulk=self.scheduler.num_bulk,
             free_pages=self._engine.pool.num_available,
             total_pages=self._engine.pool.num_pages,
             queued_prefill_tokens=self.scheduler.num_uncomputed_tokens,
+            queued_bulk_tokens=self.scheduler.num_uncomputed_bulk_tokens,
             prefill_tokens_per_s=self._pace.chunk_tokens_per_s,
             step_s=self._pace.step_s,
             cache=self._engine.prefix_cache.stats,

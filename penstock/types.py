@@ -281,9 +281,11 @@ class WorkerLoad:
 
     num_running: int = 0
     num_waiting: int = 0
+    num_bulk: int = 0  # of both, those of the bulk lane, which yield to all others
     free_pages: int = 0  # free or evictable
     total_pages: int = 0
     queued_prefill_tokens: int = 0
+    queued_bulk_tokens: int = 0  # of these, those of the bulk lane
     prefill_tokens_per_s: float = 0.0  # 0: not measured yet
     step_s: float = 0.0
     cache: CacheStats = CacheStats()

@@ -88,7 +88,8 @@ class PrefillScheduler:
         self._running: list[_Entry] = []
         self._num_arrivals = 0
         self._turns = BulkTurns()
-        self._num_bulk = 0  # bulk prompts, queued or running
+        self.num_bulk = 0  # bulk prompts, queued or running
+        self._num_queued_bulk_tokens = 0
 
     @property
     def num_queued(self) -> int:
@@ -102,6 +103,11 @@ class PrefillScheduler:
     def num_uncomputed_tokens(self) -> int:
         return self._num_queued_tokens + sum(entry.sequence.num_uncomputed_tokens for entry in self._running)
 
+    @property
+    def num_uncomputed_bulk_tokens(self) -> int:
+        running = (entry.sequence.num_uncomputed_tokens for entry in self._running if entry.is_bulk)
+        return self._num_queued_bulk_tokens + sum(running)
+
     def add(self, sequence: Sequence, num_extra: int = 0) -> None:
         """Queues a prompt. It keeps its pages `num_extra` tokens longer than the window requires."""
         self._num_arrivals += 1
@@ -110,14 +116,15 @@ class PrefillScheduler:
         self._entries[sequence] = entry
         bisect.insort(self._queue, entry, key=_Entry.rank)
         self._num_queued_tokens += len(sequence.token_ids)
-        self._num_bulk += entry.is_bulk
+        self._num_queued_bulk_tokens += entry.is_bulk * len(sequence.token_ids)
+        self.num_bulk += entry.is_bulk
 
     def remove(self, sequence: Sequence) -> None:
         """Drops the sequence if it is queued or running; the caller keeps its pages."""
         entry = self._entries.pop(sequence, None)
         if entry is None:
             return
-        self._num_bulk -= entry.is_bulk
+        self.num_bulk -= entry.is_bulk
         if entry in self._running:
             self._running.remove(entry)
         else:
@@ -126,6 +133,7 @@ class PrefillScheduler:
     def _dequeue(self, entry: _Entry) -> None:
         self._queue.remove(entry)
         self._num_queued_tokens -= len(entry.sequence.token_ids)
+        self._num_queued_bulk_tokens -= entry.is_bulk * len(entry.sequence.token_ids)
 
     def schedule(self, max_bulk_tokens: int | None = None) -> list[ScheduledSequence]:
         """Returns the next step's chunks, with at most `max_batch_tokens` in total; prompts that start take their
@@ -141,7 +149,7 @@ class PrefillScheduler:
         if not is_turn and not any(chunks.values()):
             is_turn = True
             self._fill(chunks, num_bulk, may_begin, is_bulk=True)
-        if self._num_bulk:
+        if self.num_bulk:
             self._turns.on_step(was_turn=is_turn)
         return [ScheduledSequence(sequence, count) for sequence, count in chunks.items() if count]
 
@@ -270,5 +278,5 @@ class PrefillScheduler:
                 complete.append(sequence)
                 entry = self._entries.pop(sequence)
                 self._running.remove(entry)
-                self._num_bulk -= entry.is_bulk
+                self.num_bulk -= entry.is_bulk
         return complete

@@ -24,7 +24,7 @@ from engine.step.compute import SampledTokens
 from engine.step.isolation import step_isolated
 from engine.step.sequence import SampledToken, ScheduledSequence, Sequence
 from kv_transfer.endpoints import KvSender
-from kv_transfer.session.lease import Lease, Sweeper, heartbeat_s
+from kv_transfer.session.lease import Lease, Sweeper, earliest, heartbeat_s
 from kv_transfer.transports.transport import ALL_LAYERS, LayerGroup
 from penstock.config import PrefillConfig, WorkerConfig
 from penstock.errors import Cancelled, InvalidInput, PenstockError, TransferError
@@ -222,7 +222,9 @@ class PrefillWorker:
         self.cancel(key, error)
 
     def sweep(self, now_s: float) -> float | None:
-        """Sends heartbeats and cancels jobs whose receivers have fallen silent. Returns when to sweep again."""
+        """Sends heartbeats and cancels jobs whose receivers have fallen silent. Returns when to sweep again, or to
+        compute bulk prompts again.
+        """
         if self._sweeper.is_due(now_s, bool(self._jobs)):
             for job in [job for job in self._jobs.values() if job.error is None]:
                 assert job.lease is not None
@@ -234,16 +236,16 @@ class PrefillWorker:
                     job.emit(Heartbeat())
             open_jobs = (job for job in self._jobs.values() if job.error is None)
             self._sweeper.looked(now_s, (job.lease.deadline_s for job in open_jobs if job.lease))
-        return self._sweeper.next_s
+        rests_until_s = self._bulk_limit.rests_until_s
+        is_resting = now_s < rests_until_s and self.scheduler.num_bulk > 0
+        return earliest(self._sweeper.next_s, rests_until_s if is_resting else None)
 
     # The step.
 
     def step(self) -> bool:
         """Computes a step or, if the engine runs ahead, starts one and then waits for the previous one."""
         started_s = time.monotonic()
-        longest_s = self._bulk_limit.step_s(started_s)
-        max_bulk_tokens = None if longest_s is None else max(_LEAST_BULK_TOKENS, int(longest_s * self._tokens_per_s))
-        work = self.scheduler.schedule(max_bulk_tokens)
+        work = self.scheduler.schedule(self._max_bulk_tokens(started_s))
         for scheduled in work:
             job = self._by_sequence[scheduled.sequence]
             if not job.started_s:
@@ -259,6 +261,14 @@ class PrefillWorker:
             self._finish_step(previous)
         self._refresh_load()
         return bool(work) or previous is not None
+
+    def _max_bulk_tokens(self, now_s: float) -> int | None:
+        """Returns how many tokens of bulk prompts the next step may compute; None: any number."""
+        limit = self._bulk_limit
+        if now_s < limit.rests_until_s or (limit.rests and self._in_flight is not None):
+            return 0
+        longest_s = limit.step_s(now_s)
+        return None if longest_s is None else max(_LEAST_BULK_TOKENS, int(longest_s * self._tokens_per_s))
 
     def _start_step(
         self, work: list[ScheduledSequence], pushes: dict[PrefillJob, LayerwisePush], started_s: float
@@ -280,9 +290,8 @@ class PrefillWorker:
         """Waits for a started step and delivers its tokens."""
         tokens = step.tokens.wait()
         now_s = time.monotonic()
-        num_tokens = sum(scheduled.num_tokens for scheduled in step.work)
         elapsed_s = now_s - max(step.started_s, self._measured_s)
-        self._measure(len(step.work), num_tokens, step.num_contexts, elapsed_s)
+        self._measure(step.work, step.num_contexts, elapsed_s, now_s)
         self._measured_s = now_s
         for sequence, error in tokens.failed:
             if (job := self._by_sequence.get(sequence)) is not None:
@@ -307,8 +316,7 @@ class PrefillWorker:
         else:
             done = step_isolated(self._engine.step, work)
         now_s = time.monotonic()
-        num_tokens = sum(scheduled.num_tokens for scheduled in work)
-        self._measure(len(work), num_tokens, num_contexts, now_s - started_s)
+        self._measure(work, num_contexts, now_s - started_s, now_s)
         sampled = {item.sequence: token for item, token in zip(done.work, done.output.tokens, strict=True) if token}
         for sequence in self.scheduler.commit(done.work):
             self._complete(self._by_sequence[sequence], sampled[sequence], now_s)
@@ -347,7 +355,7 @@ class PrefillWorker:
         queue_s, prefill_s = job.started_s - job.submitted_s, now_s - job.started_s
         if job.sequence.lane is not Lane.BULK:
             self._bulk_limit.on_first_token(queue_s + prefill_s, now_s)
-        hints = tuple(self._hints.follow(job.sequence)) if self._hints is not None else ()
+        hints = tuple(self._hints.follow(job.sequence, job.cached_tokens)) if self._hints is not None else ()
         job.emit(FirstToken(token, queue_s, prefill_s, job.cached_tokens, job.pull, hints))
 
     def _push_batch(self, work: list[ScheduledSequence], pushes: dict[PrefillJob, LayerwisePush]) -> None:
@@ -381,12 +389,16 @@ class PrefillWorker:
         destination = job.destination[first - held : ready - held]
         self._sender.push_tokens(job.key, first - held, tokens, sequence.pages, destination, group)
 
-    def _measure(self, num_sequences: int, num_tokens: int, num_contexts: float, elapsed_s: float) -> None:
+    def _measure(self, work: list[ScheduledSequence], num_contexts: float, elapsed_s: float, now_s: float) -> None:
+        """Learns from a step that has just ended."""
+        num_tokens = sum(scheduled.num_tokens for scheduled in work)
+        if all(scheduled.sequence.lane is Lane.BULK for scheduled in work):
+            self._bulk_limit.on_step(elapsed_s, now_s)
         self._totals = self._totals.plus(num_tokens, num_contexts, elapsed_s)
         rate = num_tokens / max(elapsed_s, 1e-6)
         self._tokens_per_s += (rate - self._tokens_per_s) * (_RATE_SMOOTHING if self._tokens_per_s else 1.0)
         if self._on_step is not None:
-            self._on_step(num_sequences, num_tokens, elapsed_s)
+            self._on_step(len(work), num_tokens, elapsed_s)
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
@@ -397,9 +409,11 @@ class PrefillWorker:
         self.load = WorkerLoad(
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_queued,
+            num_bulk=self.scheduler.num_bulk,
             free_pages=self._engine.pool.num_available,
             total_pages=self._engine.pool.num_pages,
             queued_prefill_tokens=self.scheduler.num_uncomputed_tokens,
+            queued_bulk_tokens=self.scheduler.num_uncomputed_bulk_tokens,
             prefill_tokens_per_s=self._tokens_per_s,
             cache=self._engine.prefix_cache.stats,
             prefill_steps=self._totals,

@@ -52,6 +52,7 @@ class RunQueues:
         self.held: list[TrackedSequence] = []  # running bulk sequences that are held back
         self.waiting: list[TrackedSequence] = []  # others to be computed here
         self.waiting_bulk: list[TrackedSequence] = []
+        self.num_bulk = 0  # in any state
         self.num_running_bulk = 0
         self._num_waiting_tokens = 0
         self._num_waiting_bulk_tokens = 0
@@ -60,10 +61,12 @@ class RunQueues:
     @property
     def num_uncomputed_tokens(self) -> int:
         """The number of tokens of prompts and preempted sequences that this worker has yet to compute."""
-        bulk = self._num_waiting_bulk_tokens + _num_uncomputed(
-            entry for entry in (*self.rowless, *self.held) if entry.is_bulk
-        )
-        return self.num_uncomputed_tokens_of_others + bulk
+        return self.num_uncomputed_tokens_of_others + self.num_uncomputed_bulk_tokens
+
+    @property
+    def num_uncomputed_bulk_tokens(self) -> int:
+        running = (entry for entry in (*self.rowless, *self.held) if entry.is_bulk)
+        return self._num_waiting_bulk_tokens + _num_uncomputed(running)
 
     @property
     def num_uncomputed_tokens_of_others(self) -> int:
@@ -133,6 +136,7 @@ class RunQueues:
         rank = (self._aging.rank(sequence.lane), self._num_arrivals)
         entry = self._entries[sequence] = TrackedSequence(sequence, rank)
         self._detached.add(entry)
+        self.num_bulk += entry.is_bulk
         self._aging.advance(1)
 
     def forget(self, sequence: Sequence) -> bool:
@@ -145,6 +149,7 @@ class RunQueues:
         elif _contains(self.running, entry):
             self.stop(entry)
         self._detached.remove(entry)
+        self.num_bulk -= entry.is_bulk
         return True
 
     def wait(self, entry: TrackedSequence) -> None:
@@ -240,6 +245,7 @@ class RunQueues:
         assert not any(entry.sequence.num_computed_tokens for entry in waiting)
         assert all(entry.is_bulk for entry in (*self.held, *self.waiting_bulk))
         assert not any(entry.is_bulk for entry in self.waiting)
+        assert self.num_bulk == sum(entry.is_bulk for entry in self._entries.values())
         assert self.num_running_bulk == sum(entry.is_bulk for entry in self.running)
         assert self._num_waiting_tokens == sum(len(entry.sequence.token_ids) for entry in self.waiting)
         assert self._num_waiting_bulk_tokens == sum(len(entry.sequence.token_ids) for entry in self.waiting_bulk)

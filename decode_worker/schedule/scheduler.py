@@ -109,6 +109,16 @@ class DecodeScheduler:
         return self._queues.num_uncomputed_tokens
 
     @property
+    def num_bulk(self) -> int:
+        """The number of tracked sequences that are bulk."""
+        return self._queues.num_bulk
+
+    @property
+    def num_uncomputed_bulk_tokens(self) -> int:
+        """The part of `num_uncomputed_tokens` that is bulk."""
+        return self._queues.num_uncomputed_bulk_tokens
+
+    @property
     def num_uncomputed_tokens_of_others(self) -> int:
         """The part of `num_uncomputed_tokens` that is not bulk."""
         return self._queues.num_uncomputed_tokens_of_others
@@ -318,6 +328,8 @@ class DecodeScheduler:
         if is_shared != self._is_shared or self._room.awaits_bulk or (is_shared and self._turns.is_due):
             return False
         if self._queues.waiting and self._queues.num_running_bulk:
+            return False
+        if not is_shared and not bulk.may_follow:
             return False
         num_active = self._queues.num_running_bulk - len(self._queues.held)
         return is_shared or not self._queues.held or (bulk.rows_alone is not None and num_active >= bulk.rows_alone)

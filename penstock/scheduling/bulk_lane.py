@@ -1,13 +1,16 @@
 """Limits what the bulk lane may cost the other lanes at a worker. Pure.
 
-Bulk requests are computed while no other request is, in steps so short that one that arrives meanwhile waits little.
-Beside others they get one step in 1024, so that they do not starve while there are pages for them.
+Bulk requests are computed while no other request is, in short steps. If even these are long beside the time to first
+token of other requests, pauses follow them, so that few requests arrive during one. Beside others they get one step in
+1024, so that they do not starve while there are pages for them.
 """
 
 from __future__ import annotations
 
 STEPS_PER_TURN = 1024  # so few tokens are late that the 99th percentile hardly changes
-_SHARE_OF_FIRST_TOKEN = 0.1  # of the time to first token; a request that arrives waits for half a step on average
+_SHARE_OF_FIRST_TOKEN = 0.1  # of the time to first token, for a step
+_SHARE_OF_DELAY = 0.02  # of the time to first token, by which bulk steps may delay a request on average
+_MOST_RESTS = 4.0  # longest pause after a step, in times of that step
 _SMOOTHING = 0.1  # weight of the newest first token
 _MEMORY_S = 600.0  # after this long without other requests, bulk steps are as long as any
 
@@ -29,11 +32,18 @@ class BulkTurns:
 
 
 class BulkStepLimit:
-    """Limits steps of bulk requests by the time that other requests' first tokens take."""
+    """Limits steps of bulk requests by the time that other requests' first tokens take.
+
+    A request that arrives during such a step waits for half of it on average. With a pause after each step it arrives
+    during one with the probability step / (step + pause), which makes its expected delay
+    step^2 / (2 * (step + pause)).
+    """
 
     def __init__(self) -> None:
         self._first_token_s = 0.0  # running mean
         self._observed_s = float("-inf")
+        self._rest_s = 0.0  # length of the newest pause
+        self.rests_until_s = float("-inf")  # no bulk step begins before
 
     def on_first_token(self, elapsed_s: float, now_s: float) -> None:
         """Takes the time to the first token of a request of another lane."""
@@ -46,3 +56,17 @@ class BulkStepLimit:
         if now_s - self._observed_s > _MEMORY_S:
             return None
         return _SHARE_OF_FIRST_TOKEN * self._first_token_s
+
+    @property
+    def rests(self) -> bool:
+        """Returns whether bulk steps are followed by pauses, so that the next one must not be planned before."""
+        return self._rest_s > 0.0
+
+    def on_step(self, elapsed_s: float, now_s: float) -> None:
+        """Begins the pause after a step that has computed bulk requests alone."""
+        delay_s = _SHARE_OF_DELAY * self._first_token_s
+        if now_s - self._observed_s > _MEMORY_S or delay_s <= 0.0:
+            self._rest_s = 0.0
+        else:
+            self._rest_s = min(max(0.0, elapsed_s**2 / (2 * delay_s) - elapsed_s), _MOST_RESTS * elapsed_s)
+        self.rests_until_s = now_s + self._rest_s

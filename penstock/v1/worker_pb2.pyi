@@ -215,7 +215,7 @@ class StoredRuns(_message.Message):
     def __init__(self, added: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "free_pages", "total_pages", "queued_prefill_tokens", "prefill_tokens_per_s", "step_s", "cache", "prefill_steps", "decode_steps", "num_open", "requests", "metrics", "adapters", "adapter_load_s", "leaving")
+    __slots__ = ("num_running", "num_waiting", "num_bulk", "free_pages", "total_pages", "queued_prefill_tokens", "queued_bulk_tokens", "prefill_tokens_per_s", "step_s", "cache", "prefill_steps", "decode_steps", "num_open", "requests", "metrics", "adapters", "adapter_load_s", "leaving")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -225,9 +225,11 @@ class Load(_message.Message):
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_BULK_FIELD_NUMBER: _ClassVar[int]
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_PAGES_FIELD_NUMBER: _ClassVar[int]
     QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_BULK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     STEP_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
@@ -241,9 +243,11 @@ class Load(_message.Message):
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
+    num_bulk: int
     free_pages: int
     total_pages: int
     queued_prefill_tokens: int
+    queued_bulk_tokens: int
     prefill_tokens_per_s: float
     step_s: float
     cache: CacheStats
@@ -255,7 +259,7 @@ class Load(_message.Message):
     adapters: _containers.RepeatedScalarFieldContainer[str]
     adapter_load_s: float
     leaving: bool
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., cache: _Optional[_Union[CacheStats, _Mapping]] = ..., prefill_steps: _Optional[_Union[StepTotals, _Mapping]] = ..., decode_steps: _Optional[_Union[StepTotals, _Mapping]] = ..., num_open: _Optional[int] = ..., requests: _Optional[_Union[RequestTotals, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., adapters: _Optional[_Iterable[str]] = ..., adapter_load_s: _Optional[float] = ..., leaving: _Optional[bool] = ...) -> None: ...
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_bulk: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., queued_bulk_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., cache: _Optional[_Union[CacheStats, _Mapping]] = ..., prefill_steps: _Optional[_Union[StepTotals, _Mapping]] = ..., decode_steps: _Optional[_Union[StepTotals, _Mapping]] = ..., num_open: _Optional[int] = ..., requests: _Optional[_Union[RequestTotals, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., adapters: _Optional[_Iterable[str]] = ..., adapter_load_s: _Optional[float] = ..., leaving: _Optional[bool] = ...) -> None: ...
 
 class RequestTotals(_message.Message):
     __slots__ = ("ended", "failed", "first_token_s", "decode_s", "decode_tokens")

@@ -13,7 +13,8 @@ import pytest
 from decode_worker.server import DecodeServer
 from penstock.kv.kv_hints import Hint, HintAnswer, HintOutcome, KvHints
 from penstock.metrics.worker_metrics import HELD_PAGES, HINTS_ACCEPTED, PREFETCHED_PAGES
-from penstock.types import FinishReason, Role
+from penstock.scheduling import bulk_lane
+from penstock.types import FinishReason, Lane, Role
 from penstock.wire import finish_reason_from_wire, hint_answer_from_wire
 from prefill_worker.server import PrefillServer
 from tests.support.engine.checkpoints import make_checkpoint
@@ -107,3 +108,25 @@ def test_prefetches_wait_in_order_and_no_tenant_takes_every_place() -> None:
     taken = [queue.take_due(9.0) for _ in range(5)]
     assert [prefetch.tenant if prefetch else None for prefetch in taken] == ["a", "b", "a", "c", None]
     assert add("a", 0.0)
+
+
+async def test_bulk_requests_evict_each_others_pages_before_those_of_others(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk_lane, "_MOST_RESTS", 0.0)  # so that they do not take long
+
+    def flood(step: int) -> list[int]:
+        return [(step * i) % 300 + 2 for i in range(20 * PAGE + 3)]
+
+    config = worker_config(Role.DECODE, model, "d", engine={"num_pages": 32})
+    async with workers(config) as (decode,), caller(decode) as router:
+        await router.answer(router.submit(PROMPT))
+        for step in (7, 11, 13):
+            await router.answer(router.submit(flood(step), replace(GREEDY, max_tokens=2), lane=Lane.BULK))
+        assert (await router.answer(router.submit(PROMPT))).timing.decode_cached_tokens == 6 * PAGE
+        shared = await router.answer(router.submit([*PROMPT, 5, 6, 7], replace(GREEDY, max_tokens=20), lane=Lane.BULK))
+        assert shared.timing.decode_cached_tokens == 6 * PAGE
+        await router.answer(router.submit(flood(17), replace(GREEDY, max_tokens=2), lane=Lane.BULK))
+        assert (await router.answer(router.submit(PROMPT))).timing.decode_cached_tokens == 6 * PAGE, (
+            "only its own pages"
+        )

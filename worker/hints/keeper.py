@@ -26,7 +26,7 @@ from penstock.metrics.worker_metrics import (
     PREFETCHED_PAGES,
     SESSIONS,
 )
-from penstock.types import WorkerId
+from penstock.types import Lane, WorkerId
 from worker.hints.prefetches import Prefetch, PrefetchQueue
 
 _COUNTERS = {
@@ -59,14 +59,21 @@ class HintKeeper:
         self._prefetches = PrefetchQueue(self._pool.retention.config.max_prefetches)
         self._counts = {metric.name: 0.0 for metric in (*_COUNTERS.values(), PREFETCHED_PAGES)}
 
-    def follow(self, sequence: Sequence) -> list[HintAnswer]:
-        """Follows the hints of a sequence that ends here and still holds its pages; returns the answers."""
+    def follow(self, sequence: Sequence, num_found_tokens: int) -> list[HintAnswer]:
+        """Follows the hints of a sequence that ends here and still holds its pages; returns the answers.
+
+        `num_found_tokens` leading tokens were cached before it. Without hints, the other pages of a bulk sequence are
+        given up, so that batches evict their own pages before those of interactive requests.
+        """
         hints, now_s = sequence.kv_hints, self._clock()
         self._on_end(sequence)
-        if not hints:
+        if not hints and sequence.lane is not Lane.BULK:
             return []
         num_full = (len(sequence.token_ids) if hints.only else sequence.num_computed_tokens) // self._page_size
         hashes = sequence.hash_full_pages(self._page_size)[:num_full]
+        if not hints:
+            self._cache.hints.give_up_own(sequence.tenant, hashes, num_found_tokens // self._page_size, now_s)
+            return []
         answers = list(self._cache.hints.apply(sequence.tenant, hints, hashes, now_s))
         if hints.prefetch_s is not None:
             answers.append(self._plan_prefetch(hints, Prefetch(sequence.tenant, hashes), now_s))

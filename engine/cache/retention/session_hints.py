@@ -50,6 +50,14 @@ class SessionHints:
         self.num_answers.update((answer.hint, answer.outcome) for answer in answers)
         return tuple(answers)
 
+    def give_up_own(self, owner: str, hashes: Sequence[PageHash], num_found: int, now_s: float) -> None:
+        """Makes the pages that this tenant's request has added to the cache the next to be evicted, unless others use
+        them. `num_found` leading pages were cached before.
+        """
+        nodes = self._chains.leading(hashes)
+        if nodes:
+            self._give_up(nodes[-1], frozenset(hashes[:num_found]), owner, frozenset(hashes), now_s)
+
     def _on_session(
         self, owner: str, hints: KvHints, nodes: list[ChainNode], own: Container[PageHash], now_s: float
     ) -> list[HintAnswer]:

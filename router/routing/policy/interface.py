@@ -75,6 +75,7 @@ class WorkerView:
     sent: InflightWork = NO_WORK  # work in flight that `load` does not show yet
     costs: WorkerCosts = PRIOR_COSTS
     limits: WorkerLimits = WorkerLimits()
+    # What the worker holds of the bulk lane counts only by its pages, because it yields to everything else.
     queue_s: float = field(init=False)  # until a prompt that arrives now is started
     num_requests: int = field(init=False)  # decoding or waiting to
     kv_tokens: int = field(init=False)  # in used pages
@@ -83,9 +84,11 @@ class WorkerView:
 
     def __post_init__(self) -> None:
         load, sent = self.load, self.sent
-        queued = load.queued_prefill_tokens + sent.prefill_tokens
+        queued = load.queued_prefill_tokens - load.queued_bulk_tokens + sent.prefill_tokens
         object.__setattr__(self, "queue_s", queued * self.costs.queued_token_s)
-        object.__setattr__(self, "num_requests", load.num_running + load.num_waiting + sent.num_requests)
+        object.__setattr__(
+            self, "num_requests", load.num_running + load.num_waiting - load.num_bulk + sent.num_requests
+        )
         used_pages = load.total_pages - load.free_pages + sent.num_pages
         object.__setattr__(self, "kv_tokens", max(0, used_pages) * self.page_size)
         decode = self.costs.decode

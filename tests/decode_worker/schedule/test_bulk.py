@@ -12,7 +12,7 @@ from decode_worker.schedule.scheduler import DecodeScheduler
 from decode_worker.schedule.step_costs import StepCosts, StepWork
 from engine.step.plan import StepPlan
 from engine.step.sequence import SampledToken, Sequence, StepOutput
-from penstock.scheduling.bulk_lane import STEPS_PER_TURN
+from penstock.scheduling.bulk_lane import STEPS_PER_TURN, BulkStepLimit
 from penstock.types import Lane
 from tests.decode_worker.schedule.test_scheduler import make_scheduler, make_sequence, next_token, start
 from tests.support.suite.examples import examples
@@ -70,6 +70,45 @@ def test_a_step_of_bulk_alone_is_as_short_as_the_limits_say() -> None:
         plan = run_step(scheduler, limits)
         assert len(plan.rows) <= 1
         assert sum(chunk.num_tokens for chunk in plan.chunks) <= 3
+
+
+def test_a_pause_follows_steps_that_are_long_beside_first_tokens() -> None:
+    limit = BulkStepLimit()
+    limit.on_step(0.010, 1.0)
+    assert not limit.rests, "no other request is known"
+    limit.on_first_token(0.100, 1.0)
+    limit.on_step(0.004, 2.0)
+    assert (limit.rests, limit.rests_until_s) == (False, 2.0), "2 ms, half of the step, are 2 % of the first token"
+    limit.on_step(0.010, 3.0)
+    pause_s = limit.rests_until_s - 3.0
+    assert limit.rests
+    assert 0.010 / (0.010 + pause_s) * 0.005 == pytest.approx(0.02 * 0.100), "its probability times half of the step"
+    limit.on_step(10.0, 4.0)
+    assert limit.rests_until_s == 4.0 + 40.0
+    limit.on_step(0.010, 2000.0)
+    assert not limit.rests, "first tokens of long ago do not count"
+
+
+def test_bulk_rests_after_its_own_steps_and_no_step_is_scheduled_ahead() -> None:
+    scheduler, _ = make_scheduler(40)
+    policy = BulkPolicy(StepCosts(), Pace())
+    bulk = bulk_sequence(scheduler, "bulk", 4)
+    other = make_sequence("earlier", 4)
+    other.token_ids.append(1)
+    policy.on_token(other, 0.9, 1.0)
+    policy.on_step(0.1, 2.0)
+    resting = policy.limits(True, 0, 2.0)
+    assert not scheduler.schedule(None, resting)
+    rested_s = policy.sweep(2.0)
+    assert rested_s is not None
+    limits = policy.limits(True, 0, rested_s)
+    plan = scheduler.schedule(None, limits)
+    assert [item.sequence for item in plan] == [bulk]
+    assert scheduler.schedule_ahead(None, limits) is None
+    commit(scheduler, plan)
+    assert policy.sweep(rested_s) is None
+    other = start(scheduler, make_sequence("other", 4))
+    assert [item.sequence for item in scheduler.schedule(None, resting)] == [other], "others never rest"
 
 
 def test_others_take_the_pages_and_places_of_bulk_as_soon_as_they_need_them() -> None:

@@ -298,3 +298,9 @@ class TestHotPrefixes:
         assert not any(hot.wants_copy(b"hot", 0, 8, now_s=turn) for turn in range(50))
         assert not any(hot.wants_copy(bytes([turn]), 1, 8, now_s=turn) for turn in range(50))
         assert not any(hot.wants_copy(b"", 1, 8, now_s=turn) for turn in range(50))
+
+
+def test_bulk_requests_at_a_worker_do_not_count_as_load():
+    busy = view("d1", num_running=9, num_waiting=3, num_bulk=12, queued_prefill_tokens=5000, queued_bulk_tokens=5000)
+    assert (busy.num_requests, busy.queue_s) == (0, 0.0)
+    assert choose([busy, view("d2", num_running=1)], []).decode == "d1"

@@ -134,6 +134,7 @@ class DecodeModel(TransferOwner):
             queued_prefill_tokens=self.scheduler.num_uncomputed_tokens,
             prefill_tokens_per_s=self._pace.chunk_tokens_per_s,
             step_s=self._pace.step_s,
+            cache=self.cache.stats,
             prefill_steps=self._pace.prefill_steps,
             decode_steps=self._pace.decode_steps,
         )

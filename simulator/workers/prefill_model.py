@@ -145,6 +145,7 @@ class PrefillModel:
             total_pages=self.pool.num_pages,
             queued_prefill_tokens=self.scheduler.num_uncomputed_tokens,
             prefill_tokens_per_s=self._tokens_per_s,
+            cache=self.cache.stats,
             prefill_steps=self._totals,
         )
 

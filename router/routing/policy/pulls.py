@@ -1,8 +1,9 @@
 """Prices pulling a prompt's prefix from another worker's cache instead of computing it. Pure.
 
 A prompt is queued after its pull: the pull delays the start and saves the worker from computing the pulled tokens. With
-a pull, a worker without the prefix costs little more than its holder, so load decides between them. The worker decides
-in the end (`worker.pull.policy`), among the sources that routers name.
+a pull, a worker without the prefix costs little more than its holder, so load decides between them. In a full cache,
+the pages that a pull brings evict others, which have to be computed again; that time counts too. The worker decides in
+the end (`worker.pull.policy`), among the sources that routers name.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from penstock.types import WorkerId
+from penstock.types import CacheStats, WorkerId
 from router.routing.costs.pull_costs import MIN_TOKENS
 from router.routing.policy.interface import (
     DEFAULT_CHUNK_TOKENS,
@@ -20,7 +21,7 @@ from router.routing.policy.interface import (
     WorkerView,
 )
 
-_ADVANTAGE = 0.4  # a pull is planned if it takes less than this share of the compute time (2026-11-24)
+_ADVANTAGE = 0.2  # a pull is planned if it costs less than this share of the compute time (2026-11-28)
 
 
 def plan(demand: PlacementDemand, view: WorkerView) -> PlannedPull | None:
@@ -53,9 +54,21 @@ def _plans(demand: PlacementDemand, offer: PullOffer, views: Sequence[WorkerView
         compute_s = steps * fixed_s + missing * (token_s + context_s * (tokens - missing / 2))
         latency_s, byte_s = link(source, worker_id)
         pull_s = latency_s + missing * token_bytes * byte_s
-        if pull_s < _ADVANTAGE * compute_s:
+        if pull_s < (_ADVANTAGE - _evicted_share(view.load.cache)) * compute_s:
             found[worker_id] = PlannedPull(source, tokens, pull_s, compute_s)
     return found
+
+
+def _evicted_share(cache: CacheStats) -> float:
+    """Returns which share of the tokens that a pull brings must be computed again because of what it evicts.
+
+    A new page evicts another one as often as pages that were not found did so far, and that one would be used again as
+    often as a page that is looked up is found.
+    """
+    if not cache.evictions:
+        return 0.0
+    num_missed = max(1, cache.queries - cache.num_hits)
+    return min(1.0, cache.evictions / num_missed) * cache.num_hits / max(1, cache.queries)
 
 
 def after(demand: PlacementDemand, plans: dict[WorkerId, PlannedPull]) -> PlacementDemand:

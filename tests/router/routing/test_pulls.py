@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import KvAwareConfig
-from penstock.types import SHARED_STORE, WorkerId, WorkerLoad
+from penstock.types import SHARED_STORE, CacheStats, WorkerId, WorkerLoad
 from penstock.v1 import common_pb2
 from router.routing.costs.cost_model import StepCost, WorkerCosts
 from router.routing.costs.inflight import NO_WORK
@@ -31,10 +31,11 @@ TOKENS = 8000
 
 
 REMOTE = WorkerLimits(max_local_tokens=0)
+EMPTY_CACHE = CacheStats()
 
 
-def view(name: str, queued: int = 0, limits: WorkerLimits = REMOTE) -> WorkerView:
-    load = WorkerLoad(free_pages=4000, total_pages=4000, queued_prefill_tokens=queued)
+def view(name: str, queued: int = 0, limits: WorkerLimits = REMOTE, cache: CacheStats = EMPTY_CACHE) -> WorkerView:
+    load = WorkerLoad(free_pages=4000, total_pages=4000, queued_prefill_tokens=queued, cache=cache)
     return WorkerView(WorkerId(name), load, 16, NO_WORK, COSTS, limits)
 
 
@@ -65,6 +66,21 @@ def test_a_prefix_that_can_be_pulled_leaves_the_choice_to_load(byte_s: float | N
         assert choice.uncached_tokens == 16
         # Counts only held tokens, not pulled ones, because predictions are checked against it.
         assert choice.score.prefill_cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("cache", "chosen"),
+    [
+        (CacheStats(queries=1000, device_hits=900), OTHER),  # nothing was evicted yet
+        (CacheStats(queries=1000, device_hits=900, evictions=10), OTHER),  # a tenth of the new pages evict one
+        (CacheStats(queries=1000, device_hits=900, evictions=90), HOLDER),
+        (CacheStats(queries=1000, device_hits=100, evictions=900), OTHER),  # what is evicted is rarely used again
+        (CacheStats(evictions=1), OTHER),
+    ],
+)
+def test_a_pull_into_a_full_cache_costs_what_it_evicts(cache: CacheStats, chosen: WorkerId) -> None:
+    choice = choose(demand(FAST), view(HOLDER, queued=2000), view(OTHER, cache=cache))
+    assert choice.prefill[0].worker_id == chosen
 
 
 def test_the_holder_pulls_nothing_and_keeps_its_advantage() -> None:

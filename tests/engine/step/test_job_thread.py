@@ -159,7 +159,7 @@ def test_ranks_reduce_on_the_current_stream() -> None:
         allreduce = broadcast = gather = _note
 
     group = object.__new__(TorchGroup)
-    group.shard, group._group = Shard(0, 2), GroupDouble()
+    group.shard, group._group, group._one_shot = Shard(0, 2), GroupDouble(), None
     x = torch.zeros(2, 3)
     group.sum(x)
     group.from_first(x)

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from engine.kernels.layer_ops import LayerOps, TorchOps
+from engine.kernels.libraries.capabilities import LIBRARIES, choose_attention
 from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
 from penstock.errors import ConfigError
 
@@ -92,19 +93,29 @@ def select_backend(name: str, device: torch.device) -> AttentionBackend:
     """
     if name == "triton" or (name == "auto" and device.type == "cuda"):
         return _triton_backend()
-    if name in ("flashinfer", "varlen"):
-        from engine.kernels.libraries.attention import LibraryAttention, load_attention_library
-
-        library = load_attention_library(name, device)
-        return LibraryAttention(name, _triton_backend(), library)
+    if name in LIBRARIES:
+        return _library_backend(name, device)
     if name not in ("auto", "torch"):
-        raise ConfigError(f"engine.attention = {name!r}; give auto, torch, triton, flashinfer or varlen")
+        raise ConfigError(f"engine.attention = {name!r}; give auto, torch, triton, {', '.join(LIBRARIES)}")
     from engine.cpu.library import load_native
     from engine.cpu.native import NativeAttention
     from engine.kernels.reference import TorchAttention
 
     kernels = load_native() if name == "auto" and device.type == "cpu" else None
     return TorchAttention() if kernels is None else NativeAttention(kernels)
+
+
+def _library_backend(name: str, device: torch.device) -> AttentionBackend:
+    from engine.kernels.libraries.attention import LibraryAttention, installed_libraries, load_attention_library
+
+    if device.type != "cuda":
+        raise ConfigError(
+            f"engine.attention = {name!r} needs a GPU, and engine.device is {device.type!r}; give engine.attention = "
+            "'auto'"
+        )
+    choose_attention(name, torch.cuda.get_device_capability(device), installed_libraries())
+    fallback = _triton_backend()
+    return LibraryAttention(name, fallback, load_attention_library(name, device, fallback))
 
 
 def _triton_backend() -> AttentionBackend:

@@ -7,7 +7,7 @@ Shapes: `T` tokens in the batch, `B` sequences, `P` pages of the pool, `S` page 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -76,3 +76,17 @@ class AttentionMetadata:
     @property
     def num_tokens(self) -> int:
         return self.slot_page_T.shape[0]
+
+
+def select_sequences(meta: AttentionMetadata, first: int, stop: int, num_decodes: int) -> AttentionMetadata:
+    """Returns the metadata of sequences `first` to `stop`: all decodes, or all chunks. Its slots stay those of the
+    whole batch, because only the write, which is over, needs them."""
+    return replace(
+        meta,
+        page_table_BP=meta.page_table_BP[first:stop],
+        query_start_B1=meta.query_start_B1[first : stop + 1] - meta.query_start_B1[first],
+        context_lens_B=meta.context_lens_B[first:stop],
+        max_query_len=1 if num_decodes else meta.max_query_len,
+        num_decodes=num_decodes,
+        lengths=None if meta.lengths is None else meta.lengths.select(first, stop),
+    )

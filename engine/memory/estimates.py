@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection
 
 from engine.cache.kv_layout import DTYPE_BYTES, KVLayout
+from engine.kernels.libraries.capabilities import captures_decodes
 from engine.memory.device_memory import DeviceMemory, DeviceType
 from engine.models.config import ModelConfig
 from engine.models.expert_config import MXFP4_GROUP
@@ -29,6 +30,9 @@ CUDA_CONTEXT_BYTES = 600 << 20  # the driver's context, libraries and compiled k
 # cuBLAS allocates this for each thread and stream that multiplies matrices, as torch sizes it for a Hopper. There are
 # three: the stream that loads and warms up, that of the device's thread, and that of captures.
 _WORKSPACE_BYTES = 32 << 20
+# K and V of a segment and a square of a context of 32/8 heads of 128 (50 MiB), and a chunk of 2048 tokens in float32
+# three times while two parts are joined (96 MiB); see `engine.kernels.libraries.cudnn`. Its own workspace is assumed.
+_CUDNN_BYTES = 256 << 20
 _CPU_KV_MEMORY_BYTES = 1 << 30
 _GPU_KV_SHARE = 0.9  # of the memory that weights, graphs and workspaces leave free
 # CPU: us per token of a prompt of 2048 on one core, 135M shape, in chunks of 64 / 128 / 256 / 512 / 1024 tokens: 416 /
@@ -245,12 +249,13 @@ def workspace_bytes(config: EngineConfig, model: ModelConfig, device_type: Devic
     """Returns what libraries allocate with the first steps, after the pool: see `_WORKSPACE_BYTES`."""
     if device_type == "cpu":
         return 0
-    return _WORKSPACE_BYTES * (3 if captures_graphs(config, model, device_type) else 2)
+    pieces = _CUDNN_BYTES if config.attention == "cudnn" else 0
+    return pieces + _WORKSPACE_BYTES * (3 if captures_graphs(config, model, device_type) else 2)
 
 
 def captures_graphs(config: EngineConfig, model: ModelConfig, device_type: DeviceType) -> bool:
     """Returns whether decode steps are replayed from CUDA graphs.
 
-    That takes attention that neither plans nor waits on the host: Triton's kernels, with torch's for chunks or without.
+    That takes attention that neither plans nor waits on the host.
     """
-    return device_type == "cuda" and config.cuda_graphs > 0 and config.attention in ("auto", "triton", "varlen")
+    return device_type == "cuda" and config.cuda_graphs > 0 and captures_decodes(config.attention)

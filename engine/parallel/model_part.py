@@ -21,7 +21,7 @@ from engine.cpu.cores import bind_to_cores
 from engine.graphs.cuda_graphs import SPARE_PAGES, GraphRunner, buckets_up_to
 from engine.kernels.backends import AttentionBackend, select_backend, select_ops
 from engine.kernels.kv_quantization import layers_of, reads_e4m3
-from engine.kernels.libraries.capabilities import check_library
+from engine.kernels.libraries.capabilities import captures_decodes, check_library
 from engine.memory.device_memory import DeviceType
 from engine.memory.estimates import (
     SCORED_TOKENS,
@@ -132,7 +132,7 @@ class ModelPart:
     @property
     def captures_graphs(self) -> bool:
         device_type: DeviceType = "cuda" if self.device.type == "cuda" else "cpu"
-        return captures_graphs(self.config, self.model, device_type) and self.attention.name in ("triton", "varlen")
+        return captures_graphs(self.config, self.model, device_type) and captures_decodes(self.attention.name)
 
     def make_runner(self, kv_pages: torch.Tensor) -> ModelRunner:
         layers, ops = layers_of(kv_pages, self.layout), select_ops(self.attention)

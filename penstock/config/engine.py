@@ -36,9 +36,9 @@ class EngineConfig(FrozenConfig):
     weights and graphs, less if a step needs more."""
     max_context: int | None = Field(None, ge=2)
     """Longest prompt plus output, in tokens; by default the model's own limit."""
-    attention: Literal["auto", "torch", "triton", "flashinfer", "varlen"] = "auto"
-    """Attention kernels. `flashinfer`, and `varlen` (torch's, with FlashAttention 3, for prompts only), need a GPU and
-    their packages."""
+    attention: Literal["auto", "torch", "triton", "flashinfer", "varlen", "cudnn"] = "auto"
+    """Attention kernels. `flashinfer`, and for prompts only `varlen` (torch's, with FlashAttention 3) and `cudnn`, need
+    a GPU and their packages."""
     share_weights: bool = True
     """Keeps one copy of the weights in memory for all replicas of a host (CPUs only)."""
     prefix_caching: bool = True

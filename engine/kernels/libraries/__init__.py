@@ -1,6 +1,6 @@
-"""Attention by libraries (FlashInfer, FlashAttention 3) that may replace this package's kernels (`engine.attention`).
+"""Attention by FlashInfer, FlashAttention 3 or cuDNN in place of this package's own kernels (`engine.attention`).
 
-Others take `LibraryAttention` and `load_attention_library` from `attention`, and `check_library` from `capabilities`,
-which is torch-free because memory plans ask it too.
+Others take `LibraryAttention` and `load_attention_library` from `attention`, and from `capabilities` the choice by
+device and the check of a model. These are torch-free because memory plans ask them too.
 The room must not know models or requests; a library sees queries, pages and `AttentionMetadata`.
 """

@@ -6,16 +6,20 @@ it is loaded (`engine.kernels.libraries.capabilities`).
 
 from __future__ import annotations
 
-from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from engine.kernels.metadata import AttentionMetadata
+from engine.kernels.libraries.capabilities import LIBRARIES
+from engine.kernels.metadata import AttentionMetadata, select_sequences
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from engine.kernels.backends import AttentionBackend
+
+_MODULES = {"flashinfer": "flashinfer", "varlen": "flash_attn_interface"}
+_CUDNN_9 = 90000
 
 
 class AttentionLibrary(Protocol):
@@ -69,9 +73,9 @@ class LibraryAttention:
             return self.fallback.paged_attention(q_TNH, pool_layer, meta, scale, window, softcap)
         o_TNH = torch.empty_like(q_TNH)
         if decodes:
-            first = _select_sequences(meta, 0, decodes, decodes)
+            first = select_sequences(meta, 0, decodes, decodes)
             o_TNH[:decodes] = self.fallback.paged_attention(q_TNH[:decodes], pool_layer, first, scale, window, softcap)
-        chunks = _select_sequences(meta, decodes, meta.num_sequences, 0)
+        chunks = select_sequences(meta, decodes, meta.num_sequences, 0)
         self._library.attend(q_TNH[decodes:], pool_layer, chunks, o_TNH[decodes:], scale, window, softcap)
         return o_TNH
 
@@ -87,37 +91,29 @@ class LibraryAttention:
         raise AssertionError("refused by engine.kernels.libraries.capabilities")
 
 
-def _select_sequences(meta: AttentionMetadata, first: int, stop: int, num_decodes: int) -> AttentionMetadata:
-    """Returns the metadata of sequences `first` to `stop`: all decodes, or all chunks. Its slots stay those of the
-    whole batch, because only the write, which is over, needs them."""
-    return replace(
-        meta,
-        page_table_BP=meta.page_table_BP[first:stop],
-        query_start_B1=meta.query_start_B1[first : stop + 1] - first,
-        context_lens_B=meta.context_lens_B[first:stop],
-        max_query_len=1 if num_decodes else meta.max_query_len,
-        num_decodes=num_decodes,
-        lengths=None if meta.lengths is None else meta.lengths.select(first, stop),
-    )
+def installed_libraries() -> frozenset[str]:
+    """Returns the names of the libraries of `engine.attention` that this Python can import."""
+    found = {name for name, module in _MODULES.items() if find_spec(module) is not None}
+    version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return frozenset(found | ({"cudnn"} if version is not None and version >= _CUDNN_9 else set()))
 
 
-def load_attention_library(name: str, device: torch.device) -> AttentionLibrary:
-    """Raises ConfigError if the library is not installed, or the device is not a GPU."""
-    if device.type != "cuda":
-        raise ConfigError(
-            f"engine.attention = {name!r} needs a GPU, and engine.device is {device.type!r}; give engine.attention = "
-            "'auto'"
-        )
+def load_attention_library(name: str, device: torch.device, fallback: AttentionBackend) -> AttentionLibrary:
+    """Raises ConfigError if the library cannot be loaded, though it is installed."""
     try:
         if name == "varlen":
             from engine.kernels.libraries.varlen import VarlenAttention
 
             return VarlenAttention.activated()
+        if name == "cudnn":
+            from engine.kernels.libraries.cudnn import CudnnAttention
+
+            return CudnnAttention(fallback)
         from engine.kernels.libraries.flashinfer import FlashInferAttention
 
         return FlashInferAttention(device)
     except ImportError as error:
-        package = {"flashinfer": "flashinfer-python", "varlen": "flash-attn-3 (flash_attn_interface)"}[name]
         raise ConfigError(
-            f"engine.attention = {name!r}: {error}; install {package}, or choose engine.attention = 'triton'"
+            f"engine.attention = {name!r}: {error}; install {LIBRARIES[name].package}, or choose engine.attention = "
+            "'triton'"
         ) from error

@@ -49,7 +49,7 @@ class _PlannedWrapper:
 
 
 class FlashInferAttention:
-    """See `engine.kernels.libraries.attention.Library`."""
+    """See `engine.kernels.libraries.attention.AttentionLibrary`."""
 
     takes_decodes = True
 

@@ -18,7 +18,7 @@ from penstock.errors import ConfigError
 
 
 class VarlenAttention:
-    """See `engine.kernels.libraries.attention.Library`."""
+    """See `engine.kernels.libraries.attention.AttentionLibrary`."""
 
     takes_decodes = False
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,11 +15,13 @@ import numpy as np
 import pytest
 import torch
 
+from engine.cache.kv_layout import KVLayout
 from engine.engine import Engine
 from engine.generate import generate
 from engine.kernels.backends import select_backend
-from engine.kernels.libraries.attention import AttentionLibrary, LibraryAttention, load_attention_library
-from engine.kernels.libraries.capabilities import check_library
+from engine.kernels.libraries.attention import AttentionLibrary, LibraryAttention
+from engine.kernels.libraries.capabilities import LIBRARIES, AttentionChoice, check_library, choose_attention
+from engine.kernels.libraries.cudnn import CudnnAttention, PieceShapes, join_by_lse
 from engine.kernels.metadata import AttentionMetadata, Lengths
 from engine.kernels.reference import TorchAttention
 from engine.memory.device_memory import DeviceMemory
@@ -29,14 +33,18 @@ from penstock.errors import ConfigError
 from penstock.types import SamplingParams
 from tests.engine.kernels.test_paged_kernels import make_meta, make_pool_layer
 from tests.support.engine import attention_doubles
+from tests.support.engine.attention_doubles import CudnnDouble
 from tests.support.engine.checkpoints import make_checkpoint
 
 CPU = torch.device("cpu")
+DOCS = Path(__file__).resolve().parents[3] / "docs/engine.md"
+SMALL = PieceShapes(fewest_queries=16, long_queries=32, segments=(64, 32, 16))
 ADAPTER = "engine.kernels.libraries.flashinfer"
 BATCHES = [
     ([1, 1, 1], [17, 70, 1]),
     ([5, 19], [5, 50]),
     ([1, 1, 3, 19, 2], [17, 70, 3, 50, 64]),
+    ([1, 40, 64, 2, 16], [9, 40, 300, 7, 160]),
 ]
 
 
@@ -48,6 +56,8 @@ def _doubles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def make_library(name: str) -> AttentionLibrary:
+    if name == "cudnn":
+        return CudnnAttention(_Clean(TorchAttention()), SMALL)
     if name == "varlen":
         # This imports torch's compiler, which takes a second.
         from engine.kernels.libraries.varlen import VarlenAttention
@@ -73,7 +83,9 @@ def make_problem(
 @pytest.mark.usefixtures("_doubles")
 @pytest.mark.parametrize(("query_lens", "context_lens"), BATCHES)
 @pytest.mark.parametrize("window", [None, 1, 13])
-@pytest.mark.parametrize(("name", "softcap"), [("flashinfer", None), ("flashinfer", 3.0), ("varlen", None)])
+@pytest.mark.parametrize(
+    ("name", "softcap"), [("flashinfer", None), ("flashinfer", 3.0), ("varlen", None), ("cudnn", None)]
+)
 def test_a_library_attends_like_the_reference(
     name: str, softcap: float | None, window: int | None, query_lens: list[int], context_lens: list[int]
 ) -> None:
@@ -111,12 +123,12 @@ def test_a_step_is_planned_once_for_layers_that_share_a_plan() -> None:
         plans = {form: planned.wrapper.num_plans for form, planned in library._planned.items()}  # type: ignore[attr-defined]
         assert all(count <= number for count in plans.values())
     assert {(form.decodes, form.window): count for form, count in plans.items()} == {
-        (True, None): 2, (True, 9): 2, (False, None): 2, (False, 9): 2,
+        (True, None): 3, (True, 9): 3, (False, None): 3, (False, 9): 3,
     }  # fmt: skip
 
 
 @pytest.mark.usefixtures("_doubles")
-@pytest.mark.parametrize("name", ["flashinfer", "varlen"])
+@pytest.mark.parametrize("name", LIBRARIES)
 def test_a_replica_with_a_library_samples_the_same_tokens(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,18 +142,84 @@ def test_a_replica_with_a_library_samples_the_same_tokens(
     assert generate(Engine.load(config), prompt, sampling, chunk_tokens=15) == wanted
 
 
-@pytest.mark.parametrize("name", ["flashinfer", "varlen"])
+def test_parts_in_bf16_are_joined_in_float32() -> None:
+    parts = [torch.randn(2, 5, 8).bfloat16() for _ in range(2)]
+    lse = [torch.randn(2, 5), torch.full((2, 5), -50.0)]
+    joined, both = join_by_lse(parts[0], lse[0], parts[1], lse[1])
+    assert joined.dtype == torch.float32
+    torch.testing.assert_close(joined, parts[0].float())
+    torch.testing.assert_close(both, lse[0])
+
+
+@pytest.mark.usefixtures("_doubles")
+def test_cudnn_meets_few_shapes_whatever_the_lengths() -> None:
+    double = CudnnDouble()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.kernels.libraries.cudnn._attend", double)
+        attention = LibraryAttention("cudnn", _Clean(TorchAttention()), make_library("cudnn"))
+        for queries in range(17, 33):
+            for before in (0, 5, 16, 47, 130):
+                meta, pool, q_TNH = make_problem([queries], [before + queries])
+                attention.paged_attention(q_TNH, pool, meta, 0.3, None)
+    squares = {(length, length, True) for length in (32, 48)}
+    assert double.shapes == squares | {(32, segment, False) for segment in (16, 32, 64)}
+
+
+def test_cudnns_default_pieces_cover_every_context_without_overlap() -> None:
+    shapes = PieceShapes()
+    squares = {shapes.padded(length) for length in range(1, 8192 + 512)}
+    rectangles = {shapes.padded(length) for length in range(1, 8193)}
+    assert (len(squares), len(rectangles) * len(shapes.segments)) == (15, 42)
+    for length in range(0, 40000, 512):
+        pieces = list(shapes.segments_of(length))
+        assert [start for start, _ in pieces] == [0, *(stop for _, stop in pieces)][: len(pieces)]
+        assert (pieces[-1][1] if pieces else 0) == length
+        assert {stop - start for start, stop in pieces} <= set(shapes.segments)
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
 def test_a_missing_library_is_refused_with_the_fix(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"engine.attention = '{name}' needs a GPU.*give engine.attention = 'auto'"):
         select_backend(name, CPU)
-    if torch.cuda.is_available():
-        pytest.skip("the libraries may be installed")
-    package = {"flashinfer": "flashinfer-python", "varlen": "flash_attn_interface"}[name]
+    package = {"flashinfer": "flashinfer-python", "varlen": "flash_attn_interface", "cudnn": "cuDNN 9"}[name]
     with pytest.raises(ConfigError, match=rf"install .*{package}.*or choose engine.attention = 'triton'"):
-        load_attention_library(name, torch.device("cuda"))
+        choose_attention(name, (9, 0), {"triton"})
+    with pytest.raises(ConfigError, match=r"of compute capability \d.0, and this one has 7.5"):
+        choose_attention(name, (7, 5), LIBRARIES)
 
 
-@pytest.mark.parametrize("name", ["flashinfer", "varlen"])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0)])
+@pytest.mark.parametrize("installed", [(), ("flashinfer",), ("varlen", "cudnn"), tuple(LIBRARIES)])
+def test_the_choice_follows_from_setting_device_model_and_installation(
+    capability: tuple[int, int], installed: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The rules are written here once more, as `docs/engine.md` has them."""
+    oldest = {"flashinfer": (8, 0), "varlen": (9, 0), "cudnn": (9, 0)}
+    dims = {"flashinfer": (64, 128, 256), "varlen": (64, 96, 128, 192, 256), "cudnn": (64, 96, 128)}
+    assert choose_attention("auto", capability, installed) == AttentionChoice("triton", "triton")
+    assert choose_attention("triton", capability, installed) == AttentionChoice("triton", "triton")
+    for name, (dtype, dim) in itertools.product(oldest, itertools.product(("bfloat16", "float32"), (64, 80, 256))):
+        layout = KVLayout(2, 2, 16, dim, dtype, "r")
+        can = capability >= oldest[name] and name in installed and dtype == "bfloat16" and dim in dims[name]
+        found = None
+        with contextlib.suppress(ConfigError):
+            check_library(name, layout, has_latents=False, has_softcap=False, has_sinks=False)
+            found = choose_attention(name, capability, installed)
+        decodes = name if name == "flashinfer" else "triton"
+        assert found == (AttentionChoice(decodes, name) if can else None), (name, dtype, dim)
+
+
+def test_the_documentation_lists_every_library_and_what_it_computes() -> None:
+    rows = [line for line in DOCS.read_text().splitlines() if line.startswith("| ")]
+    chunks = next(i for i, row in enumerate(rows) if row.startswith("| attention of prompts"))
+    decodes = next(i for i, row in enumerate(rows) if row.startswith("| attention of decodes"))
+    latents = next(i for i, row in enumerate(rows) if row.startswith("| latents"))
+    for name, library in LIBRARIES.items():
+        assert any(f"`{name}`" in row for row in rows[chunks:latents]), name
+        assert any(f"`{name}`" in row for row in rows[decodes:chunks]) == library.takes_decodes, name
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
 @pytest.mark.parametrize(
     ("family", "settings", "problem"),
     [
@@ -167,12 +245,14 @@ def test_a_librarys_workspace_is_in_the_memory_plan(tmp_path: Path) -> None:
     gpu = DeviceMemory("a GPU", "cuda", 8 << 30)
     model = ModelConfig.from_folder(folder)
     plans = {}
-    for name in ("triton", "varlen", "flashinfer"):
+    for name in ("triton", *LIBRARIES):
         config = EngineConfig.model_validate({"model": str(folder), "attention": name, "dtype": "bfloat16"})
         check_library(name, make_layout(config, model), has_latents=False, has_softcap=False, has_sinks=False)
         assert captures_graphs(config, model, "cuda") == (name != "flashinfer")
         plans[name] = plan_memory(config, gpu)
     assert plans["varlen"] == plans["triton"]
+    assert plans["cudnn"].graph_bytes == plans["triton"].graph_bytes
+    assert plans["cudnn"].num_pages < plans["triton"].num_pages
     assert plans["flashinfer"].graph_bytes == 0
     free = plans["triton"].graph_bytes + (32 << 20) - (128 << 20)  # the second term is the workspace of captures
     gained = (plans["flashinfer"].num_pages - plans["triton"].num_pages) * plans["triton"].layout.page_bytes
@@ -181,14 +261,14 @@ def test_a_librarys_workspace_is_in_the_memory_plan(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("name", ["flashinfer", "varlen"])
+@pytest.mark.parametrize("name", LIBRARIES)
 @pytest.mark.parametrize("window", [None, 13])
 def test_the_library_agrees_with_triton_on_a_gpu(name: str, window: int | None) -> None:
     try:
         attention = select_backend(name, torch.device("cuda"))
     except ConfigError as error:
         pytest.skip(str(error))
-    for query_lens, context_lens in BATCHES:
+    for query_lens, context_lens in [*BATCHES, ([1, 300, 20, 2100], [90, 300, 700, 13000])]:
         meta, pool, _ = make_problem(query_lens, context_lens, dim=128)
         whole, q_TNH = pool.cuda().bfloat16(), torch.randn(sum(query_lens), 6, 128, device="cuda").bfloat16()
         found = attention.paged_attention(q_TNH, whole, meta, 0.1, window)

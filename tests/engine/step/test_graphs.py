@@ -203,7 +203,7 @@ def test_the_memory_plan_counts_captured_steps(model: Path) -> None:
     )
     assert with_graphs.graph_bytes > without.graph_bytes == 0
     assert with_graphs.kv_bytes < without.kv_bytes
-    captured = 0.8 * (with_graphs.graph_bytes + (32 << 20))  # the second term is the workspace of the capture stream
+    captured = 0.9 * (with_graphs.graph_bytes + (32 << 20))  # the second term is the workspace of the capture stream
     assert abs(without.kv_bytes - with_graphs.kv_bytes - captured) <= with_graphs.layout.page_bytes
     split = plan_memory(EngineConfig(model=str(model), device="cuda", cuda_graphs=64, tensor_parallel=2), device)
     assert 0 < split.graph_bytes < with_graphs.graph_bytes

@@ -2,7 +2,7 @@
 compute by the definition in float64.
 
 FlashInfer's as of 0.7 (`BatchDecodeWithPagedKVCacheWrapper`, `BatchPrefillWithPagedKVCacheWrapper`), torch's
-`varlen_attn` as of 2.13 with FlashAttention 3, which needs the block table.
+`varlen_attn` as of 2.13 with FlashAttention 3, which needs the block table, and its cuDNN operation.
 """
 
 from __future__ import annotations
@@ -213,7 +213,54 @@ def varlen_double(
     return torch.cat(rows)
 
 
+class CudnnDouble:
+    """Stands in for `torch.ops.aten._scaled_dot_product_cudnn_attention`, whose K and V may have fewer heads and whose
+    causal mask begins at the first token. Records the shapes that it has met, since cuDNN makes a plan for each.
+    """
+
+    def __init__(self) -> None:
+        self.shapes: set[tuple[int, int, bool]] = set()
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_bias: torch.Tensor | None,
+        compute_log_sumexp: bool,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        return_debug_mask: bool = False,
+        *,
+        scale: float | None = None,
+    ) -> tuple[torch.Tensor | int | None, ...]:
+        assert attn_bias is None, "a shape of its own for each chunk"
+        assert compute_log_sumexp
+        assert dropout_p == 0
+        assert not return_debug_mask
+        (batch, heads, num_queries, dim), (_, kv_heads, context, _) = query.shape, key.shape
+        assert value.shape == key.shape == (batch, kv_heads, context, dim)
+        assert query.dtype == key.dtype == value.dtype
+        assert heads % kv_heads == 0
+        assert dim % 8 == 0
+        assert not is_causal or num_queries == context, "cuDNN's mask begins at the upper left"
+        for x in (query, key, value):
+            assert x.stride(-1) == 1
+            assert x.isfinite().all(), "masked values count as 0 times their value"
+        self.shapes.add((num_queries, context, is_causal))
+        group = heads // kv_heads
+        keys, values = (x.double().repeat_interleave(group, 1) for x in (key, value))
+        scores = query.double() @ keys.mT * (dim**-0.5 if scale is None else scale)
+        if is_causal:
+            scores = scores.masked_fill(torch.ones(num_queries, context).triu(1).bool(), -math.inf)
+        lse = scores.logsumexp(-1, keepdim=True)
+        out = ((scores - lse).exp() @ values).to(query.dtype)
+        seed = torch.zeros((), dtype=torch.int64)
+        return out, lse.float(), None, None, num_queries, context, seed, seed, None
+
+
 def install(patch: pytest.MonkeyPatch) -> None:
-    """Makes both libraries importable."""
+    """Makes all libraries importable."""
     patch.setitem(sys.modules, "flashinfer", flashinfer_double())
     patch.setattr("engine.kernels.libraries.varlen.varlen_attn", varlen_double)
+    patch.setattr("engine.kernels.libraries.cudnn._attend", CudnnDouble())

@@ -10,7 +10,7 @@ TEST_PROCESSES ?= 5
 # Tests and servers start many processes; compiling every module again in each of them costs a sixth of their start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup serve demo test test-fast test-deep test-failed test-bucket test-costs lint types proto check-proto client simulate validate-simulator bench bench-router bench-serving bench-bulk bench-modes bench-stages bench-transfer bench-pull bench-store bench-retention bench-agents bench-replay bench-overload bench-faults bench-startup bench-kept bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-schemas bench-lora bench-speculation bench-quantized conformance attack soak gpu-check results docs tune clean
+.PHONY: help setup serve demo test test-fast test-deep test-failed test-bucket test-costs lint types proto check-proto client simulate validate-simulator bench bench-router bench-serving bench-bulk bench-modes bench-stages bench-transfer bench-pull bench-store bench-retention bench-agents bench-replay bench-overload bench-faults bench-startup bench-kept bench-autoscale bench-flips bench-engine bench-vllm bench-steps bench-structured bench-schemas bench-lora bench-speculation bench-quantized conformance attack soak gpu-check gpu-resume results docs tune clean
 
 help:
 	@echo "make demo           set up, start 1 prefill + 2 decode workers, stream prompts, stop"
@@ -55,6 +55,7 @@ help:
 	@echo "make simulate-scale  1,000 workers and a million requests in virtual time   (WORKERS=N REQUESTS=N)"
 	@echo "make validate-simulator   predicted against measured on this machine: five workloads, a stalled link, a kill"
 	@echo "make gpu-check      tests marked gpu and the GPU benchmarks (no network, no Ray)"
+	@echo "make gpu-resume     the GPU benchmarks that gpu-check had no time for"
 	@echo "make results        collect benchmarks/results/ as docs/results.md with charts (measures nothing)"
 	@echo "make docs           build the documentation as a site in build/site, in an environment of its own (.venv-docs)"
 	@echo "make tune           measure the attention kernels' tiles on the GPU at hand and keep the fastest"
@@ -263,13 +264,17 @@ soak: setup
 
 # With whatever python3 has: torch, triton, and the few packages that engine/ and penstock/ import (docs/gpu-check.md).
 # Ten minutes in all. The benchmarks run also where a test fails, and keep what they have wherever they end.
-GPU_TESTS := tests/engine/step/test_on_gpu.py tests/engine/kernels/test_large_pools.py tests/engine/kernels/test_paged_kernels.py tests/engine/kernels/test_ops_kernels.py tests/engine/kernels/test_sample_kernel.py tests/engine/kernels/test_page_checksum.py \
+# `make gpu-resume` runs the sections that have not begun yet, in ten minutes more: repeat it until none is left.
+GPU_TESTS := tests/kv_transfer/transports/test_cuda_ipc.py tests/engine/step/test_on_gpu.py tests/engine/kernels/test_library_attention.py tests/engine/kernels/test_large_pools.py tests/engine/kernels/test_paged_kernels.py tests/engine/kernels/test_ops_kernels.py tests/engine/kernels/test_sample_kernel.py tests/engine/kernels/test_page_checksum.py \
 	tests/engine/kernels/test_latent_kernel.py tests/engine/kernels/products tests/engine/cache/test_host_tier.py \
-	tests/engine/cache/test_tier_model.py tests/kv_transfer/transports/test_cuda_ipc.py tests/engine/weights/test_file_readers.py \
+	tests/engine/cache/test_tier_model.py tests/engine/weights/test_file_readers.py \
 	tests/engine/step/test_graphs.py
 GPU_TEST_SECONDS ?= 150
 GPU_BENCH_SECONDS ?= 350
 GPU_RESULTS ?= benchmarks/results
+
+gpu-resume:
+	TRITON_INTERPRET=0 timeout 590 python3 -m benchmarks.gpu --resume --seconds 520 --results $(GPU_RESULTS)
 
 gpu-check:
 	@failed=0; \

@@ -84,6 +84,9 @@ class BenchDevice:
     def noise(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self.device, dtype=torch.bfloat16)
 
+    def free_bytes(self) -> int:
+        return int(self.cuda.mem_get_info()[0])
+
     def warm_up(self, engine: Engine) -> None:
         engine.warm_up()
 
@@ -92,6 +95,15 @@ class BenchDevice:
 
     def engine_settings(self) -> dict[str, Any]:
         return {"device": "cuda"}
+
+
+class ToyDevice(BenchDevice):
+    """A CUDA device on which each call runs once at toy shapes, so that a slow tool can watch it."""
+
+    repeats, warm_ups, calls_in_graph = 1, 0, 1
+
+    def pick(self, full: T, toy: T) -> T:
+        return toy
 
 
 class RehearsalDevice(BenchDevice):
@@ -157,6 +169,9 @@ class _NoCuda:
 
     def empty_cache(self) -> None:
         pass
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return 1 << 20, 1 << 20
 
     def get_device_name(self) -> str:
         return "no device, a rehearsal"

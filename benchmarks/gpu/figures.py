@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.common.report import Row
 from benchmarks.gpu.bench_device import BenchDevice
+from benchmarks.gpu.checks import agreement_rows
 from benchmarks.gpu.kernels import TOY_HEADS, decode_s
 from benchmarks.gpu.steps import AHEAD, PROMPT, Ceilings, LoadedModel, decode_rows, loaded, prompt_row
 from engine.kernels.backends import AttentionBackend
@@ -62,6 +63,7 @@ def step_figures(bench: BenchDevice, name: str, ceilings: Ceilings) -> Iterator[
     contexts = bench.pick({1: 576, 64: 576, 256: 576}, {1: 20, 2: 20})
     with loaded(bench, name, contexts) as (model, rows):
         yield from rows
+        yield from agreement_rows(bench, model)
         yield from _decode_figures(bench, model, contexts, ceilings)
         prompt = prompt_row(bench, model, bench.pick(PROMPT, 40), ceilings)
         yield prompt
@@ -71,10 +73,11 @@ def step_figures(bench: BenchDevice, name: str, ceilings: Ceilings) -> Iterator[
 def _decode_figures(
     bench: BenchDevice, model: LoadedModel, contexts: dict[int, int], ceilings: Ceilings
 ) -> Iterator[Row]:
-    for (batch, _), (step, idle) in zip(
+    for (batch, _), (step, host, idle) in zip(
         contexts.items(), decode_rows(bench, model, contexts, (AHEAD,), ceilings), strict=True
     ):
         yield step
+        yield host
         share, wanted = 1 / (step.ratio or 1.0), ONE_SEQUENCE if batch == 1 else WHOLE_STEP
         yield _check(step.metric, share, "of the copy bandwidth" if batch == 1 else "of the roofline", wanted)
         if idle is not None:

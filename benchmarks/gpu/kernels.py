@@ -25,6 +25,7 @@ from engine.kernels.backends import AttentionBackend, select_backend
 from engine.kernels.expert_routing import RoutingRule
 from engine.kernels.kv_quantization import quantize
 from engine.kernels.layer_ops import LayerOps, TorchOps
+from engine.kernels.libraries.capabilities import LIBRARIES
 from engine.kernels.metadata import AttentionMetadata, KvLayer, Lengths, QkNorms
 from engine.kernels.triton import common
 from engine.kernels.triton.copy_pages import copy_pages
@@ -339,7 +340,7 @@ def library_rows(bench: BenchDevice, own: AttentionBackend) -> Iterator[Row]:
     Each step is planned before it is timed; planning takes host time, which is a separate row.
     """
     (heads, kv_heads), dim = bench.pick((32, 8), TOY_HEADS), bench.pick(128, 16)
-    for name in bench.pick(("flashinfer", "varlen"), ("flashinfer", "torch")):
+    for name in bench.pick(tuple(LIBRARIES), ("flashinfer", "torch")):
         try:
             library = select_backend(name, bench.device)
         except ConfigError as error:

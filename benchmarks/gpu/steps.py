@@ -14,10 +14,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
+import torch
 from torch.profiler import profile
 
 from benchmarks.common.report import Row
-from benchmarks.common.shapes import LLAMA_8B, LLAMA_135M, QWEN3_600M, TOY, random_llama
+from benchmarks.common.shapes import (
+    LLAMA_8B,
+    LLAMA_135M,
+    QWEN3_30B_A3B,
+    QWEN3_600M,
+    TOY,
+    TOY_EXPERTS,
+    hollow_model,
+)
 from benchmarks.gpu.bench_device import BenchDevice
 from decode_worker.schedule.scheduler import DecodeScheduler
 from engine.engine import Engine
@@ -28,7 +37,12 @@ from engine.step.sequence import ScheduledSequence, Sequence
 from penstock.config import DecodeConfig, EngineConfig
 from penstock.types import RequestId, SamplingParams
 
-SHAPES = {"135M": (LLAMA_135M, "llama"), "0.6B": (QWEN3_600M, "qwen3"), "8B": (LLAMA_8B, "llama")}
+SHAPES = {
+    "135M": (LLAMA_135M, "llama"),
+    "0.6B": (QWEN3_600M, "qwen3"),
+    "8B": (LLAMA_8B, "llama"),
+    "30B-A3B": (QWEN3_30B_A3B, "qwen3_moe"),
+}
 PROMPT = 8192
 _PAGE_SIZE = 16
 
@@ -71,12 +85,19 @@ class LoadedModel:
     shape: dict[str, int]
     engine: Engine
 
-    @property
-    def layer_weights(self) -> int:
-        """Returns the number of weights of one layer's products."""
+    def layer_weights(self, batch: int | None = None) -> float:
+        """Returns the number of weights that one layer multiplies a token with; given a batch, of those that it reads.
+
+        Of experts it reads the expected number of different ones, if all are equally likely.
+        """
         shape = self.shape
         heads = 2 * shape["num_attention_heads"] + 2 * shape["num_key_value_heads"]
-        return shape["hidden_size"] * (heads * shape["head_dim"] + 3 * shape["intermediate_size"])
+        inner, router = float(shape["intermediate_size"]), 0
+        if (experts := shape.get("num_experts", 0)) > 0:
+            chosen = shape["num_experts_per_tok"]
+            used = chosen if batch is None else experts * (1 - (1 - chosen / experts) ** batch)
+            inner, router = used * shape["moe_intermediate_size"], experts
+        return shape["hidden_size"] * (heads * shape["head_dim"] + 3 * inner + router)
 
     @property
     def head_weights(self) -> int:
@@ -84,16 +105,18 @@ class LoadedModel:
 
     def decode_floor_s(self, batch: int, context: int, ceilings: Ceilings) -> float:
         """Returns the seconds to read or multiply the weights, whichever takes longer, and to read the KV once."""
-        weights = self.shape["num_hidden_layers"] * self.layer_weights + self.head_weights
+        layers = self.shape["num_hidden_layers"]
+        read = layers * self.layer_weights(batch) + self.head_weights
+        multiplied = layers * self.layer_weights() + self.head_weights
         kv_bytes = batch * context * self.engine.layout.page_bytes / self.engine.layout.page_size
-        products_s = max(2 * weights / ceilings.bytes_per_s, 2 * weights * batch / ceilings.products_per_s)
+        products_s = max(2 * read / ceilings.bytes_per_s, 2 * multiplied * batch / ceilings.products_per_s)
         return products_s + kv_bytes / ceilings.bytes_per_s
 
     def prompt_operations(self, tokens: int) -> float:
         """Returns the operations of a prompt that samples nothing: the last layer computes K, V and attention only."""
         shape, layers = self.shape, self.shape["num_hidden_layers"]
         qkv = shape["num_attention_heads"] + 2 * shape["num_key_value_heads"]
-        products = (layers - 1) * self.layer_weights + shape["hidden_size"] * qkv * shape["head_dim"]
+        products = (layers - 1) * self.layer_weights() + shape["hidden_size"] * qkv * shape["head_dim"]
         attention = layers * 2 * shape["num_attention_heads"] * shape["head_dim"] * tokens**2
         return 2.0 * products * tokens + attention
 
@@ -101,17 +124,18 @@ class LoadedModel:
 @contextmanager
 def loaded(bench: BenchDevice, name: str, contexts: dict[int, int]) -> Iterator[tuple[LoadedModel, list[Row]]]:
     """Yields an engine with room for `contexts`, by batch, and the rows about loading it; then frees its memory."""
-    shape, family = bench.pick(SHAPES[name], (TOY, SHAPES[name][1]))
+    family = SHAPES[name][1]
+    shape = bench.pick(SHAPES[name][0], TOY_EXPERTS if family == "qwen3_moe" else TOY)
     length = bench.pick(2 * PROMPT, 64)
+    folder = hollow_model(shape, length, family, is_filled=bench.is_rehearsal)
     started_s = time.monotonic()
-    folder = random_llama(shape, context=length, family=family)
-    written_s = time.monotonic()
     steps = 3 * sum(_counts(bench))
     num_pages = max(batch * (-(-(context + steps) // _PAGE_SIZE) + 2) for batch, context in contexts.items())
     num_pages = max(num_pages, length // _PAGE_SIZE + 2)
     settings = bench.engine_settings() | {"num_pages": num_pages, "prefix_caching": False}
     engine = Engine.load(EngineConfig.model_validate({"model": str(folder), "page_size": _PAGE_SIZE, **settings}))
     engine.kv_pages.normal_()  # random values, since the speed of products depends on them
+    fill_weights(bench, engine)
     loaded_s = time.monotonic()
     bench.warm_up(engine)
     warm_s = time.monotonic()
@@ -119,7 +143,7 @@ def loaded(bench: BenchDevice, name: str, contexts: dict[int, int]) -> Iterator[
     captured_s = time.monotonic()
     size = f"{(folder / 'model.safetensors').stat().st_size / 1e9:.3g} GB"
     rows = [
-        Row(f"loading {name}, {size}", loaded_s - written_s, "s", "writing it", written_s - started_s),
+        Row(f"loading {name}, {size}", loaded_s - started_s, "s"),
         Row(f"compiling every kernel of {name}", warm_s - loaded_s, "s"),
         Row(f"capturing decode steps, {name}", captured_s - warm_s, "s"),
     ]
@@ -129,6 +153,35 @@ def loaded(bench: BenchDevice, name: str, contexts: dict[int, int]) -> Iterator[
         del engine
         gc.collect()
         bench.cuda.empty_cache()
+
+
+def fill_weights(bench: BenchDevice, engine: Engine) -> None:
+    """Replaces the zeros of `hollow_model` on the device: norms by ones, other weights by noise. A rehearsal's weights
+    are in the file, because a CPU packs them.
+    """
+    if bench.is_rehearsal:
+        return
+    seen: set[int] = set()
+
+    def fill(thing: object) -> None:
+        if isinstance(thing, torch.Tensor):
+            if thing.dtype == torch.bfloat16 and thing.data_ptr() not in seen:
+                seen.add(thing.data_ptr())
+                thing.normal_(std=thing.shape[-1] ** -0.5) if thing.dim() > 1 else thing.fill_(1.0)
+            return
+        if isinstance(thing, list | tuple):
+            parts = list(thing)
+        elif not type(thing).__module__.startswith("engine.") or id(thing) in seen:
+            return
+        else:
+            seen.add(id(thing))
+            parts = [getattr(thing, name) for name in getattr(thing, "__slots__", ())]
+            parts += list(getattr(thing, "__dict__", {}).values())
+        for part in parts:
+            fill(part)
+
+    with torch.inference_mode():
+        fill(engine.runner._model)
 
 
 class DecodeRun:
@@ -185,10 +238,19 @@ class DecodeRun:
             self.scheduler.forget(sequence)
 
 
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """The median times of a step, and the share of idle device time, None if the profiler saw nothing."""
+
+    step_s: float
+    host_s: float  # processor time of the thread that schedules, launches and records; waiting takes none
+    idle: float | None
+
+
 def decode_step(
     bench: BenchDevice, engine: Engine, batch: int, context: int, mode: Mode, prompts: Prompts | None = None
-) -> tuple[float, float | None]:
-    """Returns the median seconds of a step, and the share of idle device time, None if the profiler saw nothing."""
+) -> StepTimes:
+    """Returns the times of a step."""
     graphs = engine._graphs
     engine._graphs = graphs if mode.graphs else None
     run = DecodeRun(engine, batch, context, prompts)
@@ -196,16 +258,17 @@ def decode_step(
     try:
         for _ in range(warm_up):
             run.step(mode.ahead)
-        times = []
+        times, host_times = [], []
         for _ in range(timed):
-            started_s = time.perf_counter()
+            started_s, host_started_s = time.perf_counter(), time.thread_time()
             run.step(mode.ahead)
             times.append(time.perf_counter() - started_s)
+            host_times.append(time.thread_time() - host_started_s)
         with profile(activities=[bench.activity]) as profiler:
             for _ in range(profiled):
                 run.step(mode.ahead)
             bench.cuda.synchronize()
-        return median(times), _idle_share(bench, profiler)
+        return StepTimes(median(times), median(host_times), _idle_share(bench, profiler))
     finally:
         run.end()
         engine._graphs = graphs
@@ -233,15 +296,20 @@ def _idle_share(bench: BenchDevice, profiler: profile) -> float | None:
 
 def decode_rows(
     bench: BenchDevice, model: LoadedModel, contexts: dict[int, int], modes: tuple[Mode, ...], ceilings: Ceilings
-) -> Iterator[tuple[Row, Row | None]]:
-    """Yields, for each batch and mode, the step time and the idle share of the device."""
+) -> Iterator[tuple[Row, Row, Row | None]]:
+    """Yields, for each batch and mode, the step time, the host's part and the idle share of the device."""
     for batch, context in contexts.items():
         for mode in modes:
-            step_s, idle = decode_step(bench, model.engine, batch, context, mode)
+            times = decode_step(bench, model.engine, batch, context, mode)
             floor_s = model.decode_floor_s(batch, context, ceilings)
             at = f"{model.name}, batch {batch} x {context}, {mode.name}"
-            step = Row(f"whole step, {at}", step_s * 1e3, "ms", "weights and KV, once", floor_s * 1e3)
-            yield step, None if idle is None else Row(f"idle between kernels, {at}", idle * 100, "%", "allowed", 3.0)
+            step = Row(f"whole step, {at}", times.step_s * 1e3, "ms", "weights and KV, once", floor_s * 1e3)
+            host = Row(f"host time of a step, {at}", times.host_s * 1e6, "us", "the step", times.step_s * 1e6)
+            yield step, host, _idle_row(at, times)
+
+
+def _idle_row(at: str, times: StepTimes) -> Row | None:
+    return None if times.idle is None else Row(f"idle between kernels, {at}", times.idle * 100, "%", "allowed", 3.0)
 
 
 def prompt_step_s(bench: BenchDevice, engine: Engine, num_tokens: int) -> float:
@@ -269,10 +337,20 @@ def mixed_rows(bench: BenchDevice, model: LoadedModel) -> Iterator[Row]:
     prompts = Prompts(length, -(-(sum(_counts(bench)) + 1) * chunk_tokens // length), chunk_tokens)
     at = f"{model.name}, batch {batch} x {context} and {chunk_tokens} of prompts"
     alone, ahead = (decode_step(bench, model.engine, batch, context, mode, prompts) for mode in (MODES[1], AHEAD))
-    yield Row(f"whole step, {at}, ahead", ahead[0] * 1e3, "ms", "one at a time", alone[0] * 1e3)
-    for how, (_, idle) in (("ahead", ahead), ("one at a time", alone)):
-        if idle is not None:
-            yield Row(f"idle between kernels, {at}, {how}", idle * 100, "%", "allowed", 3.0)
+    yield Row(f"whole step, {at}, ahead", ahead.step_s * 1e3, "ms", "one at a time", alone.step_s * 1e3)
+    for how, times in (("ahead", ahead), ("one at a time", alone)):
+        if (row := _idle_row(f"{at}, {how}", times)) is not None:
+            yield row
+
+
+def expert_step_rows(bench: BenchDevice, name: str, ceilings: Ceilings) -> Iterator[Row]:
+    """Yields decode steps of a model with experts as a worker runs them, and a prompt."""
+    contexts = bench.pick({1: 576, 16: 576, 64: 576}, {2: 20})
+    with loaded(bench, name, contexts) as (model, rows):
+        yield from rows
+        for found in decode_rows(bench, model, contexts, (AHEAD,), ceilings):
+            yield from filter(None, found)
+        yield prompt_row(bench, model, bench.pick(2048, 20), ceilings)
 
 
 def other_step_rows(bench: BenchDevice, name: str, ceilings: Ceilings) -> Iterator[Row]:
@@ -280,10 +358,8 @@ def other_step_rows(bench: BenchDevice, name: str, ceilings: Ceilings) -> Iterat
     contexts = bench.pick({1: 576, 64: 576, 256: 576}, {2: 20})
     with loaded(bench, name, contexts) as (model, rows):
         yield from rows
-        for step, idle in decode_rows(bench, model, contexts, MODES, ceilings):
-            yield step
-            if idle is not None:
-                yield idle
+        for found in decode_rows(bench, model, contexts, MODES, ceilings):
+            yield from filter(None, found)
         yield from mixed_rows(bench, model)
         for tokens in bench.pick([512, 2048], [20]):
             yield prompt_row(bench, model, tokens, ceilings)

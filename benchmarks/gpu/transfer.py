@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.common.report import Row
-from benchmarks.common.shapes import LLAMA_8B, TOY, random_llama
+from benchmarks.common.shapes import LLAMA_8B, TOY, hollow_model
 from benchmarks.gpu.bench_device import BenchDevice
-from benchmarks.gpu.steps import prompt_step_s
+from benchmarks.gpu.steps import fill_weights, prompt_step_s
 from benchmarks.transfer.peer import PeerProcess
 from benchmarks.transfer.sending import SPARE, alternate, sending
 from engine.cache.pool_memory import allocate_pool
@@ -24,6 +24,20 @@ CHUNK_TOKENS = 2048
 # An eighth of the 8B shape's layers, since a prefill spends its time in layers, and a small vocabulary.
 LAYER_SHARE = 8
 LAYERS_OF_8B = {**LLAMA_8B, "num_hidden_layers": 32 // LAYER_SHARE, "vocab_size": 32000}
+
+
+def smoke_rows(bench: BenchDevice) -> Iterator[Row]:
+    """Yields the first transfer between two processes, a few small pages: what everything else between them needs."""
+    transport, num_pages, page_bytes = bench.pick("cuda_ipc", "shm"), 8, 4096
+    memory = allocate_pool((num_pages * page_bytes,), torch.uint8, bench.device).fill_(1)
+    bench.cuda.synchronize()
+    peer = PeerProcess(max(1 << 12, 0 if transport == "cuda_ipc" else num_pages * page_bytes), str(bench.device))
+    try:
+        peer.expect_ready()
+        with sending(peer, memory, transport, num_pages, page_bytes) as end:
+            yield Row(f"first transfer over {transport}, 4 pages of {page_bytes} bytes", end.transfer_s(4) * 1e6, "us")
+    finally:
+        peer.stop()
 
 
 def transfer_rows(bench: BenchDevice, bytes_per_s: float) -> Iterator[Row]:
@@ -78,8 +92,9 @@ def _kernel_row(bench: BenchDevice, bytes_per_s: float) -> Row:
 def prefill_8b_s(bench: BenchDevice) -> float:
     """Returns the seconds of one chunk, extrapolated from a share of the layers."""
     num_tokens = bench.pick(CHUNK_TOKENS, 32)
-    folder = random_llama(bench.pick(LAYERS_OF_8B, TOY))
+    folder = hollow_model(bench.pick(LAYERS_OF_8B, TOY), 4096, "llama", is_filled=bench.is_rehearsal)
     num_pages = num_tokens // PAGE_SIZE
     settings = bench.engine_settings() | {"num_pages": num_pages + 2, "page_size": PAGE_SIZE}
     engine = Engine.load(EngineConfig.model_validate({"model": str(folder), **settings}))
+    fill_weights(bench, engine)
     return prompt_step_s(bench, engine, num_tokens) * LAYER_SHARE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +12,10 @@ import torch
 
 from benchmarks.common.report import Row
 from benchmarks.common.shapes import write_tiled
-from benchmarks.gpu import __main__, tune
+from benchmarks.gpu import __main__, checks, tune
 from benchmarks.gpu.__main__ import Section
 from benchmarks.gpu.bench_device import RehearsalDevice
+from benchmarks.gpu.checks import sanitizer_rows
 from benchmarks.gpu.figures import is_met
 from engine.kernels.triton.attention.tuning import KernelConfig
 
@@ -26,6 +27,9 @@ FIGURES = (
     "check: whole step, 8B, batch 2 ",
     "check: idle between kernels, 8B",
     "check: prompt of",
+    "check: logits of 8B, graphs against eager",
+    "check: logits of 8B, plain torch against eager",
+    "check: layer 0 of",
 )
 
 
@@ -61,7 +65,16 @@ def test_a_rehearsal_runs_every_benchmark(
         "gather of",
         "int8, 2 x",
         "of prompts, ahead",
+        "host time of a step",
+        "30B-A3B, batch",
+        "torch, a chunk",
+        "check: equal answers of both",
+        "TTFT of two processes",
+        "ITL of two processes",
+        "exposed transfer of two processes",
+        "every kernel at toy shapes",
     )
+    assert "first transfer" in names[2], "right after the ceilings"
     for other in others:
         assert any(other in name for name in names), other
     written = json.loads((tmp_path / "gpu.json").read_text())
@@ -99,6 +112,52 @@ def test_a_failing_or_slow_section_does_not_stop_the_others(
     rows, problems = __main__.run(bench, -1, tmp_path)
     assert rows == []
     assert all("not started" in problem for problem in problems)
+
+
+def test_a_run_continues_where_another_was_killed(
+    bench: RehearsalDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill() -> Iterator[Row]:
+        yield Row("before the end", 1.0, "s")
+        raise Killed
+
+    begun: list[str] = []
+
+    def section(name: str, rows: Callable[[], Iterator[Row]] | None = None) -> Section:
+        def measure() -> Iterator[Row]:
+            begun.append(name)
+            yield from [Row(f"of {name}", 1.0, "s")] if rows is None else rows()
+
+        return Section(name, 60, measure)
+
+    def all_sections(bench: RehearsalDevice, found: list[Row]) -> list[Section]:
+        found.append(Row("ceiling", float(len(begun)), "GB/s"))
+        return [section("one"), section("two", kill), section("three")]
+
+    monkeypatch.setattr(__main__, "sections", all_sections)
+    with pytest.raises(Killed):
+        __main__.run(bench, 600, tmp_path)
+    rows, problems = __main__.run(bench, 600, tmp_path, resume=True)
+    assert begun == ["one", "two", "three"]
+    assert [row.metric for row in rows] == ["ceiling", "of one", "before the end", "of three"]
+    assert problems == []
+    assert __main__.run(bench, 600, tmp_path, resume=True) == (rows, [])
+    __main__.run(bench, 600, tmp_path, "one")
+    assert begun == ["one", "two", "three", "one"], "without --resume everything begins again"
+
+
+@pytest.mark.processes
+def test_a_sanitizers_finding_is_a_problem(bench: RehearsalDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "false")
+    with pytest.raises(RuntimeError, match="ended with 1"):
+        list(sanitizer_rows(bench))
+
+
+def test_results_that_are_not_finite_never_pass_a_check() -> None:
+    assert checks._difference(torch.tensor([float("nan")]), torch.ones(1)) == float("inf")
 
 
 def test_a_check_reports_whether_it_is_met() -> None:

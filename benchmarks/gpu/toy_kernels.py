@@ -1,0 +1,31 @@
+"""Runs every kernel once at toy shapes, for `compute-sanitizer python -m benchmarks.gpu.toy_kernels`.
+
+`--rehearse` runs them in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.gpu.bench_device import BenchDevice, RehearsalDevice, ToyDevice
+from benchmarks.gpu.kernels import decode_rows, memory_rows, prefill_rows, quantized_rows, sampling_rows
+from engine.kernels.backends import select_backend, select_ops
+
+
+def main() -> None:
+    bench: BenchDevice = RehearsalDevice() if "--rehearse" in sys.argv[1:] else ToyDevice()
+    backend = select_backend("triton", bench.device)
+    for rows in (
+        decode_rows(bench, backend, 1.0),
+        prefill_rows(bench, backend, 1.0),
+        memory_rows(bench, backend, select_ops(backend), 1.0),
+        sampling_rows(bench),
+        quantized_rows(bench),
+    ):
+        for row in rows:
+            print(row.metric, flush=True)
+    bench.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

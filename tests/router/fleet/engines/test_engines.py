@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from pydantic import ValidationError
@@ -268,20 +269,32 @@ async def test_a_frozen_prefill_engine_is_given_up(impatient: None) -> None:
         assert "kv_transfer_params" not in decode.bodies[0]
 
 
+@contextlib.contextmanager
+def held_ports(settings: dict[str, object]) -> Iterator[None]:
+    """Keeps the system from giving a stopped engine's ports to other sockets. The engine itself can bind them again."""
+    with contextlib.ExitStack() as stack:
+        for url in settings.values():
+            holder = stack.enter_context(socket.socket())
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind(("127.0.0.1", int(str(url).rsplit(":", 1)[1])))
+        yield
+
+
 async def test_a_router_waits_for_an_engine() -> None:
     engine = EngineDouble()
     await engine.start()
     settings = engine.settings()
     await engine.stop()
-    async with running_router(engines={"engine": settings}, wait=False) as router:
-        error = await failure(router.stub.Generate(request(token_ids=PROMPT), timeout=0.5))
-        assert isinstance(error, Unavailable) or error.reason == "DEADLINE_EXCEEDED"
-        await engine.start()
-        try:
-            await until(lambda: router.server.fleet.followers[0].takes_work)
-            assert tokens(await ask(router, PROMPT, max_tokens=3)) == expected(PROMPT, 3)
-        finally:
-            await engine.stop()
+    with held_ports(settings):
+        async with running_router(engines={"engine": settings}, wait=False) as router:
+            error = await failure(router.stub.Generate(request(token_ids=PROMPT), timeout=0.5))
+            assert isinstance(error, Unavailable) or error.reason == "DEADLINE_EXCEEDED"
+            await engine.start()
+            try:
+                await until(lambda: router.server.fleet.followers[0].takes_work)
+                assert tokens(await ask(router, PROMPT, max_tokens=3)) == expected(PROMPT, 3)
+            finally:
+                await engine.stop()
 
 
 @pytest.mark.parametrize(

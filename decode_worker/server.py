@@ -9,7 +9,7 @@ import asyncio
 from functools import partial
 
 from decode_worker.delivery.lookaside import LookasidePort, LookasideService, check_lookaside, load_spelling
-from decode_worker.draft_model import DraftModel
+from decode_worker.drafting.load_draft import Draft, load_draft
 from decode_worker.events import DecodeEvents
 from decode_worker.migrate.client import MigrationClient
 from decode_worker.migrate.incoming import LEASE_S, IncomingMigrations
@@ -59,7 +59,7 @@ class DecodeServer:
         self.epoch: Epoch = self.shell.epoch
         self._worker_id = WorkerId(config.worker_id)
         self._lookaside: LookasidePort | None = None
-        self._draft: DraftModel | None = None
+        self._draft: Draft | None = None
 
     @property
     def address(self) -> str:
@@ -97,11 +97,9 @@ class DecodeServer:
         """Loads the model, its graphs, and the draft model if one is configured."""
         config = self.shell.config
         engine = await self.shell.load(progress)
+        if config.decode.draft_model is not None:  # a head changes what graphs compute
+            self._draft = await asyncio.to_thread(load_draft, config.decode.draft_model, config.engine, engine)
         await asyncio.to_thread(engine.capture_graphs, progress.on_graphs, config.decode.max_batch_sequences)
-        if config.decode.draft_model is not None:
-            self._draft = await asyncio.to_thread(
-                DraftModel.load, config.decode.draft_model, config.engine, engine.pool.num_pages
-            )
         return engine
 
     def _make_worker(self, engine: Engine, transfers: TransferTable) -> DecodeWorker:

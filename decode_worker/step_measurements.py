@@ -1,12 +1,18 @@
-"""Reports how long each step took, and how many proposed tokens it accepted, to everything that learns from it."""
+"""Reports how long each step took, how many proposed tokens it accepted, and its hidden states, to everything that
+learns from it."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
+from decode_worker.drafting.draft_head import DraftHead
+from decode_worker.drafting.load_draft import Draft
 from decode_worker.events import DecodeEvents
 from decode_worker.prefill.prefill_attempts import PrefillAttempts
 from decode_worker.schedule.pace import Pace
+from engine.step.hidden_states import HiddenStates
 from engine.step.plan import StepPlan
-from engine.step.sequence import ScheduledSequence
+from engine.step.sequence import ScheduledSequence, Sequence
 from engine.step.speculation.speculator import Speculator
 
 
@@ -14,11 +20,17 @@ class StepMeasurements:
     """Feeds the worker's pace, the prefill placement, the speculator and the metrics of the process."""
 
     def __init__(
-        self, pace: Pace, prefills: PrefillAttempts, speculator: Speculator | None, events: DecodeEvents
+        self,
+        pace: Pace,
+        prefills: PrefillAttempts,
+        speculator: Speculator | None,
+        draft: Draft | None,
+        events: DecodeEvents,
     ) -> None:
         self._pace = pace
         self._prefills = prefills
         self._speculator = speculator
+        self._head = draft if isinstance(draft, DraftHead) else None
         self._events = events
 
     def on_step(self, plan: StepPlan, elapsed_s: float, num_further: int) -> None:
@@ -34,6 +46,17 @@ class StepMeasurements:
         """Takes the same step once its tokens are delivered; `elapsed_s` includes that."""
         if self._speculator is not None and all(chunk.num_tokens == 1 for chunk in plan.chunks):
             self._speculator.on_step(len(plan), plan.num_tokens - len(plan), num_further, elapsed_s)
+
+    def on_hidden_states(
+        self, plan: StepPlan, hidden: Mapping[int, HiddenStates], sequences: Collection[Sequence]
+    ) -> None:
+        """Takes the hidden states of a step, by place, once its tokens are appended; `sequences` are those that go
+        on."""
+        if self._head is None:
+            return
+        for place, states in hidden.items():
+            if (sequence := plan[place].sequence) in sequences:
+                self._head.observe(sequence, states)
 
     def on_recomputed(self, plan: StepPlan, elapsed_s: float) -> None:
         """Takes a step that was recomputed. Its duration is not typical of ordinary steps, but counts for the pace."""

@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 
 from decode_worker.delivery.token_delivery import TokenDelivery
-from decode_worker.draft_model import DraftModel, make_speculator
+from decode_worker.drafting.load_draft import Draft, make_speculator
 from decode_worker.events import DecodeEvents
 from decode_worker.prefill.client import RemoteFirstToken
 from decode_worker.prefill.prefill_attempts import PrefillAttempts
@@ -66,7 +66,7 @@ class DecodeWorker:
         grammars: GrammarQueue | None = None,
         pulls: PrefixPulls | None = None,
         adapters: AdapterQueue | None = None,
-        draft: DraftModel | None = None,
+        draft: Draft | None = None,
         events: DecodeEvents | None = None,
         hints: HintKeeper | None = None,
     ) -> None:
@@ -93,7 +93,7 @@ class DecodeWorker:
             worker_id, engine.layout, self.scheduler, transfers, config, self._pace, self, self._report, pulls
         )
         self.bulk = BulkPolicy(self._prefills.steps, self._pace)
-        self._measurements = StepMeasurements(self._pace, self._prefills, speculator, self._events)
+        self._measurements = StepMeasurements(self._pace, self._prefills, speculator, draft, self._events)
         self._landed: set[Sequence] = set()  # sequences that wait for their first step here
         self._refusal: PenstockError | None = None  # what every new request is refused with, once the worker pauses
         self.load = WorkerLoad(total_pages=engine.pool.num_pages, free_pages=engine.pool.num_available)
@@ -363,6 +363,8 @@ class DecodeWorker:
                 self._on_sampled(scheduled.sequence, SampledToken(token_id, tokens.logprobs.get(place)), now_s)
                 self._deliver_further(scheduled.sequence, further, now_s)
         self._delivery.flush()
+        if tokens.hidden:
+            self._measurements.on_hidden_states(plan, tokens.hidden, self._requests.keys() - discarded)
         self._after_step()
         # Delivery counts too, unless another step was computed meanwhile.
         finish_s = 0.0 if self.scheduler.num_in_flight else time.monotonic() - began_s

@@ -157,6 +157,11 @@ def weight_bytes(
     return num_values * DTYPE_BYTES[dtype] + float32_bytes
 
 
+def embedding_bytes(model: ModelConfig, dtype: str) -> int:
+    """Returns the size of the whole embedding."""
+    return model.vocab_size * model.hidden_size * DTYPE_BYTES[dtype]
+
+
 def _values_of(name: str) -> int:
     """Returns how many values a stored element becomes: a byte of MXFP4 codes two, its scale none."""
     return 2 if name.endswith(CODE_SUFFIXES[0]) else 0 if name.endswith(CODE_SUFFIXES[1]) else 1

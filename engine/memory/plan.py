@@ -17,6 +17,7 @@ from engine.cache.page_window import PageWindow
 from engine.kernels.libraries.capabilities import check_library
 from engine.memory import estimates
 from engine.memory.device_memory import DeviceMemory
+from engine.memory.draft_memory import draft_bytes
 from engine.models.config import ModelConfig
 from engine.models.shapes import optional_tensors, tensor_shapes
 from engine.models.sharding import tensor_slices
@@ -43,6 +44,7 @@ class MemoryPlan:
     step_bytes: int  # estimate for the largest step
     graph_bytes: int  # estimate for captured decode steps
     adapter_bytes: int  # of all adapter slots
+    draft_bytes: int  # of `decode.draft_model`, with its pages
     num_pages: int
     max_context: int  # tokens that a request may have
     largest_batch: dict[int, int]  # by context in tokens: how many such sequences the pool holds at once
@@ -68,8 +70,9 @@ def plan_memory(
     context: int | None = None,
     step_tokens: int | None = None,
     max_sequences: int = 64,
+    draft_model: str | None = None,
 ) -> MemoryPlan:
-    """Plans a replica from the headers of its files, without loading it.
+    """Plans a replica, and what drafts for it, from the headers of its files, without loading it.
 
     Raises CheckpointError if the files do not fit together. Raises ConfigError, with the fix, if the device cannot
     serve the model with this configuration or, given `context`, not even one request of that many tokens.
@@ -90,6 +93,10 @@ def plan_memory(
     host_tier = config.host_memory_bytes // layout.page_bytes * layout.page_bytes
     left = free - needs.step - (host_tier if device.type == "cpu" else 0)
     _check_pool(config, device, layout, num_pages * layout.page_bytes, left)
+    drafts = 0
+    if draft_model is not None:
+        drafts = draft_bytes(draft_model, config, model, layout, device.type, num_pages)
+        _check_draft(draft_model, drafts, device, left - num_pages * layout.page_bytes)
     if context is not None:
         _check_context(config, context, num_pages, _held_pages(model, layout, context), layout, device, left)
     contexts = sorted({*(size for size in _CONTEXTS if size < max_context), max_context, context or max_context})
@@ -103,6 +110,7 @@ def plan_memory(
         step_bytes=needs.step,
         graph_bytes=needs.graphs,
         adapter_bytes=needs.adapters,
+        draft_bytes=drafts,
         num_pages=num_pages,
         max_context=max_context,
         largest_batch={tokens: num_pages // _held_pages(model, layout, tokens) for tokens in contexts},
@@ -226,6 +234,14 @@ def _check_pool(config: EngineConfig, device: DeviceMemory, layout: KVLayout, kv
         f"the KV pages take {in_units(kv_bytes)}, and after the weights and a step {device.name} has {in_units(left)} "
         f"left; give engine.{name} = {most} at most, or a larger device"
     )
+
+
+def _check_draft(draft_model: str, drafts: int, device: DeviceMemory, left: int) -> None:
+    if drafts > left:
+        raise ConfigError(
+            f"decode.draft_model = {draft_model!r} takes {in_units(drafts)} with its pages, and {device.name} has "
+            f"{in_units(max(left, 0))} left beside the model and its pages; give engine.kv_memory_bytes, or less of it"
+        )
 
 
 def _held_pages(model: ModelConfig, layout: KVLayout, num_tokens: int) -> int:

@@ -87,7 +87,7 @@ class ModelConfig:
             )
         generation_file = folder / "generation_config.json"
         generation = read_json(generation_file) if generation_file.exists() else {}
-        parsed = cls._parse(folder / CONFIG_FILE)
+        parsed = cls.from_data(read_json(folder / CONFIG_FILE), folder / CONFIG_FILE)
         return replace(
             parsed,
             eos_token_ids=parsed.eos_token_ids | _read_token_ids(generation, generation_file),
@@ -96,9 +96,8 @@ class ModelConfig:
         )
 
     @classmethod
-    def _parse(cls, file: Path) -> ModelConfig:
-        """Parses `config.json` alone, which names no revision."""
-        whole = read_json(file)
+    def from_data(cls, whole: Mapping[str, Any], file: Path) -> ModelConfig:
+        """Parses the content of a `config.json`, which names no revision; `file` is its name in errors."""
         data = language_model_config(whole)
         family = find_family(data, file)
         refuse_unknown(data, family, file)

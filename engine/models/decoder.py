@@ -129,7 +129,7 @@ class Decoder:
             return output_RX if stack.has_head else self._head(output_RX)
         if on_start is not None:
             on_start()
-        residual_TD = self._embed(token_ids_T)
+        residual_TD = self.embed(token_ids_T)
         inputs = self._inputs.prepare(positions_T, meta, layer_pools[0].pages.shape[3], residual_TD.dtype)
         first_norm_D = self._layers[0].input_norm_D
         x_TD = residual_TD if first_norm_D is None else ops.rms_norm(residual_TD, first_norm_D, self._eps)
@@ -175,7 +175,7 @@ class Decoder:
         residual_TD = x_TD + residual_TD
         return residual_TD, residual_TD
 
-    def _embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+    def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Embeds tokens, and scales them in families that do so."""
         x_TD = self._look_up(token_ids_T)
         return x_TD if self._embedding_scale is None else x_TD.mul_(self._embedding_scale)

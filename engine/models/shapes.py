@@ -22,9 +22,13 @@ def tensor_shapes(config: ModelConfig) -> Shapes:
     if not config.tie_embeddings:
         shapes[HEAD] = (config.vocab_size, config.hidden_size)
     for layer in range(config.num_layers):
-        of_layer = {**_attention_shapes(config), **_feed_forward_shapes(config, layer)}
-        shapes.update({f"{LAYERS_PREFIX}{layer}.{name}": shape for name, shape in of_layer.items()})
+        shapes.update({f"{LAYERS_PREFIX}{layer}.{name}": shape for name, shape in layer_shapes(config, layer).items()})
     return shapes
+
+
+def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
+    """Returns the shape of every tensor of a layer, by its name within the layer."""
+    return {**_attention_shapes(config), **_feed_forward_shapes(config, layer)}
 
 
 def product_shapes(config: ModelConfig, with_experts: bool = True) -> dict[str, tuple[int, int]]:

@@ -30,8 +30,8 @@ class ModelRunner:
     ) -> None:
         """`kv_layers` is the pool, layer by layer; `adapters` are required by batches that name any."""
         self._layer_pools = kv_layers
-        self._attention = attention
-        self._ops = ops
+        self.attention = attention
+        self.ops = ops
         self._adapters = adapters
         self._taps: Sequence[int] = ()
         self.use(model)
@@ -40,17 +40,21 @@ class ModelRunner:
         """Computes with another model of the same shape from now on. No step may run meanwhile."""
         self._model = model
         adapters = None if self._adapters is None else self._adapters.by_layer
-        self.stack = model.fuse(self._layer_pools, self._attention, adapters)
+        self.stack = model.fuse(self._layer_pools, self.attention, adapters)
 
     @property
     def compiles(self) -> bool:
         """Returns whether some steps use kernels that are compiled at their first use."""
-        return getattr(self._attention, "fallback", self._attention).name == "triton"
+        return getattr(self.attention, "fallback", self.attention).name == "triton"
 
     def tap(self, num_layers: Sequence[int]) -> None:
         """Returns from now on each token's hidden states after these numbers of layers. Call it before graphs are
         captured."""
         self._taps = num_layers
+
+    def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """Returns the embedding of tokens, [T, D]; all ranks must call it."""
+        return self._model.embed(token_ids_T)
 
     def forward(
         self,
@@ -78,7 +82,7 @@ class ModelRunner:
         adapters = None
         if batch.adapter_T is not None:
             assert self._adapters is not None
-            adapters = self._adapters.step(batch.adapter_T, self._ops)
+            adapters = self._adapters.step(batch.adapter_T, self.ops)
         torch.get_num_threads()  # initializes a new thread's core count before parallel work
         taps = self._model.make_taps(self._taps, len(batch.token_ids_T)) if self._taps else None
         logits_RV = self._model.forward(
@@ -87,8 +91,8 @@ class ModelRunner:
             batch.logit_rows_R,
             batch.meta,
             self._layer_pools,
-            self._attention,
-            self._ops,
+            self.attention,
+            self.ops,
             on_layer,
             self.stack,
             adapters,

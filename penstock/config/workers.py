@@ -66,7 +66,9 @@ class DecodeConfig(FrozenConfig):
     speculation_tokens: int = Field(8, ge=1, le=32)
     """Most tokens proposed to a sequence at a time."""
     draft_model: str | None = None
-    """Checkpoint folder of a small model with the same tokenizer, which proposes tokens where no text repeats."""
+    """Checkpoint folder of a small model with the same tokenizer, or of an EAGLE-3 head of the model, which proposes
+    tokens where no text repeats.
+    """
     watermark: float = Field(0.02, ge=0, lt=1)
     """Share of the pages kept free for running sequences."""
     hedge_after_s: float = Field(0, ge=0)

@@ -14,7 +14,7 @@ from benchmarks.common.shapes import BUNDLED
 from benchmarks.engine.loop import EngineLoop
 from benchmarks.engine.speculation.replay import ReplayEngine
 from benchmarks.engine.speculation.texts import BundledTexts, code_files, pages
-from decode_worker.draft_model import DraftModel
+from decode_worker.drafting.draft_model import DraftModel
 from decode_worker.events import DecodeEvents
 from engine.step.speculation.proposal import ProposalKind
 from penstock.config import DecodeConfig, EngineConfig

@@ -15,7 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from models.train import corpus, tasks, train, words
+from models.train import corpus, tasks, train, train_head, words
+from tests.support.engine.heads import PlainHead
 
 MODELS = Path(__file__).parents[2] / "models"
 SHAPES = (train.MAIN, train.DRAFT)
@@ -48,9 +49,9 @@ def _answer(question: str) -> str:
     return _load(train.MAIN.name)[1].decode(_answer_ids(question), skip_special_tokens=True)
 
 
-def test_weights_of_both_models_take_less_than_10_megabytes() -> None:
+def test_all_weights_take_less_than_10_megabytes() -> None:
     sizes = [path.stat().st_size for path in MODELS.glob("*/*.safetensors")]
-    assert len(sizes) == 2
+    assert len(sizes) == 3
     assert sum(sizes) < 10_000_000
 
 
@@ -197,3 +198,20 @@ def test_training_is_reproducible_and_exports_what_it_trained(tmp_path: Path) ->
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "micro")
     rounded = first.model.embed_tokens.weight.to(torch.bfloat16).float()
     assert torch.equal(loaded.get_output_embeddings().weight, rounded)
+
+
+def test_a_head_is_trained_as_it_drafts(tmp_path: Path) -> None:
+    """The first unrolled step gives the logits of the exported checkpoint."""
+    head, ids_V = train_head.train_head(MODELS / train.MAIN.name, num_steps=1, seed=0, batch_tokens=128)
+    train_head.export_head(head, ids_V, train.VOCAB_SIZE, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    head.load_state_dict({name: stored[name].float() for name in head.state_dict()})
+    plain = PlainHead(MODELS / train.MAIN.name, tmp_path)
+    plain.tensors = {name: each.float() if each.is_floating_point() else each for name, each in plain.tensors.items()}
+    token_ids = [0, *range(40, 60)]
+    with torch.no_grad():
+        states = plain.target(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
+        states_TX = torch.cat([states[tap][0, :-1] for tap in (2, 3, 3)], dim=-1)
+        logits = head.unroll(plain.embedding_VD[None, token_ids[1:]], states_TX[None])[0][0, -1]
+        _, wanted = plain.last(token_ids[1:], states_TX @ plain.tensors["fc.weight"].T, 0)
+    torch.testing.assert_close(logits, wanted[ids_V], atol=1e-3, rtol=1e-3)

@@ -33,7 +33,7 @@ from benchmarks.engine.loop import EngineLoop
 from benchmarks.engine.speculation.replay import ReplayEngine
 from benchmarks.engine.speculation.step_costs import step_rows
 from benchmarks.engine.speculation.texts import BundledTexts, RepositoryTexts, Script
-from decode_worker.draft_model import DraftModel
+from decode_worker.drafting.draft_model import DraftModel
 from decode_worker.events import DecodeEvents
 from engine.engine import Engine
 from engine.step.sequence import Sequence as EngineSequence

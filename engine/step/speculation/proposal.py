@@ -16,6 +16,7 @@ class ProposalKind(Enum):
     LONG_MATCH = "prompt_lookup_long"
     SHORT_MATCH = "prompt_lookup_short"
     DRAFT = "draft_model"
+    EAGLE3 = "eagle3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,11 @@ class Proposer(Protocol):
 
 class DraftProposer(Proposer, Protocol):
     """Computes its proposals token by token, so their cost can be predicted."""
+
+    @property
+    def kind(self) -> ProposalKind:
+        """The kind of all its proposals."""
+        ...
 
     def predict_s(self, num_sequences: int) -> float | None:
         """Returns the seconds that one more token for each of that many sequences takes; None if never measured."""

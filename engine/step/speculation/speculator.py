@@ -24,7 +24,12 @@ from engine.step.speculation.speculation_policy import (
 from engine.step.speculation.step_cost_table import SpeculationCosts
 
 # The rate assumed for each kind until one was observed.
-_FIRST_RATES = {ProposalKind.LONG_MATCH: 0.8, ProposalKind.SHORT_MATCH: 0.5, ProposalKind.DRAFT: 0.7}
+_FIRST_RATES = {
+    ProposalKind.LONG_MATCH: 0.8,
+    ProposalKind.SHORT_MATCH: 0.5,
+    ProposalKind.DRAFT: 0.7,
+    ProposalKind.EAGLE3: 0.7,
+}
 _FLEET_DECAY = 0.98  # factor by which earlier observations of all sequences shrink with each proposal
 _GATE_STEPS = 16  # for this many steps, the answer to whether proposals could pay at all is reused
 _PLAIN_STEPS = 128  # two in this many steps propose nothing, so that the cost of plain steps stays known
@@ -202,7 +207,7 @@ class Speculator:
         draft_s = draft.predict_s(len(sequences))
         if self._always or draft_s is None:
             return self._num_tokens
-        rates = [self._rate(self._states.get(sequence, _State()), ProposalKind.DRAFT) for sequence in sequences]
+        rates = [self._rate(self._states.get(sequence, _State()), draft.kind) for sequence in sequences]
         return choose_draft_length(num_sequences, rates, self._num_tokens, self._costs, draft_s)
 
     def _lengths(self, num_sequences: int, found: Mapping[Sequence, Proposal]) -> list[int]:

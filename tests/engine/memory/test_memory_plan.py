@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from cluster.cli.main import main
+from decode_worker.drafting.draft_model import DraftModel
+from decode_worker.drafting.load_draft import load_draft
 from engine.engine import Engine
 from engine.memory.device_memory import DeviceMemory, find_device
 from engine.memory.estimates import (
@@ -316,6 +318,44 @@ def test_the_command_prints_a_plan_or_the_problem(capsys: pytest.CaptureFixture[
     assert "a context of 2000 tokens takes 63 pages" in capsys.readouterr().err
     assert main([*ask, "--role", "prefill"]) == 0
     assert "a page of 16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["penstock-tiny-draft", "penstock-tiny-eagle3"])
+def test_a_draft_counts_with_its_pages(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = BUNDLED.with_name(name)
+    settings = {"dtype": "float32", "page_size": 16, "num_pages": 40}
+    config = EngineConfig.model_validate({"model": str(BUNDLED), **settings})
+    engine = Engine.load(config)
+    draft = load_draft(str(folder), config, engine)
+    if isinstance(draft, DraftModel):
+        held = [*tensors_of(draft._engine.runner._model).values(), draft._engine.kv_pages]
+    else:
+        found = tensors_of([draft._runner._head, draft._runner._kv]).values()
+        held = [tensor for tensor in found if tensor.is_floating_point()]  # not the map of its vocabulary
+    num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in held)
+    draft.close()
+    engine.close()
+    assert plan_memory(config, HOST, draft_model=str(folder)).draft_bytes == num_bytes
+    assert plan_memory(config, HOST).draft_bytes == 0
+    file = tmp_path / "serve.toml"
+    file.write_text(
+        f'[engine]\ndtype = "float32"\nnum_pages = 40\n[decode]\nspeculation = "auto"\ndraft_model = "{folder}"\n'
+    )
+    ask = ["plan-memory", str(BUNDLED), "--config", str(file), "--device"]
+    assert main([*ask, "cpu:2GiB"]) == 0
+    assert "with its pages" in capsys.readouterr().out
+    assert main([*ask, "cpu:2GiB", "--role", "prefill"]) == 0
+    assert "with its pages" not in capsys.readouterr().out
+
+
+def test_a_draft_that_does_not_fit_is_refused() -> None:
+    config = EngineConfig(model=str(BUNDLED), dtype="float32", num_pages=40)
+    plan = plan_memory(config, HOST)
+    tight = DeviceMemory("tight", "cpu", plan.weight_bytes + plan.step_bytes + plan.kv_bytes + 1000)
+    assert plan_memory(config, tight).draft_bytes == 0
+    folder = str(BUNDLED.with_name("penstock-tiny-draft"))
+    with pytest.raises(ConfigError, match=r"takes .* with its pages, and tight has 1000 bytes left"):
+        plan_memory(config, tight, draft_model=folder)
 
 
 def test_config_json_alone_gives_the_same_sizes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

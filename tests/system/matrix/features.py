@@ -28,7 +28,7 @@ from router.text.tokenizer import Tokenizer, with_bad_sequences
 from tests.support.engine.adapters import make_adapter
 
 MODEL = Path(__file__).resolve().parents[3] / "models" / "penstock-tiny"
-DRAFT = MODEL.with_name("penstock-tiny-draft")
+DRAFT, HEAD = MODEL.with_name("penstock-tiny-draft"), MODEL.with_name("penstock-tiny-eagle3")
 ADAPTER = "tuned"  # the name of the adapter that one feature asks for
 ENGINE = {"max_adapters": 2, "max_adapter_rank": 4}
 MAX_TOKENS = 96

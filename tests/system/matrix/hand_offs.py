@@ -11,6 +11,7 @@ import contextlib
 import signal
 import tempfile
 import unittest.mock
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from tests.support.key_files import write_secret
 from tests.support.plain_processes import Deployment, Process
 from tests.support.router.router_fakes import all_followed, until
 from tests.support.serving import wait_until_empty, worker_config, workers
-from tests.system.matrix.features import ADAPTER, DRAFT, ENGINE, FEATURES, Feature, adapter_ref
+from tests.system.matrix.features import ADAPTER, DRAFT, ENGINE, FEATURES, HEAD, Feature, adapter_ref
 from tests.system.matrix.reference import single_process
 from tests.system.matrix.streams import Stream, Streams
 from worker.pull.policy import PrefixSource, PullCosts, PullPlan
@@ -43,7 +44,6 @@ from worker.pull.store import housekeeping
 Results = dict[str, Stream]
 _UNREPORTED = ("stop", "include_stop", "echo", "tools")
 _LOCAL = {"placement": "local"}
-_DRAFTED = _LOCAL | {"draft_model": str(DRAFT)}  # rebuilds the draft's KV of sequences that it takes over
 _MIGRATION_TRIES = 5
 _SLICES_S = (0.02, 0.02, 0.01, 0.01, 0.005, 0.005, 0.005, 0.005)  # tried in turn
 _PAGES_ASIDE = 3  # of a small pool, which bounds the context although a window leaves few pages in use
@@ -60,6 +60,7 @@ class Group:
     few_pages: int
     first: Feature  # ranks before those that starve
     max_batch_tokens: int  # in the hand-off with few pages
+    draft: Path  # proposes tokens at every decode worker
 
     @property
     def model(self) -> Path:
@@ -79,6 +80,7 @@ GROUPS = (
         few_pages=21,  # the first prompt has 15 pages, the others have six
         first=Feature("first", num_prompt_tokens=236),
         max_batch_tokens=1024,
+        draft=HEAD,
     ),
     Group(
         _WINDOWED,
@@ -86,6 +88,7 @@ GROUPS = (
         few_pages=5,  # both prompts have two pages; from the 33rd token on, both sequences hold three or four
         first=Feature("first", is_windowed=True, num_prompt_tokens=17),
         max_batch_tokens=25,  # both prompts start at once; a preempted sequence fits when it resumes
+        draft=DRAFT,
     ),
 )
 
@@ -96,7 +99,7 @@ def _config(
     """Returns the configuration of a worker; one that decodes verifies every proposed token."""
     settings = {"num_pages": 512, "dtype": "float32"} | ENGINE | (engine or {})
     if role is Role.DECODE:
-        parts["decode"] = {"speculation": "always"} | parts.get("decode", {})
+        parts["decode"] = {"speculation": "always", "draft_model": str(group.draft)} | parts.get("decode", {})
     return worker_config(role, group.model, f"{role.value}-{number}", engine=settings, **parts)
 
 
@@ -134,16 +137,21 @@ async def _served(group: Group, *configs: WorkerConfig, times: int = 1) -> Resul
                 async with _streams(router, group.features) as streams:
                     results = await streams.results()
             await wait_until_empty(*servers)
-        num_accepted = sum(map(_num_accepted, servers))
-    assert num_accepted or FEATURES["speculation"] not in group.features, "no proposed token was right"
+        accepted = sum(map(_accepted, servers), Counter())
+    assert accepted["draft_model" if group.draft == DRAFT else "eagle3"], f"no drafted token was right: {accepted}"
+    if FEATURES["speculation"] in group.features:
+        assert accepted["prompt_lookup_short"], f"no token that was looked up was right: {accepted}"
     return results
 
 
-def _num_accepted(server: DecodeServer | PrefillServer) -> float:
-    """Returns how many proposed tokens the worker has accepted."""
+def _accepted(server: DecodeServer | PrefillServer) -> Counter[str]:
+    """Returns how many proposed tokens the worker has accepted, by proposer."""
     families = server.shell.speculation_metrics.registry.collect()
-    samples = (sample for family in families for sample in family.samples)
-    return sum(sample.value for sample in samples if sample.name == "vllm:spec_decode_num_accepted_tokens_total")
+    accepted: Counter[str] = Counter()
+    for sample in (sample for family in families for sample in family.samples):
+        if sample.name == "vllm:spec_decode_num_accepted_tokens_total":
+            accepted[sample.labels["proposer"]] += int(sample.value)
+    return accepted
 
 
 def _timings(results: Results) -> Iterator[tuple[Stream, Any]]:
@@ -278,7 +286,7 @@ async def preempted(group: Group) -> Results:
     each time."""
     small = {"num_pages": group.few_pages + _PAGES_ASIDE, "prefix_caching": False}
     results: Results = {}
-    decode = _DRAFTED | {"watermark": 0.0, "max_batch_tokens": group.max_batch_tokens, "max_batch_sequences": 16}
+    decode = _LOCAL | {"watermark": 0.0, "max_batch_tokens": group.max_batch_tokens, "max_batch_sequences": 16}
     async with workers(_config(group, Role.DECODE, engine=small, decode=decode)) as servers:
         pool = servers[0].worker.scheduler._pool
         aside = pool.allocate(_PAGES_ASIDE)
@@ -338,13 +346,13 @@ async def lookaside(group: Group) -> Results:
 
 
 class _Processes:
-    """Holds two decode workers, the second with a draft model. Only the first takes the requests: the other one is
-    frozen until they are in flight."""
+    """Holds two decode workers. Only the first takes the requests: the other one is frozen until they are in
+    flight."""
 
     def __init__(self, deployment: Deployment, group: Group) -> None:
         self.deployment, self.group = deployment, group
         self.first, self.second = deployment.start_workers(
-            [_config(group, Role.DECODE, number, decode=decode) for number, decode in enumerate((_LOCAL, _DRAFTED))]
+            [_config(group, Role.DECODE, number, decode=_LOCAL) for number in range(2)]
         )
 
     @contextlib.asynccontextmanager

@@ -50,6 +50,7 @@ def run(arguments: Namespace) -> int:
         context=arguments.context,
         step_tokens=worker.max_batch_tokens,
         max_sequences=worker.max_batch_sequences,
+        draft_model=config.decode.draft_model if role is Role.DECODE else None,
     )
     if arguments.json:
         print(json.dumps(as_json(plan), indent=2))
@@ -72,6 +73,7 @@ def as_json(plan: MemoryPlan) -> dict[str, Any]:
         "step_bytes": plan.step_bytes,
         "graph_bytes": plan.graph_bytes,
         "adapter_bytes": plan.adapter_bytes,
+        "draft_bytes": plan.draft_bytes,
         "kv_bytes_per_token": plan.kv_bytes_per_token,
         "page_size": layout.page_size,
         "page_bytes": layout.page_bytes,
@@ -97,6 +99,7 @@ def describe(plan: MemoryPlan, max_sequences: int, columns: int | None = None) -
         ("one step", f"about {in_units(plan.step_bytes)}"),
         *([("captured decode steps", f"about {in_units(plan.graph_bytes)}")] if plan.graph_bytes else []),
         *([("adapter slots", in_units(plan.adapter_bytes))] if plan.adapter_bytes else []),
+        *([("draft model", f"{in_units(plan.draft_bytes)} with its pages")] if plan.draft_bytes else []),
         (
             "KV",
             f"{plan.kv_bytes_per_token:,} bytes a token, {in_units(layout.page_bytes)} a page of {layout.page_size}"

@@ -13,25 +13,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from decode_worker.drafting.draft_rows import NewTokens, lay_out, num_missing_pages
 from engine.cache.page_pool import OutOfPages
 from engine.engine import Engine
 from engine.models.config import ModelConfig
-from engine.models.config_fields import read_json
+from engine.models.heads.head_config import check_no_head
 from engine.sampling.row_params import SamplingRows
-from engine.step.batch import HostBatch
 from engine.step.plan import sampling_records
 from engine.step.sequence import ScheduledSequence, Sequence
 from engine.step.speculation.acceptance import num_accepted
 from engine.step.speculation.proposal import Proposal, ProposalKind
-from engine.step.speculation.speculator import Speculator
 from engine.step.speculation.step_cost_table import StepCostTable
-from engine.weights.checkpoint import CONFIG_FILE
-from penstock.config import DecodeConfig, EngineConfig
+from penstock.config import EngineConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.types import SamplingParams
 
@@ -74,6 +71,8 @@ class _Draft:
 
 class DraftModel:
     """Implements `DraftProposer`. Owns the draft's engine and the draft of each sequence."""
+
+    kind = ProposalKind.DRAFT
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
@@ -121,8 +120,8 @@ class DraftModel:
             self.forget(sequence)
             return False
         draft = self._drafts.get(sequence)
-        num_held = len(draft.own.pages) if draft is not None else 0
-        return -(-num_tokens // self._engine.layout.page_size) - num_held <= self._engine.pool.num_available
+        held = draft.own.pages if draft is not None else []
+        return num_missing_pages(num_tokens, held, self._engine.layout.page_size) <= self._engine.pool.num_available
 
     def propose(self, counts: Mapping[Sequence, int]) -> Mapping[Sequence, Proposal]:
         """Returns the draft model's next tokens; none for a sequence whose draft KV is incomplete."""
@@ -137,7 +136,7 @@ class DraftModel:
             for sequence in drafts:
                 self.forget(sequence)
             return {}
-        return {sequence: Proposal(draft.drafted, ProposalKind.DRAFT) for sequence, draft in ready.items()}
+        return {sequence: Proposal(draft.drafted, self.kind) for sequence, draft in ready.items()}
 
     def _open(self, sequence: Sequence, count: int) -> _Draft | None:
         """Returns the draft of a sequence with pages for `count` more tokens; None if there is no room for them."""
@@ -149,7 +148,7 @@ class DraftModel:
         num_tokens = len(own.token_ids) + count
         if num_tokens > self._engine.max_context:
             return None
-        num_missing = -(-num_tokens // self._engine.layout.page_size) - len(own.pages)
+        num_missing = num_missing_pages(num_tokens, own.pages, self._engine.layout.page_size)
         try:
             own.pages += self._engine.pool.allocate(max(0, num_missing))
         except OutOfPages:
@@ -184,7 +183,7 @@ class DraftModel:
         """
         if not drafts:
             return
-        host = _lay_out([draft.own for draft in drafts], self._engine.layout.page_size)
+        host = lay_out([_uncomputed(draft.own) for draft in drafts], self._engine.layout.page_size)
         records = np.concatenate([draft.record for draft in drafts])
         rows = SamplingRows(records, host.context_B[host.logit_rows_R])
         for draft, token_id in zip(drafts, self._engine.sample_rows(host, rows).tolist(), strict=True):
@@ -204,47 +203,14 @@ class DraftModel:
         self._engine.close()
 
 
-def _lay_out(sequences: list[Sequence], page_size: int) -> HostBatch:
-    """Returns a decode step with a row for each token that lacks its KV; each sequence's last row is sampled."""
-    counts = [sequence.num_uncomputed_tokens for sequence in sequences]
-    token_ids: list[int] = []
-    positions: list[int] = []
-    for sequence, count in zip(sequences, counts, strict=True):
-        end = len(sequence.token_ids)
-        token_ids += sequence.token_ids[end - count :]
-        positions += range(end - count, end)
-    tables_BW = np.zeros((len(counts), max(len(sequence.pages) for sequence in sequences)), np.int32)
-    for row, sequence in zip(tables_BW, sequences, strict=True):
-        row[: len(sequence.pages)] = sequence.pages
-    if len(positions) > len(counts):
-        tables_BW = np.repeat(tables_BW, counts, axis=0)
-    positions_T, rows = np.array(positions), np.arange(len(positions))
-    page_T, offset_T = np.divmod(positions_T, page_size)
-    return HostBatch(
-        token_ids_T=np.array(token_ids),
-        positions_T=positions_T,
-        query_start_B1=np.arange(len(positions) + 1),
-        context_B=positions_T + 1,
-        page_table_BW=tables_BW,
-        slot_page_T=tables_BW[rows, page_T].astype(np.int64),
-        slot_offset_T=offset_T,
-        max_query_len=1,
-        num_decodes=len(positions),
-        sampled_places=np.arange(len(counts)),
-        logit_rows_R=np.cumsum(counts) - 1,
-    )
+def _uncomputed(sequence: Sequence) -> NewTokens:
+    first, end = sequence.num_computed_tokens, len(sequence.token_ids)
+    return NewTokens(sequence.token_ids[first:], range(first, end), first, sequence.pages)
 
 
 def check_draft_model(folder: str, target: str) -> None:
     """Raises ConfigError unless both are independent models with the same tokens."""
-    heads = [
-        name for name in read_json(Path(folder, CONFIG_FILE)).get("architectures") or () if "eagle" in name.lower()
-    ]
-    if heads:
-        raise ConfigError(
-            f"decode.draft_model = {folder!r} is {heads[0]}, a head over another model's hidden states (EAGLE), which "
-            "is not supported; give a small model of its own with the same tokenizer"
-        )
+    check_no_head(folder)
     sizes = [ModelConfig.from_folder(model).vocab_size for model in (folder, target)]
     if sizes[0] != sizes[1]:
         raise ConfigError(
@@ -277,10 +243,3 @@ def _draft_sampling(sampling: SamplingParams) -> SamplingParams:
         min_p=sampling.min_p,
         seed=sampling.seed,
     )
-
-
-def make_speculator(config: DecodeConfig, draft: DraftModel | None) -> Speculator | None:
-    """Returns what `decode.speculation` asks for; None if it is off."""
-    if config.speculation == "off":
-        return None
-    return Speculator(config.speculation_tokens, time.monotonic, config.speculation == "always", draft=draft)

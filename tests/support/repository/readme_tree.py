@@ -24,7 +24,7 @@ FOLDERS = {
     "cluster/": "Ray, the controller, scaling, the command line",
     "simulator/": "the same decisions in virtual time: trace replays, seeded faults",
     "benchmarks/": "each prints a table and writes results/NAME.json with charts",
-    "models/": "the bundled model, a smaller draft model, and the code that trains both",
+    "models/": "the bundled model, a draft model and an EAGLE-3 head for it, and the code that trains them",
     "deploy/": "ray up, KubeRay, a Helm chart, the image, example configurations",
     "docs/": "quickstarts, concepts, one page a folder, references, deployment, runbooks, results, lab notes",
     "tests/": "unit, property, process and fault tests; they mirror this tree",

@@ -2,8 +2,8 @@
 
 Interactive prompts go first, then standard ones; within a lane the shortest remaining prompt goes first. A prompt's
 rank is fixed when it arrives, and later arrivals start further back (`penstock.scheduling.lane_order`), so neither lane
-starves: once its lane's handicap and its own length have been computed since it arrived, no new arrival goes ahead of
-it.
+starves: once four times its lane's handicap and its own length have been computed since it arrived, no new arrival goes
+ahead of it.
 
 Bulk prompts are computed in steps without others, and in their turns (`penstock.scheduling.bulk_lane`) before others.
 They begin only while there are pages for all queued prompts of other lanes.
@@ -38,8 +38,11 @@ from penstock.scheduling.bulk_lane import BulkTurns
 from penstock.scheduling.lane_order import LaneOrder
 from penstock.types import Lane, PageHash, PageId
 
-# How many full steps of later arrivals may be computed before a prompt of the lane.
+# The rank that a lane starts with, in full steps. See `AGING`.
 HANDICAP_STEPS = {Lane.INTERACTIVE: 0, Lane.STANDARD: 8, Lane.BULK: 64}
+# The computed tokens for which later arrivals start one token further back. The higher, the longer short prompts may
+# keep a long one waiting: beyond the capacity, 4 instead of 1 lowers TTFT p90 by a third, and raises p99 by a sixth.
+AGING = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -270,7 +273,7 @@ class PrefillScheduler:
             is_complete = scheduled.is_sampled  # only valid until the step is recorded
             num_shared = sequence.num_computed_tokens // self._page_size
             sequence.num_computed_tokens += scheduled.num_tokens
-            self._order.advance(scheduled.num_tokens)
+            self._order.advance(scheduled.num_tokens / AGING)
             num_full = sequence.num_computed_tokens // self._page_size
             self._cache.note_texts(sequence, sequence.page_hashes[:num_full], num_shared)
             self._cache.insert(sequence.page_hashes[:num_full], sequence.pages, num_shared, sequence.tenant)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from benchmarks.autoscale.coarse_decode import CoarseSequence
 from penstock.types import Role, StepTotals, WorkerId, WorkerLoad
-from prefill_worker.scheduler import HANDICAP_STEPS
+from prefill_worker.scheduler import AGING, HANDICAP_STEPS
 from simulator.costs.step_costs import PrefillCosts
 from simulator.world.virtual_time import Simulation
 
@@ -30,7 +30,7 @@ class CoarsePrefill:
         self._cached = 0
         self._queue: list[tuple[float, int, CoarseSequence]] = []
         self._number = 0
-        self._advanced = 0
+        self._advanced = 0.0
         self._busy = False
         self._totals = StepTotals()
         self.queued_tokens = 0
@@ -105,7 +105,7 @@ class CoarsePrefill:
         total = sum(count for _, count in work)
         contexts = sum(count * (sequence.num_computed + count / 2) for sequence, count in work)
         self._totals = self._totals.plus(total, contexts, seconds)
-        self._advanced += total
+        self._advanced += total / AGING
         self.queued_tokens -= total
         done = []
         for sequence, count in work:

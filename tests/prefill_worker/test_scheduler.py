@@ -12,7 +12,7 @@ from engine.step.sequence import ScheduledSequence, Sequence
 from penstock.config import PrefillConfig
 from penstock.scheduling.bulk_lane import STEPS_PER_TURN
 from penstock.types import Lane, RequestId, SamplingParams
-from prefill_worker.scheduler import HANDICAP_STEPS, PrefillScheduler
+from prefill_worker.scheduler import AGING, HANDICAP_STEPS, PrefillScheduler
 from tests.support.suite.examples import examples
 
 PAGE_SIZE = 4
@@ -138,7 +138,7 @@ def test_prompts_that_have_begun_continue_while_a_large_one_waits_for_pages() ->
 def test_later_prompts_cannot_keep_a_prompt_waiting_forever(
     lane: Lane, length: int, flood: list[tuple[Lane, int]]
 ) -> None:
-    """Once as many tokens as its handicap and its own length are computed, no newcomer goes before it."""
+    """Once AGING times as many tokens as its handicap and its own length are computed, no newcomer goes before it."""
     budget = 8
     scheduler, pool = make_scheduler(80, max_batch_tokens=budget)
     for number in range(4):
@@ -146,7 +146,7 @@ def test_later_prompts_cannot_keep_a_prompt_waiting_forever(
     waiting = make_sequence("waiting", list(range(length)), lane)
     scheduler.add(waiting)
     computed, number = 0, 10
-    bound = HANDICAP_STEPS[lane] * budget + length
+    bound = AGING * (HANDICAP_STEPS[lane] * budget + length)
     while True:
         if computed < bound:
             backlog = scheduler.num_uncomputed_tokens  # from `bound` on it waits for nothing but this backlog
@@ -168,6 +168,22 @@ def test_later_prompts_cannot_keep_a_prompt_waiting_forever(
         if waiting in done:
             return
         assert computed <= bound + backlog + 100, "it starves"
+
+
+def test_short_prompts_overtake_a_long_one_until_it_has_aged() -> None:
+    scheduler, pool = make_scheduler(80, max_batch_tokens=8)
+    long = make_sequence("long", list(range(24)))
+    scheduler.add(long)
+    num_computed = 0
+    for number in range(100):
+        scheduler.add(make_sequence(f"short{number}", list(range(100 * number + 100, 100 * number + 108))))
+        (work,) = scheduler.schedule()
+        if work.sequence is long:
+            break
+        num_computed += work.num_tokens
+        for sequence in scheduler.commit([work]):
+            pool.release(sequence.pages)
+    assert num_computed == AGING * (24 - 8)
 
 
 def test_a_prompt_that_does_not_fit_waits_and_holds_nothing() -> None:

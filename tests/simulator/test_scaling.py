@@ -30,8 +30,8 @@ def traffic() -> list[TraceRequest]:
 def test_the_autoscaler_meets_its_attainment_with_fewer_workers_than_queue_lengths_need() -> None:
     ours = run("planned", traffic(), 60.0, autoscaler(60.0), QUICK)
     queues = run("queues", traffic(), 60.0, QueueScaler(QueueTargets(1.0, 12.0), BOUNDS), QUICK)
-    assert queues.num_missed == 0
-    assert ours.num_missed <= 0.01 * ours.num_requests  # the target `attainment` is 0.99
+    for result in (ours, queues):
+        assert result.num_missed <= 0.01 * result.num_requests  # the target `attainment` is 0.99
     assert ours.num_changes <= queues.num_changes
     assert ours.worker_hours < queues.worker_hours
 

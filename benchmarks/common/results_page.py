@@ -36,9 +36,9 @@ SUBJECTS = (
     Subject(
         "serving",
         "Serving, disaggregated and colocated",
-        "A prefill and a decode worker against one colocated worker on the same two cores, over HTTP. Figures of vLLM "
-        "marked *quoted* come from an earlier run, not from this one.",
-        "make bench-serving",
+        "A prefill and a decode worker, one colocated worker and a server of vLLM's CPU build, one after another on "
+        "the same two cores, over HTTP.",
+        "make bench-vllm",
         "lab-notes/serving.md",
     ),
     Subject(

@@ -125,10 +125,13 @@ def main() -> None:
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--requests", type=int, default=NUM_REQUESTS)
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
+    parser.add_argument("--skip", nargs="+", default=[], choices=[VLLM, VLLM_SPLIT], help="deployments to leave out")
     options, vllm, vllm_description = parse_with_vllm(parser)
     servers = {COLOCATED: penstock_server(True, options.transport), SPLIT: penstock_server(False, options.transport)}
     found = {name: measure(name, server, options.rates, options.requests) for name, server in servers.items()}
     for name, server in peers(vllm).items():
+        if name in options.skip:
+            continue
         try:
             found[name] = measure(name, server, options.rates, options.requests)
         except (RuntimeError, TimeoutError) as error:  # our figures are valid without it

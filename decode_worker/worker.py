@@ -144,9 +144,7 @@ class DecodeWorker:
         self._readiness.prepare(request.sequence)  # while its pages are on their way
 
     def _when_ready(self, request: DecodeRequest, then: Callable[[], None]) -> None:
-        """Calls `then` once the adapter is loaded and the grammar compiled, unless the request has ended; ends it on
-        failure.
-        """
+        """Calls `then` once adapter and grammar are loaded, unless the request has ended; ends it on failure."""
         self._readiness.when_ready(request.sequence, partial(self._continue, request, then))
 
     def _continue(self, request: DecodeRequest, then: Callable[[], None], error: PenstockError | None) -> None:

@@ -236,9 +236,7 @@ class PrefillWorker:
                     job.emit(Heartbeat())
             open_jobs = (job for job in self._jobs.values() if job.error is None)
             self._sweeper.looked(now_s, (job.lease.deadline_s for job in open_jobs if job.lease))
-        rests_until_s = self._bulk_limit.rests_until_s
-        is_resting = now_s < rests_until_s and self.scheduler.num_bulk > 0
-        return earliest(self._sweeper.next_s, rests_until_s if is_resting else None)
+        return earliest(self._sweeper.next_s, self._bulk_limit.sweep(now_s))
 
     # The step.
 
@@ -265,7 +263,9 @@ class PrefillWorker:
     def _max_bulk_tokens(self, now_s: float) -> int | None:
         """Returns how many tokens of bulk prompts the next step may compute; None: any number."""
         limit = self._bulk_limit
-        if now_s < limit.rests_until_s or (limit.rests and self._in_flight is not None):
+        if self.scheduler.num_bulk and not limit.may_begin(now_s):
+            return 0
+        if limit.rests and self._in_flight is not None:
             return 0
         longest_s = limit.step_s(now_s)
         return None if longest_s is None else max(_LEAST_BULK_TOKENS, int(longest_s * self._tokens_per_s))

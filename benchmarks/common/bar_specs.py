@@ -56,7 +56,7 @@ SPECS: dict[str, tuple[BarSpec, ...]] = {
     "engine_amx": (_ENGINE_STEPS, _ENGINE_STARTS),
     "engine_avx2": (_ENGINE_STEPS,),
     "engine_avx512": (_ENGINE_STEPS,),
-    "engine_avx512_bf16": (_ENGINE_STEPS, _ENGINE_STARTS),
+    "engine_avx512_bf16": (_ENGINE_STEPS,),
     "faults": (BarSpec("Faults: noticed and served again, s", "(?P<row>.+)", "s(, .+)?"),),
     "flips": (BarSpec("Flips, drains and restarts under load, s", "(?P<row>.+)", "s"),),
     "index": (

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -63,14 +64,19 @@ def _time_rank(bench: BenchDevice, shard: Shard, folder: Path) -> list[tuple[str
 
 
 def main() -> None:
-    rank, num_ranks, folder, device = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
-    if device == "cpu":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rank", type=int)
+    parser.add_argument("num_ranks", type=int)
+    parser.add_argument("folder", type=Path, help="where the ranks meet")
+    parser.add_argument("device", choices=("cpu", "cuda"))
+    given = parser.parse_args()
+    if given.device == "cpu":
         bench: BenchDevice = RehearsalDevice()
     else:
-        torch.cuda.set_device(rank)
-        bench = BenchDevice(f"cuda:{rank}")
-    found = _time_rank(bench, Shard(rank, num_ranks), folder)
-    if rank == 0:
+        torch.cuda.set_device(given.rank)
+        bench = BenchDevice(f"cuda:{given.rank}")
+    found = _time_rank(bench, Shard(given.rank, given.num_ranks), given.folder)
+    if given.rank == 0:
         print(json.dumps(found))
 
 

@@ -1,11 +1,8 @@
-"""Runs every kernel once at toy shapes, for `compute-sanitizer python -m benchmarks.gpu.toy_kernels`.
-
-`--rehearse` runs them in Triton's interpreter.
-"""
+"""Runs every kernel once at toy shapes, for `compute-sanitizer python -m benchmarks.gpu.toy_kernels`."""
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 from benchmarks.gpu.bench_device import BenchDevice, RehearsalDevice, ToyDevice
 from benchmarks.gpu.kernels import decode_rows, memory_rows, prefill_rows, quantized_rows, sampling_rows
@@ -13,7 +10,9 @@ from engine.kernels.backends import select_backend, select_ops
 
 
 def main() -> None:
-    bench: BenchDevice = RehearsalDevice() if "--rehearse" in sys.argv[1:] else ToyDevice()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rehearse", action="store_true", help="run them in Triton's interpreter")
+    bench: BenchDevice = RehearsalDevice() if parser.parse_args().rehearse else ToyDevice()
     backend = select_backend("triton", bench.device)
     for rows in (
         decode_rows(bench, backend, 1.0),

@@ -38,7 +38,7 @@ def _started_worker(role: Role) -> Iterator[SwitchedProcess]:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(config.model_dump_json(exclude_defaults=True))
         file.flush()
-        arguments = [role.value, "--config", file.name]
+        arguments = ["--config", file.name]
         with started(_WORKER_CORE, "benchmarks.router.switched_worker", arguments) as (ready, process):
             yield SwitchedProcess(str(ready["address"]), process)
 

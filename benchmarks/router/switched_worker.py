@@ -1,5 +1,4 @@
-"""Runs a worker whose metrics a signal turns off and on: `python -m benchmarks.router.switched_worker ROLE --config
-FILE`.
+"""Runs a worker whose metrics a signal turns off and on: `python -m benchmarks.router.switched_worker --config FILE`.
 
 On the signal `SIGRTMIN + n` it switches to the n-th of the first two `MODES` and prints the mode's name.
 """
@@ -8,18 +7,23 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import uvloop
 
 from benchmarks.router.switched import MODES
 from decode_worker.server import DecodeServer
+from penstock.config import WorkerConfig
 from penstock.types import Role
 from prefill_worker.server import PrefillServer
-from worker.main import main
+from worker.main import WorkerServer, main
 from worker.metrics.step_metrics import SpeculationMetrics, StepMetrics
 
-_SERVERS = {Role.PREFILL: PrefillServer, Role.DECODE: DecodeServer}
+_SERVERS: Mapping[Role, Callable[[WorkerConfig], WorkerServer]] = {
+    Role.PREFILL: PrefillServer,
+    Role.DECODE: DecodeServer,
+}
 _observed = [True]
 
 
@@ -45,5 +49,4 @@ if __name__ == "__main__":
         _make_switchable(each)
     for number, name in enumerate(MODES[:2]):
         signal.signal(signal.SIGRTMIN + number, lambda *_, mode=name: _switch(mode))
-    role = Role(sys.argv.pop(1))
-    sys.exit(main(_SERVERS[role], uvloop.run))  # type: ignore[arg-type]
+    sys.exit(main(lambda config: _SERVERS[config.role](config), uvloop.run))

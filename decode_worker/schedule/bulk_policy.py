@@ -34,7 +34,6 @@ class BulkPolicy:
         self._steps = steps
         self._pace = pace
         self._limit = BulkStepLimit()
-        self._has_bulk = False
 
     def on_token(self, sequence: Sequence, submitted_s: float, now_s: float) -> None:
         """Takes a token of a request. Only first tokens of other lanes count."""
@@ -46,19 +45,17 @@ class BulkPolicy:
         self._limit.on_step(elapsed_s, now_s)
 
     def sweep(self, now_s: float) -> float | None:
-        """Returns when bulk sequences that pause now may be computed again."""
-        rests_until_s = self._limit.rests_until_s
-        return rests_until_s if self._has_bulk and now_s < rests_until_s else None
+        """Returns when bulk sequences that had to pause may be computed again."""
+        return self._limit.sweep(now_s)
 
     def limits(self, has_bulk: bool, num_others: int, now_s: float) -> BulkLimits:
         """Returns the limits of the next step, for which `num_others` sequences of other lanes run."""
-        self._has_bulk = has_bulk
         if not has_bulk:
             return UNLIMITED_ALONE
         steps, beside = self._steps, 0
         if num_others:
             beside = steps.rows_within((1.0 + _SHARE_OF_STEP) * steps.step_s(num_others), num_others)
-        if now_s < self._limit.rests_until_s:
+        if not self._limit.may_begin(now_s):
             return BulkLimits(beside, 0, 0)
         longest_s = self._limit.step_s(now_s)
         if longest_s is None:

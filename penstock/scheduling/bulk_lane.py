@@ -43,7 +43,8 @@ class BulkStepLimit:
         self._first_token_s = 0.0  # running mean
         self._observed_s = float("-inf")
         self._rest_s = 0.0  # length of the newest pause
-        self.rests_until_s = float("-inf")  # no bulk step begins before
+        self._rests_until_s = float("-inf")  # no bulk step begins before
+        self._refused = False  # whether a step that was to begin had to wait, and `sweep` has not yet said until when
 
     def on_first_token(self, elapsed_s: float, now_s: float) -> None:
         """Takes the time to the first token of a request of another lane."""
@@ -69,4 +70,16 @@ class BulkStepLimit:
             self._rest_s = 0.0
         else:
             self._rest_s = min(max(0.0, elapsed_s**2 / (2 * delay_s) - elapsed_s), _MOST_RESTS * elapsed_s)
-        self.rests_until_s = now_s + self._rest_s
+        self._rests_until_s = now_s + self._rest_s
+
+    def may_begin(self, now_s: float) -> bool:
+        """Returns whether no pause keeps a bulk step from beginning now. If one does, `sweep` says when it ends."""
+        self._refused = now_s < self._rests_until_s
+        return not self._refused
+
+    def sweep(self, now_s: float) -> float | None:
+        """Returns when a step that was refused may begin, even if that time has just come; None if none was refused."""
+        if not self._refused:
+            return None
+        self._refused = now_s < self._rests_until_s
+        return self._rests_until_s

@@ -42,7 +42,7 @@ def test_a_result_without_rows_gets_a_line_and_no_invented_figures(tmp_path: Pat
     main(["--results", str(results), "--docs", str(tmp_path / "docs")])
     page = (tmp_path / "docs" / "results.md").read_text()
     assert "suite: passed 3, skipped 1." in page
-    assert page.index("## Not yet run") < page.index("`make bench-serving`")
+    assert page.index("## Not yet run") < page.index("`make bench-vllm`")
     assert not list((tmp_path / "docs" / "results").iterdir())
 
 

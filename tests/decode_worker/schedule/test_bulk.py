@@ -78,15 +78,36 @@ def test_a_pause_follows_steps_that_are_long_beside_first_tokens() -> None:
     assert not limit.rests, "no other request is known"
     limit.on_first_token(0.100, 1.0)
     limit.on_step(0.004, 2.0)
-    assert (limit.rests, limit.rests_until_s) == (False, 2.0), "2 ms, half of the step, are 2 % of the first token"
+    assert not limit.rests
+    assert limit.may_begin(2.0), "2 ms, half of the step, are 2 % of the first token"
     limit.on_step(0.010, 3.0)
-    pause_s = limit.rests_until_s - 3.0
     assert limit.rests
+    assert not limit.may_begin(3.0)
+    pause_s = not_none(limit.sweep(3.0)) - 3.0
     assert 0.010 / (0.010 + pause_s) * 0.005 == pytest.approx(0.02 * 0.100), "its probability times half of the step"
     limit.on_step(10.0, 4.0)
-    assert limit.rests_until_s == 4.0 + 40.0
+    assert not limit.may_begin(4.0)
+    assert limit.sweep(4.0) == 4.0 + 40.0
     limit.on_step(0.010, 2000.0)
     assert not limit.rests, "first tokens of long ago do not count"
+
+
+def test_a_pause_that_ends_between_a_step_and_the_sweep_is_not_forgotten() -> None:
+    """Otherwise the step loop would wait for the next message, if there is none forever."""
+    limit = BulkStepLimit()
+    limit.on_first_token(0.100, 1.0)
+    limit.on_step(0.010, 2.0)
+    assert limit.sweep(2.0) is None, "no step was to begin"
+    assert not limit.may_begin(2.0)
+    ends_s = not_none(limit.sweep(2.001))
+    assert limit.sweep(ends_s + 0.001) == ends_s
+    assert limit.sweep(ends_s + 0.002) is None, "once is enough"
+    assert limit.may_begin(ends_s)
+
+
+def not_none(moment_s: float | None) -> float:
+    assert moment_s is not None
+    return moment_s
 
 
 def test_bulk_rests_after_its_own_steps_and_no_step_is_scheduled_ahead() -> None:

@@ -80,13 +80,14 @@ def _part(module: str, shape: tuple[int, ...], cut: TensorSlice | None) -> Produ
     return ProductPart(module, whole, (own[0], own[1]), cut)
 
 
-def adapter_bytes(config: EngineConfig, model: ModelConfig, dtype: str, shard: Shard = WHOLE) -> int:
+def adapter_bytes(config: EngineConfig, model: ModelConfig, dtype: str, device_type: str, shard: Shard = WHOLE) -> int:
     """Returns the size of all slots on one rank, including the empty slot; 0 if adapters are off."""
     if not config.max_adapters:
         return 0
-    rank = config.max_adapter_rank
-    values = sum(
-        rank * (len(product.parts) * product.num_inputs + product.num_outputs)
-        for product in adapted_products(model, shard)
-    )
+    rank, values = config.max_adapter_rank, 0
+    # CPUs have B in whole blocks of outputs and whole words of ranks (engine/kernels/adapter_weights.py).
+    block, per_word = (16, 4 // DTYPE_BYTES[dtype]) if device_type == "cpu" else (1, 1)
+    for product in adapted_products(model, shard):
+        values += rank * len(product.parts) * product.num_inputs
+        values += -(-rank // per_word) * per_word * -(-product.num_outputs // block) * block
     return (config.max_adapters + 1) * values * DTYPE_BYTES[dtype]

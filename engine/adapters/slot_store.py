@@ -50,22 +50,15 @@ class AdapterStore:
             self.by_layer[product.layer][product.name] = weights
 
     def _allocate(self, product: AdaptedProduct, dtype: torch.dtype, device: torch.device) -> AdapterWeights:
-        slots, rank, num_parts = self.num_slots, self.rank, len(product.parts)
         ends, end = [], 0
         for part in product.parts:
             end += part.own[0]
             ends.append(end)
-        return AdapterWeights(
-            torch.zeros((slots, num_parts * rank, product.num_inputs), dtype=dtype, device=device),
-            torch.zeros((slots, rank, product.num_outputs), dtype=dtype, device=device),
-            torch.zeros((slots, num_parts), dtype=torch.int32),
-            tuple(ends),
-            torch.tensor(ends, dtype=torch.int32),
-        )
+        return AdapterWeights.zeros(self.num_slots, self.rank, product.num_inputs, ends, dtype, device)
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.down_SQI.nbytes + each.up_SRO.nbytes for each in self._weights)
+        return sum(each.num_bytes for each in self._weights)
 
     @torch.inference_mode()
     def write(self, slot: int, tensors: AdapterTensors) -> None:
@@ -78,7 +71,7 @@ class AdapterStore:
         self, slot: int, product: AdaptedProduct, weights: AdapterWeights, tensors: AdapterTensors
     ) -> None:
         weights.down_SQI[slot].zero_()
-        weights.up_SRO[slot].zero_()
+        up_RO = weights.up_NSGWK.new_zeros((self.rank, product.num_outputs))
         begin = 0
         for index, (part, end) in enumerate(zip(product.parts, weights.part_ends, strict=True)):
             pair = tensors.get(part.module)
@@ -87,14 +80,12 @@ class AdapterStore:
                 down_RI, up_OR = _own_part(part, *pair)
                 first, rank = index * self.rank, down_RI.shape[0]
                 weights.down_SQI[slot, first : first + rank] = down_RI.to(weights.down_SQI)
-                weights.up_SRO[slot, :rank, begin:end] = up_OR.T.to(weights.up_SRO)
+                up_RO[:rank, begin:end] = up_OR.T.to(up_RO)
             begin = end
         if product.name == QKV and self._qkv_order is not None:
-            self._reorder(slot, weights, self._qkv_order)
-
-    def _reorder(self, slot: int, weights: AdapterWeights, order_O: torch.Tensor) -> None:
-        """Puts a projection's outputs in the model's order; heads keep their places, so parts stay where they are."""
-        weights.up_SRO[slot] = weights.up_SRO[slot].index_select(1, order_O.to(weights.up_SRO.device))
+            # In the model's order; heads keep their places, so parts stay where they are.
+            up_RO = up_RO.index_select(1, self._qkv_order.to(up_RO.device))
+        weights.write_up(slot, up_RO)
 
     def step(self, slot_T: torch.Tensor, ops: LayerOps) -> StepAdapters:
         return StepAdapters(self.by_layer, ops, ops.adapter_rows(slot_T, self.num_slots), self.num_slots)

@@ -144,7 +144,7 @@ def _estimate_needs(
         reserved=_reserved_bytes(config, model, device),
         weights=_loaded_bytes(config, model, device, layout, shard),
         graphs=estimates.graph_bytes(config, model, device.type, shard),
-        adapters=adapter_bytes(config, model, layout.dtype, shard),
+        adapters=adapter_bytes(config, model, layout.dtype, device.type, shard),
         step=estimates.step_bytes(shard_model(model, shard), layout.dtype, num_tokens, num_sampled),
     )
 

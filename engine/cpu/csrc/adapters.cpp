@@ -7,6 +7,17 @@
 
 namespace {
 
+// Adds B of a slot to `y`, which are up to kLanes outputs from `output` on. They may belong to several parts.
+template <class T>
+void add_outputs(const adapters::Slots& all, int64_t slot, const float* inner, int output, typename T::Stored* y) {
+  const int count = std::min(kLanes, all.outputs - output);
+  for (int done = 0; done < count;) {
+    const int part = all.part_of(output + done), end = std::min(count, all.part_ends[part] - output);
+    const Floats total = adapters::expand<T>(all, slot, inner, part, output, load_floats(y, count));
+    for (; done < end; ++done) store_floats(y + done, Floats{} + total[done], 1);
+  }
+}
+
 template <class T>
 void add_rows(const adapters::Slots& all, const int64_t* slots, void* y, const void* x, int64_t y_stride,
               int64_t x_stride, int rows, int num_threads) {
@@ -18,15 +29,11 @@ void add_rows(const adapters::Slots& all, const int64_t* slots, void* y, const v
     for (int task; tasks.take(task);) {
       const int first = task * kRows, end = std::min(rows, first + kRows);
       adapters::shrink_rows<T>(all, slots, first, end, values_at, inner.data());
-      for (int o = 0, part = 0; part < all.parts; o = all.part_ends[part++])
-        for (const int part_end = all.part_ends[part]; o < part_end; o += kLanes)
-          for (int row = first; row < end; ++row) {
-            if (!slots[row]) continue;
-            Stored* const at = static_cast<Stored*>(y) + row * y_stride + o;
-            const float* const of_row = inner.data() + int64_t(row) * all.inner_width();
-            const int count = part_end - o;
-            store_floats(at, adapters::expand<T>(all, slots[row], of_row, o, count, load_floats(at, count)), count);
-          }
+      for (int o = 0; o < all.outputs; o += kLanes)
+        for (int row = first; row < end; ++row)
+          if (slots[row])
+            add_outputs<T>(all, slots[row], inner.data() + int64_t(row) * all.inner_width(), o,
+                           static_cast<Stored*>(y) + row * y_stride + o);
     }
   });
 }

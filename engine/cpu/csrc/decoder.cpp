@@ -170,7 +170,8 @@ template <class T> class Decoder {
     if (bias) sums += load_floats(static_cast<const Stored*>(bias) + output, kLanes);
     if (!is_adapted || !adapter_slots[row]) return sums;
     const float* const inner = shrunk.data() + int64_t(row) * product.adapters.inner_width();
-    return adapters::expand<T>(product.adapters, adapter_slots[row], inner, output, kLanes, rounded<Stored>(sums));
+    return adapters::expand<T>(product.adapters, adapter_slots[row], inner, product.adapters.part_of(output), output,
+                               rounded<Stored>(sums));
   }
 
   // Calls take(row) for each row; `per_task` rows should take some microseconds.
@@ -188,13 +189,17 @@ template <class T> class Decoder {
     is_adapted = find_adapted(product.adapters);
     if (is_adapted) shrink(product.adapters, strips);
     const adapters::Slots& all = product.adapters;
-    const auto prefetch = [&](int row, int count, int output, int share, int shares) __attribute__((always_inline)) {
-      constexpr int kLine = 64 / sizeof(Stored);  // outputs in a cache line
-      if (!is_adapted || output % kLine) return;
-      for (const int end = row + count; row < end; ++row) {
-        const int64_t slot = adapter_slots[row];
-        if (slot) adapters::prefetch<T>(all, slot, output, share, shares);
-        if (slot && pair_distance > 1) adapters::prefetch<T>(all, slot, output + pair_distance * kSide, share, shares);
+    const int num_lines = is_adapted ? adapters::lines_of<T>(all.rank) : 0;
+    const auto prefetch = [&](int row, int count, int output, int begin, int end, int shares)
+        __attribute__((always_inline)) {
+      if (!is_adapted) return;
+      const int first_line = num_lines * begin / shares, last_line = num_lines * end / shares;
+      for (const int output_of_panel : {output, output + pair_distance * kSide}) {
+        if (output_of_panel >= all.outputs) continue;
+        const int part = all.part_of(output_of_panel);
+        for (int each = row; each < row + count; ++each)
+          if (const int64_t slot = adapter_slots[each])
+            adapters::prefetch<T>(all, slot, part, output_of_panel, first_line, last_line);
       }
     };
     linear::for_outputs(num_threads, product.weight, strips, num_rows, pair_distance,

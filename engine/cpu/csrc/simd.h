@@ -136,6 +136,38 @@ inline float sum(Floats value) {
 #endif
 }
 
+// Returns the sums of `Count` vectors in the first lanes.
+template <int Count> inline Floats sums(const Floats values[Count]) {
+  static_assert(Count <= kLanes);
+#if defined(__AVX512F__)
+  if constexpr (Count >= 4) {
+    // Each level adds the halves of two vectors into one. Their order makes that of the sums ascend at the end.
+    const auto at = [&](int place) {
+      const int index = place % 4 * 4 + place / 4;
+      return index < Count ? (__m512)values[index] : _mm512_setzero_ps();
+    };
+    __m512 of4[4];
+    for (int i = 0; i < 4; ++i) {
+      __m512 of2[2];
+      for (int half = 0; half < 2; ++half) {
+        const __m512 a = at(4 * i + 2 * half), b = at(4 * i + 2 * half + 1);
+        of2[half] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+      }
+      of4[i] = _mm512_add_ps(_mm512_shuffle_f32x4(of2[0], of2[1], 0x88), _mm512_shuffle_f32x4(of2[0], of2[1], 0xdd));
+    }
+    __m512 of8[2];
+    for (int i = 0; i < 2; ++i) {
+      const __m512d a = (__m512d)of4[2 * i], b = (__m512d)of4[2 * i + 1];
+      of8[i] = _mm512_add_ps((__m512)_mm512_unpacklo_pd(a, b), (__m512)_mm512_unpackhi_pd(a, b));
+    }
+    return (Floats)_mm512_add_ps(_mm512_shuffle_ps(of8[0], of8[1], 0x88), _mm512_shuffle_ps(of8[0], of8[1], 0xdd));
+  }
+#endif
+  Floats found{};
+  for (int i = 0; i < Count; ++i) found[i] = sum(values[i]);
+  return found;
+}
+
 // 2^x for x <= 127, relative error below 3e-7; 0 far below -126.
 #if defined(__AVX512DQ__)
 inline Floats exp2(Floats x) {

@@ -158,9 +158,9 @@ template <class T, int C> inline MultiplyTiles<T> multiply_rows(int rows) {
 }
 
 // Calls finish(row, output, sums of kLanes outputs from there, is_pair, sums of the same outputs of the second panel) for
-// every row, as linear.h's `Blocks` does. If it has one, finish.prefetch(row, count, output, share, num_shares) is called
-// before `count` rows of a plain weight are multiplied, once for each share of the inputs: it may prefetch that share of
-// what finishing these rows will read.
+// every row, as linear.h's `Blocks` does. If it has one, finish.prefetch(row, count, output, begin, end, steps) is called
+// before `count` rows are multiplied with steps [begin, end) of their inputs: it may prefetch as large a share of what
+// finishing these rows will read.
 template <class T, class Finish> class VectorBlocks {
  public:
   typedef typename T::Stored Stored;
@@ -211,11 +211,7 @@ template <class T, class Finish> class VectorBlocks {
         // What follows is the next chunk of this pair, or the first one of the next pair, which may be another task's.
         const bool ends = step + chunk >= steps, has_next = p + stride + pair_distance < last;
         const Stored* const next = ends ? first + stride * panel : first + (step + chunk) * kTile;
-        const auto prefetch = [&](int row, int count) __attribute__((always_inline)) {
-          if constexpr (requires { finish.prefetch(row, count, p, 0, 1); })
-            finish.prefetch(row, count, p * kSide, step / chunk, (steps + chunk - 1) / chunk);
-        };
-        multiply(memory, prefetch, start, stop, step, std::min(chunk, steps - step), first + step * kTile,
+        multiply(memory, p, start, stop, step, std::min(chunk, steps - step), first + step * kTile,
                  second ? second + step * kTile : nullptr, step > 0, ends && !has_next ? nullptr : next,
                  pair_distance * panel);
       }
@@ -223,12 +219,10 @@ template <class T, class Finish> class VectorBlocks {
     }
   }
 
-  // Adds the products of rows [start, stop) with a chunk of a pair of panels to the sums. `next` is the chunk that
-  // follows in the first panel, or null; that of the second is `to_second` values further on. Calls prefetch(row, count)
-  // before some rows are multiplied.
-  template <class Prefetch>
-  void multiply(Buffers& memory, const Prefetch& prefetch, int start, int stop, int step, int tiles, const Stored* first,
-                const Stored* second, bool adds, const Stored* next = nullptr, int64_t to_second = 0) const {
+  // Adds the products of rows [start, stop) with a chunk of a pair of panels, of which `p` is the first, to the sums.
+  // `next` is the chunk that follows in the first panel, or null; that of the second is `to_second` values further on.
+  void multiply(Buffers& memory, int p, int start, int stop, int step, int tiles, const Stored* first, const Stored* second,
+                bool adds, const Stored* next = nullptr, int64_t to_second = 0) const {
     float* sums = memory.sums.data();
     const int blocks = (stop - start + kRowsAtOnce - 1) / kRowsAtOnce;
     LinesAhead ahead, none;
@@ -237,7 +231,8 @@ template <class T, class Finish> class VectorBlocks {
     for (int row = start; row < stop; row += kRowsAtOnce, sums += kRowsAtOnce * kBlock) {
       const int count = std::min(kRowsAtOnce, stop - row);
       const RowValue* const rows = values_of(memory, row, count, step, tiles);
-      prefetch(row, count);
+      if constexpr (requires { finish.prefetch(row, count, p, step, step, steps); })
+        finish.prefetch(row, count, p * kSide, step, step + tiles, steps);
       LinesAhead& lines = row == start ? ahead : none;
       if (kPanelsAtOnce == 2 && second) {
         multiply_rows<T, kPanelsAtOnce>(count)(sums, adds, rows, first, second, tiles, lines);
@@ -284,7 +279,7 @@ template <class T, class Finish> class VectorBlocks {
           for (int c = 0; c <= has_second; ++c)
             decode(values, weight.codes + (p + int64_t(c) * pair_distance) * panel + step * Values::kTileBytes, tiles,
                    memory.panels[c]);
-          multiply(memory, [](int, int) {}, start, stop, step, tiles, memory.panels[0],
+          multiply(memory, p, start, stop, step, tiles, memory.panels[0],
                    has_second ? memory.panels[1] : nullptr, adds);
           step += tiles;
         }

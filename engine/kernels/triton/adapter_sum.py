@@ -30,12 +30,13 @@ def add_adapters(y_TO: torch.Tensor, x_TI: torch.Tensor, weights: AdapterWeights
     """Adds `(x A^T) B^T` to `y_TO`, in place. `rows` must be sorted by slot. Never waits for the device."""
     if rows.order_T is None or rows.start_S1 is None:
         raise ValueError("add_adapters: the rows are not sorted by slot; make them by AdapterRows.by_slot")
-    num_slots, rank, num_outputs = weights.up_SRO.shape
+    up_SRO = weights.up_SRO
+    num_slots, rank, num_outputs = up_SRO.shape
     num_rows = y_TO.shape[0]
-    if y_TO.dim() != 2 or y_TO.shape[1] != num_outputs or y_TO.stride(1) != 1 or y_TO.dtype != weights.up_SRO.dtype:
+    if y_TO.dim() != 2 or y_TO.shape[1] != num_outputs or y_TO.stride(1) != 1 or y_TO.dtype != up_SRO.dtype:
         raise ValueError(
             f"add_adapters: y_TO is {y_TO.dtype} {tuple(y_TO.shape)}, strides {y_TO.stride()}; expected "
-            f"{weights.up_SRO.dtype} [T, {num_outputs}], the last dimension dense"
+            f"{up_SRO.dtype} [T, {num_outputs}], the last dimension dense"
         )
     check_index("add_adapters", "order_T", rows.order_T, torch.int64, (num_rows,))
     if num_rows == 0:
@@ -45,8 +46,8 @@ def add_adapters(y_TO: torch.Tensor, x_TI: torch.Tensor, weights: AdapterWeights
     begin = 0
     for part, end in enumerate(weights.part_ends):
         _expand_kernel[(max_tiles, cdiv(end - begin, _TILE_N))](
-            inner_TQ, weights.up_SRO, rows.start_S1, rows.order_T, y_TO,
-            inner_TQ.stride(0), weights.up_SRO.stride(0), weights.up_SRO.stride(1), y_TO.stride(0),
+            inner_TQ, up_SRO, rows.start_S1, rows.order_T, y_TO,
+            inner_TQ.stride(0), up_SRO.stride(0), up_SRO.stride(1), y_TO.stride(0),
             FIRST_INNER=part * rank, BEGIN=begin, END=end, RANK=rank,
             DEPTH=max(_MIN_DEPTH, next_power_of_2(rank)),
             NUM_SLOTS=num_slots, SLOTS_PADDED=next_power_of_2(num_slots),

@@ -46,16 +46,16 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def make_weights(ranks: Seq[Seq[int]], ends: Seq[int], inputs: int, rank: int, dtype: torch.dtype) -> AdapterWeights:
     """Returns slots, the first of which is empty; `ranks` has one row for each of the others."""
-    num_slots, num_parts = len(ranks) + 1, len(ends)
-    down = torch.zeros((num_slots, num_parts * rank, inputs), device=DEVICE)
-    up = torch.zeros((num_slots, rank, ends[-1]), device=DEVICE)
+    weights = AdapterWeights.zeros(len(ranks) + 1, rank, inputs, ends, dtype, DEVICE)
     for slot, of_slot in enumerate(ranks, start=1):
+        up_RO = torch.zeros((rank, ends[-1]), device=DEVICE)
         for part, own in enumerate(of_slot):
             begin = ends[part - 1] if part else 0
-            down[slot, part * rank : part * rank + own] = noise(own, inputs, seed=slot) / inputs**0.5
-            up[slot, :own, begin : ends[part]] = noise(own, ends[part] - begin, seed=slot + 50)
-    table = torch.tensor([[0] * num_parts, *map(list, ranks)], dtype=torch.int32)
-    return AdapterWeights(down.to(dtype), up.to(dtype), table, tuple(ends), torch.tensor(ends, dtype=torch.int32))
+            weights.down_SQI[slot, part * rank : part * rank + own] = noise(own, inputs, seed=slot) / inputs**0.5
+            up_RO[:own, begin : ends[part]] = noise(own, ends[part] - begin, seed=slot + 50)
+        weights.write_up(slot, up_RO)
+    weights.ranks_SP[1:] = torch.tensor(ranks)
+    return weights
 
 
 SHAPES = {

@@ -208,9 +208,7 @@ def _copy_pages() -> None:
 
 def _adapters(rank: int) -> None:
     """Compiles what adds 8 adapters to the fused projection of an 8B Llama's queries, keys and values."""
-    ends = (4096, 5120, 6144)
-    ranks, ends_P = zeros(9, 3, dtype=torch.int32), torch.tensor(ends, dtype=torch.int32)
-    weights = AdapterWeights(zeros(9, 3 * rank, 4096), zeros(9, rank, 6144), ranks, ends, ends_P)
+    weights = AdapterWeights.zeros(9, rank, 4096, (4096, 5120, 6144), torch.bfloat16, zeros(1).device)
     add_adapters(zeros(64, 6144), zeros(64, 4096), weights, AdapterRows.by_slot(zeros(64, dtype=torch.int64), 9))
 
 

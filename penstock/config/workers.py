@@ -47,7 +47,7 @@ class DecodeConfig(FrozenConfig):
     """Tokens computed in one step, chunks of locally computed prompts included; by default 512 on a GPU."""
     itl_target_s: float | None = Field(None, gt=0)
     """Longest time between a stream's tokens, in seconds, that chunks of prompts may cause; by default unlimited. With
-    it, `placement = "auto"` counts a delay of running streams within it a tenth.
+    it, `placement = "auto"` counts a delay of running streams within it a quarter.
     """
     max_waiting: int = Field(1024, ge=1)
     """Requests held by a worker; further ones are refused with RESOURCE_EXHAUSTED."""

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.engine import Engine
 from engine.graphs.cuda_graphs import GraphRunner
+from engine.layers.hidden_taps import HiddenTaps
 from engine.step.batch import build_batch
 from engine.step.compute import StepTokens
 from engine.step.plan import EndConditions, StepPlan
@@ -125,3 +126,12 @@ def test_replayed_steps_hand_out_copies(engine: Engine, folder: Path) -> None:
     for states, rows in zip(outputs, ([5, 9], [19]), strict=True):
         assert states is not None
         torch.testing.assert_close(states, states_TX[rows], atol=1e-4, rtol=1e-4)
+
+
+def test_a_step_of_more_values_than_one_copy_takes_is_copied_whole() -> None:
+    residual_TD = torch.randn(50, 2000)
+    taps = HiddenTaps((2, 3), residual_TD)
+    taps.keep(1, -residual_TD)
+    taps.keep(3, 3 * residual_TD)
+    taps.keep(2, 2 * residual_TD)
+    assert torch.equal(taps.states_TX, torch.cat((2 * residual_TD, 3 * residual_TD), dim=1))

@@ -105,7 +105,7 @@ async def measure_kind(kind: ChatKind, num_streams: int, num_tokens: int, step_s
     found: dict[str, list[float]] = {"http": [], "grpc": []}
     with contextlib.ExitStack() as stack:
         worker, _ = stack.enter_context(started(_OTHER_CORE, "benchmarks.router.peers", ["worker", settings]))
-        target = stack.enter_context(started_router([worker["address"]], TracingConfig()))
+        target = stack.enter_context(started_router(worker["address"], TracingConfig()))
         encoded = json.dumps(body).encode()
         async with AsyncClient(target.address) as client:
             for number in range(-1, num_rounds):  # the first warms up

@@ -42,12 +42,12 @@ _STEP_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
-class SwitchedProcess:
-    """A running process of `benchmarks.router.switched` or `switched_worker`."""
+class RouterProcess:
+    """A running router."""
 
     address: str
+    http: str
     process: subprocess.Popen[bytes]
-    http: str = ""  # of a router
 
     def cpu_s(self) -> float:
         """Returns the processor time of all its threads, in the scheduler's nanoseconds."""
@@ -58,42 +58,37 @@ class SwitchedProcess:
         return total / 1e9
 
     def switch(self, mode: str) -> None:
-        """Switches to one of `MODES`, once requests in flight have ended."""
+        """Switches to a mode of `benchmarks.router.switched`, once requests in flight have ended."""
         self.process.send_signal(signal.SIGRTMIN + MODES.index(mode))
         assert self.process.stdout is not None
         answer = self.process.stdout.readline().decode().strip()
-        assert answer == mode, f"it answered {answer!r} to {mode!r}"
+        assert answer == mode, f"the router answered {answer!r} to {mode!r}"
 
 
 async def measure_rounds(
-    processes: Sequence[SwitchedProcess], load: RouterLoad, num_rounds: int, modes: Sequence[str]
+    router: RouterProcess, load: RouterLoad, num_rounds: int, modes: Sequence[str]
 ) -> dict[str, list[float]]:
-    """Returns the processor seconds of a request in each mode, round by round, summed over the processes.
-
-    The first process is the router.
-    """
+    """Returns the processor seconds of a request in each mode, round by round."""
     found: dict[str, list[float]] = {mode: [] for mode in modes}
     for number in range(-2, num_rounds):  # the first two warm up
         turn = number % len(modes)
         for mode in (*modes[turn:], *modes[:turn]):
-            for process in processes:
-                process.switch(mode)
-            before_s = sum(process.cpu_s() for process in processes)
-            await run_load(replace(load, address=processes[0].address, seed=number))
+            router.switch(mode)
+            before_s = router.cpu_s()
+            await run_load(replace(load, address=router.address, seed=number))
             if number >= 0:
-                after_s = sum(process.cpu_s() for process in processes)
-                found[mode].append((after_s - before_s) / load.num_requests)
+                found[mode].append((router.cpu_s() - before_s) / load.num_requests)
     return found
 
 
-def compare(found: Mapping[str, Sequence[float]], mode: str, baseline: str, at: str, of: str = "router") -> list[Row]:
-    """Compares two modes, and bounds the ratio. `of` names the processes."""
+def compare(found: Mapping[str, Sequence[float]], mode: str, baseline: str, at: str) -> list[Row]:
+    """Compares two modes, and bounds the ratio."""
     ratios = sorted(ours / theirs for ours, theirs in zip(found[mode], found[baseline], strict=True))
     middle, reach = len(ratios) / 2, 0.98 * len(ratios) ** 0.5  # a median's rank, plus and minus 1.96 deviations
     low, high = ratios[max(0, int(middle - reach))], ratios[min(len(ratios) - 1, int(middle + reach))]
     ours_us, theirs_us = median(found[mode]) * 1e6, median(found[baseline]) * 1e6
     return [
-        Row(f"{of} time of a request, {mode}, {at}", ours_us, "us", baseline, theirs_us),
+        Row(f"router time of a request, {mode}, {at}", ours_us, "us", baseline, theirs_us),
         Row(f"added by {mode}, {at}", (median(ratios) - 1) * 100, "%"),
         Row(f"added by {mode}, {at}, at least (95 %)", (low - 1) * 100, "%"),
         Row(f"added by {mode}, {at}, at most (95 %)", (high - 1) * 100, "%"),
@@ -136,16 +131,16 @@ def started(
 
 
 @contextlib.contextmanager
-def started_router(workers: Sequence[str], tracing: TracingConfig, module: str = "router") -> Iterator[SwitchedProcess]:
-    """Runs a router of the workers as `module` on core 0."""
+def started_router(worker: str, tracing: TracingConfig, module: str = "router") -> Iterator[RouterProcess]:
+    """Runs a router of the one worker as `module` on core 0."""
     config = RouterConfig(
-        model=str(BUNDLED), served_model="null", grpc_port=0, http_port=0, workers=tuple(workers), tracing=tracing
+        model=str(BUNDLED), served_model="null", grpc_port=0, http_port=0, workers=(worker,), tracing=tracing
     )
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(config.model_dump_json(exclude_defaults=True))
         file.flush()
         with started(_ROUTER_CORE, module, ["--config", file.name]) as (ready, process):
-            yield SwitchedProcess(ready["grpc"], process, ready["http"])
+            yield RouterProcess(ready["grpc"], ready["http"], process)
 
 
 async def measure(loads: Mapping[str, RouterLoad], num_rounds: int, modes: Sequence[str]) -> list[Row]:
@@ -156,9 +151,9 @@ async def measure(loads: Mapping[str, RouterLoad], num_rounds: int, modes: Seque
         settings = json.dumps({"num_streams": _NUM_CLIENTS, "step_s": _STEP_S})
         with contextlib.ExitStack() as stack:
             worker, _ = stack.enter_context(started(_OTHER_CORE, "benchmarks.router.peers", ["worker", settings]))
-            router = stack.enter_context(started_router([worker["address"]], tracing, "benchmarks.router.switched"))
+            router = stack.enter_context(started_router(worker["address"], tracing, "benchmarks.router.switched"))
             for at, load in loads.items():
-                found = await measure_rounds([router], load, num_rounds, modes)
+                found = await measure_rounds(router, load, num_rounds, modes)
                 rows += compare(found, "metrics", "unobserved", at)
                 for mode in modes[2:]:
                     rows += compare(found, mode, "metrics", at)

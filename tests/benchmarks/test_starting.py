@@ -17,8 +17,7 @@ import benchmarks
 import tests.conformance
 
 _ELSEWHERE = ("clients_suite", "langchain_suite")  # they run in an environment of their own
-# they pass their arguments to the main of the router or the worker
-_PARSED_BY_ANOTHER = ("benchmarks.router.switched", "benchmarks.router.switched_worker")
+_PARSED_BY_ANOTHER = ("benchmarks.router.switched",)  # passes its arguments to the router's main
 MODULES = sorted(
     found.name
     for package in (benchmarks, tests.conformance)

@@ -24,8 +24,8 @@ _SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 class StepMetrics(Collector):
     """Observes the distributions of steps. Only the step loop's thread observes; scrapes read concurrently.
 
-    A step costs one append: steps are counted `_BATCH` at a time and at each scrape, which takes 0.3 us a step where the
-    library's histograms take 2, both in a loop with warm caches.
+    A step costs one append: steps are counted `_BATCH` at a time and at each scrape, which takes 0.3 us a step where
+    the library's histograms take 2, both in a loop with warm caches.
     """
 
     def __init__(self, described: worker_pb2.WorkerDescription) -> None:

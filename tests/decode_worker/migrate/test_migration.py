@@ -184,7 +184,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def until_running(server: DecodeServer, count: int) -> None:
-    await until(lambda: server.worker.load.num_running >= count)
+    """Waits until so many sequences decode; one whose prompt is being computed runs, but cannot migrate yet."""
+    worker = server.worker
+    await until(lambda: sum(worker.scheduler.is_running(each.sequence) for each in tuple(worker.requests)) >= count)
 
 
 def longest_gap_ms(seen: Streamed) -> float:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from penstock.rpc.reload import FileWatcher
 log = logging.getLogger(__name__)
 
 MAX_ADAPTERS = 1024  # that calls may add; routers read all of them whenever the file changes
+LOCK_TIMEOUT_S = 20.0  # for another router's change
+_LOCK_POLL_S = 0.02
 _MAX_PATH = 4096  # characters
 
 
@@ -95,7 +98,8 @@ class AdapterFile:
     def _changing(self) -> Iterator[dict[str, str]]:
         """Yields the folders by name, and writes them at the end if the block raises nothing.
 
-        Waits while another router changes the file. Raises Unavailable if the file is unusable or cannot be written.
+        Waits while another router changes the file. Raises Unavailable if that takes too long, or if the file is
+        unusable or cannot be written.
         """
         try:
             with _locked(self._path):
@@ -130,9 +134,24 @@ def read_adapters(folders: Mapping[str, str], model: str) -> Mapping[str, Adapte
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock of the file's changes, which the kernel frees if this process dies. Blocks. Raises OSError."""
+    """Holds the lock of the file's changes, which the kernel frees if this process dies. Blocks.
+
+    Raises OSError, or Unavailable if another router holds it for too long: one that is frozen must not hold a thread of
+    this one for each call.
+    """
+    give_up_s = time.monotonic() + LOCK_TIMEOUT_S
     with open(f"{path}.lock", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= give_up_s:
+                    raise Unavailable(
+                        f"another router has held {path}.lock for {LOCK_TIMEOUT_S:g} s; find out which one hangs, and "
+                        "try again"
+                    ) from None
+            time.sleep(_LOCK_POLL_S)
         yield
 
 

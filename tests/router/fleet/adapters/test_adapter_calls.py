@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import threading
@@ -177,6 +178,20 @@ def test_a_file_that_cannot_be_used_or_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "adapters.toml.lock").mkdir()
     with pytest.raises(Unavailable, match=r"adapters_file = .*: Is a directory; mend the file, and let routers write"):
         router.file.unload("sql")
+
+
+def test_a_router_that_hangs_with_the_lock_blocks_no_other_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_file, "LOCK_TIMEOUT_S", 0.1)
+    path = tmp_path / "adapters.toml"
+    replace(path, "[adapters]\n")
+    followed = follow(path)
+    with open(f"{path}.lock", "a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(Unavailable, match=r"another router has held .*adapters\.toml\.lock for 0\.1 s"):
+            followed.file.load("sql", str(folder(tmp_path / "sql")), replaces=False)
+    followed.file.load("sql", str(tmp_path / "sql"), replaces=False)
 
 
 @asynccontextmanager

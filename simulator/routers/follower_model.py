@@ -12,6 +12,7 @@ from router.fleet.backoff import Backoff
 from router.routing.costs.cost_model import CostBook
 from router.routing.costs.inflight import InflightLedger
 from router.routing.costs.link_costs import LinkBook
+from router.routing.costs.pull_costs import PullBook
 from router.routing.index.prefix_index import PrefixIndex
 from router.routing.policy.interface import WorkerLimits
 from simulator.workers.decode_model import DecodeModel
@@ -38,6 +39,7 @@ class RouterState:
     ledger: InflightLedger
     costs: CostBook
     links: LinkBook
+    pulls: PullBook
 
     def forget(self, worker_id: WorkerId) -> None:
         """Drops everything about a worker that restarted."""
@@ -45,6 +47,7 @@ class RouterState:
         self.ledger.forget(worker_id)
         self.costs.forget(worker_id)
         self.links.forget(worker_id)
+        self.pulls.forget(worker_id)
 
 
 class FollowerModel:

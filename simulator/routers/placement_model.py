@@ -8,18 +8,17 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from penstock.types import PageHash, WorkerId
 from router.routing.costs.inflight import InflightWork
-from router.routing.costs.link_costs import LinkCost
-from router.routing.costs.pull_costs import PullBook
 from router.routing.index.pending_prompts import marks_of
 from router.routing.index.prefix_index import PrefixIndex
 from router.routing.index.prefix_match import PrefixMatch
 from router.routing.placement_core import Commitment, LearnedLinkPricing, PlacementCore, num_naming_pages
 from router.routing.policy.interface import PairChoice, PlacementPolicy, PullOffer
 from simulator.routers.follower_model import FollowerModel, RouterState
+from simulator.workers.submission import Delta
 
 _TIMED_STRIDE = 32
 
@@ -43,13 +42,10 @@ class PlacerModel:
         page_size: int,
         token_bytes: float,
         max_replicas: int,
-        pull_cost: LinkCost | None,
+        may_pull: bool,
         sent_to: Callable[[Sequence[WorkerId]], list[InflightWork]],
     ) -> None:
-        """`pull_cost` is the cost of a pull between any two workers; None: nothing is pulled.
-
-        `sent_to` returns the work that this and other routers have sent to each worker.
-        """
+        """`sent_to` returns the work that this and other routers have sent to each worker."""
         self._num_placed = 0
         self._timed_s = 0.0  # real processor time of every 32nd placement; nothing simulated depends on it
         self._index: PrefixIndex = known.index
@@ -60,8 +56,8 @@ class PlacerModel:
         self._rng = rng
         self._page_size = page_size
         self._token_bytes = token_bytes
-        self._pulls = PullBook()
-        self._pull_cost = pull_cost
+        self._pulls = known.pulls
+        self._may_pull = may_pull
 
     @property
     def placing_s(self) -> float:
@@ -125,19 +121,21 @@ class PlacerModel:
         return PlacementModel(choice, commitment)
 
     def _offer(self, matches: Mapping[WorkerId, PrefixMatch], workers: Sequence[FollowerModel]) -> PullOffer | None:
-        cost = self._pull_cost
-        if cost is None:
+        if not self._may_pull:
             return None
         ready = {follower.worker_id for follower in workers}
         size = self._page_size
         on_device = {
             worker_id: match.num_device_pages * size for worker_id, match in matches.items() if worker_id in ready
         }
-        offer = self._pulls.offer(on_device)
-        return replace(offer, cost=lambda source, target: cost) if offer is not None else None
+        return self._pulls.offer(on_device)
 
-    def on_end(self, placement: PlacementModel, transfer_s: float | None, num_output_tokens: int) -> None:
+    def on_end(self, placement: PlacementModel, end: Delta, num_output_tokens: int) -> None:
         """Learns from a request that has ended at its chosen worker."""
         self._core.on_end(num_output_tokens)
-        if transfer_s is not None:
-            self._core.on_transfer(placement.choice, placement.commitment, transfer_s)
+        choice, computed_by = placement.choice, end.computed_by
+        if end.transfer_s is not None:
+            self._core.on_transfer(choice, placement.commitment, end.transfer_s)
+        if computed_by is not None:
+            expected = choice.score.pull if computed_by == (choice.score.prefill or choice.decode) else None
+            self._pulls.on_end(expected, computed_by, end.pull, self._token_bytes)

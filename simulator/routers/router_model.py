@@ -19,7 +19,8 @@ from router.admission.interface import AdmissionRequest, RequestUsage
 from router.dispatch.completion_core import RETRY_AFTER_S, CompletionCore, no_worker_error
 from router.routing.costs.cost_model import CostBook
 from router.routing.costs.inflight import InflightLedger
-from router.routing.costs.link_costs import LinkBook, LinkCost
+from router.routing.costs.link_costs import PRIORS, Distance, LinkBook, LinkCost
+from router.routing.costs.pull_costs import PullBook
 from router.routing.index.prefix_index import PrefixIndex
 from router.routing.policy.interface import PlacementPolicy, WorkerLimits
 from simulator.request import Outcome, RequestTokens
@@ -66,7 +67,7 @@ class RouterSpec:
     limits: dict[Role, WorkerLimits]  # limits that workers report
     max_replicas: int
     admission: AdmissionConfig | None  # None: every request goes to the workers at once
-    pull_cost: LinkCost | None  # cost of a pull between any two workers; None: nothing is pulled
+    pull_cost: LinkCost | None  # prior cost of a pull between any two workers; None: nothing is pulled
 
 
 class RouterModel:
@@ -91,7 +92,8 @@ class RouterModel:
         self._network = network
         self._limits = spec.limits
         self._workers = workers
-        self._known = RouterState(self.index, self.ledger, CostBook(), LinkBook())
+        priors = PRIORS | ({Distance.UNKNOWN: spec.pull_cost} if spec.pull_cost is not None else {})
+        self._known = RouterState(self.index, self.ledger, CostBook(), LinkBook(), PullBook(priors))
         self._table = FollowerTable(network.sim)
         self.peers = PeerModel(node, network, self.ledger, lambda name: _peers_of(find_router(name)))
         self._placer = self._make_placer(policy, spec)
@@ -119,7 +121,7 @@ class RouterModel:
             spec.page_size,
             spec.token_bytes,
             spec.max_replicas,
-            spec.pull_cost,
+            spec.pull_cost is not None,
             self.peers.sent_to_all,
         )
 
@@ -339,7 +341,7 @@ class RouterModel:
             if not outcome.num_redispatches and not outcome.num_resumed:
                 outcome.cached_tokens, outcome.computed_by = delta.cached_tokens, delta.computed_by
                 assert held.placement is not None
-                self._placer.on_end(held.placement, delta.transfer_s, outcome.num_tokens)
+                self._placer.on_end(held.placement, delta, outcome.num_tokens)
             self._end(held, None)
         elif delta.migrated is not None:
             self._follow_migrated(held, delta.migrated)

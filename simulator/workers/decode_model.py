@@ -165,7 +165,7 @@ class DecodeModel(TransferOwner):
         kept, deltas = found
         submission.sequence, submission.tokens, submission.num_sent = kept.sequence, kept.tokens, kept.num_sent
         submission.has_first, submission.computed_by = True, kept.computed_by
-        submission.cached_tokens = kept.cached_tokens
+        submission.cached_tokens, submission.pull = kept.cached_tokens, kept.pull
         for delta in deltas:
             delta.stream = submission.stream
             self._emit(submission, delta)
@@ -264,6 +264,7 @@ class DecodeModel(TransferOwner):
         if submission is None:
             return
         self._placement.on_computed(submission, first, now_s)
+        submission.pull = first.pull
         if submission.is_split:
             submission.computed_s, submission.cached_tokens = now_s, first.cached_tokens
             return
@@ -447,6 +448,7 @@ class DecodeModel(TransferOwner):
         if sequence.num_output_tokens >= sequence.sampling.max_tokens:
             delta.ended, delta.computed_by = True, submission.computed_by
             delta.cached_tokens = min(submission.cached_tokens, sequence.num_prompt_tokens)
+            delta.pull = submission.pull
             if submission.landed_s is not None:
                 delta.transfer_s = submission.exposed_s
             self._release(submission)

@@ -16,6 +16,7 @@ from kv_transfer.session.transfer_session import Manifest
 from penstock.config import PrefillConfig
 from penstock.errors import Cancelled, PenstockError, TransferError
 from penstock.types import Role, StepTotals, TransferKey, WorkerId, WorkerLoad
+from penstock.v1 import common_pb2
 from prefill_worker.scheduler import PrefillScheduler
 from router.routing.policy.interface import PlannedPull
 from simulator.costs.step_costs import PrefillCosts
@@ -37,6 +38,7 @@ class ComputedPrompt:
     cached_tokens: int
     queue_s: float
     prefill_s: float
+    pull: common_pb2.Pull | None = None  # report of what was pulled first
 
 
 class Receiver(Protocol):
@@ -68,6 +70,7 @@ class _Job:
     queued_s: float
     begun_s: float = 0.0
     begun: bool = False
+    pull: common_pb2.Pull | None = None
     cached_tokens: int = 0
     num_held: int | None = None  # leading pages that the receiver has; None until it has answered
     num_pushed: int = 0  # pages, including those held
@@ -171,7 +174,8 @@ class PrefillModel:
             self._beat(job)
             self.pulls.bring(sequence, pull, queue)
 
-        def queue() -> None:
+        def queue(pulled: common_pb2.Pull | None) -> None:
+            job.pull = pulled
             if key in self._jobs and job.error is None:
                 self.scheduler.add(sequence)
 
@@ -248,7 +252,7 @@ class PrefillModel:
     def _complete(self, job: _Job) -> None:
         job.computed = True
         queue_s, prefill_s = job.begun_s - job.queued_s, self.node.sim.now_s - job.begun_s
-        first = ComputedPrompt(job.cached_tokens, queue_s, prefill_s)
+        first = ComputedPrompt(job.cached_tokens, queue_s, prefill_s, job.pull)
         job.call.send(self.node, lambda: job.receiver.on_first_token(job.key, first))
 
     def _push(self, job: _Job) -> None:

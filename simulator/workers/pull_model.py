@@ -13,12 +13,16 @@ from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import PrefixCache
 from engine.step.sequence import Sequence
 from penstock.types import PageHash, StepTotals, WorkerId
+from penstock.v1 import common_pb2
 from router.routing.policy.interface import PlannedPull
 from simulator.world.kv_links import KvLinks
 from simulator.world.network import Node
 from worker.pull.policy import MissingPages, PrefixSource, PullCosts
 
 _SPARED_DIVISOR = 16  # the value of `worker.handover.intake`
+
+
+Then = Callable[[common_pb2.Pull | None], None]
 
 
 class PageHolder(Protocol):
@@ -56,11 +60,14 @@ class PullModel:
         self._totals = totals
         self._costs = PullCosts(chunk_tokens)
 
-    def bring(self, sequence: Sequence, plan: PlannedPull | None, then: Callable[[], None]) -> None:
-        """Calls `then` on the step loop, once, when the pages have arrived or will not arrive."""
+    def bring(self, sequence: Sequence, plan: PlannedPull | None, then: Then) -> None:
+        """Calls `then` on the step loop, once, when the pages have arrived or will not arrive.
+
+        `then` receives a report of the pull, if there was one.
+        """
         source = self._find(plan.source) if plan is not None else None
         if plan is None or source is None:
-            then()
+            then(None)
             return
         hashes = sequence.hash_full_pages(self._page_size)[: plan.tokens // self._page_size]
         hashes = hashes[: source.cache.num_on_device(hashes)]
@@ -75,7 +82,7 @@ class PullModel:
         began_s = self._node.sim.now_s
         decided = self._costs.plan(prefix_source, missing, began_s) if num_pages > 0 else None
         if decided is None:
-            then()
+            then(None)
             return
         is_over = False
 
@@ -83,7 +90,15 @@ class PullModel:
             nonlocal is_over
             if not is_over:
                 is_over = True
-                then()
+                num_pulled = self._cache.num_on_device(hashes[: num_here + num_pages]) - num_here
+                then(
+                    common_pb2.Pull(
+                        source=source.worker_id,
+                        wanted_tokens=num_tokens,
+                        pulled_tokens=max(0, num_pulled) * self._page_size,
+                        pull_ms=(self._node.sim.now_s - began_s) * 1e3,
+                    )
+                )
 
         def land() -> None:
             now_s = self._node.sim.now_s

@@ -10,6 +10,7 @@ from decode_worker.prefill.placement_policy import PrefillPlace, PricedPlace
 from engine.step.sequence import Sequence
 from penstock.errors import PenstockError
 from penstock.types import TransferKey, WorkerId
+from penstock.v1 import common_pb2
 from simulator.request import RequestTokens
 from simulator.workers.transfers import PrefillOption
 from simulator.world.virtual_time import Timer
@@ -39,6 +40,7 @@ class Delta:
     cached_tokens: int = 0
     computed_by: WorkerId | None = None
     transfer_s: float | None = None  # transfer time after the first token; None if no pages were transferred
+    pull: common_pb2.Pull | None = None  # of the prefix, by the worker that computed the prompt
     migrated: MigratedTo | None = None
 
 
@@ -57,6 +59,7 @@ class Submission:
     num_sent: int = 0  # tokens sent, prompt included
     cached_tokens: int = 0
     computed_by: WorkerId | None = None
+    pull: common_pb2.Pull | None = None
     first_token_s: float = 0.0
     landed_s: float | None = None
     timer: Timer | None = None
@@ -100,4 +103,5 @@ class Submission:
             num_sent=len(tokens),
             cached_tokens=self.cached_tokens,
             computed_by=self.computed_by,
+            pull=self.pull,
         )

@@ -11,6 +11,7 @@ import pytest
 
 from penstock.config import DecodeConfig
 from penstock.kv.page_hash import hash_pages
+from penstock.types import WorkerId
 from simulator.fleet import FleetSpec, SimulatedFleet
 from simulator.replay import UNLIMITED, fit, main, replay, with_pages
 from simulator.report import Slo, offered_load, single_cache_hit_rate
@@ -96,6 +97,27 @@ def test_prefixes_are_pulled_over_fast_links(bytes_per_s: float) -> None:
         worker.pulls.num_pulled_tokens for worker in fleet.workers.values() if isinstance(worker, PrefillModel)
     )
     assert (pulled > 0) == (bytes_per_s > 1e9)
+
+
+def test_routers_learn_that_pulls_take_longer_than_expected() -> None:
+    requests, _ = fit(MIX.make(0), SPEC, load=0.6)
+    spec = with_pages(
+        replace(SPEC, pull=True, link_costs=replace(SPEC.link_costs, bytes_per_s=50e9)), UNLIMITED, requests
+    )
+    fleet = SimulatedFleet(spec, 0)
+    ends = [(source, target) for source in spec.names for target in spec.names if target.startswith("prefill")]
+    for source, target in ends:
+        fleet.links.set_slowness(source, target, 100.0)
+    pulls = fleet.router._known.pulls
+    expected = {
+        (source, target): pulls.links.cost(WorkerId(source), WorkerId(target)).byte_s for source, target in ends
+    }
+    for request in requests:
+        fleet.submit(request)
+    fleet.run()
+    learned = {(source, target): pulls.links.cost(WorkerId(source), WorkerId(target)).byte_s for source, target in ends}
+    assert all(learned[link] > 2 * expected[link] for link in ends if link[0] != link[1])
+    assert pulls._from_workers.kept < 1.0
 
 
 def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ later for each link by itself. Only the exposed part of a transfer is priced: wh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -62,12 +62,13 @@ def distance(first: Labels, second: Labels) -> Distance:
 class LinkBook:
     """The cost of every link from a prefill to a decode worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, priors: Mapping[Distance, LinkCost] = PRIORS) -> None:
+        self._priors = priors
         self._labels: dict[WorkerId, Labels] = {}
-        self._by_distance = {distance: LinearCost(prior) for distance, prior in PRIORS.items()}
+        self._by_distance = {distance: LinearCost(prior) for distance, prior in priors.items()}
         self._own: dict[tuple[WorkerId, WorkerId], LinearCost] = {}
         self._own_costs: dict[tuple[WorkerId, WorkerId], LinkCost] = {}  # of the own models that are used
-        self._costs = dict(PRIORS)  # of the models by distance
+        self._costs = dict(priors)  # of the models by distance
         self._distances: dict[tuple[WorkerId, WorkerId], Distance] = {}  # of the links looked up since the last change
         self._possible = {Distance.UNKNOWN}  # distances that a link may have
         self.fastest = self._fastest()  # lower bound on every link, in latency and in seconds per byte
@@ -101,7 +102,7 @@ class LinkBook:
             if len(self._own) >= _MAX_LINKS:
                 self._own.clear()
                 self._own_costs.clear()
-            own = self._own[link] = LinearCost(positive(pooled.coefficients, PRIORS[link_distance]))
+            own = self._own[link] = LinearCost(positive(pooled.coefficients, self._priors[link_distance]))
         own.observe((1, num_bytes), seconds)
         changed = [self.fastest]
         cost = self._costs[link_distance] = _cost(pooled)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from penstock.types import SHARED_STORE, WorkerId
 from penstock.v1 import common_pb2
-from router.routing.costs.link_costs import LinkBook
+from router.routing.costs.link_costs import PRIORS, Distance, LinkBook, LinkCost
 from router.routing.policy.interface import PlannedPull, PullOffer
 
 MIN_TOKENS = 512  # shorter prefixes are not worth a pull
@@ -40,8 +40,8 @@ class _Record:
 class PullBook:
     """Holds what is learned about pulls, and owns the costs of their links."""
 
-    def __init__(self) -> None:
-        self._from_workers = _Record()
+    def __init__(self, link_priors: Mapping[Distance, LinkCost] = PRIORS) -> None:
+        self._from_workers = _Record(LinkBook(link_priors))
         self._from_store = _Record()
 
     @property

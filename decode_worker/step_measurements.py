@@ -45,7 +45,8 @@ class StepMeasurements:
     def on_finished(self, plan: StepPlan, elapsed_s: float, num_further: int) -> None:
         """Takes the same step once its tokens are delivered; `elapsed_s` includes that."""
         if self._speculator is not None and all(chunk.num_tokens == 1 for chunk in plan.chunks):
-            self._speculator.on_step(len(plan), plan.num_tokens - len(plan), num_further, elapsed_s)
+            num_proposed = plan.num_tokens - len(plan)
+            self._speculator.on_step(len(plan), num_proposed, num_further, elapsed_s, plan.taps)
 
     def on_hidden_states(
         self, plan: StepPlan, hidden: Mapping[int, HiddenStates], sequences: Collection[Sequence]

@@ -99,6 +99,7 @@ class DraftHead:
     """Implements `DraftProposer`. Owns the head's pages and the entries of each sequence."""
 
     kind = ProposalKind.EAGLE3
+    reads_states = True
 
     def __init__(self, runner: HeadRunner, clock: Callable[[], float] = time.monotonic) -> None:
         self._runner = runner
@@ -123,6 +124,10 @@ class DraftHead:
         if draft is None:
             draft = self._drafts[sequence] = _HeadDraft(sequence.sampling)
         draft.observe(states, len(sequence.token_ids))
+
+    def is_ready(self, sequence: Sequence) -> bool:
+        draft = self._drafts.get(sequence)
+        return draft is not None and draft.is_ready(len(sequence.token_ids))
 
     def predict_s(self, num_sequences: int) -> float | None:
         return None if self._costs.is_empty else self._costs.predict(num_sequences)

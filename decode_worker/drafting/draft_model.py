@@ -73,6 +73,7 @@ class DraftModel:
     """Implements `DraftProposer`. Owns the draft's engine and the draft of each sequence."""
 
     kind = ProposalKind.DRAFT
+    reads_states = False
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
@@ -110,6 +111,9 @@ class DraftModel:
         engine = Engine.load(config)
         engine.warm_up(for_grammars=False)  # drafts are sampled without grammars
         return cls(engine)
+
+    def is_ready(self, sequence: Sequence) -> bool:
+        return True
 
     def predict_s(self, num_sequences: int) -> float | None:
         return None if self._costs.is_empty else self._costs.predict(num_sequences)

@@ -5,12 +5,12 @@ The decode scheduler asks it before each step, and gives the proposed tokens to 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from decode_worker.schedule.run_queues import RunQueues
 from engine.memory.estimates import SCORED_TOKENS
 from engine.step.row_table import RowTable
-from engine.step.sequence import Sequence
+from engine.step.sequence import ScheduledSequence, Sequence
 from engine.step.speculation.speculator import Speculator
 
 
@@ -44,6 +44,14 @@ class StepProposals:
                 pays = self._speculator.would_propose(decoding, self._rows.num_left)
             self._asked = step, pays
         return self._asked[1]
+
+    def wants_states(self, chunks: Iterable[ScheduledSequence]) -> bool:
+        """Returns whether the next step, with these sequences beside the rows, should hand out its hidden states if
+        layers are tapped."""
+        if self._speculator is None:
+            return True
+        num_tokens = [chunk.num_tokens for chunk in chunks]
+        return self._speculator.wants_states(len(self._rows) + len(num_tokens), max(num_tokens, default=1) > 1)
 
     def _decoding(self) -> list[Sequence]:
         """Returns the sequences that get one token each in the next step. Returns none if proposals for so many cannot

@@ -270,7 +270,10 @@ class DecodeScheduler:
         ):  # otherwise a sequence was just preempted and must not return at once
             chunks += self._admit_waiting(budget)
             chunks = [chunk for chunk in chunks if chunk.sequence.pages]
-        return self._steps.launch(chunks)
+        return self._launch(chunks)
+
+    def _launch(self, chunks: list[ScheduledSequence]) -> StepPlan:
+        return self._steps.launch(chunks, self._proposals.wants_states(chunks))
 
     def _choose_bulk(self, bulk: BulkLimits, is_shared: bool) -> None:
         """Holds back the running bulk sequences beyond what the next step computes of them, and releases the others,
@@ -318,7 +321,7 @@ class DecodeScheduler:
         self._pages.extend_rows(without_room)
         for chunk in chunks:
             self._pages.extend(chunk)
-        plan = self._steps.launch([*chunks, *self._admit_waiting(budget, is_ahead=True)])
+        plan = self._launch([*chunks, *self._admit_waiting(budget, is_ahead=True)])
         if plan and has_bulk:
             self._turns.on_step(was_turn=not is_shared)
         return plan or None

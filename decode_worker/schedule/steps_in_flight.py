@@ -56,10 +56,11 @@ class StepsInFlight:
     def computes(self, sequence: Sequence) -> bool:
         return any(item.sequence is sequence for plan in self._plans for item in plan)
 
-    def launch(self, chunks: list[ScheduledSequence]) -> StepPlan:
-        """Returns the next step: one token for each row, and `chunks`. An empty step does not count as in flight."""
+    def launch(self, chunks: list[ScheduledSequence], taps: bool = True) -> StepPlan:
+        """Returns the next step: one token for each row, and `chunks`; see `StepPlan` for `taps`. An empty step does
+        not count as in flight."""
         self._num_steps += 1
-        plan = StepPlan(self._rows.launch(self._num_steps), chunks)
+        plan = StepPlan(self._rows.launch(self._num_steps), chunks, taps)
         if plan:
             self._plans.append(plan)
         return plan

@@ -149,9 +149,8 @@ class GraphRunner:
             on_start()
         self._graphs[size, adapted]()
         self.num_replays += 1
-        return ForwardOutput(
-            self._logits_BV[:count], None if self._states_BX is None else self._states_BX[:count].clone()
-        )
+        states_BX = self._states_BX if batch.taps else None
+        return ForwardOutput(self._logits_BV[:count], None if states_BX is None else states_BX[:count].clone())
 
     def _bucket_of(self, batch: Batch) -> int | None:
         meta = batch.meta

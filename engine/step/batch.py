@@ -47,6 +47,7 @@ class HostBatch:
     logit_rows_R: np.ndarray  # int64, batch row of its last token; then those of scored tokens
     scored: ScoredTokens | None = None
     adapter_T: np.ndarray | None = None  # int64, slot of each row's adapter, 0 for none; None: no row has one
+    taps: bool = True  # False: hidden states are not handed out, even if layers are tapped
 
     @property
     def max_context_len(self) -> int:
@@ -63,6 +64,7 @@ class Batch:
     sampled_places: tuple[int, ...]  # place in the caller's list of each row of logits
     meta: AttentionMetadata
     adapter_T: torch.Tensor | None = None  # int64, as in `HostBatch`
+    taps: bool = True  # as in `HostBatch`
 
 
 class ForwardOutput(NamedTuple):
@@ -113,7 +115,8 @@ def to_device(host: HostBatch, device: torch.device) -> Batch:
         lengths=Lengths(host.context_B, host.query_start_B1),
     )
     places = tuple(host.sampled_places.tolist())
-    return Batch(token_ids_T, positions_T, logit_rows_R, places, meta, adapter[0] if adapter else None)
+    adapter_T = adapter[0] if adapter else None
+    return Batch(token_ids_T, positions_T, logit_rows_R, places, meta, adapter_T, host.taps)
 
 
 def build_host_batch(work: Sequence[ScheduledSequence], page_size: int) -> HostBatch:

@@ -87,6 +87,8 @@ def prepare_step(
     awaited_rows = awaited_places = None
     if isinstance(work, StepPlan):
         awaited_rows, awaited_places = work.rows.awaited_rows, work.rows.awaited_places
+        if not work.taps:
+            host = replace(host, taps=False)
     rows, special = _sampling_rows(work, host)
     sampling = StepSampling.at(rows, special, vocab_size, eos_token_ids, awaited_rows)
     return PreparedStep(work, host, sampling, awaited_rows, awaited_places)

@@ -84,7 +84,7 @@ class ModelRunner:
             assert self._adapters is not None
             adapters = self._adapters.step(batch.adapter_T, self.ops)
         torch.get_num_threads()  # initializes a new thread's core count before parallel work
-        taps = self._model.make_taps(self._taps, len(batch.token_ids_T)) if self._taps else None
+        taps = self._model.make_taps(self._taps, len(batch.token_ids_T)) if self._taps and batch.taps else None
         logits_RV = self._model.forward(
             batch.token_ids_T,
             batch.positions_T,

@@ -47,6 +47,15 @@ class DraftProposer(Proposer, Protocol):
         """The kind of all its proposals."""
         ...
 
+    @property
+    def reads_states(self) -> bool:
+        """Returns whether it drafts from the target's hidden states, which steps then hand out."""
+        ...
+
+    def is_ready(self, sequence: Sequence) -> bool:
+        """Returns whether `propose` can draft for the sequence now."""
+        ...
+
     def predict_s(self, num_sequences: int) -> float | None:
         """Returns the seconds that one more token for each of that many sequences takes; None if never measured."""
         ...

@@ -36,6 +36,7 @@ _PLAIN_STEPS = 128  # two in this many steps propose nothing, so that the cost o
 _IDLE_STEPS = 8  # while nothing is proposed, one in this many steps is measured
 _DRAFT_PROBE_STEPS = 128  # after that many steps a few tokens are drafted even if it should not pay, as texts change
 _PROBE_TOKENS = 2  # tokens drafted, or verified for each sequence, to learn what that costs
+_AWAKE_STEPS = 16  # for this many steps after drafts have paid, hidden states are handed out
 
 
 @dataclass(slots=True)
@@ -93,9 +94,26 @@ class Speculator:
         self._num_unnoted = 0  # steps that the ledger has not recorded yet
         self._num_plain = 0  # plain steps since proposals were verified
         self._drafted_at = 0  # the step for which tokens were drafted last
+        self._rests_from = _DRAFT_PROBE_STEPS  # the step from which on no hidden states are handed out
         self._looked_s = 0.0  # seconds spent looking for proposals since the last step ended
 
     # Proposals.
+
+    def wants_states(self, num_sequences: int, has_chunks: bool) -> bool:
+        """Returns whether a step of that many sequences should hand out its hidden states: because drafts paid a short
+        time ago, or because the next step may try one. They cost time, so plain steps are measured without them.
+
+        `has_chunks`: whether the step computes chunks of prompts.
+        """
+        if self._draft is None or not self._draft.reads_states or self._always:
+            return True
+        is_awake = self._num_steps < self._rests_from
+        if has_chunks:
+            return is_awake
+        return (is_awake or self._is_probe_due(self._num_steps + 1)) and self.may_pay(num_sequences)
+
+    def _is_probe_due(self, step: int) -> bool:
+        return step >= self._drafted_at + _DRAFT_PROBE_STEPS
 
     def may_pay(self, num_sequences: int) -> bool:
         """Returns whether looking for proposals is worthwhile in a step of that many sequences."""
@@ -199,8 +217,12 @@ class Speculator:
         if not counts:
             return {}
         length = self._draft_length(draft, num_sequences, [*counts])
-        if not length and self._num_steps >= self._drafted_at + _DRAFT_PROBE_STEPS:
-            length, counts = _PROBE_TOKENS, dict([next(iter(counts.items()))])
+        if length:
+            self._rests_from = self._num_steps + _AWAKE_STEPS
+        elif self._is_probe_due(self._num_steps):
+            ready = next((sequence for sequence in counts if draft.is_ready(sequence)), None)
+            if ready is not None:
+                length, counts = _PROBE_TOKENS, {ready: counts[ready]}
         return {sequence: min(count, length) for sequence, count in counts.items()} if length else {}
 
     def _draft_length(self, draft: DraftProposer, num_sequences: int, sequences: Collection[Sequence]) -> int:
@@ -234,9 +256,12 @@ class Speculator:
         for rate in (state.rates[kind], self._rates[kind]):
             rate.observe(num_proposed, num_held)
 
-    def on_step(self, num_sequences: int, num_proposed: int, num_further: int, elapsed_s: float) -> None:
+    def on_step(
+        self, num_sequences: int, num_proposed: int, num_further: int, elapsed_s: float, tapped: bool = False
+    ) -> None:
         """Learns from a step that has ended. It computed the last token of `num_sequences` sequences and `num_proposed`
-        proposed tokens, no chunks of prompts, and yielded `num_further` tokens beyond one for each sequence.
+        proposed tokens, no chunks of prompts, and yielded `num_further` tokens beyond one for each sequence. `tapped`:
+        whether it handed out hidden states.
 
         `elapsed_s` is the whole time from the end of the step before, or from when there was something to do.
         """
@@ -244,7 +269,8 @@ class Speculator:
         self._num_unnoted += 1
         self._num_plain = 0 if num_proposed else self._num_plain + 1
         is_known = self._costs.knows(num_sequences)
-        is_idle = self._num_plain > 2 and not self._looked_s
+        is_tapped = tapped and is_known and not num_proposed and self._draft is not None and self._draft.reads_states
+        is_idle = self._num_plain > 2 and not self._looked_s and not is_tapped
         if is_idle and self._num_unnoted < _IDLE_STEPS and is_known:
             return
         looked_s, self._looked_s = self._looked_s, 0.0
@@ -253,6 +279,8 @@ class Speculator:
         computed_s, is_late = max(elapsed_s - looked_s, 1e-9), self._num_plain == 1 and is_known
         if is_late:  # a step after one that verified may be slower, and is no measure of plain ones
             self._costs.observe_late(num_sequences, computed_s)
+        elif is_tapped:
+            self._costs.observe_tapped(num_sequences, computed_s)
         else:
             self._costs.observe(num_sequences, num_proposed, computed_s)
         plain_s = self._costs.predict(num_sequences)
@@ -262,8 +290,12 @@ class Speculator:
             cost_s = looked_s + self._costs.predict(num_sequences, num_proposed)
             self._ledger.on_verified(cost_s, 1 + num_further / num_sequences, plain_s)
         else:
-            late_s = self._costs.predict_lateness(num_sequences) if is_late else 0.0
-            self._ledger.add(-looked_s - late_s, plain_s)
+            slower_s = 0.0
+            if is_late:
+                slower_s = self._costs.predict_lateness(num_sequences)
+            elif is_tapped:
+                slower_s = self._costs.predict_taps(num_sequences)
+            self._ledger.add(-looked_s - slower_s, plain_s)
 
     def forget(self, sequence: Sequence) -> None:
         self._states.pop(sequence, None)

@@ -71,12 +71,14 @@ class SpeculationCosts:
     """Keeps plain steps, which compute one token for each sequence, apart from those that verify proposals.
 
     The latter cost more than plain ones of as many tokens: their sequences have no rows, and their tokens are delivered
-    one by one. The first plain step after one of those counts as neither: it may find colder caches.
+    one by one. The first plain step after one of those counts as neither: it may find colder caches. Nor does a step
+    that verifies nothing but hands out hidden states.
     """
 
     def __init__(self) -> None:
         self._plain = StepCostTable()
         self._late = StepCostTable()  # first plain steps after verification
+        self._tapped = StepCostTable()  # other steps that verify nothing and hand out hidden states
         self._verifying: dict[int, StepCostTable] = {}  # by bits of the number of sequences
 
     def observe(self, num_sequences: int, num_proposed: int, elapsed_s: float) -> None:
@@ -94,6 +96,14 @@ class SpeculationCosts:
     def predict_lateness(self, num_sequences: int) -> float:
         """Returns by how many seconds the first plain step after verification is slower than others."""
         return max(0.0, self._late.predict(num_sequences) - self._plain.predict(num_sequences))
+
+    def observe_tapped(self, num_sequences: int, elapsed_s: float) -> None:
+        """Records a step that has verified nothing and handed out hidden states."""
+        self._tapped.observe(num_sequences, elapsed_s)
+
+    def predict_taps(self, num_sequences: int) -> float:
+        """Returns by how many seconds a step is slower that hands out hidden states."""
+        return max(0.0, self._tapped.predict(num_sequences) - self._plain.predict(num_sequences))
 
     @property
     def is_empty(self) -> bool:

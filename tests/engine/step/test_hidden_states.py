@@ -4,6 +4,7 @@ not change."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,12 @@ def test_each_sequence_gets_the_states_of_its_tokens(engine: Engine, folder: Pat
         torch.testing.assert_close(each.states_TX, wanted, atol=1e-4, rtol=1e-4)
 
 
+def test_no_states_are_kept_if_a_plan_wants_none(engine: Engine) -> None:
+    engine.runner.tap(TAPS)
+    rows, items = RowTable(8, EndConditions()).launch(1), [ScheduledSequence(make_sequence(engine, 9), 9)]
+    assert compute(engine, StepPlan(rows, items, taps=False)).hidden == {}
+
+
 def test_no_states_are_kept_without_a_tap(engine: Engine) -> None:
     table = RowTable(8, EndConditions())
     assert compute(engine, StepPlan(table.launch(1), [ScheduledSequence(make_sequence(engine, 9), 9)])).hidden == {}
@@ -122,6 +129,8 @@ def test_replayed_steps_hand_out_copies(engine: Engine, folder: Path) -> None:
     ]
     outputs = [graphs.forward(build_batch(work, 8, CPU)).states_TX for work in works]
     assert graphs.num_replays == 2
+    unwanted = replace(build_batch(works[0], 8, CPU), taps=False)
+    assert graphs.forward(unwanted).states_TX is None
     states_TX = expected_states(folder)
     for states, rows in zip(outputs, ([5, 9], [19]), strict=True):
         assert states is not None

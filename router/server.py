@@ -117,7 +117,7 @@ class RouterServer:
         limits = self._config.limits
         self._max_connections = connections_for(raise_file_limit(), limits)
         self.connections = ConnectionCounts(limits, self._max_connections, self._metrics)
-        self._metrics.loop_lag.start()
+        self._metrics.start()
         config = self._config
         sockets = [_listen(config.host, config.http_port, "http_port", shared=config.shares_ports)]
         self._grpc = self._make_grpc()
@@ -289,7 +289,7 @@ class RouterServer:
             stopping.append(self._picker.stop())
         await asyncio.gather(*stopping)
         await asyncio.gather(self._tasks.close(), *(each.end() for each in self._https))
-        self._metrics.loop_lag.stop()
+        self._metrics.stop()
         self.context.gate.close()
         await self.fleet.stop()
         for threads in (self._tokenizer, self._parsing, self.preparer):

@@ -23,7 +23,6 @@ from router.admission.interface import RequestUsage
 from router.api.prepare import RequestPreparer
 from router.metrics.admission_metrics import AdmissionMetrics
 from router.metrics.completion_counts import CompletionCounts
-from router.metrics.metrics import RouterMetrics
 from router.metrics.request_metrics import RequestMetrics
 from router.prepared_request import PreparedRequest
 
@@ -36,7 +35,8 @@ def _nothing(*_: object, **__: object) -> None:
     """Observes nothing."""
 
 
-_NO_HISTOGRAM = BoundHistogram(())  # its methods do nothing meanwhile
+_NO_HISTOGRAM = BoundHistogram(())
+_NO_HISTOGRAM.defer = _nothing
 
 
 def _no_gaps(requests: RequestMetrics, lane: Lane, num_prompt_tokens: int, tenant: str) -> BoundHistogram:
@@ -61,9 +61,7 @@ def _uncounted_end(
 _UNOBSERVED: tuple[_Replaced, ...] = (
     (BoundCounter, "inc", _nothing),
     (BoundHistogram, "observe", _nothing),
-    (BoundHistogram, "defer", _nothing),
     (RequestMetrics, "gaps", _no_gaps),
-    (RouterMetrics, "mispredicted", _nothing),
     (AdmissionMetrics, "passed", _nothing),
     (AdmissionMetrics, "spent", _nothing),
     (CompletionCounts, "first_token", _uncounted_first_token),

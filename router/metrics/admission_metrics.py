@@ -50,10 +50,11 @@ class AdmissionMetrics:
             series = self._spent[tenant] = self._tokens.bind(self._model, tenant)
         series.value += num_tokens
 
-    def fold(self) -> None:
-        """Observes the waits that have not been counted yet. Call it before rendering the metrics."""
+    def fold(self, at_least: int = 1) -> None:
+        """Observes the waits of a lane that have not been counted yet, if there are so many. Call it before rendering
+        the metrics."""
         for series in self._waits.values():
-            series.fold()
+            series.fold(at_least)
 
     def watch(
         self,

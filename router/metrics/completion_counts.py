@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Sequence
@@ -12,7 +13,6 @@ from penstock.v1 import common_pb2
 from router.admission.interface import RequestUsage
 from router.metrics.demand_report import DemandCounter
 from router.metrics.metrics import RouterMetrics
-from router.metrics.recent_requests import RecentRequests
 from router.metrics.request_metrics import EndedRequest
 from router.prepared_request import PreparedRequest
 from router.routing.policy.interface import PairChoice
@@ -22,18 +22,18 @@ log = logging.getLogger(__name__)
 
 
 class CompletionCounts:
-    """Records first tokens and ends in the metrics, the retry budget, the autoscaler's demand and the recent
-    requests."""
+    """Records first tokens and ends in the metrics, among them the recent requests, in the retry budget and in the
+    autoscaler's demand."""
 
     def __init__(self, metrics: RouterMetrics, retries: RetryBudget, demand: DemandCounter) -> None:
         self.metrics = metrics
         self._demand = demand
         self._retries = retries
-        self.recent = RecentRequests()
+        self._numbers = itertools.count(1)
 
     def first_token(self, request: PreparedRequest, ttft_s: float) -> None:
         num_prompt_tokens = len(request.token_ids)
-        self.metrics.requests.first_token(request.lane, num_prompt_tokens, request.tenant, ttft_s)
+        self.metrics.requests.first_token((request.lane._value_, num_prompt_tokens, request.tenant, ttft_s))
         self._demand.begin(num_prompt_tokens, ttft_s)
 
     def completion(
@@ -51,18 +51,18 @@ class CompletionCounts:
         """Counts, logs and returns completion `index` of a request, which ended after `num_tokens` tokens.
 
         `legs` are the decode workers that served it and `choices` the router's choices of worker pairs. The caller must
-        not change either afterwards.
+        not change these or `timing` afterwards.
         """
         trace, accepted_s = request.trace, request.accepted_s
         ended = EndedCompletion(
-            self.recent.last_number + 1,
+            next(self._numbers),
             request.request_id,
             index,
             request.lane,
             reason,
             len(request.token_ids),
             num_tokens,
-            timing.SerializeToString(),
+            timing,
             accepted_s,
             request.prepared_s,
             admitted_s,
@@ -71,10 +71,11 @@ class CompletionCounts:
             choices,
             trace.trace_id if trace is not None else "",
         )
-        self.recent.keep(ended)
+        metrics = self.metrics
+        metrics.recent.keep(ended)
+        metrics.requests.completion((ended, request.tenant))
         if trace is not None:
             trace.completions.append(ended)
-        self.metrics.requests.completion(ended, request.tenant)
         if log.isEnabledFor(logging.DEBUG):
             stages = ", ".join(f"{name} {ms:.1f} ms" for name, ms in stages_ms(ended).items())
             log.debug("%s [%d] %s: %s", request.request_id, index, reason, stages)

@@ -21,13 +21,14 @@ from router.metrics.collectors import (
     WorkerMetricsCollector,
 )
 from router.metrics.loop_lag import LoopLag
-from router.metrics.request_metrics import RequestMetrics
+from router.metrics.recent_requests import RecentRequests
+from router.metrics.request_metrics import BATCH, RequestMetrics
 from router.routing.costs.predictions import WorkerPredictionErrors
 from router.routing.index.prefix_index import PrefixIndex
 
 _DEFAULT_SLO = SloConfig()
 _LABELS = ["model_name"]
-_BATCH = 512
+_INTERVAL_S = 0.1  # so many completions are read at once that the code is in the processor's caches
 _ERROR_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 
 
@@ -62,7 +63,9 @@ class RouterMetrics:
         )
         self.requests = RequestMetrics(self._request_registry, model, slo, tenant_labels)
         self.admission = AdmissionMetrics(registry, model)
+        self.recent = RecentRequests()
         self.loop_lag = LoopLag(registry, model)
+        self._catching_up: asyncio.TimerHandle | None = None
         errors = HistogramFamily(
             "penstock:prediction_error_seconds",
             "Absolute difference between a stage's actual and predicted time",
@@ -133,11 +136,9 @@ class RouterMetrics:
     def mispredicted(self, queue_s: float, prefill_s: float, transfer_s: float) -> None:
         """Observes by how much the queue, prefill and transfer times of a completion were mispredicted."""
         self._errors_s.append((queue_s, prefill_s, transfer_s))
-        if len(self._errors_s) >= _BATCH:
-            self._fold_errors()
 
-    def _fold_errors(self) -> None:
-        if self._errors_s:
+    def _fold_errors(self, at_least: int = 1) -> None:
+        if len(self._errors_s) >= at_least:
             values, self._errors_s = np.array(self._errors_s).ravel(), []
             observe_all(self._mispredicted, np.arange(len(values)) % len(self._mispredicted), values)
 
@@ -152,6 +153,28 @@ class RouterMetrics:
 
     def traced(self, result: str, num_requests: int) -> None:
         self._traces.labels(self._model, result).inc(num_requests)
+
+    def start(self) -> None:
+        """Begins to count events every 100 ms, and to measure the event loop's lag. Call it on the event loop."""
+        self.loop_lag.start()
+        self._keep_up(asyncio.get_running_loop())
+
+    def stop(self) -> None:
+        self.loop_lag.stop()
+        if self._catching_up is not None:
+            self._catching_up.cancel()
+            self._catching_up = None
+
+    def _keep_up(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._catching_up = loop.call_later(_INTERVAL_S, self._keep_up, loop)
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Releases what ended completions hold, and counts events that have become many."""
+        self.requests.catch_up()
+        self.recent.catch_up()
+        self.admission.fold(BATCH)
+        self._fold_errors(BATCH)
 
     def render(self) -> bytes:
         """Returns the text exposition format."""

@@ -7,11 +7,12 @@ observed once: vLLM's is the sum of the other's series.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,11 +42,11 @@ _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.1
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 131072)
 _PROMPT_BOUNDS = (1024, 8192, 32768)  # tokens; the lower bounds of all classes but the first
 _PROMPT_CLASSES = ("below 1k", "1k to 8k", "8k to 32k", "32k and more")
-BATCH = 512  # requests counted at a time, which takes 3 ms; in batches of 16 each takes several times as long
+BATCH = 512  # events counted at a time with numpy, which takes 1 ms; in batches of 16 each takes several times as long
 _ARRAYS = Arithmetic(np.maximum, np.minimum, np.where)
 _TRANSFER_STAGES = (Stage.TRANSFER, Stage.DECODE_QUEUE)  # only completions with a transfer have them
-_REDISPATCHED = StageMoments._fields.index("redispatched")
 _RESULTS = {True: "met", False: "missed"}
+_Event = TypeVar("_Event")
 
 
 class EndedRequest(NamedTuple):
@@ -74,11 +75,22 @@ class _CompletionSeries:
     ended: BoundCounter
 
 
+@dataclass(slots=True)
+class _ReadCompletions:
+    """Holds what the metrics need of completions, in the order in which they ended, until it is counted."""
+
+    numbers: dict[_CompletionKey, int] = field(default_factory=dict)  # of the series that each kind is counted in
+    which: list[int] = field(default_factory=list)  # each completion's series
+    times: array[float] = field(default_factory=lambda: array("d"))  # each completion's `StageMoments`
+    counts: array[float] = field(default_factory=lambda: array("d"))  # pages moved?, tokens, preemptions, migrations
+
+
 class RequestMetrics:
     """Binds each series when it is first used. Use it on the router's event loop only.
 
-    Serving a request costs only an append per event: first tokens, completions and ended requests are kept in lists of
-    at most `BATCH`, and gaps between tokens in their series, until `fold` counts them.
+    Serving a request costs only an append per event: `first_token`, `completion`, `request` and what `gaps` returns
+    keep events in lists. `catch_up`, called every 100 ms, reads the completions and counts whatever has reached
+    `BATCH` events; `fold` counts everything.
     """
 
     def __init__(self, registry: CollectorRegistry, model: str, slo: SloConfig, num_tenants: int = 0) -> None:
@@ -86,9 +98,17 @@ class RequestMetrics:
         self._model = model
         self._slo = slo
         self._tenants = TenantLabel(num_tenants)
-        self._first_tokens: list[tuple[str, int, str, float]] = []  # lane, prompt tokens, tenant, seconds
+        self._first_tokens: list[tuple[str, int, str, float]] = []
         self._completions: list[tuple[EndedCompletion, str]] = []
         self._requests: list[EndedRequest] = []
+        # Bound methods of lists: a method in Python, which is rarely in the processor's caches, takes 2 us more.
+        # The lane's value, the number of prompt tokens, the tenant, and the seconds to a completion's first token.
+        self.first_token: Callable[[tuple[str, int, str, float]], None] = self._first_tokens.append
+        # An ended completion, which must not change afterwards, and its tenant.
+        self.completion: Callable[[tuple[EndedCompletion, str]], None] = self._completions.append
+        # A request that ended with an answer; its generated tokens are counted elsewhere.
+        self.request: Callable[[EndedRequest], None] = self._requests.append
+        self._read = _ReadCompletions()
         self._completion_series: dict[_CompletionKey, _CompletionSeries] = {}
         self._make_token_families(registry)
         self._make_completion_families(registry)
@@ -177,43 +197,29 @@ class RequestMetrics:
                 for result in _RESULTS.values():
                     self._targets.bind(self._model, lane.value, result)
 
-    def first_token(self, lane: Lane, num_prompt_tokens: int, tenant: str, ttft_s: float) -> None:
-        """Observes the time to a completion's first token."""
-        self._first_tokens.append((lane._value_, num_prompt_tokens, tenant, ttft_s))
-        if len(self._first_tokens) >= BATCH:
-            self.fold()
-
     def gaps(self, lane: Lane, num_prompt_tokens: int, tenant: str) -> BoundHistogram:
-        """Returns the histogram, in seconds, that the stream of such a request observes its inter-token gaps in."""
+        """Returns the histogram, in seconds, in which the stream of such a request observes its inter-token gaps."""
         prompt = prompt_class(num_prompt_tokens)
         return self._gap_s.bind(self._model, lane.value, prompt, *self._tenants.values(tenant))
 
-    def completion(self, ended: EndedCompletion, tenant: str) -> None:
-        """Counts an ended completion: its stages and times, where its prompt was computed, and the cache hits that the
-        router's last choice of a pair predicted. The caller must not change it afterwards.
-        """
-        self._completions.append((ended, tenant))
-        if len(self._completions) >= BATCH:
-            self.fold()
-
-    def request(self, ended: EndedRequest) -> None:
-        """Counts a request that ended with an answer, except for its generated tokens."""
-        self._requests.append(ended)
-        if len(self._requests) >= BATCH:
+    def catch_up(self) -> None:
+        """Reads the completions that have ended, and counts the events if they are many."""
+        self._read_completions()
+        self._gap_s.fold(BATCH)
+        if max(len(self._first_tokens), len(self._read.which), len(self._requests)) >= BATCH:
             self.fold()
 
     def fold(self) -> None:
         """Counts all events that have not been counted yet. Call it before rendering the metrics."""
-        first_tokens, self._first_tokens = self._first_tokens, []
-        completions, self._completions = self._completions, []
-        requests, self._requests = self._requests, []
+        self._read_completions()
         self._gap_s.fold()
-        if first_tokens:
-            self._count_first_tokens(first_tokens)
-        if completions:
-            self._count_completions(completions)
-        if requests:
-            self._count_requests(requests)
+        if self._first_tokens:
+            self._count_first_tokens(_taken(self._first_tokens))
+        if self._read.which:
+            read, self._read = self._read, _ReadCompletions()
+            self._count_completions(read)
+        if self._requests:
+            self._count_requests(_taken(self._requests))
 
     def _count_first_tokens(self, waiting: Sequence[tuple[str, int, str, float]]) -> None:
         numbers: dict[tuple[str, str, tuple[str, ...]], int] = {}  # index in `series` below
@@ -224,32 +230,29 @@ class RequestMetrics:
         series = [self._first_token_s.bind(self._model, lane, prompt, *labels) for lane, prompt, labels in numbers]
         observe_all(series, np.array(which), np.array([ttft_s for *_, ttft_s in waiting]))
 
-    def _count_completions(self, waiting: Sequence[tuple[EndedCompletion, str]]) -> None:
-        numbers: dict[_CompletionKey, int] = {}  # index in `series` below
-        which, rows, moved, num_tokens = [], [], [], []
-        num_preemptions = num_migrations = num_redispatches = 0.0
-        count_place, labels_of = self._places.count, self._tenants.values
-        for ended, tenant in waiting:
+    def _read_completions(self) -> None:
+        """Reads what the metrics need of the ended completions, which the metrics then no longer keep alive."""
+        read = self._read
+        numbers, labels_of, count_place = read.numbers, self._tenants.values, self._places.count
+        for ended, tenant in _taken(self._completions):
             timing, num_prompt_tokens, choices = ended.timing, ended.num_prompt_tokens, ended.choices
             is_remote = timing.prefill_worker not in ("", timing.decode_worker)
             lane, reason = ended.lane._value_, ended.finish_reason._value_  # enums are slow to hash
             key = (lane, prompt_class(num_prompt_tokens), is_remote, reason, labels_of(tenant))
-            which.append(numbers.setdefault(key, len(numbers)))
-            rows.append(moments := stage_moments(ended, timing))
-            moved.append(has_transfer(timing))
-            num_tokens.append(ended.num_tokens)
-            num_preemptions += timing.num_preemptions
-            num_migrations += timing.num_migrations
-            num_redispatches += moments[_REDISPATCHED]
+            read.which.append(numbers.setdefault(key, len(numbers)))
+            read.times.extend(stage_moments(ended, timing))
+            read.counts.extend((has_transfer(timing), ended.num_tokens, timing.num_preemptions, timing.num_migrations))
             count_place(num_prompt_tokens, timing, is_remote, choices[-1] if choices else None)
-        self._preemptions.inc(num_preemptions)
-        self._migrations.inc(num_migrations)
-        self._redispatches.inc(num_redispatches)
+
+    def _count_completions(self, read: _ReadCompletions) -> None:
+        times = np.frombuffer(read.times).reshape(-1, len(StageMoments._fields)).T
+        moved, num_tokens, num_preemptions, num_migrations = np.frombuffer(read.counts).reshape(-1, 4).T
+        self._preemptions.inc(float(num_preemptions.sum()))
+        self._migrations.inc(float(num_migrations.sum()))
+        self._redispatches.inc(float(StageMoments(*times).redispatched.sum()))
         self._places.add_up()
-        series = [self._series_of(key) for key in numbers]
-        self._observe_completions(
-            series, np.array(which), np.array(rows, float).T, np.array(moved), np.array(num_tokens)
-        )
+        series = [self._series_of(key) for key in read.numbers]
+        self._observe_completions(series, np.array(read.which), times, moved > 0, num_tokens)
 
     def _observe_completions(
         self,
@@ -257,7 +260,7 @@ class RequestMetrics:
         which: Ints,
         times: Floats,
         moved: NDArray[np.bool_],
-        num_tokens: Ints,
+        num_tokens: Floats,
     ) -> None:
         """Observes a batch of completions; the last axis of each array is the completion.
 
@@ -319,6 +322,13 @@ class RequestMetrics:
         )
         for (lane, met, labels), count in results.items():
             self._targets.bind(self._model, lane, _RESULTS[met], *labels).inc(count)
+
+
+def _taken(events: list[_Event]) -> list[_Event]:
+    """Returns the events of a list, which it empties."""
+    taken = events[:]
+    events.clear()
+    return taken
 
 
 def prompt_class(num_tokens: int) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from penstock.config.autoscaler import SloConfig
 from penstock.types import FinishReason, Lane
@@ -51,7 +52,7 @@ def completions(draw: st.DrawFn) -> EndedCompletion:
         draw(st.sampled_from(list(FinishReason))),
         draw(st.sampled_from([1, 512, 2000, 100_000])),
         draw(st.integers(0, 5)),
-        draw(TIMINGS).SerializeToString(),
+        draw(TIMINGS),
         BEGAN_S,
         draw(st.sampled_from([0.0, prepared_s])),
         admitted_s,
@@ -74,9 +75,9 @@ def count(metrics: RequestMetrics, ended: EndedCompletion) -> None:
     """Counts all metrics of a request with one completion."""
     num_prompt_tokens, timing = ended.num_prompt_tokens, ended.timing
     sizes = (num_prompt_tokens, timing.cached_tokens, ended.num_tokens)
-    metrics.first_token(ended.lane, num_prompt_tokens, "t", timing.first_token_ms / 1e3)
+    metrics.first_token((ended.lane.value, num_prompt_tokens, "t", timing.first_token_ms / 1e3))
     metrics.gaps(ended.lane, num_prompt_tokens, "t").defer(timing.decode_ms / 1e3)
-    metrics.completion(ended, "t")
+    metrics.completion((ended, "t"))
     metrics.request(EndedRequest(ended.lane, "t", *sizes, timing.first_token_ms, timing.decode_ms, ended.end_ms / 1e3))
 
 
@@ -102,7 +103,7 @@ def test_stages_equal_the_waterfalls_in_the_librarys_histogram(ended: Sequence[E
     labels = ("model_name", "lane", "stage", "prompt", "pool")
     library = Histogram("penstock:stage_seconds", "x", labels, buckets=request_metrics._STAGE_S, registry=theirs)
     for each in ended:
-        metrics.completion(each, "")
+        metrics.completion((each, ""))
         pool = "prefill" if each.timing.prefill_worker == "prefill-0" else "decode"
         for stage, interval in zip(Stage, stage_intervals(each), strict=True):
             series = library.labels("m", each.lane.value, stage.value, prompt_class(each.num_prompt_tokens), pool)
@@ -114,20 +115,42 @@ def test_stages_equal_the_waterfalls_in_the_librarys_histogram(ended: Sequence[E
     assert {key: found[key] for key in expected} == pytest.approx(expected)
 
 
+async def test_a_started_router_counts_without_scrapes() -> None:
+    metrics = RouterMetrics("m")
+    metrics.start()
+    for _ in range(600):
+        metrics.requests.first_token(("bulk", 9, "t", 0.1))
+    async with asyncio.timeout(60):
+        while 'count{model_name="m"} 600.0' not in read_only(metrics):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    metrics.stop()
+    assert metrics._catching_up is None
+
+
+def read_only(metrics: RouterMetrics) -> str:
+    """Returns the request metrics without what has not been counted yet."""
+    return generate_latest(metrics._request_registry).decode()
+
+
 def test_pending_counts_are_bounded_without_scrapes() -> None:
     metrics = RouterMetrics("m")
-    timing = common_pb2.Timing(first_token_ms=1.0, decode_ms=1.0).SerializeToString()
+    timing = common_pb2.Timing(first_token_ms=1.0, decode_ms=1.0)
     ended = EndedCompletion(
         1, "r", 0, Lane.BULK, FinishReason.STOP, 9, 2, timing, time.monotonic(), 0.0, 0.0, 0.0, (), (), ""
     )
-    waiting = []
-    for _ in range(1000):
-        count(metrics.requests, ended)
+    requests, gaps = metrics.requests, metrics.requests.gaps(Lane.BULK, 9, "t")
+    for number in range(1, 1001):
+        metrics.recent.keep(ended._replace(number=number))
+        count(requests, ended)
         metrics.mispredicted(0.1, 0.1, 0.1)
-        requests = metrics.requests
-        lists = (requests._first_tokens, requests._completions, requests._requests, metrics._errors_s)
-        waiting.append(max(map(len, (*lists, requests.gaps(Lane.BULK, 9, "t")._deferred))))
-    assert max(waiting) < 512 <= len(waiting)
+        if number % 10 == 0:
+            metrics.catch_up()
+            assert not requests._completions
+            assert not metrics.recent._new
+            lists = (requests._first_tokens, requests._read.which, requests._requests, metrics._errors_s)
+            assert max(map(len, (*lists, gaps._deferred))) < 512
+    assert 'vllm:request_success_total{finished_reason="stop",model_name="m"} 520.0' in read_only(metrics)
+    assert [row["number"] for row in metrics.recent.after(998, 9)] == [999, 1000]
     text = metrics.render().decode()
     assert 'vllm:request_success_total{finished_reason="stop",model_name="m"} 1000.0' in text
     assert 'vllm:inter_token_latency_seconds_count{model_name="m"} 1000.0' in text

@@ -138,12 +138,14 @@ def test_pending_ends_are_counted_at_a_scrape_or_in_batches_and_none_is_lost() -
 async def test_the_event_loop_runs_while_metrics_are_rendered() -> None:
     metrics = RouterMetrics("m", 20)
     for tenant in range(30):
-        metrics.requests.first_token(Lane.BULK, 10, str(tenant), 0.1)
+        metrics.requests.first_token((Lane.BULK.value, 10, str(tenant), 0.1))
         metrics.requests.request(ended_request(str(tenant)))
     rendering, num_turns = asyncio.create_task(metrics.render_aside()), 0
     while not rendering.done():
         num_turns += 1
-        metrics.requests.first_token(Lane(list(Lane)[num_turns % 3]), 10, "another", 0.1)  # new series appear meanwhile
+        metrics.requests.first_token(
+            (list(Lane)[num_turns % 3].value, 10, "another", 0.1)
+        )  # new series appear meanwhile
         await asyncio.sleep(0)
     assert num_turns > 1
     expected = metrics.render().decode()
@@ -155,8 +157,8 @@ async def test_the_event_loop_runs_while_metrics_are_rendered() -> None:
 def test_vllms_histogram_is_the_sum_over_lanes_and_prompt_lengths() -> None:
     registry = CollectorRegistry()
     metrics = RequestMetrics(registry, "m", SloConfig())
-    metrics.first_token(Lane.BULK, 10, "", 0.004)
-    metrics.first_token(Lane.STANDARD, 10_000, "", 0.02)
+    metrics.first_token((Lane.BULK.value, 10, "", 0.004))
+    metrics.first_token((Lane.STANDARD.value, 10_000, "", 0.02))
     metrics.gaps(Lane.BULK, 10, "").observe(0.003, 5)
     metrics.fold()
     text = generate_latest(registry).decode()
@@ -237,7 +239,7 @@ def test_the_label_tenant_is_bounded_and_off_by_default() -> None:
     registry = CollectorRegistry()
     metrics = RequestMetrics(registry, "m", SloConfig(), num_tenants=2)
     for tenant in ("a", "b", "c", "d", "a"):
-        metrics.first_token(Lane.BULK, 10, tenant, 0.004)
+        metrics.first_token((Lane.BULK.value, 10, tenant, 0.004))
         metrics.gaps(Lane.BULK, 10, tenant).observe(0.003)
         metrics.request(ended_request(tenant))
     metrics.fold()

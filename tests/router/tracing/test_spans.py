@@ -204,7 +204,7 @@ async def test_without_an_endpoint_nothing_is_traced() -> None:
         assert router.server.context.tracer is None
         metadata = (("traceparent", CALLER.format(flags="01")),)
         await collect(router.stub.Generate(request(PROMPT, max_tokens=2), metadata=metadata))
-        (ended,) = router.server.context.counts.recent.find(worker.submits[0].request_id)
+        (ended,) = router.server.context.metrics.recent.find(worker.submits[0].request_id)
     assert ended.trace_id == ""
 
 

@@ -22,7 +22,7 @@ def ended(timing: common_pb2.Timing, *legs: WorkerLeg) -> EndedCompletion:
         FinishReason.LENGTH,
         100,
         11,
-        timing.SerializeToString(),
+        timing,
         BEGAN_S,
         BEGAN_S + 0.002,
         BEGAN_S + 0.005,

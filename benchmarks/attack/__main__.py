@@ -190,7 +190,7 @@ def rows(outcomes: list[AttackOutcome], bounds: Bounds) -> list[Row]:
 
 def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the deployment ends with this process
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.attack", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="ATTACK", help="by default all")
     parser.add_argument("--list", action="store_true", help="list the attacks and end")
     parser.add_argument("--pause", type=float, default=Bounds().pause_s, help="longest pause of the router, in seconds")

@@ -222,7 +222,7 @@ def verdict(soak_counts: SoakCounts, quiet: list[Readings]) -> list[str]:
 
 def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.attack.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--rounds", type=int, default=8, help="quiet moments in which everything is read")
     parser.add_argument("--seed", type=int, default=1)

@@ -213,7 +213,7 @@ def node_killed(follower: StatusFollower, ray_nodes: LocalRayNodes) -> list[Row]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster.faults", description=__doc__)
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kill-every", type=float, default=10.0, metavar="SECONDS")

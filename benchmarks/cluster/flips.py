@@ -173,7 +173,7 @@ def report(num_changes: int, num_streams: int, streams: ClientStreams, changes: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster.flips", description=__doc__)
     parser.add_argument("--changes", type=int, default=50)
     parser.add_argument("--streams", type=int, default=6, help="streams at a time")
     arguments = parser.parse_args()

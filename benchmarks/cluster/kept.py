@@ -114,7 +114,11 @@ def rows(kept: Resumed, lost: Resumed) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cluster.kept",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--rounds", type=int, default=1, help="deployments of each kind, alternating")
     parser.add_argument("--repeats", type=int, default=5, help="kills for each length of prompt in each deployment")
     arguments = parser.parse_args()

@@ -131,7 +131,7 @@ def rows(cold: StartTimes, warm: StartTimes) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster.startup", description=__doc__)
     parser.add_argument("--rounds", type=int, default=2, help="deployments of each kind, alternating")
     parser.add_argument("--repeats", type=int, default=2, help="in each deployment")
     arguments = parser.parse_args()

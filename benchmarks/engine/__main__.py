@@ -257,7 +257,9 @@ def limit_to(name: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=5, help="rounds in which all subjects are measured")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of every subject")
     parser.add_argument("--only", type=re.compile, default="", help="regular expression of the workloads to measure")

@@ -118,7 +118,11 @@ def rows_of(model: Path, folder: Path, rank: int) -> list[Row]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.engine.adapters",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()
     model = random_llama()
     with tempfile.TemporaryDirectory(prefix="penstock-adapters-") as folder:
         rows = [row for rank in (8, 16) for row in rows_of(model, Path(folder), rank)]

@@ -27,7 +27,7 @@ def sample(subject: str, folder: str, num_threads: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine.first_token", description=__doc__)
     parser.add_argument("subject", choices=["penstock", "transformers"])
     parser.add_argument("folder", help="the checkpoint's folder")
     parser.add_argument("num_threads", type=int)

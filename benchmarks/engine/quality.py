@@ -126,7 +126,11 @@ def kv_rows(kv: torch.Tensor) -> Iterator[Row]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.engine.quality",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()
     torch.set_num_threads(2)
     prompts = texts(num_texts=8, num_tokens=384)
     rows = []

@@ -82,7 +82,7 @@ def measure(name: str, of_kind: dict[str, list[TileLinear]], num_rounds: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine.quantized_cpu", description=__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()

@@ -76,7 +76,7 @@ def _session(record: TraceRecord) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine.retention", description=__doc__)
     parser.add_argument("--dry-run", action="store_true", help="print the table and write nothing")
     options = parser.parse_args()
     rows: list[Row] = []

@@ -140,7 +140,11 @@ def step_rows(engine: Engine) -> list[Row]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.engine.structured",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()
     larger = load(larger_model())
     rows = [row for count in BATCHES[:2] for row in itl_rows(larger, "135M", count, STEPS // 3)]
     larger.close()

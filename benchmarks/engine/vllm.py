@@ -63,7 +63,7 @@ def serve(folder: str, bursts: TextIO, answers: TextIO) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine.vllm", description=__doc__)
     parser.add_argument("folder", help="the checkpoint's folder")
     folder = parser.parse_args().folder
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")

@@ -86,7 +86,7 @@ def memory_floor(num_bytes: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine.weights", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)

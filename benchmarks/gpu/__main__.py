@@ -154,7 +154,7 @@ def _rows_in(file: Path) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--rehearse", action="store_true", help="without a GPU, at toy shapes; TRITON_INTERPRET=1")
     parser.add_argument(
         "--seconds", type=float, default=400, help="no section starts after this time; default: %(default)s"

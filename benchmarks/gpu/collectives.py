@@ -64,7 +64,7 @@ def _time_rank(bench: BenchDevice, shard: Shard, folder: Path) -> list[tuple[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.collectives", description=__doc__)
     parser.add_argument("rank", type=int)
     parser.add_argument("num_ranks", type=int)
     parser.add_argument("folder", type=Path, help="where the ranks meet")

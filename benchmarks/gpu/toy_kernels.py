@@ -10,7 +10,7 @@ from engine.kernels.backends import select_backend, select_ops
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.toy_kernels", description=__doc__)
     parser.add_argument("--rehearse", action="store_true", help="run them in Triton's interpreter")
     bench: BenchDevice = RehearsalDevice() if parser.parse_args().rehearse else ToyDevice()
     backend = select_backend("triton", bench.device)

@@ -177,7 +177,7 @@ def tune(bench: BenchDevice, file: Path, shapes: list[str] | None = None, second
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.tune", description=__doc__)
     parser.add_argument("--shape", action="append", help="query heads/KV heads/head dim; may be given several times")
     parser.add_argument("--ship", action="store_true", help="write into the package instead of the cache folder")
     parser.add_argument("--file", type=Path, help="write there")

@@ -104,7 +104,9 @@ def measure_all(studies: Sequence[WorkloadStudy], options: argparse.Namespace, v
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.modes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     known = list(workloads())
     add("--workload", nargs="+", choices=known, default=known, help="default: all")

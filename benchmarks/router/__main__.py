@@ -201,7 +201,9 @@ def _memory_mb(target: Target) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.router", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="measure only the shortest prompts and write no result")
     parser.add_argument("--sglang-python", help="python of an environment that has sglang-router")
     given = parser.parse_args()

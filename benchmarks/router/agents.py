@@ -101,7 +101,11 @@ def measure(limit: int) -> tuple[str, list[Row], list[Curves]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.router.agents",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--limit", type=int, default=1500, help="replay only the first requests")
     workload, rows, curves = measure(parser.parse_args().limit)
     publish("agents", workload, rows, curves=curves)

@@ -182,7 +182,11 @@ def _check(fleet: BusyFleet) -> None:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.router.choice",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()
     publish(
         "choice",
         f"{2 * NUM_EACH} workers, {NUM_PAGES:,} indexed pages, prompts of {PROMPT_PAGES * PAGE_SIZE:,} tokens",

@@ -127,7 +127,11 @@ async def measure_kind(kind: ChatKind, num_streams: int, num_tokens: int, step_s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.router.http_streams",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256, help="of each stream")
     parser.add_argument("--step-ms", type=float, default=8.0)

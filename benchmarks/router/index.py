@@ -71,7 +71,11 @@ def chain(rng: random.Random, length: int) -> list[PageHash]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.router.index",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()
     workload = f"{NUM_WORKERS} workers, {NUM_PAGES:,} pages, prompts of {PROMPT_PAGES} pages, one thread"
     publish("index", workload, rows())
 

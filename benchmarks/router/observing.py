@@ -163,7 +163,11 @@ async def measure(loads: Mapping[str, RouterLoad], num_rounds: int, modes: Seque
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.router.observing",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--requests", type=int, default=BATCH, help="in each mode in each round")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 128], help="of the answers; default: 1 and 128")

@@ -177,7 +177,11 @@ def main() -> None:
         "http-worker": serve_http_worker,
         "http-load": load_http,
     }
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.router.peers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("kind", choices=list(work))
     parser.add_argument("settings", type=json.loads, help="arguments of the kind, as a JSON object")
     given = parser.parse_args()

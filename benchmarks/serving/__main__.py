@@ -121,7 +121,9 @@ def rows_of(found: Figures) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--requests", type=int, default=NUM_REQUESTS)
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))

@@ -182,7 +182,11 @@ def rows_of(without: Measured, beside: Measured) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving.bulk",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each kind")
     parser.add_argument("--requests", type=int, default=24, help="interactive requests of a round")
     parser.add_argument("--rate", type=float, default=1.0, help="interactive requests a second")

@@ -95,7 +95,11 @@ def rows_of(case: LatencyCase) -> tuple[list[Row], list[Curves]]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.serving.latency",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()
     with print_duration():
         cases = [
             LatencyCase("bundled", BUNDLED, prompt_tokens=128, output_tokens=64),

@@ -133,7 +133,11 @@ def rows_of(case: StageCase, found: dict[Place, list[FirstTokens]]) -> list[Row]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving.stages",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--requests", type=int, default=40)
     options = parser.parse_args()
     cases = [

@@ -162,7 +162,11 @@ async def _over_link(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.transfer.pulls",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     options = parser.parse_args()

@@ -134,7 +134,11 @@ async def measure(folder: Path, rounds: int, lengths: Sequence[int]) -> tuple[li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.transfer.stored",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     options = parser.parse_args()

@@ -101,7 +101,7 @@ class RequestMetrics:
         self._first_tokens: list[tuple[str, int, str, float]] = []
         self._completions: list[tuple[EndedCompletion, str]] = []
         self._requests: list[EndedRequest] = []
-        # Bound methods of lists: a method in Python, which is rarely in the processor's caches, takes 2 us more.
+        # Methods of lists, which cost less than methods in Python.
         # The lane's value, the number of prompt tokens, the tenant, and the seconds to a completion's first token.
         self.first_token: Callable[[tuple[str, int, str, float]], None] = self._first_tokens.append
         # An ended completion, which must not change afterwards, and its tenant.

@@ -55,4 +55,7 @@ def test_a_module_imports_and_a_program_prints_its_help(
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(name, run_name="__main__")
     assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith("usage: ")
+    usage = capsys.readouterr().out
+    assert usage.startswith(
+        "usage: " if name in _PARSED_BY_ANOTHER else f"usage: python -m {name.removesuffix('.__main__')} "
+    )

@@ -19,7 +19,7 @@ from tests.support.plain_processes import Deployment
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv-conformance", help="where the suites are installed")
     parser.add_argument(
         "--suites",

@@ -1,10 +1,10 @@
 "use strict";
 // Requests the router's state once a second and shows it. Keeps the last five minutes.
 
-const KEPT_S = 300, RECENT_S = 60, MOVING_S = 10, BUCKET_S = 5, FEW = 8, MANY = 24, MAX_EDGES = 60;
+const KEPT_S = 300, RECENT_S = 60, MOVING_S = 10, LOST_S = 60, BUCKET_S = 5, FEW = 8, MANY = 24, MAX_EDGES = 60;
 const $ = (id) => document.getElementById(id);
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-const kept = { requests: [], counts: [], last: 0, router: "", state: null, chosen: null };
+const kept = { requests: [], counts: [], workers: new Map(), last: 0, router: "", state: null, chosen: null };
 
 let token = sessionStorage.getItem("metrics-token") || "";
 
@@ -39,7 +39,19 @@ function meets(request, slo) {
   return request.first_token_ms <= ttft && (each === null || each <= slo.itl_s * 1000);
 }
 
+// Adds the workers that vanished within the last minute without leaving, until their successors appear.
+function addLost(state) {
+  const now = state.unix_time_s, names = new Set(state.workers.map((each) => each.id));
+  for (const worker of state.workers) kept.workers.set(worker.id, { worker, at: now });
+  for (const [id, { worker, at }] of kept.workers) {
+    if (names.has(id)) continue;
+    if (worker.leaving || now - at > LOST_S) kept.workers.delete(id);
+    else state.workers.push({ ...worker, ready: false, lost: true, running: 0, waiting: 0, queued_prefill_tokens: 0, free_pages: worker.pages });
+  }
+}
+
 function remember(state) {
+  addLost(state);
   const now = state.unix_time_s;
   kept.last = state.last_request;
   kept.router = state.router;  // routers may share a port: the page then shows the requests of all that have answered
@@ -132,7 +144,7 @@ function bar(kind, share) {
 function describe(worker) {
   const used = worker.pages ? Math.round(100 * (1 - worker.free_pages / worker.pages)) : 0;
   const parts = [`${worker.id} on ${worker.host || "an unknown machine"}`,
-    worker.ready && worker.avoided ? "is avoided because requests to it have failed" : worker.ready ? "takes requests" : worker.leaving ? "is leaving" : "takes no requests",
+    worker.ready && worker.avoided ? "is avoided because requests to it have failed" : worker.ready ? "takes requests" : worker.leaving ? "is leaving" : worker.lost ? "is lost" : "takes no requests",
     `${worker.running} running`, `${worker.waiting} waiting`, `${used} % of ${worker.pages} pages in use`];
   if (worker.queued_prefill_tokens) parts.push(`${worker.queued_prefill_tokens} prompt tokens to compute`);
   if (worker.step_ms) parts.push(`${milliseconds(worker.step_ms)} a step`);
@@ -148,7 +160,7 @@ function showWorker(worker, box, isSmall) {
   const name = document.createElement("b"), note = document.createElement("small");
   const role = `${worker.role}-`;
   name.textContent = isSmall && worker.id.startsWith(role) ? worker.id.slice(role.length) : worker.id;
-  note.textContent = worker.leaving ? "leaving" : !worker.ready ? "away" : worker.avoided ? "avoided"
+  note.textContent = worker.leaving ? "leaving" : worker.lost ? "lost" : !worker.ready ? "away" : worker.avoided ? "avoided"
     : worker.role === "prefill" ? `${worker.running} running, ${plain(worker.queued_prefill_tokens)} tokens wait`
       : `${worker.running} running, ${worker.waiting} waiting`;
   const batch = worker.role === "prefill" ? Math.min(1, worker.queued_prefill_tokens / 8192)

@@ -107,6 +107,27 @@ def test_the_page_fits_a_phone(page: Page) -> None:
 
 
 @needs_browser
+def test_a_worker_that_vanishes_is_shown_as_lost_unless_it_was_leaving(page: Page) -> None:
+    """A controller removes a dead worker from the membership at once."""
+    shown = page.evaluate(
+        """(() => {
+          const without = (names) => ({ ...kept.state, requests: [],
+            workers: kept.state.workers.filter((each) => !names.includes(each.id)) });
+          kept.state.workers.find((each) => each.id === "decode-0").leaving = true;
+          remember(without([]));
+          remember(without(["decode-0", "decode-1"]));
+          show(kept.state);
+          const figure = [...document.querySelectorAll("#figures strong")].at(-1).textContent;
+          return [figure, ...[...document.querySelectorAll(".worker")].map((box) => box.textContent + box.className)];
+        })()"""
+    )
+    figure, *boxes = shown
+    assert figure == "1 of 2"
+    assert [box for box in boxes if box.startswith("decode")] == ["decode-1lostworker away"]
+    page.wait_for("document.querySelectorAll('.worker:not(.away)').length === 3")  # once it is back
+
+
+@needs_browser
 def test_a_killed_worker_is_shown_as_away(page: Page, workers: dict[str, Process]) -> None:
     """Runs last, because the worker stays dead."""
     workers["decode-1"].kill()

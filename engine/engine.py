@@ -279,11 +279,12 @@ class Engine:
             forward: Forward = partial(self.runner.run, on_layer=on_layer)
             if pending is not None:
                 forward = self._masks.beside(pending, forward)
-            return forward(to_device(host, self.kv_pages.device)).logits_RV
+            return forward(to_device(replace(host, taps=False), self.kv_pages.device)).logits_RV
 
     def prepare(self, work: Sequence[ScheduledSequence]) -> PreparedStep:
         """Returns all that `compute` needs of a step that is not empty; the sequences may change afterwards."""
-        return prepare_step(work, self.layout.page_size, self.model.vocab_size, self.model.eos_token_ids)
+        taps_last = self.runner.taps_last
+        return prepare_step(work, self.layout.page_size, self.model.vocab_size, self.model.eos_token_ids, taps_last)
 
     def announce(self, step: PreparedStep) -> None:
         """Lets other ranks start on a step as soon as they can.
@@ -407,9 +408,8 @@ def _log_loaded(engine: Engine, part: ModelPart) -> None:
         f", {engine.num_ranks} ranks" if engine.ranks is not None else "",
     )
     if part.model.num_prediction_layers:
-        log.warning(
-            "%s has %d layers that predict further tokens (MTP), which are not loaded: tokens are proposed by "
-            "prompt lookup or by decode.draft_model",
+        log.info(
+            '%s has %d layers that predict further tokens (MTP); decode.draft_model = "mtp" drafts with the first one',
             part.config.model,
             part.model.num_prediction_layers,
         )

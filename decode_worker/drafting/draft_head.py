@@ -23,7 +23,8 @@ import torch
 from decode_worker.drafting.draft_rows import NewTokens, lay_out, num_missing_pages
 from engine.cache.page_pool import OutOfPages, PagePool
 from engine.engine import Engine
-from engine.models.heads.head_loader import HeadRunner, load_head
+from engine.models.heads.head_loader import HeadRunner, load_head, load_mtp
+from engine.models.heads.mtp_config import MTP
 from engine.sampling.row_params import SamplingRows
 from engine.sampling.sampler import sample_rows
 from engine.step.batch import to_device
@@ -98,10 +99,10 @@ def _positions(states: HiddenStates) -> range:
 class DraftHead:
     """Implements `DraftProposer`. Owns the head's pages and the entries of each sequence."""
 
-    kind = ProposalKind.EAGLE3
     reads_states = True
 
-    def __init__(self, runner: HeadRunner, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, runner: HeadRunner, kind: ProposalKind, clock: Callable[[], float] = time.monotonic) -> None:
+        self.kind = kind
         self._runner = runner
         self._pool = PagePool(runner.num_pages)
         self._clock = clock
@@ -110,11 +111,15 @@ class DraftHead:
 
     @classmethod
     def load(cls, folder: str, target_folder: str, engine: Engine) -> DraftHead:
-        """Loads the head of an engine's model, with as many pages, and taps the engine's hidden states. Call it before
-        graphs are captured. Blocks. Raises CheckpointError or ConfigError."""
-        runner = load_head(folder, engine, target_folder, engine.pool.num_pages)
-        log.info("loaded the EAGLE-3 head %s", folder)
-        return cls(runner)
+        """Loads a head of an engine's model, or with `MTP` its own, with as many pages, and taps the engine's hidden
+        states. Call it before graphs are captured. Blocks. Raises CheckpointError or ConfigError."""
+        if folder == MTP:
+            runner, kind = load_mtp(engine, target_folder, engine.pool.num_pages), ProposalKind.MTP
+            log.info("loaded the layer of %s that predicts further tokens (MTP)", target_folder)
+        else:
+            runner, kind = load_head(folder, engine, target_folder, engine.pool.num_pages), ProposalKind.EAGLE3
+            log.info("loaded the EAGLE-3 head %s", folder)
+        return cls(runner, kind)
 
     def observe(self, sequence: Sequence, states: HiddenStates) -> None:
         """Takes the hidden states of tokens that a step has computed for a sequence, once the step is recorded."""

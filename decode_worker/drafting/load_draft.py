@@ -8,6 +8,7 @@ from decode_worker.drafting.draft_head import DraftHead
 from decode_worker.drafting.draft_model import DraftModel
 from engine.engine import Engine
 from engine.models.heads.head_config import is_head
+from engine.models.heads.mtp_config import MTP
 from engine.step.speculation.speculator import Speculator
 from penstock.config import DecodeConfig, EngineConfig
 
@@ -20,7 +21,7 @@ def load_draft(folder: str, target: EngineConfig, engine: Engine) -> Draft:
 
     Raises ConfigError for one that cannot draft for the target, and CheckpointError for a folder that cannot be served.
     """
-    if is_head(folder):
+    if folder == MTP or is_head(folder):
         return DraftHead.load(folder, target.model, engine)
     return DraftModel.load(folder, target, engine.pool.num_pages)
 

@@ -95,7 +95,7 @@ def plan_memory(
     _check_pool(config, device, layout, num_pages * layout.page_bytes, left)
     drafts = 0
     if draft_model is not None:
-        drafts = draft_bytes(draft_model, config, model, layout, device.type, num_pages)
+        drafts = draft_bytes(draft_model, config, model, layout, device, num_pages)
         _check_draft(draft_model, drafts, device, left - num_pages * layout.page_bytes)
     if context is not None:
         _check_context(config, context, num_pages, _held_pages(model, layout, context), layout, device, left)

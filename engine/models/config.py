@@ -57,7 +57,7 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     revision: str  # changes whenever the configuration or the weights do
     generation_defaults: Mapping[str, float | int] = field(default_factory=dict)
-    num_prediction_layers: int = 0  # stored after the last layer, to predict further tokens; not run
+    num_prediction_layers: int = 0  # stored after the last layer, to predict further tokens
     has_image_parts: bool = False  # the folder also holds what reads images, which is not served
     scheme: WeightScheme | None = None  # None: the checkpoint's weights are plain
 

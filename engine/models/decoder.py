@@ -53,7 +53,7 @@ class Decoder:
         self._own_vocab = group.shard.span(config.vocab_size)
         self._embedding_VD = reader.read(EMBEDDING)
         own = shard_model(config, group.shard)
-        self._layers = [_Layer(own, reader, layer, config, group) for layer in range(config.num_layers)]
+        self._layers = [DecoderLayer(own, reader, layer, config, group) for layer in range(config.num_layers)]
         self._norm_D = read_norm(reader.read(FINAL_NORM), config.family.norm_offset)
         self._head = Linear(reader.head(HEAD, self._embedding_VD if config.tie_embeddings else None))
         self._dense_shape = DenseShape(
@@ -77,7 +77,7 @@ class Decoder:
         del embedding_VD, head
         own = shard_model(config, self._group.shard)
         for index, layer in enumerate(self._layers):
-            copy_weights(layer, _Layer(own, reader, index, config, self._group))
+            copy_weights(layer, DecoderLayer(own, reader, index, config, self._group))
         overwrite(self._norm_D, read_norm(reader.read(FINAL_NORM), config.family.norm_offset))
 
     def fuse(
@@ -116,14 +116,16 @@ class Decoder:
         adapters: RowAdapters | None = None,
         on_start: Callable[[], None] | None = None,
         taps: HiddenTaps | None = None,
+        all_rows: bool = False,
     ) -> torch.Tensor:
         """Returns logits [R, V] of the tokens at `sampled_rows_R`, and writes the batch's K and V into `layer_pools`
-        and its hidden states into `taps`.
+        and its hidden states into `taps`: after all layers, those behind the final norm, for which `all_rows` lets the
+        last layer compute every token. All ranks pass the same `all_rows`.
 
         Calls `on_start()` before it computes, and `on_layer(n)` when the K and V of the first n layers are written (on
         a GPU: when the writes are launched).
         `stack` is the result of `fuse`."""
-        if stack is not None:
+        if stack is not None and not all_rows:
             slot_T = None if adapters is None else adapters.slot_T
             output_RX = stack.forward(token_ids_T, positions_T, sampled_rows_R, meta, on_layer, on_start, slot_T, taps)
             return output_RX if stack.has_head else self._head(output_RX)
@@ -140,19 +142,28 @@ class Decoder:
             mixed_TA = layer.attention.attend(x_TD, inputs[index], layer_pools[index], attention, ops, own)
             if on_layer is not None:
                 on_layer(index + 1)
-            if index + 1 == len(self._layers):  # from here on only the sampled rows matter
+            is_last = index + 1 == len(self._layers)
+            if is_last and not all_rows:  # from here on only the sampled rows matter
                 if not len(sampled_rows_R):
                     return residual_TD.new_empty((0, self._vocab_size))
                 mixed_TA, residual_TD = mixed_TA[sampled_rows_R], residual_TD[sampled_rows_R]
                 own = None if adapters is None else adapters.select(sampled_rows_R).layer(index)
-                next_norm_D: torch.Tensor | None = self._norm_D
-            else:
-                next_norm_D = self._layers[index + 1].input_norm_D
+            next_norm_D = self._norm_D if is_last else self._layers[index + 1].input_norm_D
             x_TD = self._group.sum(multiply(layer.attention.out, mixed_TA, own, "out"))
             x_TD, residual_TD = self._add(ops, x_TD, residual_TD, layer.attention_output_norm_D, layer.mlp_norm_D)
             x_TD = self._group.sum(layer.feed_forward(x_TD, ops, own))
             x_TD, residual_TD = self._add(ops, x_TD, residual_TD, layer.mlp_output_norm_D, next_norm_D)
-        return self._join_logits(self._cap(self._head(x_TD)))
+        if taps is not None:
+            taps.keep(len(self._layers), x_TD)
+        if all_rows:
+            if not len(sampled_rows_R):
+                return x_TD.new_empty((0, self._vocab_size))
+            x_TD = x_TD[sampled_rows_R]
+        return self.project(x_TD)
+
+    def project(self, x_RD: torch.Tensor) -> torch.Tensor:
+        """Returns the logits [R, V] of hidden states behind the final norm; all ranks must call it."""
+        return self._join_logits(self._cap(self._head(x_RD)))
 
     def _cap(self, logits_RV: torch.Tensor) -> torch.Tensor:
         if self._softcap is None:
@@ -199,7 +210,7 @@ class Decoder:
         return joined_RV[:, : self._vocab_size]
 
 
-class _Layer:
+class DecoderLayer:
     """A layer: attention, feed-forward, and the norms before and after each."""
 
     def __init__(

@@ -152,7 +152,7 @@ FAMILIES = (
         "deepseek_v3",
         experts=DEEPSEEK_V3,
         latent=True,
-        # Layers that predict further tokens are not run, and their weights are not read.
+        # Layers that predict further tokens only draft: see `engine.models.heads.mtp`.
         keys=EXPERT_KEYS | DEEPSEEK_KEYS | LATENT_KEYS | PREDICTION_KEYS | {"norm_topk_prob", "rope_interleave"},
     ),
     Family(  # Phi-3, Phi-3.5 and Phi-4, text only

@@ -48,6 +48,7 @@ class HostBatch:
     scored: ScoredTokens | None = None
     adapter_T: np.ndarray | None = None  # int64, slot of each row's adapter, 0 for none; None: no row has one
     taps: bool = True  # False: hidden states are not handed out, even if layers are tapped
+    all_rows: bool = False  # the last layer computes all tokens, not only the sampled ones
 
     @property
     def max_context_len(self) -> int:
@@ -65,6 +66,7 @@ class Batch:
     meta: AttentionMetadata
     adapter_T: torch.Tensor | None = None  # int64, as in `HostBatch`
     taps: bool = True  # as in `HostBatch`
+    all_rows: bool = False  # as in `HostBatch`
 
 
 class ForwardOutput(NamedTuple):
@@ -116,7 +118,7 @@ def to_device(host: HostBatch, device: torch.device) -> Batch:
     )
     places = tuple(host.sampled_places.tolist())
     adapter_T = adapter[0] if adapter else None
-    return Batch(token_ids_T, positions_T, logit_rows_R, places, meta, adapter_T, host.taps)
+    return Batch(token_ids_T, positions_T, logit_rows_R, places, meta, adapter_T, host.taps, host.all_rows)
 
 
 def build_host_batch(work: Sequence[ScheduledSequence], page_size: int) -> HostBatch:

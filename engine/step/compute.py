@@ -81,14 +81,20 @@ class PreparedStep:
 
 
 def prepare_step(
-    work: Seq[ScheduledSequence], page_size: int, vocab_size: int, eos_token_ids: Collection[int]
+    work: Seq[ScheduledSequence],
+    page_size: int,
+    vocab_size: int,
+    eos_token_ids: Collection[int],
+    taps_last: bool = False,
 ) -> PreparedStep:
+    """`taps_last`: hidden states after the last layer are handed out, if the plan wants any."""
     host = build_host_batch(work, page_size)
     awaited_rows = awaited_places = None
     if isinstance(work, StepPlan):
         awaited_rows, awaited_places = work.rows.awaited_rows, work.rows.awaited_places
-        if not work.taps:
-            host = replace(host, taps=False)
+    taps = not isinstance(work, StepPlan) or work.taps
+    if not taps or taps_last:
+        host = replace(host, taps=taps, all_rows=taps)
     rows, special = _sampling_rows(work, host)
     sampling = StepSampling.at(rows, special, vocab_size, eos_token_ids, awaited_rows)
     return PreparedStep(work, host, sampling, awaited_rows, awaited_places)

@@ -48,13 +48,22 @@ class ModelRunner:
         return getattr(self.attention, "fallback", self.attention).name == "triton"
 
     def tap(self, num_layers: Sequence[int]) -> None:
-        """Returns from now on each token's hidden states after these numbers of layers. Call it before graphs are
-        captured."""
+        """Returns from now on each token's hidden states after these numbers of layers: after all of them, those behind
+        the final norm. Call it before graphs are captured."""
         self._taps = num_layers
+
+    @property
+    def taps_last(self) -> bool:
+        """Returns whether hidden states after the last layer are wanted."""
+        return len(self._layer_pools) in self._taps
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Returns the embedding of tokens, [T, D]; all ranks must call it."""
         return self._model.embed(token_ids_T)
+
+    def project(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """See `Decoder.project`."""
+        return self._model.project(hidden_RD)
 
     def forward(
         self,
@@ -98,5 +107,6 @@ class ModelRunner:
             adapters,
             on_start,
             taps,
+            batch.all_rows,
         )
         return ForwardOutput(logits_RV, None if taps is None else taps.states_TX)

@@ -67,7 +67,7 @@ class DecodeConfig(FrozenConfig):
     """Most tokens proposed to a sequence at a time."""
     draft_model: str | None = None
     """Checkpoint folder of a small model with the same tokenizer, or of an EAGLE-3 head of the model, which proposes
-    tokens where no text repeats.
+    tokens where no text repeats; `mtp` is the model's own layer that predicts further tokens.
     """
     watermark: float = Field(0.02, ge=0, lt=1)
     """Share of the pages kept free for running sequences."""

@@ -11,10 +11,12 @@ from safetensors import safe_open
 from engine.cache.pool_memory import allocate_pool
 from engine.engine import Engine
 from engine.kernels.metadata import KvLayer
-from engine.layers.linear import can_multiply
+from engine.layers.linear import Linear, can_multiply
 from engine.models.heads.eagle3 import Eagle3Head, Embed
 from engine.models.heads.head_config import HEAD_EMBEDDING, HEAD_MAP, HeadConfig
-from engine.models.shapes import EMBEDDING
+from engine.models.heads.mtp import MtpHead, Product
+from engine.models.heads.mtp_config import MtpConfig
+from engine.models.shapes import EMBEDDING, HEAD, Shapes
 from engine.step.batch import Batch
 from engine.weights.checkpoint import list_weight_files, read_headers
 from engine.weights.reader import WeightReader
@@ -26,7 +28,9 @@ _UNREAD = frozenset({HEAD_EMBEDDING, HEAD_MAP, "t2d"})
 class HeadRunner:
     """A head bound to its KV pages, which have one layer, and to its target, whose hidden states it taps."""
 
-    def __init__(self, head: Eagle3Head, config: HeadConfig, engine: Engine, num_pages: int) -> None:
+    def __init__(
+        self, head: Eagle3Head | MtpHead, config: HeadConfig | MtpConfig, engine: Engine, num_pages: int
+    ) -> None:
         layer, layout = config.layer, engine.layout
         self.page_size, self.num_pages = layout.page_size, num_pages
         self.device = device = engine.kv_pages.device
@@ -69,7 +73,7 @@ def load_head(folder: str, engine: Engine, target_folder: str, num_pages: int) -
     target_ids_W = _read_map(Path(folder), config).to(device) if config.has_map else None
     embed: Embed | None = None
     if not config.has_embedding:
-        embed = engine.runner.embed if engine.num_ranks == 1 else _read_embedding(engine, target_folder, dtype, device)
+        embed = engine.runner.embed if engine.num_ranks == 1 else _read_embedding(engine, target_folder)
     with WeightReader(
         Path(folder),
         config.shapes(),
@@ -83,13 +87,46 @@ def load_head(folder: str, engine: Engine, target_folder: str, num_pages: int) -
     return HeadRunner(head, config, engine, num_pages)
 
 
-def _read_embedding(engine: Engine, folder: str, dtype: torch.dtype, device: torch.device) -> Embed:
-    """Returns a look-up in a copy of the target's embedding, of which each rank holds only a part."""
-    path = Path(folder)
-    others = frozenset(read_headers(list_weight_files(path)))
-    shapes = {EMBEDDING: (engine.model.vocab_size, engine.model.hidden_size)}
-    with WeightReader(path, shapes, dtype=dtype, device=device, can_multiply=can_multiply, optional=others) as reader:
-        embedding_VD = reader.read(EMBEDDING)
+def load_mtp(engine: Engine, target_folder: str, num_pages: int) -> HeadRunner:
+    """Loads the layer of an engine's model that predicts further tokens. Blocks.
+
+    Raises ConfigError for a model without one, CheckpointError if the checkpoint does not hold its tensors.
+    """
+    config = MtpConfig.of(engine.model, target_folder)
+    embed: Embed = engine.runner.embed
+    project: Product = engine.runner.project
+    if engine.num_ranks > 1:
+        embed = _read_embedding(engine, target_folder)
+        project = Linear(_read_copy(engine, target_folder, EMBEDDING if config.layer.tie_embeddings else HEAD))
+    with _open(engine, Path(target_folder), config.shapes()) as reader:
+        head = MtpHead(config, reader, engine.max_context, engine.kv_pages.device, embed, project)
+    return HeadRunner(head, config, engine, num_pages)
+
+
+def _open(engine: Engine, folder: Path, shapes: Shapes) -> WeightReader:
+    """Returns a reader of a few of a target's tensors."""
+    stored = read_headers(list_weight_files(folder))
+    prefixes = {f"{name.removesuffix('.weight')}." for name in shapes}
+    others = frozenset(name for name in stored if not name.startswith(tuple(prefixes)))
+    return WeightReader(
+        folder,
+        shapes,
+        dtype=getattr(torch, engine.layout.dtype),
+        device=engine.kv_pages.device,
+        can_multiply=can_multiply,
+        optional=others,
+        scheme=engine.model.scheme,
+    )
+
+
+def _read_copy(engine: Engine, folder: str, name: str) -> torch.Tensor:
+    """Returns the target's whole embedding or output head, of which each rank holds only a part."""
+    with _open(engine, Path(folder), {name: (engine.model.vocab_size, engine.model.hidden_size)}) as reader:
+        return reader.read(name)
+
+
+def _read_embedding(engine: Engine, folder: str) -> Embed:
+    embedding_VD = _read_copy(engine, folder, EMBEDDING)
     return lambda token_ids_T: F.embedding(token_ids_T, embedding_VD)
 
 

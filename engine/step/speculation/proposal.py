@@ -17,6 +17,7 @@ class ProposalKind(Enum):
     SHORT_MATCH = "prompt_lookup_short"
     DRAFT = "draft_model"
     EAGLE3 = "eagle3"
+    MTP = "mtp"
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ _FIRST_RATES = {
     ProposalKind.SHORT_MATCH: 0.5,
     ProposalKind.DRAFT: 0.7,
     ProposalKind.EAGLE3: 0.7,
+    ProposalKind.MTP: 0.7,
 }
 _FLEET_DECAY = 0.98  # factor by which earlier observations of all sequences shrink with each proposal
 _GATE_STEPS = 16  # for this many steps, the answer to whether proposals could pay at all is reused

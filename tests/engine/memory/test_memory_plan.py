@@ -37,6 +37,7 @@ from penstock.sizing.accelerators import ACCELERATORS
 from penstock.sizing.model_shape import shape_from_config
 from simulator.costs.roofline import held_shape
 from tests.support.engine.checkpoints import FAMILIES, make_checkpoint
+from tests.support.engine.mtp_layers import make_mtp_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 BUNDLED = ROOT / "models" / "penstock-tiny"
@@ -320,28 +321,32 @@ def test_the_command_prints_a_plan_or_the_problem(capsys: pytest.CaptureFixture[
     assert "a page of 16" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["penstock-tiny-draft", "penstock-tiny-eagle3"])
+@pytest.mark.parametrize("name", ["penstock-tiny-draft", "penstock-tiny-eagle3", "deepseek_v3", "glm4_moe"])
 def test_a_draft_counts_with_its_pages(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    folder = BUNDLED.with_name(name)
+    model, folder = BUNDLED, str(BUNDLED.with_name(name))
+    if name in FAMILIES:
+        model, folder = make_mtp_checkpoint(name, tmp_path / name), "mtp"
     settings = {"dtype": "float32", "page_size": 16, "num_pages": 40}
-    config = EngineConfig.model_validate({"model": str(BUNDLED), **settings})
+    config = EngineConfig.model_validate({"model": str(model), **settings})
     engine = Engine.load(config)
-    draft = load_draft(str(folder), config, engine)
+    draft = load_draft(folder, config, engine)
     if isinstance(draft, DraftModel):
         held = [*tensors_of(draft._engine.runner._model).values(), draft._engine.kv_pages]
     else:
-        found = tensors_of([draft._runner._head, draft._runner._kv]).values()
-        held = [tensor for tensor in found if tensor.is_floating_point()]  # not the map of its vocabulary
+        target = tensors_of(engine.runner._model)  # an MTP layer shares its embedding and output head
+        found = tensors_of([draft._runner._head, draft._runner._kv]).items()
+        # Without the map of its vocabulary.
+        held = [tensor for key, tensor in found if tensor.is_floating_point() and key not in target]
     num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in held)
     draft.close()
     engine.close()
-    assert plan_memory(config, HOST, draft_model=str(folder)).draft_bytes == num_bytes
+    assert plan_memory(config, HOST, draft_model=folder).draft_bytes == num_bytes
     assert plan_memory(config, HOST).draft_bytes == 0
     file = tmp_path / "serve.toml"
     file.write_text(
         f'[engine]\ndtype = "float32"\nnum_pages = 40\n[decode]\nspeculation = "auto"\ndraft_model = "{folder}"\n'
     )
-    ask = ["plan-memory", str(BUNDLED), "--config", str(file), "--device"]
+    ask = ["plan-memory", str(model), "--config", str(file), "--device"]
     assert main([*ask, "cpu:2GiB"]) == 0
     assert "with its pages" in capsys.readouterr().out
     assert main([*ask, "cpu:2GiB", "--role", "prefill"]) == 0

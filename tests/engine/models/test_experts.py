@@ -74,10 +74,14 @@ def test_a_bias_affects_the_choice_of_experts_but_not_their_weights() -> None:
 
 
 def test_layers_that_predict_further_tokens_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     folder = make_checkpoint("deepseek_v3", tmp_path, num_hidden_layers=4)
     edit(folder, num_hidden_layers=3, num_nextn_predict_layers=1, num_mtp_layers=...)
     Engine.load(EngineConfig(model=str(folder), num_pages=4, page_size=8))
-    assert "has 1 layers that predict further tokens (MTP), which are not loaded" in caplog.text
+    assert (
+        'has 1 layers that predict further tokens (MTP); decode.draft_model = "mtp" drafts with the first one'
+        in caplog.text
+    )
     edit(folder, num_nextn_predict_layers=0)
     with pytest.raises(CheckpointError, match=r"model.layers.3.* is not part of the model"):
         Engine.load(EngineConfig(model=str(folder), num_pages=4, page_size=8))

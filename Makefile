@@ -137,7 +137,7 @@ REQUESTS ?= 1000000
 simulate-scale: setup
 	$(PY) -m simulator.scale --workers $(WORKERS) --requests $(REQUESTS)
 
-# Two shapes of deployment, about two minutes each, on an idle machine.
+# Three rounds of two shapes of deployment, three to four minutes each, on an idle machine.
 validate-simulator: setup
 	for shape in disaggregated colocated; do $(PY) -m benchmarks.validation --shape $$shape || exit 1; done
 

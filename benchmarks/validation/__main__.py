@@ -1,8 +1,9 @@
 """Compares predicted with measured figures: `python -m benchmarks.validation [--shape disaggregated] [--seconds 15]`.
 
 Measures a deployment of the bundled model: calibration traffic, five workloads, a stalled link and a kill. Then fits
-costs to the calibration and predicts the rest in virtual time. Each shape takes about three minutes; results of a shape
-replace its earlier ones. Measurements stay in `build/validation`, and `--predict-only` predicts them again.
+costs to the calibration and predicts the rest in virtual time. Each round of a shape takes three to four minutes and
+has requests of its own; the latencies of all rounds are judged together. `--round` measures one of them. Measurements
+stay in `build/validation`, and `--predict-only` predicts them again. Results of a shape replace its earlier ones.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from benchmarks.common.process_group import ROOT
 from benchmarks.common.report import RESULTS, percentile, write_result
 from benchmarks.validation.measured import measure_shape
 from benchmarks.validation.predicted import predict_shape
-from benchmarks.validation.runs import SHAPES, Latencies, Measurement, deployments
+from benchmarks.validation.runs import SHAPES, Latencies, Measurement, deployments, pool
 from simulator.costs.cost_file import write_costs
 
 _DOCS = ROOT / "docs" / "simulator.md"
 _BEGIN, _END = "<!-- validation -->", "<!-- end of validation -->"
 _BUILD = ROOT / "build" / "validation"
+_ROUNDS = 3
 # figure -> largest relative error
 _BOUNDS = {"TTFT p50": 0.15, "TTFT p99": 0.3, "ITL p50": 0.15, "ITL p99": 0.3, "tokens/s": 0.15}
 
@@ -34,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.validation", description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, action="append", help="may be repeated; default: all")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each workload")
+    parser.add_argument(
+        "--round", type=int, choices=range(10), action="append", help="may be repeated; default: 0 to 2"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="of runs that other programs disturb, in each round")
     parser.add_argument("--predict-only", action="store_true", help="measure nothing, read the earlier measurements")
     parser.add_argument("--build", type=Path, default=_BUILD, help="folder of the measurements")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -41,13 +47,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     for shape in args.shape or SHAPES:
         if not args.predict_only:
-            asyncio.run(measure_shape(shape, args.seconds)).save(args.build)
-        seen = Measurement.load(args.build, shape)
-        profile, expected = predict_shape(seen)
-        write_costs(profile, args.build / f"costs-{shape}.json")
-        compared = [run.name for _, runs in deployments(shape, seen.seconds) for run in runs if run.is_compared]
-        rows = [row for name in compared for row in compare(shape, name, seen.runs[name], expected[name])]
-        publish(rows, seen.machine, args.results, args.docs)
+            for round in args.round or range(_ROUNDS):
+                asyncio.run(measure_shape(shape, round, args.seconds, args.repeats)).save(args.build)
+        rounds = Measurement.load_rounds(args.build, shape)
+        predicted = []
+        for one in rounds:
+            profile, expected = predict_shape(one)
+            write_costs(profile, args.build / f"costs-{shape}-{one.round}.json")
+            predicted.append(expected)
+        first = rounds[0]
+        compared = [run.name for _, runs in deployments(shape, first.seconds, 0) for run in runs if run.is_compared]
+        rows = []
+        for name in compared:
+            seen = pool([one.runs[name] for one in rounds])
+            rows += compare(shape, name, seen, pool([each[name] for each in predicted]))
+        publish(rows, first.machine, args.results, args.docs)
     return 0
 
 

@@ -31,7 +31,6 @@ _VOCAB_SIZE = 2048
 _TIMEOUT_S = 60.0
 _WATCH_TIMEOUT_S = 600.0
 _DISTURBED = 0.03  # share of the cores that other programs may take during a run
-_MAX_REPEATS = 3  # of all runs of a shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,26 +61,26 @@ def real_system(num_prefill: int, num_decode: int) -> Iterator[RealSystem]:
         yield RealSystem(router, dict(zip(roles, started, strict=True)), roles)
 
 
-async def measure_shape(shape: str, seconds: float) -> Measurement:
-    """Measures every run of a shape, and records the steps of each. Repeats a few of those that other programs
-    disturb, and keeps the least disturbed.
+async def measure_shape(shape: str, round: int, seconds: float, max_repeats: int) -> Measurement:
+    """Measures every run of a shape, and records the steps of each. Repeats at most `max_repeats` runs that other
+    programs disturb, and keeps the least disturbed try.
     """
     num_repeats = 0
     runs: dict[str, Latencies] = {}
     records: dict[str, list[StepRecord]] = {}
-    for sizes, planned in deployments(shape, seconds):
+    for sizes, planned in deployments(shape, seconds, round):
         with real_system(*sizes) as system:
             for run in planned:
-                tries = [await _try(system, run, f"{shape} {run.name}")]
-                while tries[-1].others_share > _DISTURBED and num_repeats < _MAX_REPEATS and not run.fault:
+                tries = [await _try(system, run, f"{shape} {round} {run.name}")]
+                while tries[-1].others_share > _DISTURBED and num_repeats < max_repeats and not run.fault:
                     num_repeats += 1
-                    tries.append(await _try(system, run, f"{shape} {run.name} {num_repeats}"))
+                    tries.append(await _try(system, run, f"{shape} {round} {run.name} {num_repeats}"))
                 best = min(tries, key=lambda one: one.others_share)
                 if run.fault is None or run.fault.stall_s is not None:  # the times of a killed worker are lost
                     best.found.others_share = best.others_share
                 runs[run.name], records[run.name] = best.found, best.records
     machine = {"date": today(), "hardware": hardware(), "versions": versions()}
-    return Measurement(shape, seconds, machine, records, runs)
+    return Measurement(shape, round, seconds, machine, records, runs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ def predict_shape(seen: Measurement) -> tuple[CostProfile, dict[str, Latencies]]
     """Returns the costs fitted to the calibration, and what they predict for every run."""
     profile: CostProfile | None = None
     expected: dict[str, Latencies] = {}
-    for sizes, runs in deployments(seen.shape, seen.seconds):
+    for sizes, runs in deployments(seen.shape, seen.seconds, seen.round):
         spec = fleet_spec(*sizes)
         profile = profile or fit_profile(seen)
         system = PredictedSystem(spec.with_costs(profile))

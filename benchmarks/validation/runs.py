@@ -20,6 +20,7 @@ CALIBRATIONS = (
     "calibration",
     "calibration again",
 )  # the first and the last run, as the speed of a machine drifts
+_SEEDS_A_ROUND = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +60,28 @@ class Latencies:
         return self.num_tokens / self.elapsed_s if self.elapsed_s else 0.0
 
 
+def pool(rounds: Sequence[Latencies]) -> Latencies:
+    """Returns the latencies of all rounds as those of one run."""
+    pooled = Latencies()
+    for one in rounds:
+        pooled.ttft_s += one.ttft_s
+        pooled.itl_s += one.itl_s
+        pooled.hops_s += one.hops_s
+        pooled.num_tokens += one.num_tokens
+        pooled.num_failed += one.num_failed
+        pooled.num_elsewhere += one.num_elsewhere
+        pooled.elapsed_s += one.elapsed_s
+    shares = [one.others_share for one in rounds if one.others_share is not None]
+    pooled.others_share = max(shares, default=None)
+    return pooled
+
+
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The latencies and the step records of a shape's runs, by name of the run."""
+    """The latencies and the step records of one round of a shape's runs, by name of the run."""
 
     shape: str
+    round: int
     seconds: float  # of each workload
     machine: Mapping[str, Any]  # date, hardware and versions
     records: dict[str, list[StepRecord]]
@@ -71,11 +89,19 @@ class Measurement:
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{self.shape}.json").write_text(json.dumps(asdict(self)) + "\n")
+        (folder / f"{self.shape}-{self.round}.json").write_text(json.dumps(asdict(self)) + "\n")
 
     @classmethod
-    def load(cls, folder: Path, shape: str) -> Measurement:
-        data = json.loads((folder / f"{shape}.json").read_text())
+    def load_rounds(cls, folder: Path, shape: str) -> list[Measurement]:
+        """Returns every round of a shape in the folder, of which there must be one."""
+        found = [cls._load(path) for path in sorted(folder.glob(f"{shape}-[0-9].json"))]
+        if not found:
+            raise FileNotFoundError(f"{folder} has no measurement of {shape}; measure without --predict-only")
+        return found
+
+    @classmethod
+    def _load(cls, path: Path) -> Measurement:
+        data = json.loads(path.read_text())
         records = {name: list(map(_record, found)) for name, found in data.pop("records").items()}
         runs = {name: Latencies(**run) for name, run in data.pop("runs").items()}
         return cls(**data, records=records, runs=runs)
@@ -85,34 +111,36 @@ def _record(data: Mapping[str, Any]) -> StepRecord:
     return StepRecord(Role(data["role"]), data["has_prompts"], StepTotals(**data["totals"]))
 
 
-def fitted_runs(seconds: float) -> list[PlannedRun]:
+def fitted_runs(seconds: float, round: int = 0) -> list[PlannedRun]:
     """Returns the runs that costs are fitted to, of which the last follows the workloads and the first only warms up.
 
     No workload repeats their prompts.
     """
+    seed = round * _SEEDS_A_ROUND
     return [
-        PlannedRun("warm-up", sequential(6, 90), is_compared=False),
-        PlannedRun(CALIBRATIONS[0], make_calibration(seconds, 92), is_compared=False),
-        PlannedRun("alone", sequential(12, 91), is_compared=False),
-        PlannedRun(CALIBRATIONS[1], make_calibration(seconds, 94), is_compared=False),
+        PlannedRun("warm-up", sequential(6, seed + 90), is_compared=False),
+        PlannedRun(CALIBRATIONS[0], make_calibration(seconds, seed + 92), is_compared=False),
+        PlannedRun("alone", sequential(12, seed + 91), is_compared=False),
+        PlannedRun(CALIBRATIONS[1], make_calibration(seconds, seed + 94), is_compared=False),
     ]
 
 
-def deployments(shape: str, seconds: float) -> Iterator[tuple[tuple[int, int], list[PlannedRun]]]:
+def deployments(shape: str, seconds: float, round: int) -> Iterator[tuple[tuple[int, int], list[PlannedRun]]]:
     """Yields the numbers of prefill and decode workers of each deployment, and what it serves. The first begins with
-    the fitted runs.
+    the fitted runs. Requests of different rounds differ.
     """
     num_prefill, num_decode = SHAPES[shape]
-    runs = [PlannedRun(name, make_workload(name, seconds, number)) for number, name in enumerate(WORKLOADS)]
+    seed = round * _SEEDS_A_ROUND
+    runs = [PlannedRun(name, make_workload(name, seconds, seed + number)) for number, name in enumerate(WORKLOADS)]
     if num_prefill:  # the link to the decode worker carries nothing while the prefill worker is stopped
         stalled = Fault("prefill-0", seconds / 2, stall_s=1.0)
-        runs.append(PlannedRun("stalled link", make_workload("long prompts", seconds, 7), stalled))
-    *first, last = fitted_runs(seconds)
+        runs.append(PlannedRun("stalled link", make_workload("long prompts", seconds, seed + 7), stalled))
+    *first, last = fitted_runs(seconds, round)
     yield (num_prefill, num_decode), [*first, *runs, last]
     if num_prefill:  # streams of the killed worker continue at the other one
         killed = Fault("decode-1", seconds / 2)
         runs = [
-            PlannedRun("warm-up of two", sequential(6, 93), is_compared=False),
-            PlannedRun("kill", make_workload("steady short", seconds, 8), killed),
+            PlannedRun("warm-up of two", sequential(6, seed + 93), is_compared=False),
+            PlannedRun("kill", make_workload("steady short", seconds, seed + 8), killed),
         ]
         yield (num_prefill, num_decode + 1), runs

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.validation.__main__ import compare, publish
 from benchmarks.validation.measured import CpuTimes
 from benchmarks.validation.predicted import PredictedSystem, fit_profile
-from benchmarks.validation.runs import Latencies, Measurement, PlannedRun, fitted_runs
+from benchmarks.validation.runs import Latencies, Measurement, PlannedRun, deployments, fitted_runs, pool
 from benchmarks.validation.workloads import WORKLOADS, make_workload, spell_prompt
 from penstock.types import Role
 from simulator.costs.cost_file import CostProfile, FrontCosts
@@ -71,11 +71,29 @@ def test_a_fit_to_a_run_predicts_another_run_of_the_same_system() -> None:
             recorded_steps(real, run.requests),
             system.measure(run),
         )
-    profile = fit_profile(Measurement("fitted", 15.0, {}, records, runs))
+    profile = fit_profile(Measurement("fitted", 0, 15.0, {}, records, runs))
     bursts = PlannedRun("bursts", make_workload("bursts", 15.0, 3))
     seen, expected = (PredictedSystem(spec).measure(bursts) for spec in (real, SPEC.with_costs(profile)))
     rows = compare("simulated", "bursts", seen, expected)
     assert {row["figure"] for row in rows if abs(float(str(row["error"]))) > 0.1} == set()
+
+
+def test_rounds_have_requests_of_their_own_and_are_judged_together(tmp_path: Path) -> None:
+    first, second = (
+        Measurement("colocated", round, 4.0, {}, {}, {"bursts": Latencies([0.1 + round], [0.01], 2, 0, 1.0, 0, share)})
+        for round, share in enumerate((0.02, None))
+    )
+    for measured in (first, second):
+        measured.save(tmp_path)
+    assert Measurement.load_rounds(tmp_path, "colocated") == [first, second]
+    assert pool([first.runs["bursts"], second.runs["bursts"]]) == Latencies(
+        [0.1, 1.1], [0.01, 0.01], 4, 0, 2.0, 0, 0.02
+    )
+    planned = [
+        [run for _, runs in deployments("disaggregated", 4.0, round) for run in runs if run.is_compared]
+        for round in range(2)
+    ]
+    assert all(one.name == other.name and one.requests != other.requests for one, other in zip(*planned, strict=True))
 
 
 def test_results_of_another_shape_are_kept_and_charted(tmp_path: Path) -> None:

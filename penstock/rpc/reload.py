@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 1.0  # time between two checks of the files
 ValueT = TypeVar("ValueT")
-_Mark = tuple[tuple[int, int, int, int] | None, ...]
+FileMark = tuple[tuple[int, int, int, int] | None, ...]
 
 
 class WatchedFiles(Generic[ValueT]):
@@ -31,7 +31,7 @@ class WatchedFiles(Generic[ValueT]):
         self.setting = setting
         self._paths = [path for path in paths if path]
         self._read = read
-        self._mark = _mark(self._paths)
+        self._mark = mark_files(self._paths)
         self.value = read()
         self.version = 1  # version of the value
         self.loaded_unix_s = time.time()
@@ -39,7 +39,7 @@ class WatchedFiles(Generic[ValueT]):
 
     def refresh(self) -> bool:
         """Reads the files if they have changed. Returns whether they were read or refused. May block on the disk."""
-        mark = _mark(self._paths)
+        mark = mark_files(self._paths)
         if mark == self._mark:
             return False
         try:
@@ -49,7 +49,7 @@ class WatchedFiles(Generic[ValueT]):
             self.problem = error.message if isinstance(error, PenstockError) else type(error).__name__
             log.error("%s; the previous content stays in force (%s)", self.problem, self.setting)
             return True
-        if _mark(self._paths) != mark:
+        if mark_files(self._paths) != mark:
             return False  # they are still being written, so the next check finds them changed
         self._mark = mark
         self.value, self.version, self.loaded_unix_s, self.problem = value, self.version + 1, time.time(), ""
@@ -80,8 +80,8 @@ class FileWatcher:
                     self._on_read(files)
 
 
-def _mark(paths: Sequence[str]) -> _Mark:
-    """Returns a value that changes whenever the files are replaced or written."""
+def mark_files(paths: Sequence[str]) -> FileMark:
+    """Returns a value that changes whenever one of the files is replaced or written."""
     marks: list[tuple[int, int, int, int] | None] = []
     for path in paths:
         try:

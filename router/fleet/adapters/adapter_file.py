@@ -13,18 +13,18 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from penstock.config import load
 from penstock.config.router import AdaptersFile
 from penstock.errors import CheckpointError, ConfigError, InvalidInput, ModelNotFound, Unavailable
-from penstock.kv.adapter_files import AdapterRef, check_adapter_name, read_adapter_ref
-from penstock.rpc.reload import FileWatcher
+from penstock.kv.adapter_files import CONFIG_FILE, WEIGHTS_FILE, AdapterRef, adapter_revision, check_adapter_name
+from penstock.rpc.reload import FileMark, FileWatcher, mark_files
 
 log = logging.getLogger(__name__)
 
-MAX_ADAPTERS = 1024  # that calls may add; routers read all of them whenever the file changes
+MAX_ADAPTERS = 1024  # that calls may add
 LOCK_TIMEOUT_S = 20.0  # for another router's change
 _LOCK_POLL_S = 0.02
 _MAX_PATH = 4096  # characters
@@ -36,6 +36,7 @@ class AdapterFile:
     def __init__(self, path: str, model: str, watcher: FileWatcher) -> None:
         """Reads the file now, and again when it changes. Raises ConfigError."""
         self._path, self._model = Path(path), model
+        self._revisions = _Revisions()
         self._files = watcher.watch("adapters_file", (path,), self._read)
 
     @property
@@ -73,9 +74,9 @@ class AdapterFile:
     def _read(self) -> Mapping[str, AdapterRef]:
         try:
             folders = load(AdaptersFile, self._path).adapters
-            return read_adapters(
-                {name: str(self._path.parent / folder) for name, folder in folders.items()}, self._model
-            )
+            paths = {name: str(self._path.parent / folder) for name, folder in folders.items()}
+            check_names(paths, self._model)
+            return self._revisions.read_all(paths)
         except (ConfigError, CheckpointError) as error:
             raise ConfigError(f"adapters_file = {self._path}: {error.message}") from None
 
@@ -90,7 +91,7 @@ class AdapterFile:
                 f"= {folder[:100]!r}; give the absolute path of the adapter's folder, the same for routers and workers",
             )
         try:
-            read_adapter_ref(name, folder)
+            self._revisions.read(name, folder)
         except CheckpointError as error:
             raise InvalidInput("lora_path", f"= {error.message}") from None
 
@@ -121,15 +122,34 @@ class AdapterFile:
             raise ConfigError(self._files.problem)
 
 
-def read_adapters(folders: Mapping[str, str], model: str) -> Mapping[str, AdapterRef]:
-    """Reads every adapter's files to compute its revision. Blocks. Raises ConfigError for a bad name, and
-    CheckpointError for a missing file."""
-    for name in folders:
+class _Revisions:
+    """Reads adapters, and reads the files of none again that have not changed since."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[FileMark, str]] = {}  # by folder
+
+    def read_all(self, folders: Mapping[str, str]) -> Mapping[str, AdapterRef]:
+        """Reads adapters by name, and forgets all others. Blocks; raises CheckpointError for a missing file."""
+        found = {name: self.read(name, folder) for name, folder in folders.items()}
+        self._known = {folder: self._known[folder] for folder in folders.values()}
+        return found
+
+    def read(self, name: str, folder: str) -> AdapterRef:
+        """Blocks; raises CheckpointError for a missing file."""
+        mark = mark_files([f"{folder}/{file}" for file in (CONFIG_FILE, WEIGHTS_FILE)])
+        known = self._known.get(folder)
+        if known is None or known[0] != mark:
+            known = self._known[folder] = (mark, adapter_revision(Path(folder)))
+        return AdapterRef(name, known[1], folder)
+
+
+def check_names(names: Iterable[str], model: str) -> None:
+    """Raises ConfigError if an adapter may not have its name."""
+    for name in names:
         try:
             check_adapter_name(name, model)
         except InvalidInput as error:
             raise ConfigError(f"adapters: {error.message}") from error
-    return {name: read_adapter_ref(name, folder) for name, folder in folders.items()}
 
 
 @contextlib.contextmanager

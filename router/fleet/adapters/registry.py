@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from penstock.config import RouterConfig
-from penstock.kv.adapter_files import AdapterRef
+from penstock.kv.adapter_files import AdapterRef, read_adapter_ref
 from penstock.rpc.reload import FileWatcher
-from router.fleet.adapters.adapter_file import AdapterFile, read_adapters
+from router.fleet.adapters.adapter_file import AdapterFile, check_names
 
 
 class AdapterRegistry:
@@ -23,14 +23,15 @@ class AdapterRegistry:
     def follow(self, config: RouterConfig, model: str, watcher: FileWatcher) -> None:
         """Finds the adapters of the configuration, or of its file, from now on. `model` is the served model's name.
 
-        Blocks while it reads every adapter's files to compute their revisions; the watcher does the same when the file
-        changes. Raises ConfigError, or CheckpointError if an adapter of the configuration lacks a file.
+        Blocks while it reads every adapter's files to compute their revisions; when the file changes, the watcher reads
+        those that have changed. Raises ConfigError, or CheckpointError if an adapter of the configuration lacks a file.
         """
         if config.adapters_file:
             file = self.file = AdapterFile(config.adapters_file, model, watcher)
             self._look_up = lambda: file.adapters
         else:
-            fixed = read_adapters(config.adapters, model)
+            check_names(config.adapters, model)
+            fixed = {name: read_adapter_ref(name, folder) for name, folder in config.adapters.items()}
             self._look_up = lambda: fixed
 
     def find(self, name: str) -> AdapterRef | None:

@@ -10,6 +10,7 @@ from penstock.config import RouterConfig, parse
 from penstock.errors import CheckpointError, ConfigError
 from penstock.kv.adapter_files import CONFIG_FILE, WEIGHTS_FILE, read_adapter_ref
 from penstock.rpc.reload import FileWatcher
+from router.fleet.adapters import adapter_file
 from router.fleet.adapters.registry import AdapterRegistry
 from tests.support.key_files import replace
 
@@ -42,6 +43,23 @@ def test_adapters_of_the_configuration_are_read_once(tmp_path: Path) -> None:
     assert registry.find("sql") == read_adapter_ref("sql", str(tmp_path / "a"))
     assert registry.find("law") is None
     assert watcher.files == []
+
+
+def test_only_adapters_that_have_changed_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder(tmp_path / "a"), folder(tmp_path / "b")
+    path = tmp_path / "adapters.toml"
+    replace(path, '[adapters]\nsql = "a"\nlaw = "b"\n')
+    registry, watcher = followed(adapters_file=str(path))
+    read: list[str] = []
+    revision = adapter_file.adapter_revision
+    monkeypatch.setattr(adapter_file, "adapter_revision", lambda path: read.append(path.name) or revision(path))
+    folder(tmp_path / "b", b"new"), folder(tmp_path / "c")
+    replace(path, '[adapters]\nsql = "a"\nlaw = "b"\nart = "c"\n')
+    assert refresh(watcher) == ""
+    assert read == ["b", "c"]
+    assert registry.all == [
+        read_adapter_ref(name, str(tmp_path / at)) for name, at in (("art", "c"), ("law", "b"), ("sql", "a"))
+    ]
 
 
 def test_a_changed_file_adds_removes_and_replaces_adapters(tmp_path: Path) -> None:

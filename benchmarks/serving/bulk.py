@@ -17,7 +17,8 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import aiohttp
 
@@ -129,27 +130,44 @@ async def measure_round(endpoint: OpenAiEndpoint, requests: Source, rate: float,
             into.latencies[kind] += LATENCIES[kind](request)
 
 
-async def measure(address: str, num_rounds: int, num_requests: int, rate: float) -> tuple[Measured, Measured]:
-    """Returns what was measured without and with a batch."""
-    without, beside = Measured(), Measured()
+@dataclass(slots=True)
+class Pooled:
+    """Figures of all rounds, including those of earlier runs."""
+
+    without: Measured = field(default_factory=Measured)
+    beside: Measured = field(default_factory=Measured)
+    num_rounds: int = 0
+
+    @classmethod
+    def read(cls, path: Path | None) -> Pooled:
+        """Returns what earlier runs have left in the file; nothing if there is none."""
+        if path is None or not path.exists():
+            return cls()
+        found = json.loads(path.read_text())
+        return cls(Measured(**found["without"]), Measured(**found["beside"]), found["num_rounds"])
+
+
+async def measure(address: str, num_rounds: int, num_requests: int, rate: float, into: Pooled) -> None:
+    """Adds rounds to what was measured."""
+    without, beside, first = into.without, into.beside, into.num_rounds
     endpoint = OpenAiEndpoint(address, RequestForm(SERVED_MODEL), timeout_s=_TIMEOUT_S)
     try:
-        for number in range(num_rounds):
-            for kind, into in enumerate((without, beside) if number % 2 == 0 else (beside, without)):
+        for number in range(first, first + num_rounds):
+            for kind, found in enumerate((without, beside) if number % 2 == 0 else (beside, without)):
                 requests = source(num_requests, number, (2 * number + kind) * num_requests)
-                if into is without:
-                    await measure_round(endpoint, requests, rate, number, into)
+                if found is without:
+                    await measure_round(endpoint, requests, rate, number, found)
                     continue
                 async with running_batch(f"http://{address}", number) as batch:
                     before = await batch.num_completed()
-                    await measure_round(endpoint, requests, rate, number, into)
-                    into.bulk_tokens += (await batch.num_completed() - before) * BULK_ANSWER
+                    await measure_round(endpoint, requests, rate, number, found)
+                    found.bulk_tokens += (await batch.num_completed() - before) * BULK_ANSWER
+            into.num_rounds += 1
     finally:
         await endpoint.close()
-    return without, beside
 
 
-def serve_and_measure(num_rounds: int, num_requests: int, rate: float) -> tuple[Measured, Measured]:
+def serve_and_measure(num_rounds: int, num_requests: int, rate: float, into: Pooled) -> None:
     model = str(random_llama())
     engine = EngineConfig(model=model, num_pages=4000, num_threads=1)
     worker = WorkerConfig(worker_id="decode-0", role=Role.DECODE, engine=engine, decode=DecodeConfig(placement="local"))
@@ -166,7 +184,7 @@ def serve_and_measure(num_rounds: int, num_requests: int, rate: float) -> tuple[
             fresh=True,
         )
         wait_until_followed(router, 1)
-        return asyncio.run(measure(router.http, num_rounds, num_requests, rate))
+        asyncio.run(measure(router.http, num_rounds, num_requests, rate, into))
 
 
 def rows_of(without: Measured, beside: Measured) -> list[Row]:
@@ -190,9 +208,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each kind")
     parser.add_argument("--requests", type=int, default=24, help="interactive requests of a round")
     parser.add_argument("--rate", type=float, default=1.0, help="interactive requests a second")
+    parser.add_argument("--pool", type=Path, metavar="FILE", help="adds this run's rounds to those in FILE, kept there")
     options = parser.parse_args()
     with print_duration():
-        without, beside = serve_and_measure(options.rounds, options.requests, options.rate)
+        pooled = Pooled.read(options.pool)
+        serve_and_measure(options.rounds, options.requests, options.rate, pooled)
+        if options.pool is not None:
+            options.pool.write_text(json.dumps(asdict(pooled)))
+        without, beside = pooled.without, pooled.beside
         curves = [
             distribution(
                 f"{kind} of interactive requests",
@@ -205,7 +228,7 @@ def main() -> None:
             for kind in _KINDS
         ]
         workload = (
-            f"{options.rounds} rounds of {options.requests} interactive requests at {options.rate:g}/s without and "
+            f"{pooled.num_rounds} rounds of {options.requests} interactive requests at {options.rate:g}/s without and "
             f"with a batch; {PROMPTS[0]}-{PROMPTS[1]} tokens in, {ANSWERS[0]}-{ANSWERS[1]} out; lines of "
             f"{BULK_PROMPT} in, {BULK_ANSWER} out; one worker with one core"
         )

@@ -95,12 +95,17 @@ class Feature:
     options: Mapping[str, Any] = field(default_factory=dict)  # in addition to `SEEDED` and max_tokens
     lane: str | None = None
     over_http: bool = False  # it has no gRPC form
+    is_batched: bool = False  # the line of an offline batch
     adapter: str = ""
     is_chat: bool = False  # over HTTP: `CHAT` is the prompt
     end_is_late: bool = False  # at a stop string from the second half of its own text
     is_windowed: bool = False  # served by `windowed_model`
     num_prompt_tokens: int = PROMPT_TOKENS
     kv_hints: KvHints = NO_KV_HINTS
+
+    @property
+    def over_grpc(self) -> bool:
+        return not self.over_http and not self.is_batched
 
     @property
     def scores_prompt(self) -> bool:
@@ -154,6 +159,7 @@ FEATURES = {
         Feature("speculation", {"allowed_token_ids": [300, 301, 302]}),  # a text that often repeats what came before
         Feature("window", is_windowed=True),  # pages behind the window are freed
         Feature("kv_hints", kv_hints=KvHints(session="s", pin_s=60.0, priority=3, prefetch_s=1.0)),
+        Feature("batch", is_batched=True),
     )
 }
 

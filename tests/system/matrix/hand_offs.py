@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from decode_worker.server import DecodeServer
-from penstock.config import KvStoreConfig, LookasideConfig, RouterConfig, WorkerConfig
+from penstock.config import BatchConfig, KvStoreConfig, LookasideConfig, RouterConfig, WorkerConfig
 from penstock.config.security import SecurityConfig
 from penstock.metrics.worker_metrics import STORE_READ_PAGES
 from penstock.rpc.secret import ClusterSecret
@@ -29,6 +29,7 @@ from penstock.types import Role, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from prefill_worker.server import PrefillServer
 from router.admission import admission_policy
+from router.batches import runner
 from router.server import RouterServer
 from tests.support.key_files import write_secret
 from tests.support.plain_processes import Deployment, Process
@@ -68,11 +69,12 @@ class Group:
 
     @property
     def over_grpc(self) -> list[Feature]:
-        return [feature for feature in self.features if not feature.over_http]
+        return [feature for feature in self.features if feature.over_grpc]
 
 
-_PLAIN = tuple(each for each in FEATURES.values() if not each.is_windowed)
+_PLAIN = tuple(each for each in FEATURES.values() if not each.is_windowed and not each.is_batched)
 _WINDOWED = tuple(each for each in FEATURES.values() if each.is_windowed)
+_BATCHED = tuple(each for each in FEATURES.values() if each.is_batched)  # alone: they yield to all others
 GROUPS = (
     Group(
         _PLAIN,
@@ -89,6 +91,14 @@ GROUPS = (
         first=Feature("first", is_windowed=True, num_prompt_tokens=17),
         max_batch_tokens=25,  # both prompts start at once; a preempted sequence fits when it resumes
         draft=DRAFT,
+    ),
+    Group(
+        _BATCHED,
+        starved=_BATCHED,
+        few_pages=21,
+        first=Feature("first", num_prompt_tokens=236, lane="bulk"),
+        max_batch_tokens=1024,
+        draft=HEAD,
     ),
 )
 
@@ -115,18 +125,25 @@ async def _router(
         "workers": tuple(addresses),
         "adapters": adapters,
     }
-    router = RouterServer(RouterConfig.model_validate(base | settings))
-    await router.start()
-    try:
-        await until(lambda: all_followed(router, num_followed))
-        yield router
-    finally:
-        await router.stop()
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        batches = {"batches": {"folder": folder}} if group.features[0].is_batched else {}
+        router = RouterServer(RouterConfig.model_validate(base | batches | settings))
+        await router.start()
+        try:
+            await until(lambda: all_followed(router, num_followed))
+            yield router
+        finally:
+            await router.stop()
 
 
 def _streams(router: RouterServer, features: Iterable[Any], *, lookaside: bool = False) -> Streams:
-    grpc, http = (f"127.0.0.1:{port}" for port in (router.ports.grpc, router.ports.http))
-    return Streams(list(features), grpc, http, lookaside=lookaside)
+    grpc, http = _ports(router)
+    return Streams(list(features), [grpc], [http], lookaside=lookaside)
+
+
+def _ports(router: RouterServer) -> tuple[str, str]:
+    """Returns the router's addresses for gRPC and HTTP."""
+    return f"127.0.0.1:{router.ports.grpc}", f"127.0.0.1:{router.ports.http}"
 
 
 async def _served(group: Group, *configs: WorkerConfig, times: int = 1) -> Results:
@@ -292,7 +309,7 @@ async def preempted(group: Group) -> Results:
         aside = pool.allocate(_PAGES_ASIDE)
         async with _router(group, [servers[0].address], 1) as router:
             for lane in sorted({feature.lane for feature in group.starved}, key=str):
-                first = replace(group.first, lane=lane)
+                first = group.first if group.first.lane else replace(group.first, lane=lane)
                 left = [feature for feature in group.starved if feature.lane == lane]
                 while left:
                     found = await _begun_together(servers[0], router, first, left)
@@ -313,7 +330,9 @@ async def _begun_together(
     """Lets the worker compute once all requests have arrived, however few pages it has for them, `first` before
     others."""
     async with contextlib.AsyncExitStack() as stack:
-        with _held_steps(server), unittest.mock.patch.object(admission_policy, "has_room", return_value=True):
+        has_room = unittest.mock.patch.object(admission_policy, "has_room", return_value=True)
+        has_room_for_lines = unittest.mock.patch.object(runner, "lines_at_once", return_value=1)
+        with _held_steps(server), has_room, has_room_for_lines:
             before = await stack.enter_async_context(_streams(router, [first]))
             await until(lambda: _num_sequences(server) == 1)
             streams = await stack.enter_async_context(_streams(router, features))
@@ -447,16 +466,23 @@ async def router_killed(processes: _Processes) -> Results:
     """Runs after the first worker was killed, with the second one."""
     worker, group = processes.second, processes.group
     adapters = {ADAPTER: adapter_ref().path}
-    settings = RouterConfig(
-        model=str(group.model), grpc_port=0, http_port=0, workers=(worker.address,), adapters=adapters
-    )
-    victim = processes.deployment.start_router(settings)
-    async with _router(group, [worker.address], 1) as spare:
-        grpc = [victim.address, f"127.0.0.1:{spare.ports.grpc}"]
-        async with in_flight_at(worker, lambda: Streams(group.features, grpc, victim.http)) as streams:
-            victim.kill()
-            worker.signal(signal.SIGCONT)
-            return await streams.results()
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        batches = BatchConfig(folder=folder)
+        settings = RouterConfig(
+            model=str(group.model),
+            grpc_port=0,
+            http_port=0,
+            workers=(worker.address,),
+            adapters=adapters,
+            batches=batches,
+        )
+        victim = processes.deployment.start_router(settings)
+        async with _router(group, [worker.address], 1, batches=batches) as spare:
+            grpc, http = zip((victim.address, victim.http), _ports(spare), strict=True)
+            async with in_flight_at(worker, lambda: Streams(group.features, list(grpc), list(http))) as streams:
+                victim.kill()
+                worker.signal(signal.SIGCONT)
+                return await streams.results()
 
 
 ALONE: dict[str, Callable[[Group], Awaitable[Results]]] = {

@@ -14,6 +14,7 @@ from penstock import AsyncClient
 from penstock.client.results import Logprob, ResultBuilder, Timing
 from penstock.kv.kv_hints import Hint
 from tests.support.router.parsed_outputs import ParsedCall, parse_whole
+from tests.system.matrix.batch_lines import answer_of, timings_of
 from tests.system.matrix.features import CHAT, TOOL, Feature, parser_choice, spelling
 from tests.system.matrix.reference import Answered, options_of, single_process
 
@@ -97,6 +98,14 @@ class Stream:
                 )
             )
 
+    async def run_batch(self, addresses: list[str]) -> None:
+        with timings_of(self.feature.num_prompt_tokens, self.timings):
+            body = {**options_of(self.feature), "prompt": self.feature.prompt, "return_token_ids": True}
+            found = await answer_of(addresses, body, _TIMEOUT_S, lambda: self.begun.add(0))
+        self.is_over = True
+        self.request_id, choice = found
+        self.answers.append(Answered(choice["text"], choice["token_ids"], choice["finish_reason"]))
+
     async def run_http(self, address: str) -> None:
         options = options_of(self.feature)
         body: dict[str, Any] = {name: options[name] for name in options if name != "prompt_logprobs"}
@@ -157,7 +166,7 @@ class Streams:
     """Holds all features' requests in flight together. Use as a context manager, then `results`."""
 
     def __init__(
-        self, features: Iterable[Feature], grpc: str | list[str], http: str, *, lookaside: bool = False
+        self, features: Iterable[Feature], grpc: list[str], http: list[str], *, lookaside: bool = False
     ) -> None:
         self.streams = [Stream(feature) for feature in features]
         self._client = AsyncClient(grpc, lookaside=lookaside)
@@ -168,8 +177,10 @@ class Streams:
         return self
 
     async def _run(self, stream: Stream) -> None:
-        if stream.feature.over_http:
-            await stream.run_http(self._http)
+        if stream.feature.is_batched:
+            await stream.run_batch(self._http)
+        elif stream.feature.over_http:
+            await stream.run_http(self._http[0])
         else:
             await stream.run_grpc(self._client)
 

@@ -26,6 +26,8 @@ def cell(feature: str, hand_off: str) -> str:
     """Returns what a client gets: the answer of a single process, unless the cell says otherwise."""
     if FEATURES[feature].over_http and hand_off in _OVER_HTTP:
         return _OVER_HTTP[hand_off]
+    if FEATURES[feature].is_batched and hand_off == "lookaside":
+        return ABSENT
     if FEATURES[feature].scores_prompt and hand_off in _CACHED_OR_REMOTE:
         return WHOLE
     return SAME

@@ -40,7 +40,7 @@ def test_a_feature_changes_the_answer_of_a_single_process(feature: Feature) -> N
     """A feature without effect would be the same everywhere."""
     answers = single_process(feature)
     plain = {**options_of(FEATURES["seed"])}
-    if feature.name in ("seed", "lane", "kv_hints"):
+    if feature.name in ("seed", "lane", "kv_hints", "batch"):
         assert dict(options_of(feature)) == plain
     elif feature.adapter:
         [without] = single_process(FEATURES["seed"])

@@ -211,7 +211,7 @@ bench-flips: setup
 	$(PY) -m benchmarks.cluster.flips
 
 bench-steps: setup
-	$(PY) -m benchmarks.steps
+	for name in steps steps.determinism; do $(PY) -m benchmarks.$$name || exit 1; done
 
 bench-structured: setup
 	$(PY) -m benchmarks.engine.structured

@@ -57,6 +57,7 @@ SPECS: dict[str, tuple[BarSpec, ...]] = {
     "engine_avx2": (_ENGINE_STEPS,),
     "engine_avx512": (_ENGINE_STEPS,),
     "engine_avx512_bf16": (_ENGINE_STEPS,),
+    "determinism": (BarSpec("One order of sums compared with oneDNN, ms", "(?P<row>.+)", "ms"),),
     "faults": (BarSpec("Faults: noticed and served again, s", "(?P<row>.+)", "s(, .+)?"),),
     "flips": (BarSpec("Flips, drains and restarts under load, s", "(?P<row>.+)", "s"),),
     "index": (

@@ -107,6 +107,14 @@ SUBJECTS = (
         "lab-notes/serving.md",
     ),
     Subject(
+        "determinism",
+        "The same bits in any batch",
+        "Products and steps of the engine, whose rounding is the same in any batch, compared with oneDNN's products, "
+        "whose rounding is not.",
+        "make bench-steps",
+        "lab-notes/engine-cpu.md",
+    ),
+    Subject(
         "structured",
         "Structured output",
         "The cost of a grammar to a stream, and the number of steps that forced tokens save.",

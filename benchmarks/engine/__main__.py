@@ -72,8 +72,10 @@ Call = Callable[[], object]
 class OwnEngine:
     """Calls this engine; a step is all that `Engine.step` does, from the work list to tokens."""
 
-    def __init__(self, folder: Path, num_threads: int) -> None:
-        config = EngineConfig(model=str(folder), num_threads=num_threads, num_pages=KV_TOKENS // 16)
+    def __init__(self, folder: Path, num_threads: int, *, share_weights: bool = True) -> None:
+        config = EngineConfig(
+            model=str(folder), num_threads=num_threads, num_pages=KV_TOKENS // 16, share_weights=share_weights
+        )
         self._engine = Engine.load(config)
         self._engine.kv_pages.normal_()
         self.loop = EngineLoop(self._engine)

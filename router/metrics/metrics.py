@@ -42,6 +42,12 @@ class RouterMetrics:
         self._registry = registry = CollectorRegistry()
         self._request_registry = CollectorRegistry()  # renders to 100,000 lines if tenants have labels
         self._errors = Counter("vllm:request_errors", "Requests failed", [*_LABELS, "reason"], registry=registry)
+        self._http_errors = Counter(
+            "penstock:http_errors",
+            "HTTP calls answered with an error before a stream began, also those that never became requests",
+            [*_LABELS, "reason"],
+            registry=registry,
+        )
         self._limited = Counter(
             "penstock:limited",
             "Connections and streams that a limit refused or ended, by the limit's key in router.limits",
@@ -144,6 +150,10 @@ class RouterMetrics:
 
     def failed(self, reason: str) -> None:
         self._errors.labels(self._model, reason).inc()
+
+    def answered_error(self, reason: str) -> None:
+        """Counts an HTTP call that was answered with an error. Reasons must be few."""
+        self._http_errors.labels(self._model, reason).inc()
 
     def limited(self, limit: str) -> None:
         self._limited.labels(self._model, limit).inc()

@@ -9,11 +9,19 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from penstock.errors import DeadlineExceeded, ModelNotFound, PenstockError, Unauthenticated, Unavailable
+from penstock.errors import (
+    DeadlineExceeded,
+    InternalError,
+    ModelNotFound,
+    PenstockError,
+    Unauthenticated,
+    Unavailable,
+)
 from router.api.dialect import ErrorShape, Json
 from router.api.http.streams import internal_error
 from router.api.limits import UnreadRequest
 from router.api.openai.responses import error_json
+from router.metrics.metrics import RouterMetrics
 
 _NO_ADAPTER_CALL = "such call: POST /v1/{}load_lora_adapter needs adapters_file, the file that it changes"
 _NO_RENDERING = "such call; POST /tokenize shows the tokens of a prompt"
@@ -123,11 +131,12 @@ def error_headers(error: PenstockError) -> dict[str, str]:
 
 
 class ErrorAnswers:
-    """Handles an app's exceptions by answering with an error."""
+    """Handles an app's exceptions by answering with an error, which it counts."""
 
-    def __init__(self, shapes: Mapping[str, ErrorShape]) -> None:
+    def __init__(self, shapes: Mapping[str, ErrorShape], metrics: RouterMetrics) -> None:
         """`shapes` are the error formats of other dialects, by the prefix of their paths."""
         self._shapes = shapes
+        self._metrics = metrics
 
     def add_to(self, app: FastAPI) -> None:
         app.add_exception_handler(PenstockError, self._on_penstock_error)
@@ -139,6 +148,7 @@ class ErrorAnswers:
 
     async def _on_penstock_error(self, http: Request, error: Exception) -> Response:
         assert isinstance(error, PenstockError)
+        self._metrics.answered_error(error.reason)
         headers = error_headers(error)
         if isinstance(error, UnreadRequest) and error.http_status == 408:
             headers["connection"] = "close"  # safe for a silent client; one that still sends would see a reset
@@ -148,6 +158,7 @@ class ErrorAnswers:
     async def _on_http_exception(self, http: Request, error: Exception) -> Response:
         """Answers a request with an unknown path or method."""
         assert isinstance(error, HTTPException)
+        self._metrics.answered_error("NO_SUCH_CALL")
         what = unserved(http.url.path) if error.status_code in (404, 405) else None
         detail = error.detail if what is None else f"Penstock has no {what}"
         problem = ModelNotFound(f"{http.method} {http.url.path[:200]}: {detail}; GET /openapi.json lists all calls")
@@ -158,5 +169,6 @@ class ErrorAnswers:
         return JSONResponse(body, error.status_code, error.headers)
 
     async def _on_internal_error(self, http: Request, error: Exception) -> Response:
+        self._metrics.answered_error(InternalError.reason)
         status, body = self._shape(http)(internal_error(error))
         return JSONResponse(body, status)

@@ -37,7 +37,7 @@ def make_operations_app(
     _add_probes(app, preparer)
     _add_figures(app, preparer, metrics, metrics_token, targets)
     app.add_middleware(RequestIdMiddleware)
-    ErrorAnswers(shapes).add_to(app)
+    ErrorAnswers(shapes, metrics).add_to(app)
     add_documents(app)
     return app
 

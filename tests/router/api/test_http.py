@@ -470,3 +470,18 @@ async def test_null_equals_an_absent_field(http):
     names = ("model", "stream", "stream_options", "max_tokens", "stop", "user", "service_tier", "tools", "logprobs")
     answer = await http.post("/v1/completions", json={"prompt": "a", **dict.fromkeys(names)})
     assert answer.status_code == 200, answer.text
+
+
+async def test_calls_that_are_answered_with_an_error_are_counted_by_reason(http, router):
+    await http.post("/v1/completions", content=b"{")
+    await http.post("/v1/completions", json={"model": MODEL, "prompt": "a", "max_tokens": -1})
+    await http.post("/v1/completions", json={"model": "another", "prompt": "a"})
+    for number in range(3):
+        await http.get(f"/no/such/call/{number}")
+    await http.post("/v1/completions", json={"model": MODEL, "prompt": "a", "max_tokens": 1})
+    text = router.server.context.metrics.render().decode()
+    counted = {line for line in text.splitlines() if line.startswith("penstock:http_errors_total")}
+    assert counted == {
+        f'penstock:http_errors_total{{model_name="{MODEL}",reason="{reason}"}} {count}.0'
+        for reason, count in (("INVALID_INPUT", 2), ("MODEL_NOT_FOUND", 1), ("NO_SUCH_CALL", 3))
+    }

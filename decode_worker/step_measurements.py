@@ -39,7 +39,7 @@ class StepMeasurements:
             self._pace.on_speculation(len(plan), len(plan) + num_further, elapsed_s)
         else:
             self.on_recomputed(plan, elapsed_s)
-            self._prefills.on_step(plan, elapsed_s)
+            self._prefills.steps.on_plan(plan, elapsed_s)
         self._events.on_step(len(plan), plan.num_tokens, elapsed_s)
 
     def on_finished(self, plan: StepPlan, elapsed_s: float, num_further: int) -> None:

@@ -491,6 +491,7 @@ class DecodeWorker:
             cache=self._engine.prefix_cache.stats,
             prefill_steps=self._pace.prefill_steps,
             decode_steps=self._pace.decode_steps,
+            chunks=self._prefills.chunk_speed,
             num_open=len(self._requests),
             requests=self._delivery.totals,
             adapters=self._readiness.loaded_adapters,

@@ -267,6 +267,17 @@ class StepTotals:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkSpeed:
+    """What chunks of prompts cost beside a worker's present decoding."""
+
+    step_tokens: int = 0  # prompt tokens that a step computes at most; 0: nothing is known yet
+    step_s: float = 0.0  # a step without chunks
+    chunked_s: float = 0.0  # added to every step with chunks
+    token_s: float = 0.0  # added by each of their tokens
+    pair_s: float = 0.0  # added by each pair of such a token and an earlier one
+
+
+@dataclass(frozen=True, slots=True)
 class Labels:
     """The location of a worker; empty strings mean unknown."""
 
@@ -291,6 +302,7 @@ class WorkerLoad:
     cache: CacheStats = CacheStats()
     prefill_steps: StepTotals = StepTotals()  # steps that computed chunks of prompts, with or without decoding
     decode_steps: StepTotals = StepTotals()  # steps that only computed one token for each sequence
+    chunks: ChunkSpeed = ChunkSpeed()  # of a decode worker
     num_open: int = 0  # requests held, in any state
     requests: RequestTotals = RequestTotals()
     leaving: bool = False  # its process is about to stop and takes no new work

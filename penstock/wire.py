@@ -12,6 +12,7 @@ from penstock.kv.kv_hints import Hint, HintAnswer, HintOutcome, KvHints
 from penstock.rpc.measured import MAX_TOTAL, drop_false_figures
 from penstock.types import (
     CacheStats,
+    ChunkSpeed,
     Epoch,
     FinishReason,
     Grammar,
@@ -33,7 +34,13 @@ from penstock.v1 import admin_pb2, common_pb2, worker_pb2
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # limit of one gRPC message, enough for a million token ids
 
-_LOAD_KINDS = {"cache": CacheStats, "requests": RequestTotals, "prefill_steps": StepTotals, "decode_steps": StepTotals}
+_LOAD_KINDS = {
+    "cache": CacheStats,
+    "requests": RequestTotals,
+    "prefill_steps": StepTotals,
+    "decode_steps": StepTotals,
+    "chunks": ChunkSpeed,
+}
 _LOAD_PARTS = {name: (kind, attrgetter(*(field.name for field in fields(kind)))) for name, kind in _LOAD_KINDS.items()}
 _LOAD_SCALARS = [field.name for field in fields(WorkerLoad) if field.name not in (*_LOAD_KINDS, "metrics", "adapters")]
 _FINISH_TO_WIRE = {
@@ -195,7 +202,7 @@ def load_from_wire(wire: worker_pb2.Load) -> WorkerLoad:
 
 def _is_plausible(load: worker_pb2.Load) -> bool:
     """Returns whether all doubles are in bounds. Takes a tenth of the time of walking all fields of the message."""
-    prefill, decode, requests = load.prefill_steps, load.decode_steps, load.requests
+    prefill, decode, requests, chunks = load.prefill_steps, load.decode_steps, load.requests, load.chunks
     figures = (
         load.prefill_tokens_per_s,
         load.step_s,
@@ -206,6 +213,10 @@ def _is_plausible(load: worker_pb2.Load) -> bool:
         decode.seconds,
         requests.first_token_s,
         requests.decode_s,
+        chunks.step_s,
+        chunks.chunked_s,
+        chunks.token_s,
+        chunks.pair_s,
         *load.metrics.values(),
     )
     return min(figures) >= 0.0 and sum(figures) <= MAX_TOTAL  # a NaN among them makes the sum NaN

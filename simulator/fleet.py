@@ -82,7 +82,7 @@ class FleetSpec:
                 self.decode.max_batch_tokens,
                 self.decode.max_batch_sequences,
                 here,
-                keeps_itl=self.decode.itl_target_s is not None,
+                itl_target_s=self.decode.itl_target_s or 0.0,
             ),
         }
 

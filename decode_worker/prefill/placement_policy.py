@@ -3,8 +3,8 @@
 Every option is priced in seconds: the predicted time to the first token, and the predicted harm, which is the summed
 delay of all other requests' tokens. Chunks computed here lengthen the steps of every decoding sequence, and wherever
 prompts queue, those behind this one wait longer. If there is a target for the time between tokens, a delay within
-it counts a tenth. Options that meet the target for first tokens are preferred, and of these the one with the smallest
-sum.
+it counts less (`prompt_harm.WITHIN_TARGET`). Options that meet the target for first tokens are preferred, and of these
+the one with the smallest sum.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from decode_worker.prefill.remote_costs import RemoteCosts
-from decode_worker.schedule.step_costs import ChunkCosts, StepCosts
+from decode_worker.prefill.remote_costs import RemoteCosts, RemoteTimes
+from decode_worker.schedule.step_costs import StepCosts
 from penstock.config import DecodeConfig
-from penstock.scheduling.prompt_harm import WITHIN_TARGET, QueueLength
+from penstock.scheduling.chunk_costs import ChunkCosts, costs_of_chunks
+from penstock.scheduling.prompt_harm import QueueLength
 from penstock.v1 import worker_pb2
 
 _NUM_SPLITS = 6  # splits tried for one prompt; each leaves twice as many tokens here as the last
@@ -53,6 +54,16 @@ class PromptDemand:
     token_bytes: float  # KV bytes per token
     pulled_tokens: int = 0  # tokens that this worker would pull before it computes the rest
     pull_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTimes:
+    """The measured times of a prefill by another worker, in seconds."""
+
+    total_s: float  # from its placement to its first token here
+    queue_s: float  # as reported by the prefill worker
+    prefill_s: float
+    cached_tokens: int  # that it did not compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +127,15 @@ class PrefillPlacement:
             return _only(self._remote(demand, options[0], now_s))
         return _cheapest(self._all(demand, options, now_s), self._config.ttft_target_s)
 
+    def on_first_token(self, placed: PricedPlace, num_tokens: int, times: PrefillTimes, now_s: float) -> None:
+        """Learns how long a prefill worker took for a prompt of `num_tokens` that was placed there."""
+        option = placed.option
+        assert option is not None
+        num_computed = max(1, placed.num_remote - times.cached_tokens)
+        predicted_s = option.prefill_s * num_computed / _num_computed(num_tokens, option.cached_tokens)
+        remote = RemoteTimes(times.total_s, times.queue_s, times.prefill_s, predicted_s, num_computed)
+        self.remote.on_first_token(option.worker_id, remote, now_s)
+
     def _learn_from(self, demand: PromptDemand, best: RemoteOption) -> None:
         self._behind.observe(float(best.queue_s > 0))
         self._behind_here.observe(float(demand.queued_tokens > 0))
@@ -167,16 +187,13 @@ class PrefillPlacement:
         return PricedPlace(PrefillPlace.SPLIT, first_s, harm_s, option, num_remote)
 
     def _harm_s(self, demand: PromptDemand, costs: ChunkCosts) -> float:
-        """Returns the delay of the prompts behind it, and of the sequences that decode here, less within the target."""
-        target_s = self._config.itl_target_s
-        beyond_s = costs.added_s if target_s is None else costs.beyond_s(target_s)
-        running_s = demand.num_running * (beyond_s + WITHIN_TARGET * (costs.added_s - beyond_s))
-        return running_s + self._behind_here.num_prompts * costs.busy_s
+        target_s = self._config.itl_target_s or 0.0
+        return float(costs.harm_s(demand.num_running, self._behind_here.num_prompts, target_s))
 
     def _chunks(self, demand: PromptDemand, num_before: int) -> ChunkCosts:
-        return self.steps.chunks(
-            demand.num_tokens - num_before, num_before, demand.queued_tokens, demand.num_running, demand.step_tokens
-        )
+        speed = self.steps.chunk_speed(demand.num_running, demand.step_tokens)
+        is_busy = bool(demand.num_running or demand.queued_tokens)
+        return costs_of_chunks(speed, demand.num_tokens - num_before, num_before, demand.queued_tokens, is_busy)
 
 
 def _num_computed(num_tokens: int, cached_tokens: int) -> int:

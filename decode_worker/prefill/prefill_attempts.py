@@ -17,20 +17,19 @@ from decode_worker.prefill.placement_policy import (
     PrefillDecision,
     PrefillPlace,
     PrefillPlacement,
-    PromptDemand,
+    PrefillTimes,
     RemoteOption,
 )
-from decode_worker.prefill.remote_costs import RemoteTimes
 from decode_worker.prefill.transfer_table import TransferTable
+from decode_worker.prefill.worker_state import WorkerState
 from decode_worker.request import DecodeRequest, HedgeAttempt
 from decode_worker.schedule.pace import Pace
 from decode_worker.schedule.scheduler import DecodeScheduler
-from decode_worker.schedule.step_costs import StepCosts, StepWork
+from decode_worker.schedule.step_costs import StepCosts
 from engine.cache.kv_layout import KVLayout
-from engine.step.plan import StepPlan
 from penstock.config import DecodeConfig
 from penstock.errors import AdapterUnavailable, Cancelled, DeadlineExceeded, InvalidInput, PenstockError, TransferError
-from penstock.types import Lane, TransferKey, WorkerId
+from penstock.types import ChunkSpeed, Lane, TransferKey, WorkerId
 from penstock.v1 import common_pb2, worker_pb2
 from worker.pull.prompts import PrefixPulls
 
@@ -60,11 +59,12 @@ class PrefillAttempts:
         self._scheduler = scheduler
         self._transfers = transfers
         self._config = config
-        self._pace = pace
         self._events = events
         self._report = report
         self._pulls = pulls
         self._policy = PrefillPlacement(config)
+        token_bytes = layout.page_bytes / layout.page_size
+        self._state = WorkerState(scheduler, transfers, config, pace, layout.page_size, token_bytes)
 
     def place(self, request: DecodeRequest) -> None:
         """Starts the prefill of a request that holds no pages, here or with one of its candidates."""
@@ -96,25 +96,27 @@ class PrefillAttempts:
         )
 
     def chunk_tokens(self, landed: Iterable[DecodeRequest], now_s: float) -> int | None:
-        """Returns how many prompt tokens the next step may compute within the target between tokens; None: no limit.
+        """Returns how many prompt tokens the next step may compute; None: no limit.
 
-        A step that delays no stream is not limited: nothing decodes, and no pages are on their way here. The requests
-        that have `landed` get their second token in the next step and have waited for it since the first.
+        The requests that have `landed` get their second token in that step and have waited for it since the first.
         """
-        if not (self._scheduler.is_decoding or self._transfers.num_open):
-            return None
         joining = (
             request
             for request in landed
             if request.sequence.lane is not Lane.BULK and self._scheduler.is_running(request.sequence)
         )
         waited_s = max((now_s - request.times.first_token_s for request in joining), default=0.0)
-        return self._pace.chunk_tokens_within(self._config.itl_target_s, waited_s)
+        return self._state.chunk_tokens(waited_s)
 
     @property
     def steps(self) -> StepCosts:
         """The learned costs of this worker's steps."""
         return self._policy.steps
+
+    @property
+    def chunk_speed(self) -> ChunkSpeed:
+        """What routers need to price a prompt that this worker computes."""
+        return self._state.chunk_speed(self._policy.steps)
 
     def leave(self, request: DecodeRequest) -> None:
         """Gives up the prefill of a request that has ended: its transfers, or the pull that it waits for."""
@@ -129,51 +131,21 @@ class PrefillAttempts:
             self._scheduler.compute_here(request.sequence)
 
     def _choose(self, request: DecodeRequest, now_s: float) -> PrefillDecision:
-        sequence, layout, scheduler = request.sequence, self._layout, self._scheduler
-        num_running, num_queued = scheduler.num_running, scheduler.num_uncomputed_tokens
-        if sequence.lane is not Lane.BULK:  # bulk yields to it
-            num_running, num_queued = scheduler.num_running_others, scheduler.num_uncomputed_tokens_of_others
-        room = self._config.max_batch_tokens - num_running
-        is_idle = not (num_running or num_queued or self._transfers.num_open)
-        within = None if is_idle else self._pace.chunk_tokens_within(self._config.itl_target_s)
+        sequence = request.sequence
         pull = self._pulls.predict(sequence, request.prefix_source) if self._pulls is not None else None
-        demand = PromptDemand(
-            num_tokens=len(sequence.token_ids),
-            cached_tokens=scheduler.peek_cached_tokens(sequence),
-            queued_tokens=num_queued,
-            num_running=num_running,
-            step_tokens=max(1, room if within is None else min(room, within)),
-            page_size=layout.page_size,
-            token_bytes=layout.page_bytes / layout.page_size,
-            pulled_tokens=pull[0] if pull else 0,
-            pull_s=pull[1].pull_s if pull else 0.0,
-        )
+        pulled = (pull[0], pull[1].pull_s) if pull else (0, 0.0)
+        demand = self._state.describe(sequence, *pulled)
         # A prefill worker returns only the first token, without scores of the prompt.
         options = [] if sequence.scores_prompt else [_option(candidate) for candidate in request.candidates]
         return self._policy.choose(demand, options, now_s, request.must_be_remote)
-
-    def on_step(self, plan: StepPlan, elapsed_s: float) -> None:
-        """Learns the cost of a step; call it before the step is recorded."""
-        steps, num_rows = self._policy.steps, len(plan.rows)
-        chunk_tokens = plan.num_tokens - num_rows
-        if steps.skips(chunk_tokens):
-            return
-        pairs = sum(chunk.num_contexts for chunk in plan.chunks)
-        steps.on_step(StepWork(chunk_tokens, pairs, num_rows, plan.rows.num_contexts), elapsed_s)
 
     def on_computed(self, request: DecodeRequest, first: RemoteFirstToken, now_s: float) -> None:
         """Learns how long a prefill at a prefill worker took."""
         placed = request.placed
         if placed is None or placed.option is None or placed.option.worker_id != request.prefilled_by:
             return  # it was hedged, so its starting time is unknown
-        option = placed.option
-        num_tokens = max(1, placed.num_remote - first.cached_tokens)
-        predicted_s = option.prefill_s * num_tokens / max(1, len(request.sequence.token_ids) - option.cached_tokens)
-        self._policy.remote.on_first_token(
-            option.worker_id,
-            RemoteTimes(now_s - request.times.placed_s, first.queue_s, first.prefill_s, predicted_s, num_tokens),
-            now_s,
-        )
+        times = PrefillTimes(now_s - request.times.placed_s, first.queue_s, first.prefill_s, first.cached_tokens)
+        self._policy.on_first_token(placed, len(request.sequence.token_ids), times, now_s)
 
     def on_slow(self, key: TransferKey) -> None:
         """Hedges a prefill that has not begun within its patience."""

@@ -13,7 +13,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from engine.step.plan import StepPlan
 from penstock.scheduling.linear_cost import LinearCost
+from penstock.types import ChunkSpeed
 
 # Orders of magnitude for a small model on a few cores; a GPU's costs are learned within a few steps.
 _FIXED_S, _CHUNKED_S, _TOKEN_S, _PAIR_S, _ROW_S, _CONTEXT_S = 2e-3, 1e-3, 3e-4, 1e-8, 1e-4, 1e-8
@@ -38,25 +40,6 @@ class StepWork:
     @property
     def chunk_quantities(self) -> tuple[float, ...]:
         return 1.0, self.chunk_tokens, self.chunk_pairs
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkCosts:
-    """The predicted costs of computing a part of a prompt next to the current decoding, in seconds."""
-
-    total_s: float  # time until its last token is computed, including the chunks queued before it
-    added_s: float  # time by which its chunks delay each decoding sequence
-    num_steps: int  # steps that compute its chunks
-    step_s: float  # time of a step without them
-
-    @property
-    def busy_s(self) -> float:
-        """The time of the steps that compute its chunks, for which the prompts behind it wait."""
-        return self.num_steps * self.step_s + self.added_s
-
-    def beyond_s(self, target_s: float) -> float:
-        """Returns the part of `added_s` that makes steps longer than `target_s`."""
-        return min(self.added_s, max(0.0, self.num_steps * (self.step_s - target_s) + self.added_s))
 
 
 class StepCosts:
@@ -84,6 +67,15 @@ class StepCosts:
         first, self._num_decode_steps = -self._num_decode_steps % _DECODE_STRIDE, self._num_decode_steps + num_steps
         return range(first, num_steps, _DECODE_STRIDE)
 
+    def on_plan(self, plan: StepPlan, elapsed_s: float) -> None:
+        """Counts a step, and learns from it unless it is skipped. Call it before the step is recorded."""
+        num_rows = len(plan.rows)
+        chunk_tokens = plan.num_tokens - num_rows
+        if self.skips(chunk_tokens):
+            return
+        pairs = sum(chunk.num_contexts for chunk in plan.chunks)
+        self.on_step(StepWork(chunk_tokens, pairs, num_rows, plan.rows.num_contexts), elapsed_s)
+
     def on_step(self, work: StepWork, elapsed_s: float) -> None:
         """Learns from a step."""
         if work.num_rows:
@@ -110,19 +102,6 @@ class StepCosts:
         left_s = seconds - self.step_s(num_rows)
         return int(min(max(0.0, left_s / max(row_s + context_s * self._row_contexts, 1e-9)), _MOST_ROWS))
 
-    def chunks(self, num_tokens: int, num_before: int, num_queued: int, num_rows: int, step_tokens: int) -> ChunkCosts:
-        """Predicts the cost of computing `num_tokens` that follow `num_before` tokens of the same prompt.
-
-        `num_queued` tokens of other prompts are computed first, `num_rows` sequences decode at the same time, and a
-        step computes at most `step_tokens` prompt tokens.
-        """
-        pairs = num_tokens * (num_before + num_tokens / 2)
-        first, last = num_queued // step_tokens, -(-(num_queued + num_tokens) // step_tokens)
-        num_steps = max(1, last)
-        chunked_s, token_s, pair_s = self._chunks.coefficients
-        own_s = num_tokens * token_s + pairs * pair_s
-        queued_s = num_queued * token_s + num_queued * step_tokens / 2 * pair_s
-        step_s, num_own = self.step_s(num_rows), max(1, last - first)
-        waiting_s = step_s / 2 if num_rows or num_queued else 0.0  # for the step in flight
-        total_s = waiting_s + num_steps * (step_s + chunked_s) + queued_s + own_s
-        return ChunkCosts(total_s, num_own * chunked_s + own_s, num_own, step_s)
+    def chunk_speed(self, num_rows: int, step_tokens: int) -> ChunkSpeed:
+        """Returns what chunks cost beside `num_rows` sequences if a step computes at most `step_tokens` of them."""
+        return ChunkSpeed(step_tokens, self.step_s(num_rows), *self._chunks.coefficients)

@@ -215,7 +215,7 @@ class StoredRuns(_message.Message):
     def __init__(self, added: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_bulk", "free_pages", "total_pages", "queued_prefill_tokens", "queued_bulk_tokens", "prefill_tokens_per_s", "step_s", "cache", "prefill_steps", "decode_steps", "num_open", "requests", "metrics", "adapters", "adapter_load_s", "leaving")
+    __slots__ = ("num_running", "num_waiting", "num_bulk", "free_pages", "total_pages", "queued_prefill_tokens", "queued_bulk_tokens", "prefill_tokens_per_s", "step_s", "cache", "prefill_steps", "decode_steps", "num_open", "requests", "metrics", "adapters", "adapter_load_s", "chunks", "leaving")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -240,6 +240,7 @@ class Load(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
@@ -258,8 +259,23 @@ class Load(_message.Message):
     metrics: _containers.ScalarMap[str, float]
     adapters: _containers.RepeatedScalarFieldContainer[str]
     adapter_load_s: float
+    chunks: ChunkSpeed
     leaving: bool
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_bulk: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., queued_bulk_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., cache: _Optional[_Union[CacheStats, _Mapping]] = ..., prefill_steps: _Optional[_Union[StepTotals, _Mapping]] = ..., decode_steps: _Optional[_Union[StepTotals, _Mapping]] = ..., num_open: _Optional[int] = ..., requests: _Optional[_Union[RequestTotals, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., adapters: _Optional[_Iterable[str]] = ..., adapter_load_s: _Optional[float] = ..., leaving: _Optional[bool] = ...) -> None: ...
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_bulk: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., queued_bulk_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., cache: _Optional[_Union[CacheStats, _Mapping]] = ..., prefill_steps: _Optional[_Union[StepTotals, _Mapping]] = ..., decode_steps: _Optional[_Union[StepTotals, _Mapping]] = ..., num_open: _Optional[int] = ..., requests: _Optional[_Union[RequestTotals, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., adapters: _Optional[_Iterable[str]] = ..., adapter_load_s: _Optional[float] = ..., chunks: _Optional[_Union[ChunkSpeed, _Mapping]] = ..., leaving: _Optional[bool] = ...) -> None: ...
+
+class ChunkSpeed(_message.Message):
+    __slots__ = ("step_tokens", "step_s", "chunked_s", "token_s", "pair_s")
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    CHUNKED_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    PAIR_S_FIELD_NUMBER: _ClassVar[int]
+    step_tokens: int
+    step_s: float
+    chunked_s: float
+    token_s: float
+    pair_s: float
+    def __init__(self, step_tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., chunked_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ...) -> None: ...
 
 class RequestTotals(_message.Message):
     __slots__ = ("ended", "failed", "first_token_s", "decode_s", "decode_tokens")

@@ -237,7 +237,7 @@ def _limits(description: worker_pb2.WorkerDescription) -> WorkerLimits:
         description.max_running,
         max_local,
         description.max_held_tokens,
-        keeps_itl=description.itl_target_s > 0,
+        itl_target_s=description.itl_target_s,
     )
 
 

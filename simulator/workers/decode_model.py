@@ -137,6 +137,7 @@ class DecodeModel(TransferOwner):
             cache=self.cache.stats,
             prefill_steps=self._pace.prefill_steps,
             decode_steps=self._pace.decode_steps,
+            chunks=self._placement.chunk_speed,
         )
 
     # Calls of routers.

@@ -26,13 +26,13 @@ End = tuple[float, float, WorkerView, float, float, float]
 DEFAULT_WEIGHTS = KvAwareConfig()
 
 
-def local_weights(weights: KvAwareConfig, has_prefill: bool) -> tuple[float, float]:
-    """Returns the weights of what others suffer if a decode worker computes a prompt: of the delay of waiting prompts,
-    and of the delay of running sequences.
+def local_weights(weights: KvAwareConfig, num_waiting: float, has_prefill: bool) -> tuple[float, float]:
+    """Returns what the delays count that a decode worker causes if it computes a prompt: that of the waiting prompts
+    altogether, and that of each running sequence.
 
     A worker that may choose a prefill worker instead weighs neither.
     """
-    return (1.0, 1.0) if has_prefill else (weights.contention_weight, weights.decode_weight)
+    return (num_waiting, 1.0) if has_prefill else (weights.contention_weight * num_waiting, weights.decode_weight)
 
 
 class PrefillContention:
@@ -131,22 +131,19 @@ class EndCosts:
     def local_s(self, demand: PlacementDemand, ends: Sequence[End], has_prefill: bool) -> list[float]:
         """Returns the total cost of each decode end if it computes the prompt itself.
 
-        Includes the delay of every sequence that the worker decodes and of the prompts that wait behind this one. If
-        there are prefill workers, the delays are unweighted, and running sequences count only where the worker does not
-        keep its steps within a target, because the worker compares itself with prefill workers in that way.
+        Includes the delay of every sequence that the worker decodes and of the prompts that wait behind this one.
         """
         views = [end[2] for end in ends]
         pulled, plans = pulls.with_pulls(demand, views)
-        computes = prices.all_prefill_s(pulled, views)
-        delays = _delays_s(self.local_contention, pulled, views, computes)
-        waits = pulls.waits_s(views, plans)
-        weight, harm_weight = local_weights(self._weights, has_prefill)
-        num_delayed = [view.num_harmed if has_prefill else view.num_requests for view in views]
+        waiting, weight = local_weights(self._weights, self.local_contention.num_waiting, has_prefill)
+        self.local_contention.observe(views)
+        waits, computes = pulls.waits_s(views, plans), prices.all_local(pulled, views)
         return [
-            cost_s + view.queue_s + wait_s + compute_s + weight * delay_s + harm_weight * delayed * compute_s
-            for (cost_s, _, view, *_), delayed, wait_s, compute_s, delay_s in zip(
-                ends, num_delayed, waits, computes, delays, strict=True
-            )
+            end[0]
+            + wait_s
+            + costs.total_s
+            + costs.harm_s(weight * view.num_requests, waiting, view.limits.itl_target_s)
+            for end, view, wait_s, costs in zip(ends, views, waits, computes, strict=True)
         ]
 
     def _add_replica_bonuses(

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from penstock.scheduling.prompt_harm import WITHIN_TARGET
-from penstock.types import WorkerId, WorkerLoad
+from penstock.types import ChunkSpeed, WorkerId, WorkerLoad
 from router.routing.costs.cost_model import PRIOR_COSTS, WorkerCosts
 from router.routing.costs.inflight import NO_WORK, InflightWork
 from router.routing.costs.link_costs import PRIORS, Distance, LinkCost
@@ -58,7 +57,7 @@ class WorkerLimits:
     max_running: int = 0  # sequences
     max_local_tokens: int | None = None  # the longest prompt that it computes itself if there are prefill workers
     max_held_tokens: int = 0  # the most tokens of one sequence whose KV it holds at once
-    keeps_itl: bool = False  # computes prompts in chunks so small that its steps keep to a target
+    itl_target_s: float = 0.0  # for the time between tokens, which bounds the chunks beside decoding; 0: none
 
     def held_tokens(self, num_tokens: int) -> int:
         """Returns how many of a sequence's tokens take pages on the worker."""
@@ -84,8 +83,7 @@ class WorkerView:
 
     def __post_init__(self) -> None:
         load, sent = self.load, self.sent
-        queued = load.queued_prefill_tokens - load.queued_bulk_tokens + sent.prefill_tokens
-        object.__setattr__(self, "queue_s", queued * self.costs.queued_token_s)
+        object.__setattr__(self, "queue_s", self.queued_tokens * self.costs.queued_token_s)
         object.__setattr__(
             self, "num_requests", load.num_running + load.num_waiting - load.num_bulk + sent.num_requests
         )
@@ -94,11 +92,6 @@ class WorkerView:
         decode = self.costs.decode
         object.__setattr__(self, "token_price", self.step_s + self.num_requests * decode.token_s / 2)
         object.__setattr__(self, "context_price", decode.context_s * (1 + self.num_requests / 2))
-
-    @property
-    def num_harmed(self) -> float:
-        """The sequences that a prompt computed here delays, weighted by what a delay within the target counts."""
-        return WITHIN_TARGET * self.num_requests if self.limits.keeps_itl else self.num_requests
 
     @property
     def step_s(self) -> float:
@@ -112,6 +105,19 @@ class WorkerView:
     @property
     def chunk_tokens(self) -> int:
         return self.limits.chunk_tokens or DEFAULT_CHUNK_TOKENS
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that the worker computes before those of a prompt that arrives now."""
+        return self.load.queued_prefill_tokens - self.load.queued_bulk_tokens + self.sent.prefill_tokens
+
+    @property
+    def chunks(self) -> ChunkSpeed:
+        """What chunks cost beside the worker's decoding: as it reports, or else as its steps with prompts suggest."""
+        if self.load.chunks.step_tokens:
+            return self.load.chunks
+        cost = self.costs.prefill
+        return ChunkSpeed(self.chunk_tokens, 0.0, cost.fixed_s, cost.token_s, cost.context_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,7 +211,7 @@ def _score(demand: PlacementDemand, pair: _Pair) -> PairScore:
     bonus_s = pair.decode[3] + (pair.prefill[3] if pair.prefill else 0.0)
     cached = demand.cached_tokens.get
     return score._replace(
-        queue_s=computes.queue_s + (pull.pull_s if pull is not None else 0.0),
+        queue_s=score.queue_s + (pull.pull_s if pull is not None else 0.0),
         bonus_s=bonus_s,
         total_s=pair.total_s,
         prefill_cached_tokens=cached(computes.worker_id, 0),

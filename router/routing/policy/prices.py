@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.scheduling.chunk_costs import ChunkCosts, costs_of_chunks
 from penstock.types import WorkerId
 from router.routing.policy.interface import DEFAULT_CHUNK_TOKENS, PairScore, PlacementDemand, WorkerView
 
@@ -45,6 +46,22 @@ def all_prefill_like_s(demand: PlacementDemand, views: Sequence[WorkerView], lik
         -(-uncached // chunk_tokens) * fixed_s + uncached * (token_s - uncached * context_s)
         for uncached in [num_tokens - cached(view.worker_id, 0) or 1 for view in views]
     ]
+
+
+def all_local(demand: PlacementDemand, views: Sequence[WorkerView]) -> list[ChunkCosts]:
+    """Returns what each decode worker takes to compute the prompt itself; copies from lower tiers come first."""
+    num_tokens, cached, copied = demand.num_tokens, demand.cached_tokens.get, demand.host_tokens.get
+    found = []
+    for view in views:
+        uncached = num_tokens - cached(view.worker_id, 0) or 1
+        queued = view.queued_tokens
+        is_busy = view.num_requests > 0 or queued > 0
+        costs = costs_of_chunks(view.chunks, uncached, num_tokens - uncached, queued, is_busy)
+        if demand.host_tokens:
+            copied_s = copied(view.worker_id, 0) * demand.token_bytes * _HOST_BYTE_S
+            costs = costs._replace(queue_s=costs.queue_s + copied_s)
+        found.append(costs)
+    return found
 
 
 def all_decode_s(
@@ -140,26 +157,27 @@ def transfer_between_s(demand: PlacementDemand, prefill: WorkerId, decode: Worke
 def price(demand: PlacementDemand, decode: WorkerView, prefill: WorkerView | None) -> PairScore:
     """Prices one pair, or a decode worker that computes the prompt itself. `total_s` is the unweighted sum."""
     computed_by = prefill or decode
-    compute_s = prefill_s(demand, computed_by)
     harm = harm_s(demand, decode)
-    transfer_s = 0.0
     if prefill is None:
-        harm += decode.num_requests * compute_s  # every chunk delays all sequences that decode there
+        local, transfer_s = all_local(demand, [decode])[0], 0.0
+        queue_s, compute_s = local.queue_s, local.busy_s
+        harm += local.harm_s(decode.num_requests, 0.0, decode.limits.itl_target_s)
     else:
+        queue_s, compute_s = prefill.queue_s, prefill_s(demand, prefill)
         transfer_s = transfer_between_s(demand, prefill.worker_id, decode)
     wait_s = decode_queue_s(demand, decode)
     own_s = demand.output_tokens * (decode.step_s + demand.num_tokens * decode.costs.decode.context_s)
     return PairScore(
         prefill=prefill.worker_id if prefill else None,
         decode=decode.worker_id,
-        queue_s=computed_by.queue_s,
+        queue_s=queue_s,
         prefill_s=compute_s,
         transfer_s=transfer_s,
         decode_queue_s=wait_s,
         decode_s=own_s,
         harm_s=harm,
         bonus_s=0.0,
-        total_s=computed_by.queue_s + compute_s + transfer_s + wait_s + own_s + harm,
+        total_s=queue_s + compute_s + transfer_s + wait_s + own_s + harm,
         prefill_cached_tokens=demand.cached_tokens.get(computed_by.worker_id, 0),
         decode_cached_tokens=demand.cached_tokens.get(decode.worker_id, 0),
     )

@@ -50,8 +50,10 @@ class ViewColumns:
         size = len(views)
         self.queue_s, self.token_price, self.context_price = np.empty(size), np.empty(size), np.empty(size)
         self.prefill_fixed_s, self.prefill_token_s, self.prefill_context_s = (np.empty(size) for _ in range(3))
-        self.num_requests, self.num_harmed = np.empty(size, np.int64), np.empty(size)
-        self.chunk_tokens = np.empty(size, np.int64)
+        self.num_requests, self.queued_tokens = np.empty(size, np.int64), np.empty(size, np.int64)
+        self.chunk_tokens, self.step_tokens = np.empty(size, np.int64), np.empty(size, np.int64)
+        self.step_s, self.chunked_s, self.token_s, self.pair_s = (np.empty(size) for _ in range(4))
+        self.itl_target_s = np.empty(size)
         self.free_tokens = np.empty(size, np.int64)  # in the free pages that work in flight will not take
         self.max_running = np.empty(size, np.int64)  # the largest integer if there is no limit
         self.max_local_tokens = np.empty(size)  # infinite if there is no limit
@@ -67,7 +69,11 @@ class ViewColumns:
         fixed_s, token_s, context_s = view.costs.prefill
         self.prefill_fixed_s[place], self.prefill_token_s[place] = fixed_s, token_s
         self.prefill_context_s[place] = context_s
-        self.num_requests[place], self.num_harmed[place] = view.num_requests, view.num_harmed
+        self.num_requests[place], self.queued_tokens[place] = view.num_requests, view.queued_tokens
+        chunks = view.chunks
+        self.step_tokens[place], self.step_s[place] = chunks.step_tokens, chunks.step_s
+        self.chunked_s[place], self.token_s[place], self.pair_s[place] = chunks.chunked_s, chunks.token_s, chunks.pair_s
+        self.itl_target_s[place] = limits.itl_target_s
         self.chunk_tokens[place] = view.chunk_tokens
         self.free_tokens[place] = (view.load.free_pages - view.sent.num_pages) * view.page_size
         self.max_running[place] = limits.max_running or np.iinfo(np.int64).max

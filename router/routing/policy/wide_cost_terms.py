@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.config import KvAwareConfig
+from penstock.scheduling.chunk_costs import costs_of_chunks
 from router.routing.policy import prices
 from router.routing.policy.cost_terms import End, EndCosts, PrefillContention, local_weights
 from router.routing.policy.interface import PlacementDemand
@@ -97,11 +98,14 @@ class WideEndCosts:
         decode worker computes up to its `max_local_tokens`.
         """
         views, columns, uncached = ends.views, ends.views.columns, ends.uncached
-        compute_s = _compute_s(demand, views, uncached)
-        weight, harm_weight = local_weights(self._weights, has_prefill)
-        delay_s = _delays_s(self._local_contention, demand, views, uncached, compute_s)
-        num_delayed = columns.num_harmed if has_prefill else columns.num_requests
-        total_s = ends.cost_s + columns.queue_s + compute_s + weight * delay_s + harm_weight * num_delayed * compute_s
+        contention = self._local_contention
+        waiting, weight = local_weights(self._weights, contention.num_waiting, has_prefill)
+        contention.observe_share(_share_with_queue(views))
+        num_requests, queued = columns.num_requests, columns.queued_tokens
+        is_busy = (num_requests > 0) | (queued > 0)
+        costs = costs_of_chunks(columns, uncached, demand.num_tokens - uncached, queued, is_busy)
+        harm_s = costs.harm_s(weight * num_requests, waiting, columns.itl_target_s, np.minimum, np.maximum)
+        total_s = ends.cost_s + costs.total_s + harm_s
         if has_prefill:
             total_s[columns.max_local_tokens < uncached] = np.inf
         least_s = total_s.min()
@@ -128,7 +132,7 @@ def _delays_s(
 ) -> Figures:
     """Returns the delays of waiting prompts, and learns from the queues."""
     waiting = contention.num_waiting
-    contention.observe_share(np.count_nonzero(views.columns.queue_s > 0.0) / len(views))
+    contention.observe_share(_share_with_queue(views))
     if not waiting:
         return np.zeros(len(views))
     fastest = views[int(compute_s.argmin())]
@@ -137,6 +141,10 @@ def _delays_s(
     like_s = -(-uncached // fastest.chunk_tokens) * cost.fixed_s + uncached * (token_s - uncached * context_s)
     delays_s: Figures = waiting * like_s
     return delays_s
+
+
+def _share_with_queue(views: ViewTable) -> float:
+    return np.count_nonzero(views.columns.queue_s > 0.0) / len(views)
 
 
 def _uncached(demand: PlacementDemand, cached: Figures) -> Figures:

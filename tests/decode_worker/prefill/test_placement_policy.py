@@ -26,6 +26,7 @@ from decode_worker.prefill.placement_policy import (
 from decode_worker.prefill.remote_costs import RemoteTimes
 from decode_worker.schedule.step_costs import StepWork
 from penstock.config import DecodeConfig
+from penstock.scheduling.chunk_costs import costs_of_chunks
 from penstock.v1 import worker_pb2
 from tests.support.suite.examples import examples
 
@@ -151,10 +152,6 @@ def test_a_delay_within_the_target_between_tokens_counts_less() -> None:
     assert place(taught(DecodeConfig(itl_target_s=0.05)), busy, queued) is LOCAL
     assert place(taught(DecodeConfig(itl_target_s=0.02)), busy, queued) is not LOCAL
     assert place(taught(DecodeConfig(itl_target_s=0.05)), busy, FREE) is REMOTE  # it begins at once and delays nobody
-    costs = taught().steps.chunks(512, 0, 0, 20, 64)
-    assert costs.beyond_s(0.05) == 0.0
-    assert costs.beyond_s(0.02) == pytest.approx(costs.added_s - 8 * (0.02 - costs.step_s))
-    assert costs.beyond_s(0.001) == costs.added_s
 
 
 def test_prompts_over_the_limit_stay_local() -> None:
@@ -184,7 +181,7 @@ def test_steps_are_predicted_within_a_tenth_despite_outliers() -> None:
         truth, policy = TrueCosts(token_s=7e-4, row_s=3e-4, fixed_s=8e-3), PrefillPlacement(DecodeConfig())
         truth.teach(policy, 600, seed, noise=0.1)
         for tokens, rows in ((256, 0), (256, 20), (16, 10)):
-            costs = policy.steps.chunks(tokens, 100, 0, rows, 256)
+            costs = costs_of_chunks(policy.steps.chunk_speed(rows, 256), tokens, 100, 0, rows > 0)
             half_a_step_s = truth.step_s(0, rows) / 2 if rows else 0.0
             assert costs.total_s == pytest.approx(truth.step_s(tokens, rows) + half_a_step_s, rel=0.2)
             assert costs.added_s == pytest.approx(tokens * truth.token_s, rel=0.2, abs=2e-3)
@@ -210,7 +207,7 @@ def test_rows_are_not_blamed_for_chunks_that_fill_every_step_up_to_a_target(seed
     for rows in (2, 8):
         assert costs.step_s(rows) == pytest.approx(decode_s(rows), rel=0.1)
         tokens = 650 - 10 * rows
-        predicted_s = costs.chunks(12 * tokens, 0, 0, rows, tokens).total_s
+        predicted_s = costs_of_chunks(costs.chunk_speed(rows, tokens), 12 * tokens, 0, 0, True).total_s
         assert predicted_s == pytest.approx(12.5 * step_s(tokens, rows), rel=0.15)
 
 

@@ -22,6 +22,7 @@ from router.routing.policy.kv_aware import KvAwarePolicy
 
 A, B, D = WorkerId("a"), WorkerId("b"), WorkerId("d")
 NO_LIMITS = WorkerLimits()
+STEP_TOKENS = 64
 DECODE = [WorkerView(D, WorkerLoad(), 16, limits=WorkerLimits(max_local_tokens=32))]
 
 
@@ -77,7 +78,7 @@ def test_the_number_of_waiting_prompts_is_bounded_and_starts_at_zero() -> None:
 
 
 @pytest.mark.parametrize("num_running", [2, 6, 20, 60])
-@pytest.mark.parametrize("itl_target_s", [None, 10.0])
+@pytest.mark.parametrize("itl_target_s", [None, 0.05, 10.0])
 @pytest.mark.parametrize("num_queued", [0, 1000, 6000])
 @pytest.mark.parametrize("wide_from", [0, 128])
 def test_the_router_expects_a_prompt_where_its_decode_worker_sends_it(
@@ -86,17 +87,18 @@ def test_the_router_expects_a_prompt_where_its_decode_worker_sends_it(
     """Otherwise it credits a worker that does not compute the prompt, and more prompts go to the one that does."""
     core = PlacementCore(InflightLedger(), CostBook(), LinkBook())
     policy = KvAwarePolicy(wide_from=wide_from)
-    running = WorkerLoad(num_running=num_running, free_pages=1000, total_pages=1000, queued_prefill_tokens=num_queued)
-    limits = WorkerLimits(keeps_itl=itl_target_s is not None)
+    decode_worker = PrefillPlacement(DecodeConfig(itl_target_s=itl_target_s))
+    decode_worker.steps.assume(PREFILL_PRIOR.token_s)
+    chunks = decode_worker.steps.chunk_speed(num_running, STEP_TOKENS)
+    running = WorkerLoad(num_running, 0, 0, 1000, 1000, queued_prefill_tokens=num_queued, chunks=chunks)
+    limits = WorkerLimits(itl_target_s=itl_target_s or 0.0)
     busy = WorkerLoad(queued_prefill_tokens=4000)
     ends = [[Worker(D, running, limits=limits)], [Worker(each, busy) for each in (A, B)]]
     demand = PlacementDemand(1000, 1.0)
     for _ in range(200):  # prompts wait at all prefill workers
         tables = [core.views(workers, lambda worker_ids: [NO_WORK] * len(worker_ids)) for workers in ends]
         choice = policy.choose(demand, tables[0], tables[1], random.Random(0))
-    decode_worker = PrefillPlacement(DecodeConfig(itl_target_s=itl_target_s))
-    decode_worker.steps.assume(PREFILL_PRIOR.token_s)
-    asked = PromptDemand(1000, 0, num_queued, num_running, 2048, 16, 1.0)
+    asked = PromptDemand(1000, 0, num_queued, num_running, STEP_TOKENS, 16, 1.0)
     options = [RemoteOption(each.worker_id, each.queue_s, each.prefill_s) for each in choice.candidates]
     for _ in range(200):
         decided = decode_worker.choose(asked, options, 0.0).chosen

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from penstock.config import KvAwareConfig
-from penstock.types import StepTotals, WorkerId, WorkerLoad
+from penstock.types import ChunkSpeed, StepTotals, WorkerId, WorkerLoad
 from router.routing.costs.cost_model import CostBook
 from router.routing.costs.inflight import InflightLedger, InflightWork
 from router.routing.costs.link_costs import LinkBook
@@ -37,13 +37,17 @@ def random_load(rng: random.Random) -> WorkerLoad:
         total_pages=total,
         queued_prefill_tokens=rng.randrange(20_000) if busy else 0,
         prefill_steps=StepTotals(rng.randrange(100), rng.randrange(50_000), rng.random() * 1e6, rng.random() * 9),
+        chunks=ChunkSpeed(rng.choice((0, 16, 300)), rng.random() / 50, 1e-3, rng.random() / 1e3, 1e-8),
         decode_steps=StepTotals(rng.randrange(100), rng.randrange(5_000), rng.random() * 1e6, rng.random() * 9),
     )
 
 
 def random_worker(name: str, rng: random.Random) -> Worker:
     limits = WorkerLimits(
-        rng.choice((0, 256, 2048)), rng.choice((0, 8)), rng.choice((None, 0, 32, 2000)), keeps_itl=rng.random() < 0.3
+        rng.choice((0, 256, 2048)),
+        rng.choice((0, 8)),
+        rng.choice((None, 0, 32, 2000)),
+        itl_target_s=rng.choice((0.0, 0.01, 0.05)),
     )
     return Worker(WorkerId(name), random_load(rng), limits)
 

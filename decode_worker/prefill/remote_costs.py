@@ -4,7 +4,8 @@ Routers follow the load reports of all prefill workers and send their prediction
 estimate even for a worker that was never asked. A decode worker learns by what factor a worker's prefills differ from
 the prediction, and how long the hand-off takes: the calls there and back until the first token is here, and the
 transfer until the last page has landed. What it learned fades unless it is confirmed, so that a worker that was slow
-once gets another chance.
+once gets another chance. The first calls to a worker and its first transfer also open connections, so they count only
+if they are faster than predicted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dataclasses import dataclass, field
 from penstock.scheduling.linear_cost import LinearCost
 
 _HOP_S = 0.003  # prior: two gRPC messages and a few thread wake-ups
-_LANDING_S, _BYTE_S = 0.003, 1e-9  # prior, from the first token to the last page
+# Prior, from the first token to the last page. Most pages arrive while later chunks are computed.
+_LANDING_S, _BYTE_S = 0.003, 1 / 8e9
 _HALF_LIFE_S = 30.0  # half-life of a factor that no prefill confirms
 _MAX_FACTOR = 16.0
 _MAX_WORKERS = 4096  # most workers with a model of their own
@@ -39,6 +41,8 @@ class _WorkerModel:
     landing: LinearCost = field(default_factory=lambda: LinearCost((_LANDING_S, _BYTE_S)))
     predicted_token_s: float = 0.0  # the router's time per token when the newest prefill was placed
     seen_s: float = -math.inf
+    is_new: bool = True  # has computed no prompt for this worker yet
+    has_landed: bool = False
 
 
 class RemoteCosts:
@@ -50,17 +54,24 @@ class RemoteCosts:
 
     def on_first_token(self, worker_id: str, times: RemoteTimes, now_s: float) -> None:
         """Learns from a prefill that has ended."""
-        for model in (self._anyone, self._model(worker_id)):
+        own = self._model(worker_id)
+        is_first, own.is_new = own.is_new, False
+        hop_s = max(0.0, times.total_s - times.queue_s - times.prefill_s)
+        for model in (self._anyone, own):
             model.seen_s = now_s
-            model.hop.observe((1.0,), max(0.0, times.total_s - times.queue_s - times.prefill_s))
+            if not (is_first and hop_s > model.hop.predict((1.0,))):
+                model.hop.observe((1.0,), hop_s)
             if times.predicted_prefill_s > 0:
                 model.factor.observe((times.predicted_prefill_s,), times.prefill_s)
                 model.predicted_token_s = times.predicted_prefill_s / times.num_tokens
 
     def on_landed(self, worker_id: str, num_bytes: int, exposed_s: float) -> None:
         """Learns how long after the first token the last of the pages landed."""
-        for model in (self._anyone, self._model(worker_id)):
-            model.landing.observe((1.0, num_bytes), max(0.0, exposed_s))
+        own = self._model(worker_id)
+        is_first, own.has_landed = not own.has_landed, True
+        for model in (self._anyone, own):
+            if not (is_first and exposed_s > model.landing.predict((1.0, num_bytes))):
+                model.landing.observe((1.0, num_bytes), max(0.0, exposed_s))
 
     def hop_s(self, worker_id: str) -> float:
         """Returns the predicted time of the calls to the worker and back."""

@@ -268,7 +268,7 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpeed:
-    """What chunks of prompts cost beside a worker's present decoding."""
+    """The costs of chunks of prompts beside a worker's present decoding, in seconds."""
 
     step_tokens: int = 0  # prompt tokens that a step computes at most; 0: nothing is known yet
     step_s: float = 0.0  # a step without chunks

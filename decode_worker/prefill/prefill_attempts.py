@@ -20,8 +20,8 @@ from decode_worker.prefill.placement_policy import (
     PrefillTimes,
     RemoteOption,
 )
+from decode_worker.prefill.placement_state import PlacementState
 from decode_worker.prefill.transfer_table import TransferTable
-from decode_worker.prefill.worker_state import WorkerState
 from decode_worker.request import DecodeRequest, HedgeAttempt
 from decode_worker.schedule.pace import Pace
 from decode_worker.schedule.scheduler import DecodeScheduler
@@ -64,7 +64,7 @@ class PrefillAttempts:
         self._pulls = pulls
         self._policy = PrefillPlacement(config)
         token_bytes = layout.page_bytes / layout.page_size
-        self._state = WorkerState(scheduler, transfers, config, pace, layout.page_size, token_bytes)
+        self._state = PlacementState(scheduler, transfers, config, pace, layout.page_size, token_bytes)
 
     def place(self, request: DecodeRequest) -> None:
         """Starts the prefill of a request that holds no pages, here or with one of its candidates."""
@@ -115,7 +115,7 @@ class PrefillAttempts:
 
     @property
     def chunk_speed(self) -> ChunkSpeed:
-        """What routers need to price a prompt that this worker computes."""
+        """The reported costs of chunks, by which routers price a prompt that this worker computes."""
         return self._state.chunk_speed(self._policy.steps)
 
     def leave(self, request: DecodeRequest) -> None:

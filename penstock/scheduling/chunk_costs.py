@@ -51,7 +51,7 @@ class ChunkCosts(NamedTuple):
         return num_running * delay_s + num_behind * self.busy_s
 
 
-class Speed(Protocol):
+class ChunkSpeeds(Protocol):
     """The fields of `penstock.types.ChunkSpeed`, of one worker or as columns."""
 
     @property
@@ -71,7 +71,7 @@ class Speed(Protocol):
 
 
 def costs_of_chunks(
-    speed: Speed, num_tokens: Figure, num_before: Figure, num_queued: Figure, is_busy: Figure
+    speed: ChunkSpeeds, num_tokens: Figure, num_before: Figure, num_queued: Figure, is_busy: Figure
 ) -> ChunkCosts:
     """Predicts the costs of computing `num_tokens`, at least one, that follow `num_before` tokens of the same prompt.
 

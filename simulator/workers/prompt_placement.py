@@ -6,7 +6,7 @@ Follows `decode_worker.prefill.prefill_attempts`.
 from __future__ import annotations
 
 from decode_worker.prefill.placement_policy import PrefillDecision, PrefillPlacement, PrefillTimes, RemoteOption
-from decode_worker.prefill.worker_state import WorkerState
+from decode_worker.prefill.placement_state import PlacementState
 from decode_worker.schedule.pace import Pace
 from decode_worker.schedule.scheduler import DecodeScheduler
 from decode_worker.schedule.step_costs import StepWork
@@ -31,13 +31,13 @@ class PromptPlacement:
         token_bytes: float,
     ) -> None:
         self._is_running = scheduler.is_running
-        self._state = WorkerState(scheduler, transfers, config, pace, page_size, token_bytes)
+        self._state = PlacementState(scheduler, transfers, config, pace, page_size, token_bytes)
         self._policy = PrefillPlacement(config)
         self._landed: list[Submission] = []  # since the last step
 
     @property
     def chunk_speed(self) -> ChunkSpeed:
-        """What the worker reports to routers."""
+        """The costs of chunks that the worker reports to routers."""
         return self._state.chunk_speed(self._policy.steps)
 
     def choose(self, submission: Submission, now_s: float) -> PrefillDecision:

@@ -113,7 +113,7 @@ class WorkerView:
 
     @property
     def chunks(self) -> ChunkSpeed:
-        """What chunks cost beside the worker's decoding: as it reports, or else as its steps with prompts suggest."""
+        """The costs of chunks beside the worker's decoding: reported, or else derived from its steps with prompts."""
         if self.load.chunks.step_tokens:
             return self.load.chunks
         cost = self.costs.prefill

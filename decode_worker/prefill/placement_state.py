@@ -23,7 +23,7 @@ class OpenTransfers(Protocol):
         ...
 
 
-class WorkerState:
+class PlacementState:
     """Reads the scheduler, the transfers and the measured pace of one decode worker."""
 
     def __init__(

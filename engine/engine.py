@@ -41,6 +41,7 @@ from engine.step.compute import (
     ForwardedStep,
     PreparedStep,
     SampledTokens,
+    StepDevice,
     compute,
     compute_discarded,
     forward_step,
@@ -302,13 +303,13 @@ class Engine:
         """
         use_device(self.kv_pages.device)
         with self._explaining_failures():
-            return compute(step, self._replay, self._group, self.kv_pages.device, previous, self._masks)
+            return compute(step, self._replay, self._group, self._replay_device, previous, self._masks)
 
     def forward_ahead(self, step: PreparedStep, previous: SampledTokens | None) -> ForwardedStep:
         """Gives the device a step up to its logits; `sample_ahead` follows once the tokens of `previous` are known."""
         use_device(self.kv_pages.device)
         with self._explaining_failures():
-            return forward_step(step, self._replay, self._group, self.kv_pages.device, previous)
+            return forward_step(step, self._replay, self._group, self._replay_device, previous)
 
     def sample_ahead(
         self, step: PreparedStep, forwarded: ForwardedStep, discarded: Collection[EngineSequence]
@@ -325,7 +326,7 @@ class Engine:
             self.ranks.announce(BroadcastStep(step.host))
         with self._explaining_failures():
             forward = partial(self.runner.run, on_layer=on_layer)
-            return compute(step, forward, self._group, self.kv_pages.device, masks=self._masks)
+            return compute(step, forward, self._group, StepDevice(self.kv_pages.device), masks=self._masks)
 
     def compute_discarded(self, step: PreparedStep) -> None:
         """Computes a step that awaits a failed one, because other ranks compute it too; does nothing without other
@@ -334,7 +335,11 @@ class Engine:
         if self.ranks is not None:
             use_device(self.kv_pages.device)
             with self._explaining_failures():
-                compute_discarded(step, self._replay, self._group, self.kv_pages.device)
+                compute_discarded(step, self._replay, self._group, self._replay_device)
+
+    @property
+    def _replay_device(self) -> StepDevice:
+        return StepDevice(self.kv_pages.device, None if self._graphs is None else self._graphs.tables)
 
     def _replay(self, batch: Batch, *, on_start: Callable[[], None] | None = None) -> ForwardOutput:
         forward: Forward = self.runner.run if self._graphs is None else self._graphs.forward

@@ -26,11 +26,12 @@ from engine.kernels.backends import AttentionBackend
 from engine.kernels.kv_quantization import layers_of
 from engine.kernels.layer_ops import TorchOps
 from engine.kernels.reference import TorchAttention
-from engine.step.batch import HostBatch, to_device
+from engine.step.batch import HostBatch, to_device, upload_step
 from engine.step.model_runner import ModelRunner
 
 _GRAPHS, _TORCH = 1e-3, 3e-2  # largest differences, as shares of the norm; bf16 rounds each layer's results
 _LAYERS = 32  # of the pool that is strided over
+_LONGEST = 500  # tokens of a decode's context
 _SANITIZER_S = 240.0
 
 
@@ -56,9 +57,9 @@ def agreement_rows(bench: BenchDevice, model: LoadedModel) -> Iterator[Row]:
 
 
 def _logits(runner: GraphRunner | ModelRunner, host: HostBatch, device: torch.device) -> torch.Tensor:
-    batch = to_device(host, device)
-    found = runner.forward(batch) if isinstance(runner, GraphRunner) else runner.run(batch)
-    return found.logits_RV.float()
+    if not isinstance(runner, GraphRunner):
+        return runner.run(to_device(host, device)).logits_RV.float()
+    return runner.forward(upload_step(host, device, runner.tables).batch).logits_RV.float()
 
 
 def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -68,8 +69,8 @@ def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def _decodes(size: int, page_size: int, num_pages: int, vocab_size: int) -> HostBatch:
     """Returns a step in which `size` sequences of different lengths decode, each with its own pages."""
-    width = num_pages // size
-    context_B = 1 + np.arange(size) * 37 % min(width * page_size, 500)
+    width = min(num_pages // size, -(-_LONGEST // page_size))
+    context_B = 1 + np.arange(size) * 37 % min(width * page_size, _LONGEST)
     position_B = context_B - 1
     table_BW = np.arange(size * width, dtype=np.int32).reshape(size, width)
     rows = np.arange(size)

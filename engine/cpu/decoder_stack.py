@@ -206,7 +206,7 @@ class DenseStack:
             num_tokens=residual_TD.shape[0],
             num_sampled=len(sampled_rows_R),
             num_sequences=meta.num_sequences,
-            table_width=meta.page_table_BP.shape[1],
+            table_width=meta.page_table_BP.stride(0),
             page_size=self._pool.shape[3],
             hidden=residual_TD.shape[1],
             num_heads=shape.num_heads,

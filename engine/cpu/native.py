@@ -84,7 +84,7 @@ class NativeAttention(TorchAttention):
             out_TNH.data_ptr(), q_TNH.data_ptr(), pool_layer.data_ptr(),
             meta.page_table_BP.data_ptr(), meta.query_start_B1.data_ptr(), meta.context_lens_B.data_ptr(),
             q_TNH.stride(0), pool_layer.stride(0) * pool_layer.element_size(),
-            meta.num_sequences, meta.page_table_BP.shape[1], num_heads, num_kv_heads, page_size, head_dim,
+            meta.num_sequences, meta.page_table_BP.stride(0), num_heads, num_kv_heads, page_size, head_dim,
             window or 0, scale, q_TNH.dtype == torch.bfloat16, kv_kind(pool_layer, scales), torch.get_num_threads(),
         )  # fmt: skip
         return out_TNH

@@ -3,8 +3,9 @@
 It sits between `Engine.compute` and the model runner, and takes steps in which every sequence has one token. All other
 steps, and batches above the largest bucket, go to the model runner unchanged. A batch is padded to the next bucket;
 padding computes token 0 at position 0 in a page that the pool does not know (`SPARE_PAGES`), so it reads and writes
-nothing of any sequence. A step's inputs are copied into buffers that the graphs were captured over; everything derived
-from token, position and page table is computed inside the graph, on the device. All graphs share one memory pool and
+nothing of any sequence. Graphs read page tables where steps have put them (`PageTables`), and tokens and positions from
+buffers that they were captured over; everything derived from these is computed inside the graph, on the device. A step
+whose tables did not fit goes to the model runner. All graphs share one memory pool and
 one buffer of logits, so only one runs at a time, and its logits are sampled before the next one runs. With a separate
 buffer, each graph would keep a row of the vocabulary for every sequence of its bucket.
 
@@ -24,6 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
+from engine.graphs.page_tables import PageTables
 from engine.kernels.metadata import AttentionMetadata
 from engine.parallel.leader import RankLeader
 from engine.step.batch import Batch, Forward, ForwardOutput
@@ -89,16 +91,16 @@ class GraphRunner:
         self._buckets = sorted(buckets)
         self._max_context = max_context
         self._page_size = page_size
-        self._spare_page = spare_page
         largest, num_pages = self._buckets[-1], -(-max_context // page_size)
+        self.tables = PageTables(largest, num_pages, spare_page, device)
         self._token_ids_B = torch.zeros(largest, dtype=torch.int64, device=device)
         self._positions_B = torch.zeros(largest, dtype=torch.int64, device=device)
-        self._page_table_BW = torch.full((largest, num_pages), spare_page, dtype=torch.int32, device=device)
         self._adapter_B = torch.zeros(largest, dtype=torch.int64, device=device) if has_adapters else None
         self._logits_BV: torch.Tensor  # for the largest captured size; allocated by the first capture
         self._states_BX: torch.Tensor | None = None  # hidden states, likewise; None if no layer is tapped
         self._capture: Capture
         self._graphs: dict[tuple[int, bool], Callable[[], None]] = {}  # by size, and whether sequences have adapters
+        self._num_written = 0  # rows of the buffers that the latest replay has written
         self.num_replays = 0
         self.num_eager = 0
 
@@ -118,7 +120,7 @@ class GraphRunner:
     def capture(self, size: int, make_capture: Callable[[], Capture]) -> None:
         """Captures one of `sizes`, to be called in their order. Blocks. Raises RuntimeError if CUDA refuses."""
         if not self._graphs:
-            self._pad(0, self._buckets[-1])
+            self.tables.clear()
             largest = self._compute(size, adapted=False)
             self._logits_BV = torch.empty_like(largest.logits_RV)
             self._states_BX = None if largest.states_TX is None else torch.empty_like(largest.states_TX)
@@ -137,14 +139,8 @@ class GraphRunner:
         if size is None:
             self.num_eager += 1
             return self._forward(batch, on_start=on_start)
-        count, table_BW = batch.meta.num_sequences, batch.meta.page_table_BP
-        self._token_ids_B[:count].copy_(batch.token_ids_T)
-        self._positions_B[:count].copy_(batch.positions_T)
-        self._page_table_BW[:count, : table_BW.shape[1]].copy_(table_BW)
-        if self._adapter_B is not None and batch.adapter_T is not None:
-            self._adapter_B[:count].copy_(batch.adapter_T)
-        if count < size:
-            self._pad(count, size)
+        count = batch.meta.num_sequences
+        self._fill(batch, count)
         if on_start is not None:
             on_start()
         self._graphs[size, adapted]()
@@ -154,6 +150,8 @@ class GraphRunner:
 
     def _bucket_of(self, batch: Batch) -> int | None:
         meta = batch.meta
+        if not batch.uses_tables:
+            return None
         if not meta.num_sequences == meta.num_decodes == meta.num_tokens == len(batch.sampled_places):
             return None
         if meta.max_context_len > self._max_context:
@@ -163,12 +161,16 @@ class GraphRunner:
             (size for size in self._buckets if size >= meta.num_sequences and (size, adapted) in self._graphs), None
         )
 
-    def _pad(self, first: int, stop: int) -> None:
-        self._token_ids_B[first:stop] = 0
-        self._positions_B[first:stop] = 0
-        self._page_table_BW[first:stop, 0] = self._spare_page
+    def _fill(self, batch: Batch, count: int) -> None:
+        """Copies a step's inputs into the buffers by one launch, and clears what longer steps have left behind them."""
+        buffers, columns = [self._token_ids_B, self._positions_B], [batch.token_ids_T, batch.positions_T]
         if self._adapter_B is not None:
-            self._adapter_B[first:stop] = 0
+            buffers.append(self._adapter_B)
+            columns += [] if batch.adapter_T is None else [batch.adapter_T]
+        torch._foreach_copy_([buffer[:count] for buffer in buffers[: len(columns)]], columns)
+        if count < self._num_written:
+            torch._foreach_zero_([buffer[count : self._num_written] for buffer in buffers])
+        self._num_written = count
 
     def _run(self, size: int, adapted: bool) -> None:
         """Computes one captured step, which may depend only on the buffers and the bucket."""
@@ -178,7 +180,7 @@ class GraphRunner:
             self._states_BX[:size].copy_(output.states_TX)
 
     def _compute(self, size: int, *, adapted: bool) -> ForwardOutput:
-        positions_B, table_BW = self._positions_B[:size], self._page_table_BW[:size]
+        positions_B, table_BW = self._positions_B[:size], self.tables.pages_RW[:size]
         rows_B = torch.arange(size, device=positions_B.device)
         page_B = table_BW.gather(1, (positions_B // self._page_size)[:, None])[:, 0]
         meta = AttentionMetadata(

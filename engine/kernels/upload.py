@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+_TYPES = {np.dtype(name): getattr(torch, name) for name in ("int32", "int64", "float32", "float64")}
 _ALIGNMENT = 16  # bytes; Triton compiles other variants for pointers with less
 
 PageList = Sequence[int] | torch.Tensor  # page numbers; a tensor is int64 and on the device that copies the pages
@@ -33,7 +34,7 @@ def upload_all(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch
         packed[start : start + array.nbytes].view(array.dtype)[:] = array.ravel()
     on_device = buffer.to(device, non_blocking=True)
     return [
-        on_device[start : start + array.nbytes].view(torch.from_numpy(np.empty(0, array.dtype)).dtype).view(array.shape)
+        on_device[start : start + array.nbytes].view(_TYPES[array.dtype]).view(array.shape)
         for start, array in zip(starts, arrays, strict=False)
     ]
 

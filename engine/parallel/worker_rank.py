@@ -27,7 +27,8 @@ from engine.parallel.model_part import ModelPart
 from engine.parallel.next_weights import weight_handlers
 from engine.parallel.shard import Shard
 from engine.parallel.step_codec import BroadcastStep, decode
-from engine.step.compute import run_forward
+from engine.step.batch import Forward
+from engine.step.compute import StepDevice, follow_step
 from engine.step.model_runner import ModelRunner
 from penstock.config import EngineConfig
 from penstock.errors import PenstockError, to_status
@@ -164,11 +165,11 @@ class WorkerRank:
         self._runner.use(part.decoder)
 
     def _step(self, body: Any) -> None:
-        step, device = decode(BroadcastStep, body), self.part.device
-        rows = step.awaited_rows
-        awaited = None if rows is None else torch.empty(len(rows), dtype=torch.int64, device=device)
-        forward = self.graphs.forward if self.graphs is not None and step.may_replay else self._runner.run
-        run_forward(step.host, rows, awaited, forward, self.part.group, device)
+        step = decode(BroadcastStep, body)
+        graphs = self.graphs if step.may_replay else None
+        forward: Forward = self._runner.run if graphs is None else graphs.forward
+        on = StepDevice(self.part.device, None if graphs is None else graphs.tables)
+        follow_step(step.host, step.awaited_rows, forward, self.part.group, on)
 
 
 class DeviceEvent(Protocol):

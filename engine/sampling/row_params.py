@@ -44,6 +44,31 @@ class SamplingTensors:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingColumns:
+    """The parameters on the host, laid out as `SamplingTensors`."""
+
+    arrays: tuple[np.ndarray, ...]  # in the order and with the types of its tensors
+    any_random: bool
+    any_top_k: bool
+    any_top_p: bool
+
+    def on_device(self, tensors: SequenceOf[torch.Tensor]) -> SamplingTensors:
+        """Returns the parameters, given `arrays` on the device."""
+        temperature_B, top_k_B, top_p_B, min_p_B, seed_B, position_B = tensors
+        return SamplingTensors(
+            temperature_B,
+            top_k_B,
+            top_p_B,
+            min_p_B,
+            seed_B,
+            position_B,
+            self.any_random,
+            self.any_top_k,
+            self.any_top_p,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingRows:
     """The parameters of each row whose sampling needs no text: neither edits nor log-probabilities."""
 
@@ -70,10 +95,14 @@ class SamplingRows:
 
     def on(self, vocab_size: int, device: torch.device) -> SamplingTensors:
         """Copies the parameters to the device without waiting for it."""
+        columns = self.columns(vocab_size)
+        return columns.on_device(upload_all(columns.arrays, device))
+
+    def columns(self, vocab_size: int) -> SamplingColumns:
+        """Returns the parameters as a device gets them."""
         records, is_random = self.records, ~self.records["is_greedy"]
         top_k = np.where(records["top_k"] < vocab_size, records["top_k"], 0)
-
-        columns = (
+        arrays = (
             # No temperature above 0 may become 0 as a float32; 1e-30 is an argmax already.
             np.where(is_random, np.maximum(records["temperature"], 1e-30), 0.0).astype(np.float32),
             top_k.astype(np.int32),
@@ -82,14 +111,8 @@ class SamplingRows:
             records["seed"].copy().view(np.int64),
             self.positions.astype(np.int64),
         )
-        temperature_B, top_k_B, top_p_B, min_p_B, seed_B, position_B = upload_all(columns, device)
-        return SamplingTensors(
-            temperature_B,
-            top_k_B,
-            top_p_B,
-            min_p_B,
-            seed_B,
-            position_B,
+        return SamplingColumns(
+            arrays,
             any_random=bool(is_random.any()),
             any_top_k=bool((is_random & (top_k > 0)).any()),
             any_top_p=bool((is_random & (records["top_p"] < 1.0)).any()),

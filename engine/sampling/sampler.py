@@ -51,10 +51,10 @@ _WARM_UP_PARAMS = (
 
 @torch.inference_mode()
 def sample_rows(
-    logits_RV: torch.Tensor, rows: SamplingRows, may_overwrite: bool = False
+    logits_RV: torch.Tensor, rows: SamplingRows, may_overwrite: bool = False, params: SamplingTensors | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (token ids, whether the distribution was finite), int64 and bool [R], on the logits' device.
-    `may_overwrite` saves a copy of the logits.
+    `may_overwrite` saves a copy of the logits; `params` are those of `rows` if they are on the device already.
 
     The tokens are those that `sample` gives rows without edits. The token of a row that is not finite is meaningless,
     but is one of the vocabulary. A greedy row is finite if its largest logit is and it holds no NaN.
@@ -63,7 +63,7 @@ def sample_rows(
         return sample_tokens(kernels, logits_RV, rows.records, rows.positions)
     kernel = _kernel_for(logits_RV)
     if kernel is not None:
-        token_ids_R, totals_R = kernel(logits_RV, rows.on(logits_RV.shape[1], logits_RV.device))
+        token_ids_R, totals_R = kernel(logits_RV, params or rows.on(logits_RV.shape[1], logits_RV.device))
         return token_ids_R, _is_finite(totals_R)
     is_greedy = rows.records["is_greedy"]
     if is_greedy.all():
@@ -109,17 +109,18 @@ def sample_step(
     sampling: StepSampling,
     masks: TokenMasks | None = None,
     awaited: torch.Tensor | None = None,
+    params: SamplingTensors | None = None,
 ) -> Sampled:
     """Samples a token for each row of logits, which are fp32, bf16 or fp16; arithmetic is in fp32.
 
-    `masks` hold every row with a grammar. `awaited` are the step's awaited tokens (see `edit_logits`). On a GPU the
-    host waits for nothing.
+    `masks` hold every row with a grammar. `awaited` are the step's awaited tokens (see `edit_logits`), `params` the
+    rows' parameters if they are on the device already. On a GPU the host waits for nothing.
     """
     edits, rows, ruled = sampling.edits, sampling.rows, sampling.ruled
     if edits is not None and edits.changes_nothing:
         edits = None
     if edits is None and (masks is None or not ruled):
-        token_ids_R, valid_R = sample_rows(logits_RV, rows)
+        token_ids_R, valid_R = sample_rows(logits_RV, rows, params=params)
     elif edits is None and masks is not None and (kernels := _cpu_kernels(logits_RV)) is not None:
         mask_of_row = masks.of_rows(len(rows), ruled)
         token_ids_R, valid_R = sample_tokens(
@@ -134,7 +135,7 @@ def sample_step(
             edit_logits(edited_EV, edits, awaited)
         if masks is not None:
             apply_masks(edited_EV, [ruled.get(row) for row in edited.tolist()], masks)
-        token_ids_R, valid_R = _sample_both(logits_RV, edited_EV, edited, index_E, rows)
+        token_ids_R, valid_R = _sample_both(logits_RV, edited_EV, edited, index_E, rows, params)
     logprobs = None
     if sampling.num_top_R is not None:
         logprobs = RowLogprobs.of(logits_RV, token_ids_R, sampling.num_top_R)
@@ -142,13 +143,19 @@ def sample_step(
 
 
 def _sample_both(
-    logits_RV: torch.Tensor, edited_EV: torch.Tensor, edited: np.ndarray, index_E: torch.Tensor, rows: SamplingRows
+    logits_RV: torch.Tensor,
+    edited_EV: torch.Tensor,
+    edited: np.ndarray,
+    index_E: torch.Tensor,
+    rows: SamplingRows,
+    params: SamplingTensors | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples edited rows from their copies and the others from the model's logits, like `sample_rows`."""
     if len(edited) == len(rows):
-        return sample_rows(edited_EV, rows, may_overwrite=True)
+        return sample_rows(edited_EV, rows, may_overwrite=True, params=params)
     if logits_RV.is_cuda:  # one launch for all rows, which costs a copy
-        return sample_rows(logits_RV.to(torch.float32, copy=True).index_copy_(0, index_E, edited_EV), rows)
+        scores_RV = logits_RV.to(torch.float32, copy=True).index_copy_(0, index_E, edited_EV)
+        return sample_rows(scores_RV, rows, params=params)
     plain = np.delete(np.arange(len(rows)), edited)
     token_ids_R = torch.empty(len(rows), dtype=torch.int64)
     valid_R = torch.empty(len(rows), dtype=torch.bool)

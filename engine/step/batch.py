@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from engine.graphs.page_tables import UNKNOWN, PageTables
 from engine.kernels.metadata import AttentionMetadata, Lengths
 from engine.kernels.upload import upload_all
 from engine.step.plan import DecodeRows, StepPlan
@@ -49,6 +50,8 @@ class HostBatch:
     adapter_T: np.ndarray | None = None  # int64, slot of each row's adapter, 0 for none; None: no row has one
     taps: bool = True  # False: hidden states are not handed out, even if layers are tapped
     all_rows: bool = False  # the last layer computes all tokens, not only the sampled ones
+    # int64, for each leading row the number of its page table's latest edit (`DecodeRows.edits_R`).
+    edits_R: np.ndarray | None = None
 
     @property
     def max_context_len(self) -> int:
@@ -67,6 +70,12 @@ class Batch:
     adapter_T: torch.Tensor | None = None  # int64, as in `HostBatch`
     taps: bool = True  # as in `HostBatch`
     all_rows: bool = False  # as in `HostBatch`
+    uses_tables: bool = False  # `meta.page_table_BP` is a part of `PageTables`
+
+
+class UploadedStep(NamedTuple):
+    batch: Batch
+    more: list[torch.Tensor]  # arrays that went along
 
 
 class ForwardOutput(NamedTuple):
@@ -91,20 +100,35 @@ def build_batch(work: Sequence[ScheduledSequence], page_size: int, device: torch
 
 def to_device(host: HostBatch, device: torch.device) -> Batch:
     """Copies a batch to the device, by one copy and without waiting for it."""
+    return upload_step(host, device).batch
+
+
+def upload_step(
+    host: HostBatch, device: torch.device, tables: PageTables | None = None, more: Sequence[np.ndarray] = ()
+) -> UploadedStep:
+    """Copies a batch and `more` arrays to the device, by one copy and without waiting for it.
+
+    With `tables`, only those entries of page tables are sent that have changed. They hold one step at a time: the next
+    one must be launched behind this one, on the same stream.
+    """
+    changes = None
+    if tables is not None and tables.takes(host.page_table_BW):
+        changes = tables.changes(host.page_table_BW, _edits_of(host))
     columns = (
         host.token_ids_T,
         host.positions_T,
         host.logit_rows_R,
-        host.page_table_BW,
         host.query_start_B1.astype(np.int32),
         host.context_B.astype(np.int32),
         host.slot_page_T,
         host.slot_offset_T,
         *(() if host.adapter_T is None else (host.adapter_T,)),
     )
-    token_ids_T, positions_T, logit_rows_R, table_BW, query_start_B1, context_B, page_T, offset_T, *adapter = (
-        upload_all(columns, device)
-    )
+    table = (host.page_table_BW,) if changes is None else (changes.places_C, changes.pages_C)
+    uploaded = upload_all((*table, *columns, *more), device)
+    on_table, on_columns = uploaded[: len(table)], uploaded[len(table) : len(table) + len(columns)]
+    token_ids_T, positions_T, logit_rows_R, query_start_B1, context_B, page_T, offset_T, *adapter = on_columns
+    table_BW = on_table[0] if tables is None or changes is None else tables.write(changes, *on_table)
     meta = AttentionMetadata(
         page_table_BP=table_BW,
         query_start_B1=query_start_B1,
@@ -118,7 +142,18 @@ def to_device(host: HostBatch, device: torch.device) -> Batch:
     )
     places = tuple(host.sampled_places.tolist())
     adapter_T = adapter[0] if adapter else None
-    return Batch(token_ids_T, positions_T, logit_rows_R, places, meta, adapter_T, host.taps, host.all_rows)
+    batch = Batch(
+        token_ids_T, positions_T, logit_rows_R, places, meta, adapter_T, host.taps, host.all_rows, changes is not None
+    )
+    return UploadedStep(batch, uploaded[len(table) + len(columns) :])
+
+
+def _edits_of(host: HostBatch) -> np.ndarray:
+    """Returns the number of each batch row's latest edit."""
+    edits_B = np.full(len(host.context_B), UNKNOWN, np.int64)
+    if host.edits_R is not None:
+        edits_B[: len(host.edits_R)] = host.edits_R
+    return edits_B
 
 
 def build_host_batch(work: Sequence[ScheduledSequence], page_size: int) -> HostBatch:
@@ -147,6 +182,7 @@ def _rows_batch(rows: DecodeRows) -> HostBatch:
         sampled_places=places,
         logit_rows_R=places,
         adapter_T=rows.members.adapters,
+        edits_R=rows.edits_R,
     )
 
 
@@ -281,6 +317,7 @@ def _concatenate(rows: HostBatch, items: HostBatch) -> HostBatch:
         logit_rows_R=np.concatenate((rows.logit_rows_R, items.logit_rows_R + num_rows)),
         scored=items.scored and replace(items.scored, places_S=items.scored.places_S + num_rows),
         adapter_T=_join_slots(rows, items),
+        edits_R=rows.edits_R,
     )
 
 

@@ -18,14 +18,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from engine.kernels.upload import upload
+from engine.graphs.page_tables import PageTables
 from engine.parallel.collectives import ParallelGroup
 from engine.sampling.grammar.masks import MaskThread, TokenMasks
 from engine.sampling.prompt_logprobs import score_prompts
-from engine.sampling.row_params import SamplingRows
+from engine.sampling.row_params import SamplingRows, SamplingTensors
 from engine.sampling.sampler import Sampled, failed_rows, sample_step
 from engine.sampling.step_sampling import StepSampling
-from engine.step.batch import Forward, ForwardOutput, HostBatch, build_host_batch, to_device
+from engine.step.batch import Batch, Forward, ForwardOutput, HostBatch, build_host_batch, upload_step
 from engine.step.hidden_states import HiddenStates, by_place
 from engine.step.plan import StepPlan
 from engine.step.prompt_scores import PromptScores
@@ -49,6 +49,14 @@ class StepTokens:
     hidden: Mapping[int, HiddenStates] = field(default_factory=dict)  # by place in the plan, if layers are tapped
 
 
+@dataclass(frozen=True, slots=True)
+class StepDevice:
+    """The device that computes steps, and what it keeps between them."""
+
+    device: torch.device
+    tables: PageTables | None = None  # page tables that are kept there; None: each step brings its own
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedStep:
     """Everything needed to compute a step."""
@@ -58,6 +66,7 @@ class PreparedStep:
     sampling: StepSampling  # a row for each row of logits
     awaited_rows: np.ndarray | None  # int64, batch rows whose token the previous step samples; None if all are known
     awaited_places: np.ndarray | None  # the place of each awaited row in that step's work
+    vocab_size: int
 
     @property
     def num_rows(self) -> int:
@@ -97,7 +106,7 @@ def prepare_step(
         host = replace(host, taps=taps, all_rows=taps)
     rows, special = _sampling_rows(work, host)
     sampling = StepSampling.at(rows, special, vocab_size, eos_token_ids, awaited_rows)
-    return PreparedStep(work, host, sampling, awaited_rows, awaited_places)
+    return PreparedStep(work, host, sampling, awaited_rows, awaited_places, vocab_size)
 
 
 def _sampling_rows(work: Seq[ScheduledSequence], host: HostBatch) -> tuple[SamplingRows, Mapping[int, Sequence]]:
@@ -134,6 +143,7 @@ class ForwardedStep:
     logits_RV: torch.Tensor  # of the sampled rows
     scores: Mapping[int, PromptScores]
     awaited: torch.Tensor | None  # the previous step's tokens, which this one has read on the device
+    params: SamplingTensors | None  # of the sampled rows; None on a CPU, which reads them where they are
     states_TX: torch.Tensor | None  # hidden states of all tokens, if layers are tapped
 
 
@@ -160,9 +170,9 @@ class SampledTokens:
             self._copied = torch.cuda.Event(blocking=True)  # waiting must not occupy a core
             self._copied.record()
 
-    def at(self, places: np.ndarray) -> torch.Tensor:
-        """Returns the tokens sampled for these places of the step's work, on the device."""
-        return self.token_ids_R.index_select(0, upload(self._step.sampled_index(places), self.token_ids_R.device))
+    def index_of(self, places: np.ndarray) -> np.ndarray:
+        """Returns where the tokens sampled for these places of the step's work are in `token_ids_R`."""
+        return self._step.sampled_index(places)
 
     def wait(self) -> StepTokens:
         """Blocks until the tokens are on the host."""
@@ -220,7 +230,7 @@ def compute(
     step: PreparedStep,
     forward: Forward,
     group: ParallelGroup,
-    device: torch.device,
+    on: StepDevice,
     previous: SampledTokens | None = None,
     masks: MaskThread | None = None,
 ) -> SampledTokens:
@@ -232,9 +242,9 @@ def compute(
     ruled = step.sampling.ruled
     pending = masks.prepare(list(ruled.values())) if masks is not None and ruled else None
     if masks is None or pending is None:
-        return _sample(step, forward_step(step, forward, group, device, previous), None)
+        return _sample(step, forward_step(step, forward, group, on, previous), None)
     with pending:
-        forwarded = forward_step(step, masks.beside(pending, forward), group, device, previous)
+        forwarded = forward_step(step, masks.beside(pending, forward), group, on, previous)
     return _sample(step, forwarded, pending.wait())
 
 
@@ -242,21 +252,30 @@ def forward_step(
     step: PreparedStep,
     forward: Forward,
     group: ParallelGroup,
-    device: torch.device,
+    on: StepDevice,
     previous: SampledTokens | None = None,
 ) -> ForwardedStep:
-    """Computes a step up to its logits, as `compute` does."""
-    awaited = None
-    if step.awaited_places is not None:
+    """Computes a step up to its logits, as `compute` does. All that it and its sampling read goes up in one copy."""
+    more: list[np.ndarray] = []
+    if step.awaited_rows is not None and step.awaited_places is not None:
         assert previous is not None
-        awaited = previous.at(step.awaited_places)
-    logits_RV, states_TX = run_forward(step.host, step.awaited_rows, awaited, forward, group, device)
+        more = [step.awaited_rows, previous.index_of(step.awaited_places)]
+    columns = step.sampling.rows.columns(step.vocab_size) if on.device.type == "cuda" else None
+    arrays = (*more, *columns.arrays) if columns is not None else more
+    batch, uploaded = upload_step(step.host, on.device, on.tables, arrays)
+    rows = awaited = None
+    if more:
+        assert previous is not None
+        rows, index = uploaded[:2]
+        awaited = previous.token_ids_R.index_select(0, index)
+    params = None if columns is None else columns.on_device(uploaded[len(more) :])
+    logits_RV, states_TX = run_forward(batch, rows, awaited, forward, group)
     places, scored = step.host.sampled_places, step.host.scored
     scores: Mapping[int, PromptScores] = {}
     if scored is not None:
         scores = score_prompts(logits_RV[len(places) :], scored)
         logits_RV = logits_RV[: len(places)]
-    return ForwardedStep(logits_RV, scores, awaited, states_TX)
+    return ForwardedStep(logits_RV, scores, awaited, params, states_TX)
 
 
 def sample_forwarded(
@@ -281,35 +300,40 @@ def _sample(step: PreparedStep, forwarded: ForwardedStep, masks: TokenMasks | No
     if not len(step.host.sampled_places):  # nothing is sampled, but `wait` must still notice when the step is over
         none = torch.empty(0, dtype=torch.int64, device=logits_RV.device)
         return SampledTokens(step, Sampled(none, none.bool()), forwarded.scores, None, forwarded.states_TX)
-    sampled = sample_step(logits_RV, step.sampling, masks, forwarded.awaited)
+    sampled = sample_step(logits_RV, step.sampling, masks, forwarded.awaited, forwarded.params)
     return SampledTokens(step, sampled, forwarded.scores, masks, forwarded.states_TX)
 
 
-def compute_discarded(step: PreparedStep, forward: Forward, group: ParallelGroup, device: torch.device) -> None:
+def compute_discarded(step: PreparedStep, forward: Forward, group: ParallelGroup, on: StepDevice) -> None:
     """Computes a step that awaits a failed one, because other ranks compute it too and must not wait for rank 0.
 
     Whatever it writes is overwritten before it is read.
     """
-    rows = step.awaited_rows
-    awaited = None if rows is None else torch.zeros(len(rows), dtype=torch.int64, device=device)
-    run_forward(step.host, rows, awaited, forward, group, device)
+    follow_step(step.host, step.awaited_rows, forward, group, on)
+
+
+def follow_step(
+    host: HostBatch, awaited_rows: np.ndarray | None, forward: Forward, group: ParallelGroup, on: StepDevice
+) -> None:
+    """Computes a step whose results are not needed on this rank."""
+    batch, more = upload_step(host, on.device, on.tables, () if awaited_rows is None else (awaited_rows,))
+    awaited = None if awaited_rows is None else torch.zeros(len(awaited_rows), dtype=torch.int64, device=on.device)
+    run_forward(batch, more[0] if more else None, awaited, forward, group)
 
 
 def run_forward(
-    host: HostBatch,
-    awaited_rows: np.ndarray | None,
+    batch: Batch,
+    awaited_rows: torch.Tensor | None,
     awaited: torch.Tensor | None,
     forward: Forward,
     group: ParallelGroup,
-    device: torch.device,
 ) -> ForwardOutput:
     """Returns the results of a step as every rank computes it.
 
     `awaited` holds the tokens of the batch's `awaited_rows`; on ranks other than the first its content is ignored and
     overwritten by rank 0's.
     """
-    batch = to_device(host, device)
     if awaited_rows is not None:
         assert awaited is not None
-        batch.token_ids_T.index_copy_(0, upload(awaited_rows, device), group.from_first(awaited))
+        batch.token_ids_T.index_copy_(0, awaited_rows, group.from_first(awaited))
     return forward(batch)

@@ -136,6 +136,7 @@ class DecodeRows:
     page_R: np.ndarray  # index of the row's page that takes the KV
     offset_R: np.ndarray  # the place in that page
     pages_RW: np.ndarray  # int32, wide enough for the longest row; 0 past a row's last page
+    edits_R: np.ndarray  # int64, a number for each row: rows of equal numbers have equal pages
 
     def __len__(self) -> int:
         return len(self.members.items)

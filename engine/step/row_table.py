@@ -15,6 +15,8 @@ Shapes: `R` rows, `W` pages of a row.
 
 from __future__ import annotations
 
+import itertools
+import secrets
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
@@ -26,7 +28,7 @@ from penstock.types import PageId
 
 _KNOWN = 0  # in `_awaited_step`: the token is on the host; steps are numbered from 1
 # Attributes of the table with one entry per row, which move and grow together.
-_COLUMNS = ("_params", "_position", "_token", "_awaited_step", "_awaited_place", "_room", "_pages_RW")
+_COLUMNS = ("_params", "_position", "_token", "_awaited_step", "_awaited_place", "_room", "_pages_RW", "_edit")
 
 
 class RowTable:
@@ -47,6 +49,9 @@ class RowTable:
         self._awaited_place = np.zeros(16, np.int64)  # its place in that step's plan
         self._room = np.zeros(16, np.int64)  # tokens that the row's pages hold
         self._pages_RW = np.zeros((16, 16), np.int32)
+        self._edit = np.zeros(16, np.int64)  # number of the latest change to the row's pages
+        # Begins at random, because what is on a device may come from another table.
+        self._edits = itertools.count(1 + secrets.randbits(62))
 
     def __len__(self) -> int:
         return len(self._items)
@@ -95,6 +100,7 @@ class RowTable:
         self._room[row] = len(pages) * self._page_size
         self._pages_RW[row, : len(pages)] = pages
         self._pages_RW[row, len(pages) :] = 0
+        self._edit[row] = next(self._edits)
 
     def remove(self, sequence: Sequence) -> None:
         """Removes the sequence's row, if it has one."""
@@ -121,6 +127,7 @@ class RowTable:
             if place >= self._width:
                 self._make_room(row + 1, place + 1)
             self._pages_RW[row, place] = page
+            self._edit[row] = next(self._edits)
             self._room[row] = room + self._page_size
 
     def drop_pages(self, sequence: Sequence, first: int, stop: int) -> None:
@@ -128,6 +135,7 @@ class RowTable:
         row = self._rows.get(sequence)
         if row is not None:
             self._pages_RW[row, first:stop] = 0
+            self._edit[row] = next(self._edits)
 
     def _make_room(self, num_rows: int, num_pages: int) -> None:
         self._width = max(self._width, num_pages)
@@ -173,9 +181,10 @@ class RowTable:
         rows: slice | np.ndarray = slice(0, count)
         awaited_rows = awaited_places = None
         if self._any_awaited:
-            continuing = self._continuing().nonzero()[0]
-            if len(continuing) < count:
-                rows, members = continuing, members.select(continuing)
+            is_continuing = self._continuing()
+            if not is_continuing.all():
+                rows = _closed_up(is_continuing)
+                members = members.select(rows)
             if self._awaited_step[rows].any():
                 awaited_rows = self._awaited_step[rows].nonzero()[0]
                 awaited_places = self._awaited_place[rows][awaited_rows]
@@ -187,8 +196,9 @@ class RowTable:
         self._awaited_place[rows] = members.places_R
         self._any_awaited |= count > 0
         return DecodeRows(
-            members, step, positions_R, token_ids_R, awaited_rows, awaited_places, page_R, offset_R, pages_RW
-        )
+            members, step, positions_R, token_ids_R, awaited_rows, awaited_places, page_R, offset_R, pages_RW,
+            self._edit[rows].copy(),
+        )  # fmt: skip
 
     def record(
         self,
@@ -269,6 +279,15 @@ class RowTable:
             assert self._token[row] == sequence.token_ids[-1], sequence.request_id
             assert self._room[row] == len(sequence.pages) * self._page_size, sequence.request_id
             assert self._pages_RW[row, : len(sequence.pages)].tolist() == sequence.pages, sequence.request_id
+
+
+def _closed_up(is_continuing: np.ndarray) -> np.ndarray:
+    """Returns the rows that continue; the last ones take the places of those that do not, as in `RowTable.remove`, so
+    that most keep the place that they have on the device."""
+    count = int(is_continuing.sum())
+    rows = np.arange(count)
+    rows[~is_continuing[:count]] = count + is_continuing[count:].nonzero()[0][::-1]
+    return rows
 
 
 def _copy_of(records: np.ndarray) -> np.ndarray:

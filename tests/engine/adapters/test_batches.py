@@ -19,7 +19,7 @@ from engine.kernels.adapter_weights import AdapterRows, AdapterWeights
 from engine.kernels.layer_ops import TorchOps
 from engine.kernels.triton.backend import TritonOps
 from engine.parallel.step_codec import BroadcastStep, decode, encode
-from engine.step.batch import Batch, ForwardOutput, build_batch, build_host_batch
+from engine.step.batch import Batch, ForwardOutput, build_batch, build_host_batch, upload_step
 from engine.step.plan import EndConditions, StepPlan
 from engine.step.row_table import RowTable
 from engine.step.sequence import ScheduledSequence, Sequence
@@ -218,7 +218,8 @@ def test_captured_steps_read_slots_from_their_buffer() -> None:
         return made
 
     for slots, wanted in (([1, 0, 2], [1, 0, 2, 0]), ([0, 0, 0], None), ([3], [3, 0])):
-        graphs.forward(build_batch(decode_rows(slots), 8, torch.device("cpu")))
+        host = build_host_batch(decode_rows(slots), 8)
+        graphs.forward(upload_step(host, torch.device("cpu"), graphs.tables).batch)
         found = seen.pop()
         assert (None if found is None else found.tolist()) == wanted
     assert graphs.num_replays == 3

@@ -15,7 +15,7 @@ from engine.engine import Engine
 from engine.graphs.cuda_graphs import GraphRunner, buckets_up_to
 from engine.memory.device_memory import DeviceMemory
 from engine.memory.plan import plan_memory
-from engine.step.batch import build_batch
+from engine.step.batch import build_host_batch, upload_step
 from engine.step.plan import EndConditions
 from engine.step.row_table import RowTable
 from engine.step.sequence import ScheduledSequence, Sequence
@@ -133,7 +133,8 @@ def test_each_step_says_once_that_it_starts(engine: Engine) -> None:
             ScheduledSequence(Sequence(RequestId("r"), [5], 1, SamplingParams(max_tokens=2), b"", page), 1)
             for page in pages
         ]
-        graphs.forward(build_batch(work, engine.layout.page_size, torch.device("cpu")), on_start=on_start)
+        host = build_host_batch(work, engine.layout.page_size)
+        graphs.forward(upload_step(host, torch.device("cpu"), graphs.tables).batch, on_start=on_start)
         for page in pages:
             engine.pool.release(page)
         assert starts == sum(wanted)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from engine.engine import Engine
 from engine.graphs.cuda_graphs import GraphRunner
 from engine.layers.hidden_taps import HiddenTaps
-from engine.step.batch import build_batch
+from engine.step.batch import build_batch, build_host_batch, upload_step
 from engine.step.compute import StepTokens
 from engine.step.plan import EndConditions, StepPlan
 from engine.step.row_table import RowTable
@@ -127,10 +127,13 @@ def test_replayed_steps_hand_out_copies(engine: Engine, folder: Path) -> None:
         [ScheduledSequence(make_sequence(engine, length, length - 1, str(length)), 1) for length in lengths]
         for lengths in ((6, 10), (20,))
     ]
-    outputs = [graphs.forward(build_batch(work, 8, CPU)).states_TX for work in works]
+    outputs = [
+        graphs.forward(upload_step(build_host_batch(work, 8), CPU, graphs.tables).batch).states_TX for work in works
+    ]
     assert graphs.num_replays == 2
-    unwanted = replace(build_batch(works[0], 8, CPU), taps=False)
-    assert graphs.forward(unwanted).states_TX is None
+    unwanted = replace(build_host_batch(works[0], 8), taps=False)
+    assert graphs.forward(upload_step(unwanted, CPU, graphs.tables).batch).states_TX is None
+    assert graphs.num_replays == 3
     states_TX = expected_states(folder)
     for states, rows in zip(outputs, ([5, 9], [19]), strict=True):
         assert states is not None

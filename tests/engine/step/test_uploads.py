@@ -1,4 +1,4 @@
-"""Tests that a step's arrays reach a GPU unchanged in a single copy."""
+"""Tests that a step's arrays reach a GPU unchanged in a single copy, and what else a steady step launches."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.graphs.cuda_graphs import GraphRunner
 from engine.kernels.upload import upload_all
+from engine.parallel.collectives import SINGLE_RANK
 from engine.sampling.row_params import SamplingTensors
-from engine.step.batch import build_host_batch, to_device
+from engine.sampling.sampler import Sampled
+from engine.step.batch import Batch, ForwardOutput, build_host_batch, to_device
+from engine.step.compute import PreparedStep, SampledTokens, StepDevice, forward_step, prepare_step
+from engine.step.plan import EndConditions, StepPlan
+from engine.step.row_table import RowTable
 from engine.step.sequence import ScheduledSequence, Sequence
 from penstock.types import PageId, RequestId, SamplingParams
 
@@ -80,3 +87,74 @@ def test_a_step_and_its_sampling_take_one_copy_each(copies: list[int]) -> None:
     assert len(copies) == 2
     for name in ("temperature_B", "top_k_B", "top_p_B", "min_p_B", "seed_B", "position_B"):
         assert torch.equal(getattr(rows, name), getattr(wanted_rows, name))
+
+
+class _Launches(TorchDispatchMode):
+    """Collects the names of operations that launch a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and "empty" not in func.__name__:
+            self.names.append(func.__name__.split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+class SteadyDecode:
+    """`num_rows` rows of one context that decode ahead. A GPU's place is taken by the CPU, a graph's by nothing."""
+
+    def __init__(self, num_rows: int, context: int) -> None:
+        self._table = RowTable(16, EndConditions((), 10**6))
+        for number in range(num_rows):
+            sampling = SamplingParams(max_tokens=10**5, temperature=0.7, top_p=0.9, seed=number)
+            num_tokens = context - 15 + number % 16
+            sequence = Sequence(RequestId(str(number)), [5] * num_tokens, num_tokens, sampling, b"")
+            sequence.pages = [PageId(page) for page in range(-(-num_tokens // 16))]
+            sequence.num_computed_tokens = num_tokens - 1
+            self._table.add(sequence)
+        self._graphs = GraphRunner(_no_logits, [num_rows], context + 1000, 16, 0, CPU)
+        for size in self._graphs.sizes():
+            self._graphs.capture(size, lambda: lambda run: lambda: None)
+        self._sampled = Sampled(torch.zeros(num_rows, dtype=torch.int64), torch.ones(num_rows, dtype=torch.bool))
+        self._previous: SampledTokens | None = None
+        self._step = 0
+
+    def prepare(self) -> PreparedStep:
+        full = self._table.without_room()
+        for sequence in full:
+            sequence.pages.append(PageId(7))
+        self._table.add_pages(full, [PageId(7)] * len(full))
+        self._step += 1
+        return prepare_step(StepPlan(self._table.launch(self._step), []), 16, 1000, ())
+
+    def forward(self, step: PreparedStep) -> None:
+        on = StepDevice(GPU, self._graphs.tables)
+        forwarded = forward_step(step, self._graphs.forward, SINGLE_RANK, on, self._previous)
+        assert forwarded.params is not None
+        np.testing.assert_array_equal(forwarded.params.position_B.numpy(), step.sampling.rows.positions)
+        self._previous = SampledTokens(step, self._sampled, {})
+
+
+def _no_logits(batch: Batch, **_: Any) -> ForwardOutput:
+    return ForwardOutput(torch.empty(len(batch.sampled_places), 8))
+
+
+@pytest.mark.parametrize("context", [4096, 32768])
+def test_a_steady_decode_step_sends_one_small_copy(copies: list[int], context: int) -> None:
+    """Before, it sent 4 copies of 71,952 bytes together at 4096 tokens, and launched 5 more kernels before the graph
+    (8 where the batch is padded)."""
+    run = SteadyDecode(64, context)
+    for _ in range(3):
+        run.forward(run.prepare())
+    step = run.prepare()
+    copies.clear()
+    with _Launches() as launches:
+        run.forward(step)
+    batch = 64 * (8 + 8 + 8 + 4 + 8 + 8) + 64 * 4 + 16  # tokens, positions, rows, contexts, slots; starts
+    sampling, awaited = 64 * (4 + 4 + 8 + 4 + 8 + 8), 64 * (8 + 8)
+    entries = 4 * (8 + 4)  # 4 of 64 sequences get a page
+    assert copies == [batch + sampling + awaited + entries] == [6464]
+    launches.names.remove("clone")  # of the copy's double
+    assert launches.names == ["index_copy_", "index_select", "index_copy_", "_foreach_copy_"]

@@ -51,6 +51,39 @@ GROUPS = (
     CommandGroup("shell", "set up your shell"),
 )
 
+# Shown at the end of `penstock COMMAND --help`. A test parses each line.
+EXAMPLES: Mapping[str, tuple[str, ...]] = {
+    "import-gguf": ("penstock import-gguf model.Q8_0.gguf ./model",),
+    "serve": (
+        "penstock serve --model penstock-tiny --decode 2",
+        "penstock serve --config deploy/config/gpu-host.toml --model meta-llama/Llama-3.1-8B-Instruct",
+    ),
+    "stop": ("penstock stop",),
+    "chat": ("penstock chat --system 'Answer in one sentence.'",),
+    "generate": ("penstock generate --timing 'Once upon a time'", "penstock generate --explain - < prompt.txt"),
+    "doctor": ("penstock doctor", "penstock doctor --model ./model"),
+    "events": ("penstock events -f",),
+    "explain": ("penstock explain decode --changes",),
+    "status": ("penstock status --wait 120", "penstock status --json"),
+    "top": ("penstock top", "penstock top -n 1 --json"),
+    "trace": ("penstock trace cmpl-cbb6360b82f6418a8352e1e3aa393405",),
+    "drain": ("penstock drain decode-1", "penstock drain --node NODE --within 60"),
+    "flip": ("penstock flip decode-1 prefill",),
+    "key": ("penstock key new acme",),
+    "scale": ("penstock scale decode 4 --wait 120",),
+    "upgrade": ("penstock upgrade --model ./model-v2 --share 0.1",),
+    "weights": ("penstock weights update ./step-2000 --mode keep", "penstock weights status"),
+    "bench": (
+        "penstock bench run --url http://localhost:8000/v1 --rate 2,4,8 --requests 200",
+        "penstock bench compare before after",
+    ),
+    "fit": ("penstock fit costs.json",),
+    "plan": ("penstock plan --model ./model --accelerator H100=2.5 --rate 20 --input-tokens 2000 --ttft 1",),
+    "plan-memory": ("penstock plan-memory ./model --device 80GiB --tp 4",),
+    "traffic": ("penstock traffic trace.jsonl",),
+    "completion": ("source <(penstock completion bash)", "penstock completion fish | source"),
+}
+
 
 def _first_line(file: Path) -> str:
     with file.open(encoding="utf-8") as opened:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Prints errors under the command's own usage. Exit status 2."""
+    """Prints errors under the command's own usage, with exit status 2, and examples at the end of its help."""
+
+    examples: Sequence[str] = ()
+
+    def format_help(self) -> str:
+        shown = "".join(f"  {line}\n" for line in self.examples)
+        return super().format_help() + (f"\nexamples:\n{shown}" if shown else "")
 
     def error(self, message: str) -> NoReturn:
         """Prints the message, with the nearest flag if it names an unknown one, and exits."""

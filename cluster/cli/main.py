@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from importlib.util import find_spec
 
-from cluster.cli.catalog import GROUPS, find_group, format_groups, load_command, suggest_command
+from cluster.cli.catalog import EXAMPLES, GROUPS, find_group, format_groups, load_command, suggest_command
 from cluster.cli.command_parser import CommandParser, nested_parsers
 from penstock.charts.table import printable
 from penstock.process.setup import set_up_logging
@@ -72,9 +72,10 @@ def make_parser(*names: str) -> argparse.ArgumentParser:
         prog="penstock",
         usage="penstock COMMAND ...",
         description="Serve a language model, or call one that is served.",
-        epilog=f"{format_groups()}\n\n`penstock COMMAND --help` shows the flags of a command.",
+        epilog=f"{format_groups()}\n\n`penstock COMMAND --help` shows the flags of a command, and examples.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.examples = [EXAMPLES[name][0] for name in ("serve", "generate", "status", "bench")]
     parser.add_argument("--version", action="version", version=f"penstock {_version()}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", help=argparse.SUPPRESS)
     for group in GROUPS:
@@ -85,6 +86,7 @@ def make_parser(*names: str) -> argparse.ArgumentParser:
             subparser = subparsers.add_parser(
                 name, prog=f"penstock {name}", description=f"{text[0].upper()}{text[1:]}."
             )
+            subparser.examples = EXAMPLES[name]
             subparser.set_defaults(run=command.run)
             command.add_arguments(subparser)
     return parser

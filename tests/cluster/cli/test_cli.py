@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 
 from cluster.cli import commands
 from cluster.cli.admin import admin_call
-from cluster.cli.catalog import GROUPS
+from cluster.cli.catalog import EXAMPLES, GROUPS
 from cluster.cli.commands.running.serve import how_to_call, may_restart, serve_config
 from cluster.cli.main import main, make_parser
 from cluster.cli.start_progress import StartProgress
@@ -473,3 +474,15 @@ def test_every_file_in_a_command_room_is_a_command() -> None:
     assert {(file.parent.name, file.stem.replace("_", "-")) for file in files} == {
         (group.room, name) for group in GROUPS for name in group.help_lines
     }
+
+
+@pytest.mark.parametrize("name", [name for group in GROUPS for name in group.help_lines])
+def test_the_examples_in_a_commands_help_are_valid(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = make_parser(name)
+    for line in EXAMPLES[name]:
+        words = shlex.split(line.removeprefix("source <(").partition("|")[0].partition("<")[0].removesuffix(")"))
+        assert words[:2] == ["penstock", name]
+        parser.parse_args(words[1:])
+    with pytest.raises(SystemExit):
+        parser.parse_args([name, "--help"])
+    assert f"examples:\n  {EXAMPLES[name][0]}\n" in capsys.readouterr().out

@@ -15,10 +15,7 @@ Tree = Mapping[str, ArgumentParser]  # the parser of each command
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("shell", choices=list(SCRIPTS), help="the shell to print a script for")
-    parser.epilog = (
-        "bash: source <(penstock completion bash). zsh: the same, after compinit. "
-        "fish: penstock completion fish | source."
-    )
+    parser.epilog = "zsh needs compinit first."
 
 
 def run(arguments: Namespace) -> int:

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.client.results import Timing, _timing
 from penstock.types import Lane
-from router.metrics.request_metrics import RequestMetrics
+from router.metrics.completion_counts import CompletionCounts
 from router.tracing.stages import EndedCompletion
 
 _ENDPOINT = "/v1/completions"
@@ -101,12 +101,13 @@ def timings_of(num_prompt_tokens: int, into: list[Timing]) -> Iterator[None]:
 
     The answers of a batch have none.
     """
-    count = RequestMetrics.completion
+    count = CompletionCounts.completion
 
-    def noted(self: RequestMetrics, ended: EndedCompletion, tenant: str) -> None:
-        if ended.lane is Lane.BULK and ended.num_prompt_tokens == num_prompt_tokens:
-            into.append(_timing(ended.timing))
-        count(self, ended, tenant)
+    def noted(self: CompletionCounts, *ended: Any, **details: Any) -> EndedCompletion:
+        found = count(self, *ended, **details)
+        if found.lane is Lane.BULK and found.num_prompt_tokens == num_prompt_tokens:
+            into.append(_timing(found.timing))
+        return found
 
-    with mock.patch.object(RequestMetrics, "completion", noted):
+    with mock.patch.object(CompletionCounts, "completion", noted):
         yield

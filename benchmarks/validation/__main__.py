@@ -136,7 +136,9 @@ def publish(
     file = folder / "validation.json"
     kept = json.loads(file.read_text())["rows"] if file.exists() else []
     new_shapes = {row["shape"] for row in rows}
+    shapes = list(dict.fromkeys(row["shape"] for row in [*kept, *rows]))
     rows = [row for row in kept if row["shape"] not in new_shapes] + rows
+    rows.sort(key=lambda row: shapes.index(row["shape"]))
     within = sum(abs(float(str(row["error"]))) <= float(str(row["bound"])) for row in rows)
     write_result(
         {"name": "validation"} | dict(machine) | {"num_within": within, "rows": rows},

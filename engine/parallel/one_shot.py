@@ -5,7 +5,8 @@ order of ranks, so that each has the same bits. A decode step's sums are some te
 latency. The kernel waits for its peers on the device, never on the host, so graphs capture it. The ranks agree at the
 start: either all use it or none does.
 
-Torch marks the API as unstable; what is called here is the same in torch 2.11 to 2.13.
+Torch marks the API as unstable. A version that has other names or arguments is noticed when the ranks join, and all
+then use NCCL.
 """
 
 from __future__ import annotations
@@ -64,11 +65,15 @@ class TorchPeerMemory:
         return "" if blind is None else f"GPU {shard.rank} cannot access the memory of GPU {blind}"
 
     def join(self, shard: Shard, device: torch.device, num_bytes: int, store: dist.Store) -> torch.Tensor:
-        from torch._C._distributed_c10d import _SymmetricMemory
+        try:
+            from torch._C._distributed_c10d import _SymmetricMemory
 
-        _SymmetricMemory.set_group_info(_GROUP, shard.rank, shard.num_ranks, store)
-        buffer = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device, _GROUP)
-        _SymmetricMemory.rendezvous(buffer, _GROUP)
+            _SymmetricMemory.set_group_info(_GROUP, shard.rank, shard.num_ranks, store)
+            buffer = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device, _GROUP)
+            _SymmetricMemory.rendezvous(buffer, _GROUP)
+        except (AttributeError, ImportError, TypeError) as error:  # names or arguments of another version
+            problem = f"torch {torch.__version__} has another interface to symmetric memory: {error}"
+            raise RuntimeError(problem) from error
         return buffer
 
     def sum(self, part: torch.Tensor, out: torch.Tensor) -> None:

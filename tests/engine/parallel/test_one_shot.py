@@ -156,3 +156,14 @@ def test_a_group_of_gpus_sends_only_small_sums_through_memory(monkeypatch: pytes
     assert reduced == []
     group.sum(torch.ones(64, 8))
     assert reduced == [torch.Size([64, 8])]
+
+
+def test_another_api_of_torch_is_a_reason_and_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed(name: str) -> None: ...
+
+    monkeypatch.setattr("torch._C._distributed_c10d._SymmetricMemory.set_group_info", staticmethod(changed))
+    with pytest.raises(RuntimeError, match=r"has another interface to symmetric memory: .*positional argument"):
+        TorchPeerMemory().join(Shard(0, 2), CPU, 4096, dist.HashStore())
+    monkeypatch.delattr("torch._C._distributed_c10d._SymmetricMemory")
+    with pytest.raises(RuntimeError, match="has another interface to symmetric memory"):
+        TorchPeerMemory().join(Shard(0, 2), CPU, 4096, dist.HashStore())

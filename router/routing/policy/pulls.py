@@ -62,13 +62,10 @@ def _plans(demand: PlacementDemand, offer: PullOffer, views: Sequence[WorkerView
 def _evicted_share(cache: CacheStats) -> float:
     """Returns which share of the tokens that a pull brings must be computed again because of what it evicts.
 
-    A new page evicts another one as often as pages that were not found did so far, and that one would be used again as
-    often as a page that is looked up is found.
+    A cache that has evicted is full: each new page evicts another one, which would be used again as often as a page
+    that is looked up is found.
     """
-    if not cache.evictions:
-        return 0.0
-    num_missed = max(1, cache.queries - cache.num_hits)
-    return min(1.0, cache.evictions / num_missed) * cache.num_hits / max(1, cache.queries)
+    return cache.num_hits / max(1, cache.queries) if cache.evictions else 0.0
 
 
 def after(demand: PlacementDemand, plans: dict[WorkerId, PlannedPull]) -> PlacementDemand:

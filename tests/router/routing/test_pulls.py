@@ -72,7 +72,7 @@ def test_a_prefix_that_can_be_pulled_leaves_the_choice_to_load(byte_s: float | N
     ("cache", "chosen"),
     [
         (CacheStats(queries=1000, device_hits=900), OTHER),  # nothing was evicted yet
-        (CacheStats(queries=1000, device_hits=900, evictions=10), OTHER),  # a tenth of the new pages evict one
+        (CacheStats(queries=1000, device_hits=900, evictions=1), HOLDER),  # from now on each new page evicts one
         (CacheStats(queries=1000, device_hits=900, evictions=90), HOLDER),
         (CacheStats(queries=1000, device_hits=100, evictions=900), OTHER),  # what is evicted is rarely used again
         (CacheStats(evictions=1), OTHER),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from penstock.config import DecodeConfig
 from penstock.kv.page_hash import hash_pages
 from penstock.types import WorkerId
+from router.routing.costs.pull_costs import PullBook
 from simulator.fleet import FleetSpec, SimulatedFleet
 from simulator.replay import UNLIMITED, fit, main, replay, with_pages
 from simulator.report import Slo, offered_load, single_cache_hit_rate
@@ -118,6 +121,23 @@ def test_routers_learn_that_pulls_take_longer_than_expected() -> None:
     learned = {(source, target): pulls.links.cost(WorkerId(source), WorkerId(target)).byte_s for source, target in ends}
     assert all(learned[link] > 2 * expected[link] for link in ends if link[0] != link[1])
     assert pulls._from_workers.kept < 1.0
+
+
+def test_a_pull_that_is_given_up_keeps_what_has_arrived_and_sends_no_more() -> None:
+    requests, _ = fit(MIX.make(0), SPEC, load=0.6)
+    spec = with_pages(
+        replace(SPEC, pull=True, link_costs=replace(SPEC.link_costs, bytes_per_s=50e9)), UNLIMITED, requests
+    )
+    fleet = SimulatedFleet(spec, 0)
+    for source, target in itertools.permutations(spec.names, 2):
+        fleet.links.set_slowness(source, target, 20.0)
+    reports = []
+    with mock.patch.object(PullBook, "on_end", lambda self, plan, worker, pull, _: reports.append(pull)):
+        for request in requests:
+            fleet.submit(request)
+        fleet.run()
+    given_up = [pull for pull in reports if pull is not None and pull.pulled_tokens < pull.wanted_tokens]
+    assert any(pull.pulled_tokens for pull in given_up)
 
 
 def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,9 +26,11 @@ from router.text.conversation import Conversation
 from router.text.model_card import ModelCard
 from router.text.tokenizer import Tokenizer, with_bad_sequences
 from tests.support.engine.adapters import make_adapter
+from tests.support.engine.mtp_layers import make_mtp_checkpoint
 
 MODEL = Path(__file__).resolve().parents[3] / "models" / "penstock-tiny"
 DRAFT, HEAD = MODEL.with_name("penstock-tiny-draft"), MODEL.with_name("penstock-tiny-eagle3")
+MTP = Path("mtp")  # as `decode.draft_model`
 ADAPTER = "tuned"  # the name of the adapter that one feature asks for
 ENGINE = {"max_adapters": 2, "max_adapter_rank": 4}
 MAX_TOKENS = 96
@@ -100,6 +102,7 @@ class Feature:
     is_chat: bool = False  # over HTTP: `CHAT` is the prompt
     end_is_late: bool = False  # at a stop string from the second half of its own text
     is_windowed: bool = False  # served by `windowed_model`
+    is_mtp: bool = False  # served by `mtp_model`
     num_prompt_tokens: int = PROMPT_TOKENS
     kv_hints: KvHints = NO_KV_HINTS
 
@@ -124,7 +127,7 @@ class Feature:
 
     @property
     def model(self) -> Path:
-        return windowed_model() if self.is_windowed else MODEL
+        return windowed_model() if self.is_windowed else mtp_model() if self.is_mtp else MODEL
 
     @property
     def all_options(self) -> dict[str, Any]:
@@ -158,6 +161,8 @@ FEATURES = {
         Feature("adapter", adapter=ADAPTER),
         Feature("speculation", {"allowed_token_ids": [300, 301, 302]}),  # a text that often repeats what came before
         Feature("window", is_windowed=True),  # pages behind the window are freed
+        Feature("mtp", is_mtp=True),  # the model's own layer behind the last one drafts
+        Feature("mtp_greedy", {"temperature": 0.0}, is_mtp=True),
         Feature("kv_hints", kv_hints=KvHints(session="s", pin_s=60.0, priority=3, prefetch_s=1.0)),
         Feature("batch", is_batched=True),
     )
@@ -185,6 +190,21 @@ def windowed_model() -> Path:
     (folder / "config.json").unlink()
     kept = {key: value for key, value in config.items() if key not in left_out}
     (folder / "config.json").write_text(json.dumps(kept | changed))
+    return folder
+
+
+@functools.cache
+def mtp_model() -> Path:
+    """Returns a random model of GLM's family with the same vocabulary and a layer that predicts further tokens."""
+    folder = Path(tempfile.mkdtemp(prefix="penstock-mtp-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    vocab_size = json.loads((MODEL / "config.json").read_text())["vocab_size"]
+    sizes = {"vocab_size": vocab_size, "max_position_embeddings": CONTEXT_LENGTH}
+    make_mtp_checkpoint("glm4_moe", folder, is_often_right=True, **sizes)
+    for file in MODEL.iterdir():
+        if file.name != "config.json" and file.suffix != ".safetensors":
+            (folder / file.name).unlink(missing_ok=True)
+            (folder / file.name).symlink_to(file)
     return folder
 
 

@@ -35,7 +35,7 @@ from tests.support.key_files import write_secret
 from tests.support.plain_processes import Deployment, Process
 from tests.support.router.router_fakes import all_followed, until
 from tests.support.serving import wait_until_empty, worker_config, workers
-from tests.system.matrix.features import ADAPTER, DRAFT, ENGINE, FEATURES, HEAD, Feature, adapter_ref
+from tests.system.matrix.features import ADAPTER, DRAFT, ENGINE, FEATURES, HEAD, MTP, Feature, adapter_ref
 from tests.system.matrix.reference import single_process
 from tests.system.matrix.streams import Stream, Streams
 from worker.pull.policy import PrefixSource, PullCosts, PullPlan
@@ -72,9 +72,11 @@ class Group:
         return [feature for feature in self.features if feature.over_grpc]
 
 
-_PLAIN = tuple(each for each in FEATURES.values() if not each.is_windowed and not each.is_batched)
+_PLAIN = tuple(each for each in FEATURES.values() if not each.is_windowed and not each.is_batched and not each.is_mtp)
 _WINDOWED = tuple(each for each in FEATURES.values() if each.is_windowed)
 _BATCHED = tuple(each for each in FEATURES.values() if each.is_batched)  # alone: they yield to all others
+_WITH_MTP = tuple(each for each in FEATURES.values() if each.is_mtp)
+_PROPOSERS = {DRAFT: "draft_model", HEAD: "eagle3", MTP: "mtp"}  # in metrics
 GROUPS = (
     Group(
         _PLAIN,
@@ -99,6 +101,14 @@ GROUPS = (
         first=Feature("first", num_prompt_tokens=236, lane="bulk"),
         max_batch_tokens=1024,
         draft=HEAD,
+    ),
+    Group(
+        _WITH_MTP,
+        starved=_WITH_MTP,
+        few_pages=21,  # as for the first group
+        first=Feature("first", is_mtp=True, num_prompt_tokens=236),
+        max_batch_tokens=1024,
+        draft=MTP,
     ),
 )
 
@@ -155,7 +165,7 @@ async def _served(group: Group, *configs: WorkerConfig, times: int = 1) -> Resul
                     results = await streams.results()
             await wait_until_empty(*servers)
         accepted = sum(map(_accepted, servers), Counter())
-    assert accepted["draft_model" if group.draft == DRAFT else "eagle3"], f"no drafted token was right: {accepted}"
+    assert accepted[_PROPOSERS[group.draft]], f"no drafted token was right: {accepted}"
     if FEATURES["speculation"] in group.features:
         assert accepted["prompt_lookup_short"], f"no token that was looked up was right: {accepted}"
     return results

@@ -47,6 +47,8 @@ def test_a_feature_changes_the_answer_of_a_single_process(feature: Feature) -> N
         assert dict(options_of(feature)) == plain
         assert feature.prompt == FEATURES["seed"].prompt
         assert answers[0].token_ids != without.token_ids
+    elif feature.is_mtp:
+        assert answers[0].token_ids != single_process(FEATURES["seed"])[0].token_ids
     elif feature.is_windowed:
         assert answers[0].token_ids != without_window(feature)[0].token_ids
     elif feature.end_is_late:

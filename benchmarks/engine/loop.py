@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from benchmarks.engine.workload import BATCH_TOKENS, BATCHES, RequestBurst
 from benchmarks.steps.null_engine import NullTransfers
-from decode_worker.drafting.draft_model import DraftModel
+from decode_worker.drafting.load_draft import Draft
 from decode_worker.events import DecodeEvents
 from decode_worker.request import DecodeRequest, Delta, TokenDelta, split_plain
 from decode_worker.schedule.step_driver import StepDriver
@@ -47,7 +47,7 @@ class EngineLoop:
         self,
         engine: Engine,
         config: DecodeConfig = _CONFIG,
-        draft: DraftModel | None = None,
+        draft: Draft | None = None,
         events: DecodeEvents | None = None,
     ) -> None:
         transfers = cast(Any, NullTransfers())

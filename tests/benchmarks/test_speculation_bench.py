@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,10 +13,13 @@ import pytest
 import decode_worker
 from benchmarks.common.shapes import BUNDLED
 from benchmarks.engine.loop import EngineLoop
+from benchmarks.engine.speculation.__main__ import AGAIN, AUTO, DRAFT, HEAD, HEAD_FOLDER, gain_rows
 from benchmarks.engine.speculation.replay import ReplayEngine
 from benchmarks.engine.speculation.texts import BundledTexts, code_files, pages
+from decode_worker.drafting.draft_head import DraftHead
 from decode_worker.drafting.draft_model import DraftModel
 from decode_worker.events import DecodeEvents
+from engine.engine import Engine
 from engine.step.speculation.proposal import ProposalKind
 from penstock.config import DecodeConfig, EngineConfig
 
@@ -80,6 +84,15 @@ def test_a_draft_model_changes_no_output(engine: ReplayEngine, draft: DraftModel
     if speculation == "always":
         assert drafted[1][ProposalKind.DRAFT] > 30
         assert drafted[2] < plain[2]
+
+
+def test_every_setting_of_the_bundled_model_gives_the_same_output(draft: DraftModel) -> None:
+    texts, engine = BundledTexts(BUNDLED), Engine.load(CONFIG)
+    head = DraftHead.load(str(HEAD_FOLDER), str(BUNDLED), engine)
+    rows = gain_rows(engine, "records", partial(texts.scripts, "records", 1), 40, 2, {DRAFT: draft, HEAD: head})
+    assert {f"records: {setting}" for setting in (AGAIN, AUTO, DRAFT, HEAD)} <= {row.metric for row in rows}
+    assert head.num_held_pages == 0
+    engine.close()
 
 
 def test_texts_differ_by_turn_and_are_the_same_in_every_run() -> None:

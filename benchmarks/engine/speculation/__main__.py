@@ -7,9 +7,10 @@ including attempts that fail.
 
 Other work on the machine only adds time, so tokens a second are those of undisturbed steps: each step counts with the
 lower quartile of the steps of its size in the same run, the search for proposals included. A separate row has the
-median ratio of whole answers by the clock.
+median ratio of whole answers by the clock. A second loop with `off` shows how far ratios are off by chance.
 
-The bundled model answers in its own words, also with its draft model. A model of the 135M shape with random weights
+The bundled model answers in its own words, also with its draft model and its head. Only steps of the loop with the head
+hand out hidden states. A model of the 135M shape with random weights
 computes and samples, and then emits a given text (`replay`), so acceptance is that of the text and costs are those of
 the shape. Outputs with and without speculation are compared.
 """
@@ -21,8 +22,9 @@ import itertools
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import torch
 
@@ -33,9 +35,12 @@ from benchmarks.engine.loop import EngineLoop
 from benchmarks.engine.speculation.replay import ReplayEngine
 from benchmarks.engine.speculation.step_costs import step_rows
 from benchmarks.engine.speculation.texts import BundledTexts, RepositoryTexts, Script
+from decode_worker.drafting.draft_head import DraftHead
 from decode_worker.drafting.draft_model import DraftModel
+from decode_worker.drafting.load_draft import Draft
 from decode_worker.events import DecodeEvents
 from engine.engine import Engine
+from engine.models.heads.head_config import HeadConfig
 from engine.step.sequence import Sequence as EngineSequence
 from engine.step.speculation.proposal import ProposalKind
 from penstock.config import DecodeConfig, EngineConfig
@@ -45,15 +50,15 @@ PROMPT_TOKENS, CONTEXT = 320, 512
 ANSWER_TOKENS = {1: 64, 4: 64, 16: 48, 64: 32}  # by batch
 ROUNDS = {1: 12, 4: 8, 16: 4, 64: 2}
 WIDE_KINDS = ("edited code", "documentation", "misleading")  # the only kinds for wide batches, whose steps take long
-OFF, AUTO, DRAFT = "off", "auto", "auto with a draft model"
-DRAFT_FOLDER = BUNDLED.with_name("penstock-tiny-draft")
+OFF, AGAIN, AUTO, DRAFT, HEAD = "off", "off again", "auto", "auto with a draft model", "auto with a head"
+DRAFT_FOLDER, HEAD_FOLDER = BUNDLED.with_name("penstock-tiny-draft"), BUNDLED.with_name("penstock-tiny-eagle3")
 REBUILT_TOKENS = 256
 
 
 class MeasuredLoop:
     """A worker's loop with one setting, and the figures of its answers since `clear`."""
 
-    def __init__(self, engine: Engine, config: DecodeConfig, draft: DraftModel | None) -> None:
+    def __init__(self, engine: Engine, config: DecodeConfig, draft: Draft | None) -> None:
         self.proposed = self.accepted = 0
         self.steps: dict[tuple[int, int], list[float]] = defaultdict(list)  # seconds by size
         self.answers: list[float] = []  # seconds by the clock
@@ -82,14 +87,14 @@ class MeasuredLoop:
         return sum(len(taken) * percentile(taken, 0.25) for taken in self.steps.values())
 
 
-def loops(engine: Engine, draft: DraftModel | None) -> dict[str, MeasuredLoop]:
+def loops(engine: Engine, drafts: Mapping[str, Draft]) -> dict[str, MeasuredLoop]:
     found = {}
-    for name in (OFF, AUTO) if draft is None else (OFF, AUTO, DRAFT):
-        speculation = OFF if name == OFF else AUTO
+    for name in (OFF, AGAIN, AUTO, *drafts):
+        speculation = OFF if name in (OFF, AGAIN) else AUTO
         config = DecodeConfig.model_validate(
             {"max_batch_sequences": 64, "max_batch_tokens": 4096, "placement": "local", "speculation": speculation}
         )
-        found[name] = MeasuredLoop(engine, config, draft if name == DRAFT else None)
+        found[name] = MeasuredLoop(engine, config, drafts.get(name))
     return found
 
 
@@ -99,12 +104,13 @@ def gain_rows(
     make_scripts: Callable[[int], Sequence[Script]],
     num_tokens: int,
     rounds: int,
-    draft: DraftModel | None = None,
+    drafts: Mapping[str, Draft] = MappingProxyType({}),
 ) -> list[Row]:
     """Returns tokens a second with speculation, those without as baseline, and the share of proposed tokens that were
     right.
     """
-    found, filler, batch = loops(engine, draft), EngineLoop(engine), 0
+    found, filler, batch = loops(engine, drafts), EngineLoop(engine), 0
+    taps = HeadConfig.from_folder(str(HEAD_FOLDER), engine.model, str(BUNDLED)).taps if HEAD in drafts else ()
     for turn in range(rounds + 1):
         scripts = make_scripts(turn)
         prompts, batch = [script.prompt for script in scripts], len(scripts)
@@ -113,6 +119,7 @@ def gain_rows(
         filler.generate(prompts, 1)
         outputs: list[list[list[int]]] = []
         for setting in [*found][:: 1 if turn % 2 else -1]:
+            engine.runner.tap(taps if setting == HEAD else ())
             generated = found[setting].loop.generate(prompts, num_tokens)
             found[setting].answers.append(generated.seconds)
             outputs.append(generated.outputs)
@@ -164,6 +171,8 @@ def bundled_rows(only: str) -> Iterator[list[Row]]:
     config = EngineConfig.model_validate(settings)
     engine = Engine.load(config)
     draft = DraftModel.load(str(DRAFT_FOLDER), config, engine.pool.num_pages)
+    head = DraftHead.load(str(HEAD_FOLDER), str(BUNDLED), engine)
+    drafts: dict[str, Draft] = {DRAFT: draft, HEAD: head}
     texts = BundledTexts(BUNDLED)
     if only in "bundled draft model":
         yield rebuild_rows(draft)
@@ -171,7 +180,8 @@ def bundled_rows(only: str) -> Iterator[list[Row]]:
         for kind in texts.kinds:
             name = f"bundled model, {kind}, batch {batch}"
             if only in name:
-                yield gain_rows(engine, name, partial(texts.scripts, kind, batch), num_tokens, 2 * ROUNDS[batch], draft)
+                scripts = partial(texts.scripts, kind, batch)
+                yield gain_rows(engine, name, scripts, num_tokens, 2 * ROUNDS[batch], drafts)
     draft.close()
     engine.close()
 

@@ -131,8 +131,7 @@ class EndCosts:
     def local_s(self, demand: PlacementDemand, ends: Sequence[End], has_prefill: bool) -> list[float]:
         """Returns the total cost of each decode end if it computes the prompt itself.
 
-        Includes the delay of every sequence that the worker decodes and of the prompts that wait behind this one. If
-        there are prefill workers, only running sequences count, as in the worker's own decision.
+        Includes the delay of every sequence that the worker decodes and of the prompts that wait behind this one.
         """
         views = [end[2] for end in ends]
         pulled, plans = pulls.with_pulls(demand, views)
@@ -143,9 +142,7 @@ class EndCosts:
             end[0]
             + wait_s
             + costs.total_s
-            + costs.harm_s(
-                weight * (view.num_running if has_prefill else view.num_requests), waiting, view.limits.itl_target_s
-            )
+            + costs.harm_s(weight * view.num_requests, waiting, view.limits.itl_target_s)
             for end, view, wait_s, costs in zip(ends, views, waits, computes, strict=True)
         ]
 

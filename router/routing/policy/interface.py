@@ -94,11 +94,6 @@ class WorkerView:
         object.__setattr__(self, "context_price", decode.context_s * (1 + self.num_requests / 2))
 
     @property
-    def num_running(self) -> int:
-        """The sequences that decode now: its other requests still wait, most of them for prompts computed elsewhere."""
-        return min(self.load.num_running, self.load.num_running + self.load.num_waiting - self.load.num_bulk)
-
-    @property
     def step_s(self) -> float:
         """The time of a decode step with one more sequence than now, without that sequence's context."""
         running = self.num_requests + 1

@@ -50,7 +50,7 @@ class ViewColumns:
         size = len(views)
         self.queue_s, self.token_price, self.context_price = np.empty(size), np.empty(size), np.empty(size)
         self.prefill_fixed_s, self.prefill_token_s, self.prefill_context_s = (np.empty(size) for _ in range(3))
-        self.num_requests, self.num_running, self.queued_tokens = (np.empty(size, np.int64) for _ in range(3))
+        self.num_requests, self.queued_tokens = np.empty(size, np.int64), np.empty(size, np.int64)
         self.chunk_tokens, self.step_tokens = np.empty(size, np.int64), np.empty(size, np.int64)
         self.step_s, self.chunked_s, self.token_s, self.pair_s = (np.empty(size) for _ in range(4))
         self.itl_target_s = np.empty(size)
@@ -69,8 +69,7 @@ class ViewColumns:
         fixed_s, token_s, context_s = view.costs.prefill
         self.prefill_fixed_s[place], self.prefill_token_s[place] = fixed_s, token_s
         self.prefill_context_s[place] = context_s
-        self.num_requests[place], self.num_running[place] = view.num_requests, view.num_running
-        self.queued_tokens[place] = view.queued_tokens
+        self.num_requests[place], self.queued_tokens[place] = view.num_requests, view.queued_tokens
         chunks = view.chunks
         self.step_tokens[place], self.step_s[place] = chunks.step_tokens, chunks.step_s
         self.chunked_s[place], self.token_s[place], self.pair_s[place] = chunks.chunked_s, chunks.token_s, chunks.pair_s

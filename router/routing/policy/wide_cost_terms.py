@@ -104,8 +104,7 @@ class WideEndCosts:
         num_requests, queued = columns.num_requests, columns.queued_tokens
         is_busy = (num_requests > 0) | (queued > 0)
         costs = costs_of_chunks(columns, uncached, demand.num_tokens - uncached, queued, is_busy)
-        num_delayed = columns.num_running if has_prefill else num_requests
-        harm_s = costs.harm_s(weight * num_delayed, waiting, columns.itl_target_s, np.minimum, np.maximum)
+        harm_s = costs.harm_s(weight * num_requests, waiting, columns.itl_target_s, np.minimum, np.maximum)
         total_s = ends.cost_s + costs.total_s + harm_s
         if has_prefill:
             total_s[columns.max_local_tokens < uncached] = np.inf

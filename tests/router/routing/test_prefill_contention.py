@@ -78,12 +78,11 @@ def test_the_number_of_waiting_prompts_is_bounded_and_starts_at_zero() -> None:
 
 
 @pytest.mark.parametrize("num_running", [2, 6, 20, 60])
-@pytest.mark.parametrize("num_waiting", [0, 40])  # whose prompts are computed elsewhere
 @pytest.mark.parametrize("itl_target_s", [None, 0.05, 10.0])
 @pytest.mark.parametrize("num_queued", [0, 1000, 6000])
 @pytest.mark.parametrize("wide_from", [0, 128])
 def test_the_router_expects_a_prompt_where_its_decode_worker_sends_it(
-    num_running: int, num_waiting: int, itl_target_s: float | None, num_queued: int, wide_from: int
+    num_running: int, itl_target_s: float | None, num_queued: int, wide_from: int
 ) -> None:
     """Otherwise it credits a worker that does not compute the prompt, and more prompts go to the one that does."""
     core = PlacementCore(InflightLedger(), CostBook(), LinkBook())
@@ -91,7 +90,7 @@ def test_the_router_expects_a_prompt_where_its_decode_worker_sends_it(
     decode_worker = PrefillPlacement(DecodeConfig(itl_target_s=itl_target_s))
     decode_worker.steps.assume(PREFILL_PRIOR.token_s)
     chunks = decode_worker.steps.chunk_speed(num_running, STEP_TOKENS)
-    running = WorkerLoad(num_running, num_waiting, 0, 1000, 1000, queued_prefill_tokens=num_queued, chunks=chunks)
+    running = WorkerLoad(num_running, 0, 0, 1000, 1000, queued_prefill_tokens=num_queued, chunks=chunks)
     limits = WorkerLimits(itl_target_s=itl_target_s or 0.0)
     busy = WorkerLoad(queued_prefill_tokens=4000)
     ends = [[Worker(D, running, limits=limits)], [Worker(each, busy) for each in (A, B)]]

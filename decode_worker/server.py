@@ -83,7 +83,10 @@ class DecodeServer:
         self._prefill_calls = PrefillClient(shell.loop, receiver.offer, shell.channels, shell.fences)
         transfers = TransferTable(engine, receiver, self._prefill_calls, self.epoch, config.transfer, shell.loop.post)
         self.worker = self._make_worker(engine, transfers)
-        self._driver = StepDriver(self.worker, engine, config.worker_id, shell.loop.post)
+        prompt_stream = None
+        if config.decode.prompt_sm_share:
+            prompt_stream = await asyncio.to_thread(engine.open_prompt_stream, config.decode.prompt_sm_share)
+        self._driver = StepDriver(self.worker, engine, config.worker_id, shell.loop.post, prompt_stream)
         migrations = self._make_migrations(engine, transfers, receiver)
 
         intake = RequestIntake(self.worker, self.incoming, shell.loop)

@@ -33,17 +33,21 @@ class StepMeasurements:
         self._head = draft if isinstance(draft, DraftHead) else None
         self._events = events
 
-    def on_step(self, plan: StepPlan, elapsed_s: float, num_further: int) -> None:
-        """Takes a step that is not yet recorded; `num_further` of its tokens are accepted proposals."""
+    def on_step(self, plan: StepPlan, elapsed_s: float, num_further: int, *, is_beside_prompts: bool) -> None:
+        """Takes a step that is not yet recorded; `num_further` of its tokens are accepted proposals. See
+        `StepCosts.on_plan` for `is_beside_prompts`.
+        """
         if plan.speculates:
             self._pace.on_speculation(len(plan), len(plan) + num_further, elapsed_s)
         else:
             self.on_recomputed(plan, elapsed_s)
-            self._prefills.steps.on_plan(plan, elapsed_s)
+            self._prefills.steps.on_plan(plan, elapsed_s, is_beside_prompts=is_beside_prompts)
         self._events.on_step(len(plan), plan.num_tokens, elapsed_s)
 
     def on_finished(self, plan: StepPlan, elapsed_s: float, num_further: int) -> None:
         """Takes the same step once its tokens are delivered; `elapsed_s` includes that."""
+        if plan.is_apart:
+            return
         if self._speculator is not None and all(chunk.num_tokens == 1 for chunk in plan.chunks):
             num_proposed = plan.num_tokens - len(plan)
             self._speculator.on_step(len(plan), num_proposed, num_further, elapsed_s, plan.taps)
@@ -61,7 +65,10 @@ class StepMeasurements:
 
     def on_recomputed(self, plan: StepPlan, elapsed_s: float) -> None:
         """Takes a step that was recomputed. Its duration is not typical of ordinary steps, but counts for the pace."""
-        self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, elapsed_s)
+        if plan.is_apart:
+            self._pace.on_prompts(plan.num_tokens, plan.num_contexts, elapsed_s)
+        else:
+            self._pace.on_step(len(plan), plan.num_tokens, plan.num_contexts, elapsed_s)
 
     def on_verified(self, scheduled: ScheduledSequence, num_accepted: int) -> None:
         """Takes how many of a sequence's proposed tokens were accepted."""

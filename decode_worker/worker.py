@@ -13,9 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
-
-from decode_worker.delivery.token_delivery import TokenDelivery
+from decode_worker.delivery.token_delivery import TokenDelivery, special_rows
 from decode_worker.drafting.load_draft import Draft, make_speculator
 from decode_worker.events import DecodeEvents
 from decode_worker.prefill.client import RemoteFirstToken
@@ -27,6 +25,7 @@ from decode_worker.schedule.bulk_policy import BulkLimits, BulkPolicy
 from decode_worker.schedule.pace import Pace
 from decode_worker.schedule.scheduler import DecodeScheduler
 from decode_worker.step_measurements import StepMeasurements
+from decode_worker.worker_load import measure_load
 from engine.adapters.queue import AdapterQueue
 from engine.engine import Engine
 from engine.sampling.grammar.fast_forward import forced_tokens
@@ -77,10 +76,11 @@ class DecodeWorker:
         self._engine = engine
         self._config = config
         self._context_length = context_length
-        rows = RowTable(engine.layout.page_size, EndConditions(engine.model.eos_token_ids, context_length))
+        page_size, has_prompt_stream = engine.layout.page_size, config.prompt_sm_share > 0
+        rows = RowTable(page_size, EndConditions(engine.model.eos_token_ids, context_length))
         speculator = make_speculator(config, draft)
         self.scheduler = DecodeScheduler(
-            engine.pool, engine.prefix_cache, engine.layout.page_size, config, rows, speculator
+            engine.pool, engine.prefix_cache, page_size, config, rows, speculator, has_prompt_stream=has_prompt_stream
         )
         self._transfers = transfers
         self._readiness = SequenceReadiness(grammars, adapters)
@@ -310,9 +310,7 @@ class DecodeWorker:
         """Returns the next step, which is empty if there is nothing to compute."""
         self._grant_reservations()
         plan = self.scheduler.schedule(*self._limits())
-        self._note_started(plan)
-        for sequence in self.scheduler.preempted:
-            self._requests[sequence].times.on_preempted(time.monotonic())
+        self._note_scheduled(plan, self.scheduler.preempted)
         self._delivery.flush()  # first tokens from prefill workers must not wait for this step
         if not plan:
             self._after_step()
@@ -326,8 +324,23 @@ class DecodeWorker:
         """Returns the step after the one in flight if it can already be scheduled."""
         plan = self.scheduler.schedule_ahead(*self._limits())
         if plan is not None:
-            self._note_started(plan)
+            self._note_scheduled(plan)
         return plan
+
+    def begin_prompt_step(self) -> StepPlan:
+        """Returns the next step of the prompt stream, which has none in flight; it is empty if no prompt can begin or
+        continue. `finish_step` ends it.
+        """
+        plan = self.scheduler.prompts.schedule()
+        self._note_scheduled(plan, self.scheduler.prompts.preempted)
+        return plan
+
+    def fail_prompt_step(self, plan: StepPlan, error: PenstockError) -> None:
+        """Ends a step of the prompt stream that failed as a whole, and the sequence that caused it if that is known."""
+        for sequence in self.scheduler.prompts.fail(plan):
+            self._fail(sequence, error)
+        self._delivery.flush()
+        self._after_step()
 
     def _limits(self) -> tuple[int | None, BulkLimits]:
         """Returns how many prompt tokens and how much of the bulk lane the next step may compute."""
@@ -335,25 +348,29 @@ class DecodeWorker:
         bulk = self.bulk.limits(self.scheduler.has_bulk, self.scheduler.num_running_others, now_s)
         return self._prefills.chunk_tokens(landed, now_s), bulk
 
-    def _note_started(self, plan: StepPlan) -> None:
+    def _note_scheduled(self, plan: StepPlan, preempted: Collection[Sequence] = ()) -> None:
+        for sequence in preempted:
+            self._requests[sequence].times.on_preempted(time.monotonic())
         landed = self._landed & {item.sequence for item in plan} if self._landed else ()
         self._landed.difference_update(landed)
         for sequence in (*landed, *(chunk.sequence for chunk in plan.chunks)):
             self._requests[sequence].times.on_started(time.monotonic())
 
     def finish_step(self, plan: StepPlan, tokens: StepTokens, elapsed_s: float) -> None:
-        """Records the oldest step in flight and delivers its tokens."""
+        """Records the oldest decode step in flight, or that of the prompt stream, and delivers its tokens."""
         began_s, num_further = time.monotonic(), sum(map(len, tokens.further.values()))
         if self.scheduler.has_bulk and not self.scheduler.num_running_others:
             self.bulk.on_step(elapsed_s, began_s)
-        self._measurements.on_step(plan, elapsed_s, num_further)
+        is_beside_prompts = self.scheduler.prompts.in_flight
+        self._measurements.on_step(plan, elapsed_s, num_further, is_beside_prompts=is_beside_prompts)
         for sequence, error in tokens.failed:
             self._fail(sequence, error)
         discarded = self.scheduler.record(plan, tokens.rows, tokens.chunks)
         now_s = time.monotonic()
         for place, scores in tokens.scores.items():
             self._keep_scores(plan[place].sequence, scores, discarded)
-        self._deliver_rows(plan.rows, tokens, discarded, now_s)
+        if plan.rows:
+            self._deliver_rows(plan.rows, tokens, discarded, now_s)
         for place, (scheduled, token_id) in enumerate(zip(plan.chunks, tokens.chunks, strict=True), len(plan.rows)):
             if token_id is not None and scheduled.sequence not in discarded:
                 further = tokens.further.get(place, [])
@@ -380,11 +397,7 @@ class DecodeWorker:
         self, rows: DecodeRows, tokens: StepTokens, discarded: Collection[Sequence], now_s: float
     ) -> None:
         """Delivers plain tokens all at once, and tokens that may end a sequence or carry logprobs one by one."""
-        is_special_R = rows.may_end(tokens.rows, self._engine.model.eos_token_ids)
-        if tokens.logprobs:
-            is_special_R[[place for place in tokens.logprobs if place < len(rows)]] = True
-        if discarded:
-            is_special_R |= np.array([item.sequence in discarded for item in rows.items], np.bool_)
+        is_special_R = special_rows(rows, tokens, discarded, self._engine.model.eos_token_ids)
         for row in self._delivery.put_rows(rows.items, tokens.rows, is_special_R):
             sequence = rows.items[row].sequence
             if sequence not in discarded:
@@ -478,23 +491,7 @@ class DecodeWorker:
         self._delivery.put(request, TokenDelta(request.stream_id, prefill=outcome))
 
     def _refresh_load(self) -> None:
-        self.load = WorkerLoad(
-            num_running=self.scheduler.num_running,
-            num_waiting=len(self._requests) - self.scheduler.num_running,
-            num_bulk=self.scheduler.num_bulk,
-            free_pages=self._engine.pool.num_available,
-            total_pages=self._engine.pool.num_pages,
-            queued_prefill_tokens=self.scheduler.num_uncomputed_tokens,
-            queued_bulk_tokens=self.scheduler.num_uncomputed_bulk_tokens,
-            prefill_tokens_per_s=self._pace.chunk_tokens_per_s,
-            step_s=self._pace.step_s,
-            cache=self._engine.prefix_cache.stats,
-            prefill_steps=self._pace.prefill_steps,
-            decode_steps=self._pace.decode_steps,
-            chunks=self._prefills.chunk_speed,
-            num_open=len(self._requests),
-            requests=self._delivery.totals,
-            adapters=self._readiness.loaded_adapters,
-            adapter_load_s=self._readiness.adapter_load_s,
-            metrics={**self.scheduler.metrics.values(), HANDOFF_MISMATCHES.name: float(self._transfers.num_mismatches)},
-        )
+        cache, totals, num_open = self._engine.prefix_cache, self._delivery.totals, len(self._requests)
+        load = measure_load(cache, self.scheduler, self._pace, self._readiness, totals, num_open)
+        failed = {HANDOFF_MISMATCHES.name: float(self._transfers.num_mismatches)}
+        self.load = replace(load, chunks=self._prefills.chunk_speed, metrics={**load.metrics, **failed})

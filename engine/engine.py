@@ -49,6 +49,7 @@ from engine.step.compute import (
     sample_forwarded,
 )
 from engine.step.job_thread import JobThread, use_device
+from engine.step.prompt_stream import PromptStream
 from engine.step.sequence import SampledToken, ScheduledSequence, StepOutput
 from engine.step.sequence import Sequence as EngineSequence
 from engine.weights.broadcast.receive import receive_weights
@@ -82,6 +83,7 @@ class Engine:
         self._masks = MaskThread(part.model.vocab_size)
         self._graphs = part.make_graphs(self.runner, self.pool.num_pages)
         self._part = part
+        self._prompt_stream: PromptStream | None = None
         self._next_weights: NextWeights | None = None
         self._staged: StagedWeights | None = None  # received and not in use yet
         self._group = part.group
@@ -208,6 +210,8 @@ class Engine:
             self.ranks.wait(answers)
         self._free_staged()
         self.runner.use(self._part.decoder)
+        if self._prompt_stream is not None:
+            self._prompt_stream.use(self._part.decoder)
         self.layout = self._part.layout
         self.prefix_cache.clear()
 
@@ -220,6 +224,8 @@ class Engine:
         """Ends the engine's threads, and the other ranks if there are any."""
         self.discard_weights()
         self._masks.close()
+        if self._prompt_stream is not None:
+            self._prompt_stream.close()
         if self.device_thread is not None:
             self.device_thread.close()
         if self.ranks is not None:
@@ -359,6 +365,21 @@ class Engine:
         if self._graphs is not None and not self._graphs.is_captured:
             capture = partial(capture_on_all_ranks, self._graphs, self.ranks, on_progress, max_sequences)
             capture() if self.device_thread is None else self.device_thread.run(capture)
+
+    def open_prompt_stream(self, sm_share: float) -> PromptStream:
+        """Returns the stream that computes prompts beside decode steps, on a GPU with this share of its SMs. The engine
+        keeps it; later calls return the same. Blocks until it has computed a first step. Raises ConfigError.
+        """
+        if self._prompt_stream is None:
+            runner = self._part.make_second_runner(self.kv_pages)
+            stream = PromptStream(runner, self.kv_pages.device, self.model.vocab_size, sm_share)
+            [page] = self.pool.allocate(1)
+            try:
+                stream.warm_up(warm_up_batches(page, self.layout.page_size, self.max_context, 0))
+            finally:
+                self.pool.release([page])
+            self._prompt_stream = stream
+        return self._prompt_stream
 
     def warm_up(self, *, for_grammars: bool = True) -> None:
         """Computes one step of each kind that kernels are compiled for, so that no request waits for a compiler, and

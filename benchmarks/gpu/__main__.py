@@ -36,6 +36,7 @@ from benchmarks.gpu.kernels import (
     routing_rows,
     sampling_rows,
 )
+from benchmarks.gpu.prompt_stream import prompt_stream_rows
 from benchmarks.gpu.roles import role_rows
 from benchmarks.gpu.steps import expert_step_rows, other_step_rows
 from benchmarks.gpu.transfer import smoke_rows, transfer_rows
@@ -73,6 +74,7 @@ def sections(bench: BenchDevice, found: list[Row]) -> list[Section]:
         Section("routing of experts", 15, lambda: routing_rows(bench, ops)),
         Section("libraries", 60, lambda: library_rows(bench, backend)),
         Section("roles", 120, lambda: role_rows(bench)),
+        Section("prompts beside streams", 150, lambda: prompt_stream_rows(bench)),
         Section("large pool", 60, lambda: large_pool_rows(bench, backend)),
         Section("steps of 30B-A3B", 240, lambda: expert_step_rows(bench, "30B-A3B", ceilings)),
         Section("sanitizer", 250, lambda: sanitizer_rows(bench)),

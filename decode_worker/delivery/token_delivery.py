@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from decode_worker.request import DecodeRequest, Delta, DeltaStream, PlainTokens, TokenDelta
+from engine.step.compute import StepTokens
+from engine.step.plan import DecodeRows
 from engine.step.sequence import SampledToken, ScheduledSequence
 from engine.step.sequence import Sequence as Generation
 from penstock.errors import Cancelled, DeadlineExceeded, InvalidInput, Overloaded
@@ -152,3 +154,15 @@ class TokenDelivery:
         unsent, self._unsent = self._unsent, {}
         for stream, deltas in unsent.items():
             stream.send(deltas)
+
+
+def special_rows(
+    rows: DecodeRows, tokens: StepTokens, discarded: Collection[Generation], eos_token_ids: Collection[int]
+) -> np.ndarray:
+    """Returns a mask of the rows whose tokens may end a sequence, carry log-probabilities or are discarded."""
+    is_special_R = rows.may_end(tokens.rows, eos_token_ids)
+    if tokens.logprobs:
+        is_special_R[[place for place in tokens.logprobs if place < len(rows)]] = True
+    if discarded:
+        is_special_R |= np.array([item.sequence in discarded for item in rows.items], np.bool_)
+    return is_special_R

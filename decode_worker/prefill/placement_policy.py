@@ -105,7 +105,7 @@ class PrefillPlacement:
 
     def __init__(self, config: DecodeConfig) -> None:
         self._config = config
-        self.steps = StepCosts()
+        self.steps = StepCosts(config.prompt_sm_share)
         self.remote = RemoteCosts()
         self._behind = QueueLength()  # prompts behind one at its best prefill worker
         self._behind_here = QueueLength()  # prompts behind one that is computed here

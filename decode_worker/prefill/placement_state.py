@@ -83,6 +83,8 @@ class PlacementState:
 
     def _step_tokens(self, num_running: int, num_queued: int) -> int:
         """Returns how many prompt tokens a step computes at most if a prompt arrives now."""
+        if self._config.prompt_sm_share:  # no decode step contains the chunks
+            return self._config.max_batch_tokens
         room = self._config.max_batch_tokens - num_running
         is_idle = not (num_running or num_queued or self._transfers.num_open)
         within = None if is_idle else self._pace.chunk_tokens_within(self._config.itl_target_s)

@@ -39,11 +39,15 @@ class Pace:
             self.decode_steps = self.decode_steps.plus(num_tokens, contexts, elapsed_s)
             self.step_s = _smooth(self.step_s, elapsed_s)
         else:
-            self.prefill_steps = self.prefill_steps.plus(num_tokens, contexts, elapsed_s)
+            self.on_prompts(num_tokens, contexts, elapsed_s)
             elapsed_s = max(elapsed_s, 1e-6)
-            self.chunk_tokens_per_s = _smooth(self.chunk_tokens_per_s, num_tokens / elapsed_s)
             added_s = max(elapsed_s - self.step_s, _LEAST_ADDED * elapsed_s)
             self._added_tokens_per_s = _smooth(self._added_tokens_per_s, (num_tokens - num_sequences) / added_s)
+
+    def on_prompts(self, num_tokens: int, contexts: float, elapsed_s: float) -> None:
+        """Records a step with chunks of prompts; a step of the prompt stream has nothing else."""
+        self.prefill_steps = self.prefill_steps.plus(num_tokens, contexts, elapsed_s)
+        self.chunk_tokens_per_s = _smooth(self.chunk_tokens_per_s, num_tokens / max(elapsed_s, 1e-6))
 
     def on_speculation(self, num_sequences: int, num_sampled: int, elapsed_s: float) -> None:
         """Records a step that has sampled several tokens of some sequences.

@@ -42,13 +42,16 @@ class TrackedSequence:
 class RunQueues:
     """Owns the tracked sequences and which are in `rows`. The lists are sorted by rank; others only read them."""
 
-    def __init__(self, rows: RowTable) -> None:
+    def __init__(self, rows: RowTable, *, keeps_apart: bool = False) -> None:
+        """With `keeps_apart`, prompts that are not bulk are computed apart from the steps of `rows`."""
         self._rows = rows
+        self.keeps_apart = keeps_apart
         self._entries: dict[Sequence, TrackedSequence] = {}
         self._num_arrivals = 0
         self._aging = LaneOrder(HANDICAP_REQUESTS)
         self.running: list[TrackedSequence] = []
         self.rowless: list[TrackedSequence] = []  # running sequences that are new or computed in chunks
+        self.apart: list[TrackedSequence] = []  # running sequences whose prompts are computed apart
         self.held: list[TrackedSequence] = []  # running bulk sequences that are held back
         self.waiting: list[TrackedSequence] = []  # others to be computed here
         self.waiting_bulk: list[TrackedSequence] = []
@@ -70,7 +73,8 @@ class RunQueues:
 
     @property
     def num_uncomputed_tokens_of_others(self) -> int:
-        return self._num_waiting_tokens + _num_uncomputed(entry for entry in self.rowless if not entry.is_bulk)
+        others = (entry for entry in self.rowless if not entry.is_bulk)
+        return self._num_waiting_tokens + _num_uncomputed((*others, *self.apart))
 
     @property
     def num_running_others(self) -> int:
@@ -88,6 +92,16 @@ class RunQueues:
     def num_holding(self) -> int:
         """The number of sequences that hold pages: running, paused, or with a transfer in flight."""
         return len(self.running) + sum(1 for entry in self._detached if entry.sequence.pages)
+
+    @property
+    def waiting_for_chunks(self) -> Seq[TrackedSequence]:
+        """The waiting sequences that are not bulk, unless they are computed apart."""
+        return () if self.keeps_apart else self.waiting
+
+    @property
+    def num_rows_without_room(self) -> int:
+        """The number of rows whose next token has no page yet."""
+        return len(self._rows.without_room())
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._entries
@@ -179,8 +193,16 @@ class RunQueues:
     def run(self, entry: TrackedSequence) -> None:
         self._detached.remove(entry)
         bisect.insort(self.running, entry, key=_rank)
-        bisect.insort(self.held if entry.is_bulk else self.rowless, entry, key=_rank)
+        bisect.insort(self._queue_of(entry), entry, key=_rank)
         self.num_running_bulk += entry.is_bulk
+
+    def _queue_of(self, entry: TrackedSequence) -> list[TrackedSequence]:
+        """Returns the queue of a sequence that begins to run."""
+        if entry.is_bulk:
+            return self.held
+        sequence = entry.sequence
+        is_prompt = sequence.num_uncomputed_tokens > 1 and not sequence.is_fast_forwarding
+        return self.apart if self.keeps_apart and is_prompt else self.rowless
 
     def stop(self, entry: TrackedSequence) -> None:
         """Takes a running sequence out of the queue and removes its row."""
@@ -196,6 +218,8 @@ class RunQueues:
             self._rows.remove(entry.sequence)
         elif _contains(self.rowless, entry):
             _remove(self.rowless, entry)
+        elif _contains(self.apart, entry):
+            _remove(self.apart, entry)
         else:
             return False
         return True
@@ -225,18 +249,24 @@ class RunQueues:
         if places:
             self.rowless = [entry for entry in self.rowless if entry.sequence not in places]
 
+    def end_prompt(self, entry: TrackedSequence) -> None:
+        """Lets a sequence whose prompt was computed apart take part in the next steps."""
+        _remove(self.apart, entry)
+        bisect.insort(self.rowless, entry, key=_rank)
+
     def withdraw_row(self, sequence: Sequence) -> None:
-        """Takes the row from a running sequence that has more to compute than its next token."""
+        """Takes the row from a running sequence that the next step does not compute as a row."""
         if sequence in self._rows:
             self._rows.remove(sequence)
             bisect.insort(self.rowless, self._entries[sequence], key=_rank)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every sequence is in exactly the queues where it belongs."""
-        rowless = {entry.sequence for entry in (*self.rowless, *self.held)}
+        rowless = {entry.sequence for entry in (*self.rowless, *self.held, *self.apart)}
         running = [entry.sequence for entry in self.running]
         waiting = (*self.waiting, *self.waiting_bulk)
-        assert len(self.rowless) + len(self.held) == len(rowless)
+        assert len(self.rowless) + len(self.held) + len(self.apart) == len(rowless)
+        assert all(entry.sequence.num_uncomputed_tokens > 1 for entry in self.apart)
         assert len(rowless) + len(self._rows) == len(running), "a running sequence has a row, is rowless or held back"
         assert all((sequence in self._rows) != (sequence in rowless) for sequence in running)
         assert {*self.running, *waiting, *self._detached} == {*self._entries.values()}

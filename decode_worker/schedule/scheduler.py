@@ -26,6 +26,7 @@ import numpy as np
 
 from decode_worker.schedule.bulk_policy import UNLIMITED_ALONE, BulkLimits
 from decode_worker.schedule.chunk_budget import ChunkBudget
+from decode_worker.schedule.prompts.prompt_steps import PromptSteps
 from decode_worker.schedule.proposals import StepProposals
 from decode_worker.schedule.run_ahead import assign_rows_ahead
 from decode_worker.schedule.run_queues import RunQueues
@@ -55,19 +56,22 @@ class DecodeScheduler:
         config: DecodeConfig,
         rows: RowTable,
         speculator: Speculator | None = None,
+        *,
+        has_prompt_stream: bool = False,
     ) -> None:
         """`rows` must be empty. Only this scheduler uses `rows` and `speculator`; without a speculator nothing is
-        proposed.
+        proposed. With a prompt stream, prompts that are not bulk are computed in its steps (`prompts`).
         """
         self._pool = pool
         self._page_size = page_size
         self._config = config
         self._pages = SequencePages(pool, cache, page_size, rows, config.max_batch_tokens)
         self._table = rows
-        self._queues = RunQueues(rows)
+        self._queues = RunQueues(rows, keeps_apart=has_prompt_stream)
         self._steps = StepsInFlight(pool, self._pages, rows)
         self._room = SequenceRoom(pool, page_size, self._queues, self._pages, self._steps, config)
         self._proposals = StepProposals(self._queues, rows, speculator, config.max_batch_tokens)
+        self.prompts = PromptSteps(self._queues, self._room, self._pages, self._steps, config.max_batch_tokens)
         self._turns = BulkTurns()
         self._is_shared = False  # whether the newest step leaves bulk sequences out for others
         self.preempted: list[Sequence] = []  # preempted for the newest step of `schedule`
@@ -95,7 +99,7 @@ class DecodeScheduler:
         """Returns whether a sequence that is not bulk and has tokens may get another one in the next step."""
         num_others = self._queues.num_running_others
         rowless = [entry.sequence for entry in self._queues.rowless if not entry.is_bulk]
-        if num_others and (self._steps or len(rowless) < num_others):
+        if num_others and (self._steps or len(rowless) + len(self._queues.apart) < num_others):
             return True
         return any(sequence.num_uncomputed_tokens == 1 or sequence.is_fast_forwarding for sequence in rowless)
 
@@ -227,7 +231,7 @@ class DecodeScheduler:
         flight.
         """
         assert not self._steps, "a step is in flight"
-        self._room.awaits_bulk = False
+        self._room.awaits_bulk = self._room.awaits_pages = self._room.is_owed_pages = False
         num_bulk = self._queues.has_bulk
         is_shared = self._queues.has_others and not self._turns.is_due
         plan = self._schedule(max_chunk_tokens, bulk, is_shared)
@@ -298,6 +302,7 @@ class DecodeScheduler:
         """
         if (
             len(self._steps) != 1
+            or self._room.awaits_pages
             or self._steps.newest.speculates
             or self._proposals.pays_after(self._steps.newest.step)
         ):
@@ -341,7 +346,7 @@ class DecodeScheduler:
         """Returns whether the first waiting sequence could be admitted but its sampling depends on its text, so that
         its step cannot be scheduled ahead.
         """
-        waiting = self._queues.waiting or self._queues.waiting_bulk
+        waiting = self._queues.waiting_for_chunks or self._queues.waiting_bulk
         return bool(waiting) and not self._room.is_full and waiting[0].sequence.sampling_needs_text
 
     def _chunk_budget(
@@ -368,7 +373,7 @@ class DecodeScheduler:
         num_preempted = len(self._room.preempted)
         while not budget.is_spent:
             may_admit_bulk = budget.has_bulk_tokens and len(self._room.preempted) == num_preempted
-            waiting = self._queues.waiting or (self._queues.waiting_bulk if may_admit_bulk else ())
+            waiting = self._queues.waiting_for_chunks or (self._queues.waiting_bulk if may_admit_bulk else ())
             if not waiting:
                 break
             entry = waiting[0]
@@ -376,8 +381,7 @@ class DecodeScheduler:
                 break
             if not self._room.admit(entry, may_preempt=not is_ahead):
                 break
-            room = len(entry.sequence.pages) * self._page_size - entry.sequence.num_computed_tokens
-            num_tokens = budget.take(entry.sequence, min(entry.sequence.num_uncomputed_tokens, room))
+            num_tokens = budget.take(entry.sequence, self._room.num_tokens_within(entry.sequence))
             if not num_tokens:  # admitted, but other prompts are scored in this step or it needs more pages
                 break
             chunks.append(ScheduledSequence(entry.sequence, num_tokens))
@@ -465,8 +469,10 @@ class DecodeScheduler:
     ) -> Collection[Sequence]:
         """Ends the oldest step in flight and appends its tokens: one for each row, one or None for each chunk.
 
-        Returns the sequences whose tokens are discarded.
+        Returns the sequences whose tokens are discarded. Also ends the step of the prompt stream.
         """
+        if plan.is_apart:
+            return self.prompts.record(plan, chunk_tokens)
         return self._steps.record(plan, tokens_R, chunk_tokens)
 
     def record_some(self, work: Seq[ScheduledSequence], token_ids: Seq[int | None]) -> Collection[Sequence]:

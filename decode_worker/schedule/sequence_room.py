@@ -50,6 +50,8 @@ class SequenceRoom:
         self._max_sequences = config.max_batch_sequences
         self.watermark_pages = int(config.watermark * pool.num_pages)
         self.awaits_bulk = False  # whether a reservation waits for pages or a place of bulk sequences
+        self.awaits_pages = False  # whether a prompt that is computed apart waits for pages of others
+        self.is_owed_pages = False  # whether a decoding sequence waits for pages that the prompt stream may still write
         self.preempted: list[Sequence] = []  # since `take_preempted`
 
     def take_preempted(self) -> list[Sequence]:
@@ -104,13 +106,16 @@ class SequenceRoom:
         """The number of pages that new sequences leave to running ones; 0 if none runs."""
         return self.watermark_pages if self._queues.running else 0
 
-    def admit(self, entry: TrackedSequence, may_preempt: bool) -> bool:
-        """Runs a waiting sequence. Returns False if there is no place or too few pages for it."""
+    def admit(self, entry: TrackedSequence, may_preempt: bool, num_owed: int = 0) -> bool:
+        """Runs a waiting sequence. Returns False if there is no place or too few pages for it, of which it leaves
+        `num_owed` to others.
+        """
         sequence = entry.sequence
         while True:
             grant = None
             if not self.is_full:
-                grant = self._pages.allocate(sequence, len(sequence.token_ids), self._num_kept_back)
+                num_kept_back = self._num_kept_back + num_owed
+                grant = self._pages.allocate(sequence, len(sequence.token_ids), num_kept_back)
             if grant is not None:
                 break
             if not may_preempt or entry.is_bulk or not self._preempt_bulk(sequence):
@@ -122,6 +127,14 @@ class SequenceRoom:
         if entry.is_bulk:
             self._queues.release(entry)
         return True
+
+    def has_pages(self, chunk: ScheduledSequence) -> bool:
+        """Returns whether the chunk's missing pages can be allocated now."""
+        return self._pages.num_missing(chunk) <= self._pool.num_available
+
+    def num_tokens_within(self, sequence: Sequence) -> int:
+        """Returns how many of its next tokens the pages of a sequence hold."""
+        return min(sequence.num_uncomputed_tokens, len(sequence.pages) * self._page_size - sequence.num_computed_tokens)
 
     def _preempt_bulk(self, sequence: Sequence) -> bool:
         """Preempts one bulk sequence for another sequence that lacks a place or pages. Returns False if there is none,
@@ -137,7 +150,7 @@ class SequenceRoom:
 
     def extend(self, entry: TrackedSequence, num_tokens: int) -> bool:
         """Allocates pages for the next `num_tokens`, preempting other sequences if necessary. Returns False if it
-        preempted this one.
+        preempted this one, or if pages become free only with the step of the prompt stream, which it then waits for.
         """
         chunk = ScheduledSequence(entry.sequence, num_tokens)
         while True:
@@ -145,6 +158,10 @@ class SequenceRoom:
                 self._pages.extend(chunk)
                 return True
             except OutOfPages:
+                if self._steps.awaits_prompts:
+                    self.is_owed_pages = True
+                    self._queues.withdraw_row(entry.sequence)
+                    return False
                 victim = choose_victim(self._queues.behind(entry)) or entry
                 self._preempt(victim)
                 if victim is entry:

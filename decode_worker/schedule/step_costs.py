@@ -6,6 +6,9 @@ token.
 
 The two are learned apart. Where a target bounds steps, all steps with chunks take about that long, whatever they
 compute, and one regression over all quantities would blame the rows for it.
+
+Steps of the prompt stream are learned apart again, and so is the factor by which they slow down the decode steps beside
+them.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from penstock.types import ChunkSpeed
 _FIXED_S, _CHUNKED_S, _TOKEN_S, _PAIR_S, _ROW_S, _CONTEXT_S = 2e-3, 1e-3, 3e-4, 1e-8, 1e-4, 1e-8
 _LEAST_ADDED = 0.1  # share of a step's time that its chunks add at least
 _MOST_ROWS = 1 << 20
+_SLOWDOWN_WEIGHT = 0.1  # of the newest decode step beside a prompt
+_MOST_SLOWDOWN = 20.0  # of one such step, so that a pause of the machine does not count as one
 _DECODE_STRIDE = 8  # learns from every 8th step without a chunk: they are alike, and learning takes 50 us
 
 
@@ -45,7 +50,13 @@ class StepWork:
 class StepCosts:
     """Owns the model of one worker's steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, prompt_sm_share: float = 0) -> None:
+        """`prompt_sm_share`: see `DecodeConfig`. Decode steps beside a prompt are assumed to have the other SMs alone
+        until some are measured.
+        """
+        self._has_prompt_stream = prompt_sm_share > 0
+        self._slowdown = 1 / (1 - prompt_sm_share)  # of decode steps beside a step of the prompt stream
+        self._prompt_steps = LinearCost((_CHUNKED_S, _TOKEN_S, _PAIR_S))
         self._decoding = LinearCost((_FIXED_S, _ROW_S, _CONTEXT_S))
         self._chunks = LinearCost((_CHUNKED_S, _TOKEN_S, _PAIR_S))  # what chunks add to a step that only decodes
         self._num_decode_steps = 0
@@ -67,9 +78,19 @@ class StepCosts:
         first, self._num_decode_steps = -self._num_decode_steps % _DECODE_STRIDE, self._num_decode_steps + num_steps
         return range(first, num_steps, _DECODE_STRIDE)
 
-    def on_plan(self, plan: StepPlan, elapsed_s: float) -> None:
-        """Counts a step, and learns from it unless it is skipped. Call it before the step is recorded."""
+    def on_plan(self, plan: StepPlan, elapsed_s: float, *, is_beside_prompts: bool = False) -> None:
+        """Counts a step, and learns from it unless it is skipped. Call it before the step is recorded.
+
+        `is_beside_prompts` says that the prompt stream computes too, which slows down a decode step.
+        """
         num_rows = len(plan.rows)
+        if plan.is_apart:
+            self.on_prompt_step(plan.num_tokens, plan.num_contexts, elapsed_s)
+            return
+        if is_beside_prompts:
+            if not plan.chunks:
+                self.on_beside(num_rows, elapsed_s)
+            return
         chunk_tokens = plan.num_tokens - num_rows
         if self.skips(chunk_tokens):
             return
@@ -86,11 +107,22 @@ class StepCosts:
         added_s = elapsed_s - self._decoding.predict(work.decode_quantities)
         self._chunks.observe(work.chunk_quantities, max(added_s, _LEAST_ADDED * elapsed_s))
 
+    def on_prompt_step(self, num_tokens: int, num_pairs: float, elapsed_s: float) -> None:
+        """Learns from a step of the prompt stream."""
+        self.num_chunk_steps += 1
+        self._prompt_steps.observe((1.0, num_tokens, num_pairs), elapsed_s)
+
+    def on_beside(self, num_rows: int, elapsed_s: float) -> None:
+        """Learns from a step that decoded beside a step of the prompt stream."""
+        slowdown = max(1.0, elapsed_s / max(self.step_s(num_rows), 1e-6))
+        self._slowdown += _SLOWDOWN_WEIGHT * (min(slowdown, _MOST_SLOWDOWN) - self._slowdown)
+
     def assume(self, token_s: float) -> None:
         """Starts from a peer's time per prompt token while no chunk has been computed here."""
         if self.num_chunk_steps or not 0 < token_s < math.inf:
             return
         self._chunks = LinearCost((_CHUNKED_S, token_s, _PAIR_S))
+        self._prompt_steps = LinearCost((_CHUNKED_S, token_s, _PAIR_S))
 
     def step_s(self, num_rows: int) -> float:
         """Returns the predicted time of a step that decodes `num_rows` sequences."""
@@ -103,5 +135,14 @@ class StepCosts:
         return int(min(max(0.0, left_s / max(row_s + context_s * self._row_contexts, 1e-9)), _MOST_ROWS))
 
     def chunk_speed(self, num_rows: int, step_tokens: int) -> ChunkSpeed:
-        """Returns what chunks cost beside `num_rows` sequences if a step computes at most `step_tokens` of them."""
+        """Returns what chunks cost beside `num_rows` sequences if a step computes at most `step_tokens` of them.
+
+        The prompt stream is described as if each decode step contained the tokens that the stream computes meanwhile,
+        and took longer by the measured slowdown.
+        """
+        if self._has_prompt_stream:
+            fixed_s, token_s, pair_s = self._prompt_steps.coefficients
+            token_s, step_s = max(token_s + fixed_s / step_tokens, 1e-9), self.step_s(num_rows)
+            num_beside = max(1, round(step_s * self._slowdown / token_s))
+            return ChunkSpeed(num_beside, step_s, 0.0, token_s * (1 - 1 / self._slowdown), pair_s)
         return ChunkSpeed(step_tokens, self.step_s(num_rows), *self._chunks.coefficients)

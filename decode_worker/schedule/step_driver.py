@@ -19,10 +19,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from decode_worker.schedule.prompts.prompt_driver import PromptDriver
 from decode_worker.worker import DecodeWorker
 from engine.engine import Engine
 from engine.step.compute import ForwardedStep, PreparedStep, SampledTokens, StepTokens
 from engine.step.plan import StepPlan
+from engine.step.prompt_stream import PromptStream
 from engine.step.thread import ForwardInProgress, StepThread
 from penstock.errors import PenstockError
 
@@ -39,14 +41,22 @@ class StepDriver:
     """Owns the steps given to the device. Every method except `stop` runs on the step loop."""
 
     def __init__(
-        self, worker: DecodeWorker, engine: Engine, name: str, post: Callable[[Callable[[], None]], None]
+        self,
+        worker: DecodeWorker,
+        engine: Engine,
+        name: str,
+        post: Callable[[Callable[[], None]], None],
+        prompt_stream: PromptStream | None = None,
     ) -> None:
-        """`post` runs a call on the step loop."""
+        """`post` runs a call on the step loop. With a `prompt_stream`, that computes the prompts."""
         self._worker = worker
         self._engine = engine
         self._thread: StepThread[SampledTokens] = StepThread(
             name, post, is_async=engine.kv_pages.is_cuda, device_thread=engine.device_thread
         )
+        self._prompts: PromptDriver | None = None
+        if prompt_stream is not None:
+            self._prompts = PromptDriver(worker, engine, prompt_stream, name, post)
         self._runs_ahead = engine.runs_ahead
         self._in_flight: deque[StepPlan] = deque()
         self._unsampled: _UnsampledStep | None = None  # the newest step in flight, if it waits for a mask
@@ -54,6 +64,8 @@ class StepDriver:
 
     def turn(self) -> None:
         """Gives the device what it can compute now. Runs after other calls to the loop, such as the end of a step."""
+        if self._prompts is not None:
+            self._prompts.turn()
         if self._in_flight:
             self._worker.serve_during_step()
         else:
@@ -115,5 +127,7 @@ class StepDriver:
         )
 
     def stop(self) -> None:
-        """Ends the device's thread. Call it once the step loop has ended. Blocks."""
+        """Ends the threads that compute. Call it once the step loop has ended. Blocks."""
         self._thread.stop()
+        if self._prompts is not None:
+            self._prompts.stop()

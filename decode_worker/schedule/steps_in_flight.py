@@ -4,6 +4,9 @@ A step in flight may still write the pages of every sequence that it computes. O
 safe meanwhile: pages returned while a step is in flight become free only when it is over. Tokens that a step samples
 for a sequence that has since lost its pages or got other tokens are discarded.
 
+A step of the prompt stream may be in flight beside the decode steps. It writes only pages of its own sequences, so only
+these wait for its end.
+
 The scheduler decides which sequences have a row; only this module changes how far rows are in their texts.
 """
 
@@ -31,12 +34,16 @@ class StepsInFlight:
         self._pool = pool
         self._pages = pages
         self._rows = rows
+        self._no_rows = rows.launch(0)  # of steps of the prompt stream; the table is still empty
         self._plans: deque[StepPlan] = deque()
         self._num_steps = 0
         self._dropped: dict[
             Sequence, int
         ] = {}  # sequences that lost their pages or changed: tokens up to this step are void
         self._parked: deque[tuple[int, list[PageId]]] = deque()  # pages that are free once that step is over
+        self._prompts: StepPlan | None = None  # the step of the prompt stream
+        self._prompts_dropped: set[Sequence] = set()  # its sequences that have lost their pages
+        self._prompts_parked: list[PageId] = []  # pages that are free once it is over
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -54,7 +61,13 @@ class StepsInFlight:
         return {item.sequence: place for place, item in enumerate(self.newest) if item.sequence in wanted}
 
     def computes(self, sequence: Sequence) -> bool:
+        return self._decodes(sequence) or self._prefills(sequence)
+
+    def _decodes(self, sequence: Sequence) -> bool:
         return any(item.sequence is sequence for plan in self._plans for item in plan)
+
+    def _prefills(self, sequence: Sequence) -> bool:
+        return self._prompts is not None and any(item.sequence is sequence for item in self._prompts)
 
     def launch(self, chunks: list[ScheduledSequence], taps: bool = True) -> StepPlan:
         """Returns the next step: one token for each row, and `chunks`; see `StepPlan` for `taps`. An empty step does
@@ -73,7 +86,7 @@ class StepsInFlight:
 
     def supersede(self, sequence: Sequence) -> None:
         """Discards what the steps in flight sample for the sequence, because its text has changed."""
-        if self.computes(sequence):
+        if self._decodes(sequence):
             self._dropped[sequence] = self._num_steps
 
     def discarded(self, plan: StepPlan) -> Collection[Sequence]:
@@ -82,6 +95,10 @@ class StepsInFlight:
 
     def give_back(self, sequence: Sequence) -> None:
         """Returns the sequence's pages to the pool once no step can still write them."""
+        if self._prefills(sequence):
+            self._prompts_dropped.add(sequence)
+            self._prompts_parked += sequence.held_pages
+            return
         if self._plans:
             self._dropped[sequence] = self._num_steps
         self._give_back(sequence.held_pages)
@@ -122,6 +139,41 @@ class StepsInFlight:
         self._free_parked(self._num_steps)
         return discarded
 
+    # The prompt stream.
+
+    @property
+    def has_prompts(self) -> bool:
+        """Returns whether the prompt stream has a step in flight."""
+        return self._prompts is not None
+
+    @property
+    def awaits_prompts(self) -> bool:
+        """Returns whether pages become free when the step of the prompt stream is over."""
+        return bool(self._prompts_parked)
+
+    def launch_prompts(self, chunks: list[ScheduledSequence]) -> StepPlan:
+        """Returns the next step of the prompt stream, which must have none in flight. An empty one does not count."""
+        assert self._prompts is None, "a step of the prompt stream is in flight"
+        plan = StepPlan(self._no_rows, chunks, is_apart=True)
+        if plan:
+            self._prompts = plan
+        return plan
+
+    def record_prompts(self, plan: StepPlan, token_ids: Seq[int | None]) -> Collection[Sequence]:
+        """Ends the step of the prompt stream and appends its tokens. Returns the sequences whose tokens are discarded.
+
+        A step that failed records no tokens: `token_ids` is empty.
+        """
+        if plan is not self._prompts:
+            raise InternalError("a step of the prompt stream was recorded that is not in flight")
+        self._prompts = None
+        discarded, self._prompts_dropped = self._prompts_dropped, set()
+        parked, self._prompts_parked = self._prompts_parked, []
+        self._pool.release(parked)
+        if token_ids:
+            self._record_each(plan.chunks, token_ids, discarded)
+        return discarded
+
     def _discarded(self, work: Iterable[ScheduledSequence]) -> Collection[Sequence]:
         return self._dropped.keys() & {item.sequence for item in work} if self._dropped else ()
 
@@ -150,3 +202,6 @@ class StepsInFlight:
         """Raises AssertionError if pages or sequences wait for a step; none may be in flight."""
         assert not self._parked, "pages wait for a step that is over"
         assert not self._dropped
+        assert self._prompts is None, "the prompt stream has a step in flight"
+        assert not self._prompts_parked
+        assert not self._prompts_dropped

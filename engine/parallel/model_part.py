@@ -135,8 +135,16 @@ class ModelPart:
         return captures_graphs(self.config, self.model, device_type) and captures_decodes(self.attention.name)
 
     def make_runner(self, kv_pages: torch.Tensor) -> ModelRunner:
-        layers, ops = layers_of(kv_pages, self.layout), select_ops(self.attention)
-        return ModelRunner(self.decoder, layers, self.attention, ops, self.adapters)
+        return self._runner_with(self.attention, kv_pages)
+
+    def make_second_runner(self, kv_pages: torch.Tensor) -> ModelRunner:
+        """Returns a runner that may compute at the same time as the first one, because it shares no state of attention
+        with it."""
+        return self._runner_with(select_backend(self.config.attention, self.device), kv_pages)
+
+    def _runner_with(self, attention: AttentionBackend, kv_pages: torch.Tensor) -> ModelRunner:
+        layers, ops = layers_of(kv_pages, self.layout), select_ops(attention)
+        return ModelRunner(self.decoder, layers, attention, ops, self.adapters)
 
 
 def quantization_of(config: EngineConfig) -> Kind | None:

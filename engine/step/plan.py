@@ -173,11 +173,16 @@ class DecodeRows:
 class StepPlan(Seq[ScheduledSequence]):
     """The work of one step: the rows' next tokens, then chunks of prompts and any other sequence without a row."""
 
-    def __init__(self, rows: DecodeRows, chunks: list[ScheduledSequence], taps: bool = True) -> None:
-        """Without `taps` the step hands out no hidden states, even if layers are tapped."""
+    def __init__(
+        self, rows: DecodeRows, chunks: list[ScheduledSequence], taps: bool = True, *, is_apart: bool = False
+    ) -> None:
+        """Without `taps` the step hands out no hidden states, even if layers are tapped. `is_apart` marks a step of the
+        prompt stream, which computes prompts beside the decode steps.
+        """
         self.rows = rows
         self.chunks = chunks
         self.taps = taps
+        self.is_apart = is_apart
         self._items = rows.items + chunks if chunks else rows.items
         self.num_tokens = len(rows) + sum(chunk.num_positions for chunk in chunks)
         self.num_contexts = rows.num_contexts + sum(chunk.num_contexts for chunk in chunks)

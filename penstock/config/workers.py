@@ -69,6 +69,10 @@ class DecodeConfig(FrozenConfig):
     """Checkpoint folder of a small model with the same tokenizer, or of an EAGLE-3 head of the model, which proposes
     tokens where no text repeats; `mtp` is the model's own layer that predicts further tokens.
     """
+    prompt_sm_share: float = Field(0, ge=0, le=0.9)
+    """Share of a GPU's multiprocessors (SMs) for a stream that computes local prompts beside the decode steps; on a
+    CPU, a thread does. 0 computes prompts in chunks within decode steps.
+    """
     watermark: float = Field(0.02, ge=0, lt=1)
     """Share of the pages kept free for running sequences."""
     hedge_after_s: float = Field(0, ge=0)
@@ -97,6 +101,15 @@ class DecodeConfig(FrozenConfig):
             raise ValueError(
                 f'decode.draft_model = {self.draft_model!r} proposes nothing while decode.speculation = "off"; set '
                 'that to "auto", or leave the draft model out'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_prompt_stream(self) -> DecodeConfig:
+        if self.prompt_sm_share and self.draft_model is not None:
+            raise ValueError(
+                f"decode.prompt_sm_share = {self.prompt_sm_share:g} computes prompts where decode.draft_model = "
+                f"{self.draft_model!r} does not see them; set it to 0, or leave the draft model out"
             )
         return self
 
@@ -254,6 +267,16 @@ class WorkerConfig(FrozenConfig):
             raise ValueError(
                 f"keeper keeps the pool of one process, but engine.tensor_parallel = {self.engine.tensor_parallel} "
                 "runs several; set it to 1, or leave keeper out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_prompt_stream(self) -> WorkerConfig:
+        if self.decode.prompt_sm_share and self.engine.tensor_parallel > 1:
+            raise ValueError(
+                f"decode.prompt_sm_share = {self.decode.prompt_sm_share:g} partitions one GPU, but "
+                f"engine.tensor_parallel = {self.engine.tensor_parallel} computes on several; set it to 0, or "
+                "engine.tensor_parallel to 1"
             )
         return self
 

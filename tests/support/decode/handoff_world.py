@@ -64,6 +64,7 @@ class World:
             max_batch_sequences=4,
             max_batch_tokens=8,
             placement=self.rng.choice(["remote", "split", "auto"]),
+            prompt_sm_share=random.Random(~seed).choice([0.0, 0.3]),
             watermark=0.0,
             hedge_after_s=1.0 if self.hedging else 0,  # a hedge starts once `grow_impatient` was called
         ).model_copy(update=settings)

@@ -61,7 +61,10 @@ class Node:
             clock=clock,
         )
         self.transfers = transfers
-        config = DecodeConfig(max_batch_sequences=4, max_batch_tokens=8, placement="local", watermark=0.0)
+        share = random.Random(~world.seed).choice([0.0, 0.3])  # of prompts on a stream of their own
+        config = DecodeConfig(
+            max_batch_sequences=4, max_batch_tokens=8, placement="local", watermark=0.0, prompt_sm_share=share
+        )
         events = DecodeEvents(self.after_step, on_release=lambda request: self.outgoing.abandon(request))
         self.worker = DecodeWorker(WorkerId(f"d{epoch}"), self.engine, transfers, config, CONTEXT, events=events)  # type: ignore[arg-type]
         self.steps = SplitSteps(self.worker, self.engine, world.rng)

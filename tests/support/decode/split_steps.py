@@ -13,6 +13,7 @@ from decode_worker.worker import DecodeWorker
 from engine.step.compute import StepTokens
 from engine.step.plan import StepPlan
 from engine.step.sequence import Sequence
+from penstock.errors import InternalError, PenstockError
 from penstock.types import PageId
 from tests.support.engine.fake_engine import FakeEngine, next_token
 
@@ -39,14 +40,19 @@ class SplitSteps:
         self._engine = engine
         self._rng = rng
         self._in_flight: deque[_Computed] = deque()
+        self._has_prompt_stream = worker._config.prompt_sm_share > 0
+        self._prompts: _Computed | None = None  # the step of the prompt stream
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._in_flight)
+        return bool(self._in_flight) or self._prompts is not None
 
     def turn(self) -> None:
-        """Begins or ends a step, or serves calls during one, at random."""
+        """Begins or ends a step, of the prompt stream too if there is one, or serves calls during one, at random."""
         assert self._rng is not None
+        if self._has_prompt_stream and self._rng.random() < 0.5:
+            self._turn_prompts(fails=self._rng.random() < 0.1)
+            return
         if not self._in_flight:
             self.begin()
             return
@@ -66,19 +72,51 @@ class SplitSteps:
         """Runs a step from beginning to end; returns False if there was nothing to compute."""
         while self._in_flight:
             self.end()
+        if self._has_prompt_stream:
+            self._turn_prompts()
+        has_prompts = self._prompts is not None
         self.begin()
+        if has_prompts:
+            self._turn_prompts()
         if not self._in_flight:
-            return False
+            return has_prompts
         self.end()
         return True
+
+    def _turn_prompts(self, fails: bool = False) -> None:
+        """Begins or ends a step of the prompt stream. It fails only if nobody can know which sequence is the cause."""
+        if self._prompts is None:
+            self.begin_prompts()
+        elif fails and len(self._prompts.plan) > 1:
+            self.end_prompts(InternalError("a step failed"))
+        else:
+            self.end_prompts()
+
+    def begin_prompts(self) -> StepPlan:
+        """Begins a step of the prompt stream; none may be in flight."""
+        plan = self._worker.begin_prompt_step()
+        self._prompts = self._lay_out(plan) if plan else None
+        return plan
+
+    def end_prompts(self, error: PenstockError | None = None) -> None:
+        """Ends the step of the prompt stream, with `error` after its last write."""
+        assert self._prompts is not None
+        done, self._prompts = self._prompts, None
+        self._compute(done)
+        if error is None:
+            self._worker.finish_step(done.plan, StepTokens(np.zeros(0, np.int64), done.sampled), 0.001)
+        else:
+            self._worker.fail_prompt_step(done.plan, error)
 
     def begin(self) -> None:
         """Begins a step; none may be in flight."""
         self._start(self._worker.begin_step())
 
     def _start(self, plan: StepPlan) -> None:
-        if not plan:
-            return
+        if plan:
+            self._in_flight.append(self._lay_out(plan))
+
+    def _lay_out(self, plan: StepPlan) -> _Computed:
         size, done = self._engine.layout.page_size, _Computed(plan, {}, {}, [])
         for place, item in enumerate(plan):
             text, start, is_sampled = list(item.sequence.token_ids), item.start, item.is_sampled
@@ -90,7 +128,7 @@ class SplitSteps:
                 where = item.sequence.pages[position // size], position % size
                 (done.reads if position < start else done.writes)[where] = hash(tuple(text[: position + 1]))
             done.sampled.append(next_token(text) if is_sampled else None)
-        self._in_flight.append(done)
+        return done
 
     def _compute(self, done: _Computed) -> None:
         pages = self._engine.kv_pages

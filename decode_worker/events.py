@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from decode_worker.request import DecodeRequest
 from engine.step.speculation.proposal import ProposalKind
+from penstock.types import Lane
 
 
 def _ignore(*event: object) -> None:
@@ -20,4 +21,5 @@ class DecodeEvents:
     after_step: Callable[[], None] = _ignore  # between two steps, and when there was nothing to compute
     on_release: Callable[[DecodeRequest], None] = _ignore  # a request has ended here or has migrated
     on_step: Callable[[int, int, float], None] = _ignore  # the sequences, tokens and seconds of a step
-    on_verified: Callable[[ProposalKind, int, int], None] = _ignore  # a proposal: its tokens, how many were accepted
+    # A proposal: the lane of its request, its tokens, how many of them were accepted.
+    on_verified: Callable[[ProposalKind, Lane, int, int], None] = _ignore

@@ -74,4 +74,4 @@ class StepMeasurements:
         """Takes how many of a sequence's proposed tokens were accepted."""
         if self._speculator is not None and (num_proposed := len(scheduled.proposed)):
             kind = self._speculator.on_verified(scheduled.sequence, num_proposed, num_accepted)
-            self._events.on_verified(kind, num_proposed, num_accepted)
+            self._events.on_verified(kind, scheduled.sequence.lane, num_proposed, num_accepted)

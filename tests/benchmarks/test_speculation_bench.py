@@ -49,7 +49,7 @@ def generate(
     right, steps = dict.fromkeys(ProposalKind, 0), []
     events = DecodeEvents(
         on_step=lambda *step: steps.append(step),
-        on_verified=lambda kind, _, accepted: right.update({kind: right[kind] + accepted}),
+        on_verified=lambda kind, lane, proposed, accepted: right.update({kind: right[kind] + accepted}),
     )
     loop = EngineLoop(engine, DecodeConfig.model_validate(settings), draft, events)
     try:

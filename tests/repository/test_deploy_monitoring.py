@@ -22,7 +22,7 @@ PANELS: list[dict[str, Any]] = [
 ALERTS: list[dict[str, Any]] = [rule for group in RULES["groups"] for rule in group["rules"]]
 ROWS = {
     "service": ["At a glance", "Requests", "Time to first token", "Output tokens", "Routers"],
-    "pools": ["At a glance", "Workers", "Steps", "KV pages"],
+    "pools": ["At a glance", "Workers", "Steps", "KV pages", "Speculation"],
     "kv-transfer": ["At a glance", "Transfers", "Prefix cache"],
     "tenants-and-lanes": ["At a glance", "Lanes", "Tenants"],
 }

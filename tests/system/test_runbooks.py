@@ -41,7 +41,7 @@ from tests.support.serving import worker_config
 from worker.metrics.collector import WorkerCollector
 from worker.metrics.model_work import ModelWork
 from worker.metrics.page_use import PageUse
-from worker.metrics.step_metrics import StepMetrics
+from worker.metrics.step_metrics import SpeculationMetrics, StepMetrics
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -157,6 +157,7 @@ def metric_names() -> set[str]:
             lambda: {"a": 1},
         ),
         StepMetrics(worker_pb2.WorkerDescription()).registry,
+        SpeculationMetrics(worker_pb2.WorkerDescription()).registry,
     ):
         suffix = {"counter": "_total", "info": "_info"}
         names |= {family.name + suffix.get(family.type, "") for family in collector.collect()}

@@ -21,7 +21,7 @@ from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 from penstock.sizing.accelerators import accelerator_of
 from penstock.sizing.model_shape import ModelShape
-from penstock.types import CacheStats, RequestId, Role, SamplingParams, StepTotals, WorkerLoad
+from penstock.types import CacheStats, Lane, RequestId, Role, SamplingParams, StepTotals, WorkerLoad
 from penstock.v1 import worker_pb2
 from prefill_worker.server import PrefillServer
 from tests.support.engine.checkpoints import make_checkpoint
@@ -245,19 +245,21 @@ def test_pages_are_counted_by_state_with_the_unused_part_of_held_ones() -> None:
     assert measure_pages(pool, (), 16).num_allocated == 3
 
 
-def test_outcomes_of_proposed_tokens_are_counted_by_proposer_and_position() -> None:
+def test_outcomes_of_proposed_tokens_are_counted_by_proposer_lane_and_position() -> None:
     metrics = SpeculationMetrics(DESCRIBED)
-    metrics.observe(ProposalKind.DRAFT, 4, 2)
-    metrics.observe(ProposalKind.DRAFT, 4, 1)
-    metrics.observe(ProposalKind.LONG_MATCH, 8, 0)
+    metrics.observe(ProposalKind.DRAFT, Lane.STANDARD, 4, 2)
+    metrics.observe(ProposalKind.DRAFT, Lane.STANDARD, 4, 1)
+    metrics.observe(ProposalKind.DRAFT, Lane.BULK, 4, 4)
+    metrics.observe(ProposalKind.LONG_MATCH, Lane.STANDARD, 8, 0)
 
     def count(name: str, **labels: str) -> float | None:
-        known = {"model_name": "m", "worker": "w", "role": "decode"}
+        known = {"model_name": "m", "worker": "w", "role": "decode", "lane": "standard"}
         return metrics.registry.get_sample_value(f"vllm:spec_decode_{name}_total", known | labels)
 
     assert count("num_drafts", proposer="draft_model") == 2
     assert count("num_draft_tokens", proposer="draft_model") == 8
     assert count("num_accepted_tokens", proposer="draft_model") == 3
+    assert count("num_accepted_tokens", proposer="draft_model", lane="bulk") == 4
     assert count("num_draft_tokens", proposer="prompt_lookup_long") == 8
     by_position = [
         count("num_accepted_tokens_per_pos", proposer="draft_model", position=str(place)) for place in range(3)

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from engine.step.speculation.proposal import ProposalKind
 from penstock.metrics.families import HistogramFamily, observe_all
+from penstock.types import Lane
 from penstock.v1 import worker_pb2
 
 _STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -77,25 +78,24 @@ class SpeculationMetrics:
         }
 
         def counter(name: str, help_text: str, *labels: str) -> Counter:
-            return Counter(name, help_text, [*self._labels, *labels], registry=self.registry)
+            names = [*self._labels, "proposer", "lane", *labels]
+            return Counter(name, help_text, names, registry=self.registry)
 
-        self._drafts = counter("vllm:spec_decode_num_drafts", "Proposals that were verified", "proposer")
-        self._proposed = counter("vllm:spec_decode_num_draft_tokens", "Proposed tokens that were verified", "proposer")
+        self._drafts = counter("vllm:spec_decode_num_drafts", "Proposals that were verified")
+        self._proposed = counter("vllm:spec_decode_num_draft_tokens", "Proposed tokens that were verified")
         self._accepted = counter(
             "vllm:spec_decode_num_accepted_tokens",
             "Proposed tokens that were right; each has saved its sequence a step",
-            "proposer",
         )
         self._by_position = counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Proposed tokens that were right, by their place in the proposal",
-            "proposer",
             "position",
         )
 
-    def observe(self, kind: ProposalKind, num_proposed: int, num_accepted: int) -> None:
-        """Observes a proposal whose first `num_accepted` tokens were accepted."""
-        labels = self._labels | {"proposer": kind.value}
+    def observe(self, kind: ProposalKind, lane: Lane, num_proposed: int, num_accepted: int) -> None:
+        """Observes a proposal for a request of the lane, whose first `num_accepted` tokens were accepted."""
+        labels = self._labels | {"proposer": kind.value, "lane": lane.value}
         self._drafts.labels(**labels).inc()
         self._proposed.labels(**labels).inc(num_proposed)
         self._accepted.labels(**labels).inc(num_accepted)

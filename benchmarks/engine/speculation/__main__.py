@@ -44,7 +44,7 @@ from engine.models.heads.head_config import HeadConfig
 from engine.step.sequence import Sequence as EngineSequence
 from engine.step.speculation.proposal import ProposalKind
 from penstock.config import DecodeConfig, EngineConfig
-from penstock.types import RequestId, SamplingParams
+from penstock.types import Lane, RequestId, SamplingParams
 
 PROMPT_TOKENS, CONTEXT = 320, 512
 ANSWER_TOKENS = {1: 64, 4: 64, 16: 48, 64: 32}  # by batch
@@ -65,7 +65,7 @@ class MeasuredLoop:
         events = DecodeEvents(on_step=self.on_step, on_verified=self.on_verified)
         self.loop = EngineLoop(engine, config, draft, events)
 
-    def on_verified(self, kind: ProposalKind, num_proposed: int, num_accepted: int) -> None:
+    def on_verified(self, kind: ProposalKind, lane: Lane, num_proposed: int, num_accepted: int) -> None:
         self.proposed += num_proposed
         self.accepted += num_accepted
 

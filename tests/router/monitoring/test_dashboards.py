@@ -29,6 +29,8 @@ NO_DATA = {
     ("kv-transfer", "Bytes of the shared store a second"),
     ("kv-transfer", "Mean time of the shared store's calls"),
     ("kv-transfer", "Bytes in the shared store, and its use"),
+    ("pools", "Accepted share of proposed tokens by lane"),  # speculation is off
+    ("pools", "Accepted share of proposals by position"),
     ("pools", "Device use"),  # no peak is published for a CPU
     ("service", "Failures a second"),
     ("service", "Gateways' calls a second"),  # there is no picker

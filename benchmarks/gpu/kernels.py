@@ -25,6 +25,7 @@ from engine.kernels.backends import AttentionBackend, select_backend
 from engine.kernels.expert_routing import RoutingRule
 from engine.kernels.kv_quantization import quantize
 from engine.kernels.layer_ops import LayerOps, TorchOps
+from engine.kernels.libraries.attention import LibraryAttention
 from engine.kernels.libraries.capabilities import LIBRARIES
 from engine.kernels.metadata import AttentionMetadata, KvLayer, Lengths, QkNorms
 from engine.kernels.triton import common
@@ -46,6 +47,7 @@ _LIBRARY_STEPS = {
     "chunk of 512 after 7680": ([512], [8192]),
     "the same with 32 decodes": ([1] * 32 + [512], [2048] * 32 + [8192]),
 }
+_TOY_LIBRARY_STEPS = {"a chunk": ([3], [20]), "decodes": ([1, 1], [20, 5])}
 
 
 def paged(
@@ -337,7 +339,8 @@ def library_rows(bench: BenchDevice, own: AttentionBackend) -> Iterator[Row]:
     """Yields the installed libraries of `engine.attention` compared with our kernels: decodes, chunks, and both at
     once.
 
-    Each step is planned before it is timed; planning takes host time, which is a separate row.
+    Each step is planned before it is timed; planning takes host time, which is a separate row. Decodes that are planned
+    on the host are also compared inside a CUDA graph.
     """
     (heads, kv_heads), dim = bench.pick((32, 8), TOY_HEADS), bench.pick(128, 16)
     for name in bench.pick(tuple(LIBRARIES), ("flashinfer", "torch")):
@@ -346,7 +349,7 @@ def library_rows(bench: BenchDevice, own: AttentionBackend) -> Iterator[Row]:
         except ConfigError as error:
             print(f"skipped: {error}", file=sys.stderr)
             continue
-        for at, (query_lens, context_lens) in bench.pick(_LIBRARY_STEPS, {"a chunk": ([3], [20])}).items():
+        for at, (query_lens, context_lens) in bench.pick(_LIBRARY_STEPS, _TOY_LIBRARY_STEPS).items():
             meta, num_pages = paged(query_lens, context_lens, 16, bench.device)
             q, pool = bench.noise(sum(query_lens), heads, dim), bench.noise(num_pages, 2, kv_heads, 16, dim)
             library.paged_attention(q, pool, meta, 0.1, None)
@@ -358,3 +361,28 @@ def library_rows(bench: BenchDevice, own: AttentionBackend) -> Iterator[Row]:
             ours_s = bench.seconds(lambda: own.paged_attention(q, pool, meta, 0.1, None))  # noqa: B023
             yield Row(f"{name}, {at}", theirs_s * 1e6, "us", "ours", ours_s * 1e6)
             yield Row(f"{name}, {at}, first call of a step on the host", planning_s * 1e6, "us")
+            if isinstance(library, LibraryAttention) and library.planner and meta.num_decodes == meta.num_sequences:
+                yield from _captured_rows(bench, own, library, (q, pool), meta, f"{name}, {at}, captured")
+
+
+def _captured_rows(
+    bench: BenchDevice,
+    own: AttentionBackend,
+    library: LibraryAttention,
+    tensors: tuple[torch.Tensor, torch.Tensor],
+    meta: AttentionMetadata,
+    at: str,
+) -> Iterator[Row]:
+    """Yields decodes of a library in a CUDA graph compared with our kernels in one, and the plan before each replay."""
+    assert library.planner is not None
+    assert meta.lengths is not None
+    plan = partial(library.planner.plan_decodes, meta.page_table_BP, meta.lengths.context_B, 16)
+    captured = replace(meta, lengths=None)
+    plan()
+    theirs_s, ours_s = (
+        bench.in_graph(lambda: each.paged_attention(*tensors, captured, 0.1, None))  # noqa: B023
+        for each in (library, own)
+    )
+    planning_s = bench.wall_seconds(plan, bench.repeats)
+    yield Row(at, theirs_s * 1e6, "us", "ours", ours_s * 1e6)
+    yield Row(f"{at}, plan before a replay", planning_s * 1e6, "us")

@@ -4,10 +4,11 @@ It sits between `Engine.compute` and the model runner, and takes steps in which 
 steps, and batches above the largest bucket, go to the model runner unchanged. A batch is padded to the next bucket;
 padding computes token 0 at position 0 in a page that the pool does not know (`SPARE_PAGES`), so it reads and writes
 nothing of any sequence. Graphs read page tables where steps have put them (`PageTables`), and tokens and positions from
-buffers that they were captured over; everything derived from these is computed inside the graph, on the device. A step
-whose tables did not fit goes to the model runner. All graphs share one memory pool and
-one buffer of logits, so only one runs at a time, and its logits are sampled before the next one runs. With a separate
-buffer, each graph would keep a row of the vocabulary for every sequence of its bucket.
+buffers that they were captured over; everything derived from these is computed inside the graph, on the device. Only an
+attention library that plans on the host (`DecodePlanner`) does so before each replay, from the lengths of the batch. A
+step whose tables did not fit goes to the model runner. All graphs share one memory pool and one buffer of logits, so
+only one runs at a time, and its logits are sampled before the next one runs. With a separate buffer, each graph would
+keep a row of the vocabulary for every sequence of its bucket.
 
 Decode steps are captured on every rank of a replica or on none, size by size: the ranks add up their results in
 captured steps as in all others, so whether a step is replayed must not differ between them.
@@ -23,10 +24,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from engine.graphs.page_tables import PageTables
-from engine.kernels.metadata import AttentionMetadata
+from engine.kernels.libraries.attention import DecodePlanner
+from engine.kernels.metadata import AttentionMetadata, Lengths
 from engine.parallel.leader import RankLeader
 from engine.step.batch import Batch, Forward, ForwardOutput
 
@@ -84,10 +87,13 @@ class GraphRunner:
         spare_page: int,
         device: torch.device,
         has_adapters: bool = False,
+        planner: DecodePlanner | None = None,
     ) -> None:
         """`forward` is the model runner's, which takes all other batches. No sequence ever has `spare_page`. With
-        `has_adapters` each size is captured a second time, for batches in which a sequence has one."""
+        `has_adapters` each size is captured a second time, for batches in which a sequence has one. `planner` plans
+        what attention computes before each replay."""
         self._forward = forward
+        self._planner = planner
         self._buckets = sorted(buckets)
         self._max_context = max_context
         self._page_size = page_size
@@ -119,8 +125,11 @@ class GraphRunner:
     @torch.inference_mode()
     def capture(self, size: int, make_capture: Callable[[], Capture]) -> None:
         """Captures one of `sizes`, to be called in their order. Blocks. Raises RuntimeError if CUDA refuses."""
-        if not self._graphs:
+        is_first = not self._graphs
+        if is_first:
             self.tables.clear()
+        self._plan(size, None)
+        if is_first:
             largest = self._compute(size, adapted=False)
             self._logits_BV = torch.empty_like(largest.logits_RV)
             self._states_BX = None if largest.states_TX is None else torch.empty_like(largest.states_TX)
@@ -141,6 +150,7 @@ class GraphRunner:
             return self._forward(batch, on_start=on_start)
         count = batch.meta.num_sequences
         self._fill(batch, count)
+        self._plan(size, batch.meta.lengths)
         if on_start is not None:
             on_start()
         self._graphs[size, adapted]()
@@ -171,6 +181,15 @@ class GraphRunner:
         if count < self._num_written:
             torch._foreach_zero_([buffer[count : self._num_written] for buffer in buffers])
         self._num_written = count
+
+    def _plan(self, size: int, lengths: Lengths | None) -> None:
+        """Plans the attention of a bucket. Padding has a context of one token; without `lengths`, every row has."""
+        if self._planner is None:
+            return
+        context_B = np.ones(size, np.int64)
+        if lengths is not None:
+            context_B[: len(lengths.context_B)] = lengths.context_B
+        self._planner.plan_decodes(self.tables.pages_RW[:size], context_B, self._page_size)
 
     def _run(self, size: int, adapted: bool) -> None:
         """Computes one captured step, which may depend only on the buffers and the bucket."""

@@ -65,7 +65,7 @@ class AttentionMetadata:
     num_decodes: int
     slot_page_T: torch.Tensor  # int64 [T], the page that receives the token's K and V
     slot_offset_T: torch.Tensor  # int64 [T], the token's place in the page
-    lengths: Lengths | None = None  # None inside a CUDA graph, where only the device knows them
+    lengths: Lengths | None = None  # None inside a CUDA graph, which is captured once for all lengths
     # By window: what a backend has derived from these lengths on the device, for the layers that follow.
     plans: dict[int | None, Any] = field(default_factory=dict)
 

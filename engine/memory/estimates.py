@@ -13,6 +13,7 @@ from collections.abc import Collection
 
 from engine.cache.kv_layout import DTYPE_BYTES, KVLayout
 from engine.kernels.libraries.capabilities import captures_decodes
+from engine.kernels.libraries.flashinfer_memory import captured_bytes
 from engine.memory.device_memory import DeviceMemory, DeviceType
 from engine.models.config import ModelConfig
 from engine.models.expert_config import MXFP4_GROUP
@@ -246,6 +247,8 @@ def graph_bytes(config: EngineConfig, model: ModelConfig, device_type: DeviceTyp
     else:
         split_values = (config.cuda_graphs + SPARE_DECODE_ITEMS) * own.num_heads * own.head_dim
     split_bytes = split_values * _FLOAT32_BYTES
+    if config.attention == "flashinfer":
+        split_bytes = captured_bytes(own.num_heads, own.num_kv_heads, own.head_dim, config.cuda_graphs, num_pages)
     num_forms = 2 if config.max_adapters else 1  # steps with adapters are captured besides those without
     return num_forms * (step_bytes(own, dtype, config.cuda_graphs, config.cuda_graphs) + split_bytes) + table_bytes
 
@@ -261,6 +264,6 @@ def workspace_bytes(config: EngineConfig, model: ModelConfig, device_type: Devic
 def captures_graphs(config: EngineConfig, model: ModelConfig, device_type: DeviceType) -> bool:
     """Returns whether decode steps are replayed from CUDA graphs.
 
-    That takes attention that neither plans nor waits on the host.
+    That takes attention that does not wait on the host, and plans nothing there, or only before a replay.
     """
     return device_type == "cuda" and config.cuda_graphs > 0 and captures_decodes(config.attention)

@@ -15,6 +15,7 @@ from engine.adapters.products import adapter_bytes
 from engine.cache.kv_layout import KVLayout
 from engine.cache.page_window import PageWindow
 from engine.kernels.libraries.capabilities import check_library
+from engine.kernels.libraries.flashinfer_memory import WORKSPACE_BYTES
 from engine.memory import estimates
 from engine.memory.device_memory import DeviceMemory
 from engine.memory.draft_memory import draft_bytes
@@ -27,7 +28,6 @@ from engine.weights.tensor_slices import check_slice_groups
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 
-_LIBRARY_BYTES = 128 << 20  # FlashInfer's workspace
 _CONTEXTS = (1024, 4096, 16384, 65536, 262144, 1048576)
 
 
@@ -161,7 +161,7 @@ def _reserved_bytes(config: EngineConfig, model: ModelConfig, device: DeviceMemo
     """Returns what the device's runtime and the libraries take, regardless of the model."""
     reserved = estimates.CUDA_CONTEXT_BYTES if device.type == "cuda" else 0
     reserved += estimates.workspace_bytes(config, model, device.type)
-    return reserved + (_LIBRARY_BYTES if config.attention == "flashinfer" else 0)
+    return reserved + (WORKSPACE_BYTES if config.attention == "flashinfer" else 0)
 
 
 def _loaded_bytes(

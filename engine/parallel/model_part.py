@@ -21,6 +21,7 @@ from engine.cpu.cores import bind_to_cores
 from engine.graphs.cuda_graphs import SPARE_PAGES, GraphRunner, buckets_up_to
 from engine.kernels.backends import AttentionBackend, select_backend, select_ops
 from engine.kernels.kv_quantization import layers_of, reads_e4m3
+from engine.kernels.libraries.attention import LibraryAttention
 from engine.kernels.libraries.capabilities import captures_decodes, check_library
 from engine.memory.device_memory import DeviceType
 from engine.memory.estimates import (
@@ -127,7 +128,8 @@ class ModelPart:
         buckets, max_context = buckets_up_to(self.config.cuda_graphs), select_context(self.config, self.model)
         has_adapters = self.adapters is not None
         page_size = self.layout.page_size
-        return GraphRunner(runner.run, buckets, max_context, page_size, num_pages, self.device, has_adapters)
+        planner = self.attention.planner if isinstance(self.attention, LibraryAttention) else None
+        return GraphRunner(runner.run, buckets, max_context, page_size, num_pages, self.device, has_adapters, planner)
 
     @property
     def captures_graphs(self) -> bool:

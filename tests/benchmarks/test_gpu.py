@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,11 @@ from benchmarks.gpu.__main__ import Section
 from benchmarks.gpu.bench_device import RehearsalDevice
 from benchmarks.gpu.checks import sanitizer_rows
 from benchmarks.gpu.figures import is_met
+from benchmarks.gpu.kernels import library_rows
+from engine.kernels.libraries.attention import LibraryAttention
+from engine.kernels.reference import TorchAttention
 from engine.kernels.triton.attention.tuning import KernelConfig
+from tests.support.engine import attention_doubles
 
 # The row names of the figures that the engine must meet.
 FIGURES = (
@@ -147,6 +153,18 @@ def test_a_run_continues_where_another_was_killed(
     assert __main__.run(bench, 600, tmp_path, resume=True) == (rows, [])
     __main__.run(bench, 600, tmp_path, "one")
     assert begun == ["one", "two", "three", "one"], "without --resume everything begins again"
+
+
+def test_captured_decodes_of_a_library_have_rows(bench: RehearsalDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention_doubles.install(monkeypatch)
+    adapter = importlib.import_module("engine.kernels.libraries.flashinfer")
+    library = LibraryAttention("flashinfer", TorchAttention(), adapter.FlashInferAttention(bench.device))
+    monkeypatch.setattr("benchmarks.gpu.kernels.select_backend", lambda name, device: library)
+    rows = [row.metric for row in library_rows(bench, TorchAttention())]
+    sys.modules.pop("engine.kernels.libraries.flashinfer")  # it has imported the double
+    assert "flashinfer, decodes, captured" in rows
+    assert "flashinfer, decodes, captured, plan before a replay" in rows
+    assert not any("a chunk, captured" in row for row in rows)
 
 
 @pytest.mark.processes

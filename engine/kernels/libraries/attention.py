@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 
 from engine.kernels.libraries.capabilities import LIBRARIES
@@ -22,8 +23,25 @@ _MODULES = {"flashinfer": "flashinfer", "varlen": "flash_attn_interface"}
 _CUDNN_9 = 90000
 
 
+class DecodePlanner(Protocol):
+    """Plans on the host what captured decodes compute."""
+
+    def plan_decodes(self, table_BW: torch.Tensor, context_B: np.ndarray, page_size: int) -> None:
+        """Plans the captured decodes of `len(context_B)` sequences, on the stream and the thread that replay them.
+
+        To be called before a batch size is first computed, the largest one first, and then before each replay of it.
+        `table_BW` holds the page tables on the device (int32, of the same width in all calls), `context_B` the tokens
+        of each sequence, at least one. May wait until an earlier plan of this size has reached the device."""
+        ...
+
+
 class AttentionLibrary(Protocol):
     takes_decodes: bool
+
+    @property
+    def planner(self) -> DecodePlanner | None:
+        """Plans captured decodes; None if they need no plan, or are not computed by the library."""
+        ...
 
     def attend(
         self,
@@ -49,6 +67,7 @@ class LibraryAttention:
         self.name = name
         self.fallback = fallback
         self.write_kv, self.store_qkv = fallback.write_kv, fallback.store_qkv
+        self.planner = library.planner
         self._library = library
 
     def paged_attention(

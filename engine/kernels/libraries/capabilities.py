@@ -23,14 +23,11 @@ class LibrarySupport:
     head_dims: tuple[int, ...]  # for which it has kernels
     page_divides: int | None = None  # tokens that a page must divide
     takes_decodes: bool = False
-    is_captured: bool = True  # decode steps are replayed from CUDA graphs: nothing of them is planned on the host
     has_softcap: bool = False
 
 
 LIBRARIES = {
-    "flashinfer": LibrarySupport(
-        "flashinfer-python", (8, 0), (64, 128, 256), takes_decodes=True, is_captured=False, has_softcap=True
-    ),
+    "flashinfer": LibrarySupport("flashinfer-python", (8, 0), (64, 128, 256), takes_decodes=True, has_softcap=True),
     "varlen": LibrarySupport("flash-attn-3 (flash_attn_interface)", (9, 0), (64, 96, 128, 192, 256)),
     "cudnn": LibrarySupport("a torch built with cuDNN 9", (9, 0), (64, 96, 128), page_divides=256),
 }
@@ -72,7 +69,7 @@ def _version(capability: tuple[int, int]) -> str:
 
 def captures_decodes(setting: str) -> bool:
     """Returns whether decode steps can be captured in CUDA graphs on a GPU with this `engine.attention`."""
-    return setting in ("auto", "triton") or (setting in LIBRARIES and LIBRARIES[setting].is_captured)
+    return setting in ("auto", "triton", *LIBRARIES)
 
 
 def check_library(

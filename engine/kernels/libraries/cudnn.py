@@ -53,6 +53,7 @@ class CudnnAttention:
     """See `engine.kernels.libraries.attention.AttentionLibrary`."""
 
     takes_decodes = False
+    planner = None
 
     def __init__(self, fallback: AttentionBackend, shapes: PieceShapes | None = None) -> None:
         self._fallback = fallback

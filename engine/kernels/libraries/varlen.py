@@ -21,6 +21,7 @@ class VarlenAttention:
     """See `engine.kernels.libraries.attention.AttentionLibrary`."""
 
     takes_decodes = False
+    planner = None
 
     @classmethod
     def activated(cls) -> VarlenAttention:

@@ -22,10 +22,11 @@ from engine.kernels.backends import select_backend
 from engine.kernels.libraries.attention import AttentionLibrary, LibraryAttention
 from engine.kernels.libraries.capabilities import LIBRARIES, AttentionChoice, check_library, choose_attention
 from engine.kernels.libraries.cudnn import CudnnAttention, PieceShapes, join_by_lse
+from engine.kernels.libraries.flashinfer_memory import WORKSPACE_BYTES, captured_bytes
 from engine.kernels.metadata import AttentionMetadata, Lengths
 from engine.kernels.reference import TorchAttention
 from engine.memory.device_memory import DeviceMemory
-from engine.memory.estimates import captures_graphs, make_layout
+from engine.memory.estimates import SPARE_DECODE_ITEMS, captures_graphs, make_layout
 from engine.memory.plan import plan_memory
 from engine.models.config import ModelConfig
 from penstock.config import EngineConfig
@@ -248,15 +249,17 @@ def test_a_librarys_workspace_is_in_the_memory_plan(tmp_path: Path) -> None:
     for name in ("triton", *LIBRARIES):
         config = EngineConfig.model_validate({"model": str(folder), "attention": name, "dtype": "bfloat16"})
         check_library(name, make_layout(config, model), has_latents=False, has_softcap=False, has_sinks=False)
-        assert captures_graphs(config, model, "cuda") == (name != "flashinfer")
+        assert captures_graphs(config, model, "cuda")
         plans[name] = plan_memory(config, gpu)
     assert plans["varlen"] == plans["triton"]
     assert plans["cudnn"].graph_bytes == plans["triton"].graph_bytes
     assert plans["cudnn"].num_pages < plans["triton"].num_pages
-    assert plans["flashinfer"].graph_bytes == 0
-    free = plans["triton"].graph_bytes + (32 << 20) - (128 << 20)  # the second term is the workspace of captures
-    gained = (plans["flashinfer"].num_pages - plans["triton"].num_pages) * plans["triton"].layout.page_bytes
-    assert abs(gained - 0.9 * free) <= plans["triton"].layout.page_bytes
+    more = plans["flashinfer"].graph_bytes - plans["triton"].graph_bytes
+    splits = (config.cuda_graphs + SPARE_DECODE_ITEMS) * model.num_heads * 64 * 4
+    table_pages = -(-model.context_length // config.page_size)
+    assert more == captured_bytes(model.num_heads, model.num_kv_heads, 64, config.cuda_graphs, table_pages) - splits
+    lost = (plans["triton"].num_pages - plans["flashinfer"].num_pages) * plans["triton"].layout.page_bytes
+    assert abs(lost - 0.9 * (WORKSPACE_BYTES + more)) <= plans["triton"].layout.page_bytes
 
 
 @pytest.mark.gpu

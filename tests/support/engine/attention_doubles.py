@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 import types
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -43,12 +44,19 @@ def attend_pages(
     return torch.from_numpy(out).to(q_TNH.dtype)
 
 
+class Replays:
+    """Says whether a graph is being captured or replayed, when kernels run and nothing may be planned."""
+
+    is_running = False
+
+
 class _Wrapper:
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
         assert float_workspace_buffer.dtype == torch.uint8
         assert float_workspace_buffer.data_ptr() % 16 == 0
         assert not float_workspace_buffer.any(), "zeros for its first use"
         assert kv_layout == "HND", "the pool's layout"
+        assert not Replays.is_running, "allocates pinned memory"
         self.num_plans = 0
         self._sequences: list[tuple[int, list[int], int]] | None = None  # queries, pages, context
 
@@ -64,6 +72,7 @@ class _Wrapper:
         page_size: int,
         options: tuple[torch.dtype, torch.dtype, float, int, float | None],
     ) -> None:
+        assert not Replays.is_running, "cannot be captured"
         for listed in (starts, indptr, indices, last_page_len):
             assert listed.dtype == torch.int32
             assert listed.dim() == 1
@@ -107,11 +116,55 @@ class _Wrapper:
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
+    """With `use_cuda_graph`, what `run` computes depends only on the buffers, as replayed kernels do."""
+
+    captured: ClassVar[list[BatchDecodeWithPagedKVCacheWrapper]] = []  # all wrappers with `use_cuda_graph`
+
     def __init__(
-        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *, use_tensor_cores: bool = False
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: torch.Tensor | None = None,
+        paged_kv_indices_buffer: torch.Tensor | None = None,
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout)
         self.use_tensor_cores = use_tensor_cores
+        self.planned: list[tuple[list[int], list[int], list[int], tuple[object, ...]]] = []
+        self._buffers: tuple[torch.Tensor, ...] = ()
+        self._workspaces = (float_workspace_buffer, torch.zeros(16, dtype=torch.uint8))
+        if use_cuda_graph:
+            assert paged_kv_indptr_buffer is not None
+            assert paged_kv_indices_buffer is not None
+            assert paged_kv_last_page_len_buffer is not None
+            assert len(paged_kv_indptr_buffer) == len(paged_kv_last_page_len_buffer) + 1
+            self._buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+            assert all(buffer.dtype == torch.int32 and buffer.is_contiguous() for buffer in self._buffers)
+            self.captured.append(self)
+
+    @property
+    def addresses(self) -> list[int]:
+        return [buffer.data_ptr() for buffer in (*self._buffers, *self._workspaces)]
+
+    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
+        assert not Replays.is_running, "allocates pinned memory"
+        for workspace in (float_workspace_buffer, int_workspace_buffer):
+            assert workspace.dtype == torch.uint8
+            assert workspace.data_ptr() % 16 == 0
+        self._workspaces = (float_workspace_buffer, int_workspace_buffer)
+
+    def run(self, q: torch.Tensor, paged_kv_cache: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        if self._buffers:
+            assert self._sequences is not None, "planned first"
+            indptr, indices, last_page_len = (buffer.tolist() for buffer in self._buffers)
+            assert self._workspaces[1][:8].view(torch.int64).item() == id(self), "another wrapper's plan"
+            self._sequences = [
+                (1, indices[start:stop], (stop - start - 1) * self._shape[1] + last)
+                for start, stop, last in zip(indptr[:-1], indptr[1:], last_page_len, strict=True)
+            ]
+        return super().run(q, paged_kv_cache, out=out)
 
     def plan(
         self,
@@ -134,6 +187,14 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         self._plan(
             starts, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, options
         )  # fmt: skip
+        sizes = (num_qo_heads, num_kv_heads, head_dim, page_size)
+        self.planned.append((indptr.tolist(), indices.tolist(), last_page_len.tolist(), (*sizes, *options)))
+        if self._buffers:
+            assert len(last_page_len) == len(self._buffers[2]), "the batch size is fixed"
+            assert len(indices) <= len(self._buffers[1])
+            for buffer, listed in zip(self._buffers, (indptr, indices, last_page_len), strict=True):
+                buffer[: len(listed)].copy_(listed)
+            self._workspaces[1][:8].view(torch.int64).fill_(id(self))
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):

@@ -187,6 +187,7 @@ class DecodeRequest:
     cached_tokens: int = 0  # prompt tokens in the prefill worker's cache
     pages_moved: int = 0
     migration: PendingMigration | None = None  # set while the sequence migrates here, until it runs
+    num_resumed_tokens: int = 0  # output tokens that a lost worker had computed before the request came here
     num_preemptions: int = 0  # at previous workers, like the two below
     num_migrations: int = 0
     migration_pause_s: float = 0.0
@@ -219,6 +220,14 @@ class DecodeRequest:
         if keeper is not None and not self.hints_followed:
             self.hints_followed = True
             self.hint_answers += map(wire.hint_answer_to_wire, keeper.follow(self.sequence, num_found_tokens))
+
+    def decoded(self, now_s: float) -> tuple[int, float] | None:
+        """Returns the tokens decoded here after the first one, and the seconds they took; None if there are none or the
+        sequence has migrated here, since its first token came elsewhere."""
+        num_tokens = self.sequence.num_output_tokens - self.num_resumed_tokens - 1
+        if num_tokens < 1 or self.num_migrations or not self.times.first_token_s:
+            return None
+        return num_tokens, now_s - self.times.first_token_s
 
     def end_pause(self, now_s: float) -> None:
         """Adds an open migration pause to the total, because a token has been sampled."""

@@ -81,5 +81,6 @@ def _request(submit: worker_pb2.DecodeSubmit, stream: RouterStream, deadline_s: 
         candidates,
         deadline_s,
         must_be_remote=submit.remote_prefill,
+        num_resumed_tokens=sequence.num_output_tokens,
         prefix_source=source_from_wire(submit.prefix_source) if submit.HasField("prefix_source") else None,
     )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import partial
 
 from decode_worker.delivery.lookaside import LookasidePort, LookasideService, check_lookaside, load_spelling
@@ -18,6 +19,7 @@ from decode_worker.migrate.service import MigrationService
 from decode_worker.prefill.client import PrefillClient
 from decode_worker.prefill.placement_policy import describe_limits
 from decode_worker.prefill.transfer_table import TransferTable
+from decode_worker.request import DecodeRequest
 from decode_worker.request_intake import RequestIntake
 from decode_worker.schedule.step_driver import StepDriver
 from decode_worker.service import DecodeService, add_to_server
@@ -135,14 +137,21 @@ class DecodeServer:
 
     def _events(self) -> DecodeEvents:
         """Connects the worker to its migrations, which are built over it, and to the metrics."""
+        speculates = self.shell.config.decode.speculation != "off"
 
         def after_step() -> None:
             self.outgoing.advance()
             self.incoming.answer()
 
+        def on_release(request: DecodeRequest) -> None:
+            self.outgoing.abandon(request)
+            sampling = request.sequence.sampling
+            if speculates and sampling.grammar is None and (decoded := request.decoded(time.monotonic())):
+                self.shell.speculation_metrics.observe_request(sampling.no_speculation, *decoded)
+
         return DecodeEvents(
             after_step,
-            on_release=lambda request: self.outgoing.abandon(request),
+            on_release=on_release,
             on_step=self.shell.step_metrics.observe,
             on_verified=self.shell.speculation_metrics.observe,
         )

@@ -119,6 +119,7 @@ class SamplingParams:
     grammar: Grammar | None = None
     include_stop: bool = False  # whether the output's text includes the stop string that ended it
     keep_special_tokens: bool = False
+    no_speculation: bool = False  # propose no tokens; false leaves the choice to the worker
 
     @property
     def greedy(self) -> bool:
@@ -167,6 +168,7 @@ class SamplingOptions(TypedDict, total=False):
     grammar: Grammar
     include_stop: bool
     keep_special_tokens: bool
+    no_speculation: bool
 
 
 @dataclass(frozen=True, slots=True)

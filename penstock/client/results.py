@@ -283,6 +283,8 @@ def _sampling_to_wire(options: Mapping[str, object]) -> common_pb2.SamplingParam
         given = [value] if name == "stop" and isinstance(value, str) else value
         if isinstance(given, Grammar):
             given = grammar_to_wire(given)
+        if isinstance(getattr(wire, name), bool) and not isinstance(given, int):
+            raise InvalidInput(name, f"is {value!r}; give True or False")
         try:
             wire.MergeFrom(common_pb2.SamplingParams(**{name: given}))  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:

@@ -67,7 +67,8 @@ class StepMetrics(Collector):
 
 
 class SpeculationMetrics:
-    """Counts proposed and accepted tokens under vLLM's names. The step loop observes; scrapes read concurrently."""
+    """Counts proposed and accepted tokens under vLLM's names, and compares requests with and without speculation. The
+    step loop observes; scrapes read concurrently."""
 
     def __init__(self, described: worker_pb2.WorkerDescription) -> None:
         self.registry = CollectorRegistry()
@@ -92,6 +93,25 @@ class SpeculationMetrics:
             "Proposed tokens that were right, by their place in the proposal",
             "position",
         )
+        names = [*self._labels, "group"]
+        self._tokens = Counter(
+            "penstock:speculation_tokens",
+            "Output tokens after the first; group is off for requests that turn speculation off, else on",
+            names,
+            registry=self.registry,
+        )
+        self._decode_s = Counter(
+            "penstock:speculation_decode_seconds",
+            "Time in which those tokens were decoded, summed over requests",
+            names,
+            registry=self.registry,
+        )
+
+    def observe_request(self, is_off: bool, num_tokens: int, decode_s: float) -> None:
+        """Observes a request that has ended: the tokens decoded after its first one, and the seconds they took."""
+        labels = self._labels | {"group": "off" if is_off else "on"}
+        self._tokens.labels(**labels).inc(num_tokens)
+        self._decode_s.labels(**labels).inc(decode_s)
 
     def observe(self, kind: ProposalKind, lane: Lane, num_proposed: int, num_accepted: int) -> None:
         """Observes a proposal for a request of the lane, whose first `num_accepted` tokens were accepted."""

@@ -61,11 +61,12 @@ class _Gate(NamedTuple):
 def may_speculate(sequence: Sequence) -> bool:
     """Returns whether tokens are ever proposed for the sequence.
 
-    None are proposed for a sequence with a grammar, whose mask follows from the text and whose forced tokens are
-    already appended unsampled; and none while log-probabilities of the prompt are due, which are sent with the first
-    token.
+    None are proposed if the request forbids it; for a sequence with a grammar, whose mask follows from the text and
+    whose forced tokens are already appended unsampled; and while log-probabilities of the prompt are due, which are
+    sent with the first token.
     """
-    return sequence.sampling.grammar is None and sequence.num_output_tokens > 0
+    sampling = sequence.sampling
+    return sampling.grammar is None and not sampling.no_speculation and sequence.num_output_tokens > 0
 
 
 class Speculator:

@@ -69,6 +69,8 @@ def _lists(sampling: common_pb2.SamplingParams) -> dict[str, object]:
 def _check(sampling: common_pb2.SamplingParams, num_emitted: int) -> None:
     if sampling.HasField("prompt_logprobs"):
         raise InvalidInput("prompt_logprobs", "not available, since another engine serves this model; leave it out")
+    if sampling.no_speculation:
+        raise InvalidInput("no_speculation", "not available, since another engine serves this model; leave it out")
     if sampling.HasField("grammar"):
         kind = sampling.grammar.kind
         if kind not in _GRAMMAR_FIELDS:

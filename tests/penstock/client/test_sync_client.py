@@ -123,6 +123,7 @@ def test_a_chat_is_sent_with_its_tools_and_template_arguments() -> None:
         ("x", {"temprature": 1}, "temprature: is not a sampling option; use one of .*temperature"),
         ("x", {"max_tokens": -3}, "max_tokens: = -3"),
         ("x", {"seed": "abc"}, "seed: = 'abc'"),
+        ("x", {"no_speculation": "off"}, "no_speculation: is 'off'; give True or False"),
     ],
 )
 def test_unencodable_arguments_are_refused_by_name(prompt: object, options: dict[str, object], message: str) -> None:

@@ -165,6 +165,7 @@ FEATURES = {
         Feature("mtp_greedy", {"temperature": 0.0}, is_mtp=True),
         Feature("kv_hints", kv_hints=KvHints(session="s", pin_s=60.0, priority=3, prefetch_s=1.0)),
         Feature("batch", is_batched=True),
+        Feature("no_speculation", {"allowed_token_ids": [300, 301, 302], "no_speculation": True}),
     )
 }
 

@@ -6,9 +6,14 @@ Texts, finish reasons and log-probabilities are compared too. One run of a hand-
 from __future__ import annotations
 
 import json
+import unittest.mock
+from collections.abc import Iterator
 
 import pytest
 
+from engine.step.sequence import Sequence
+from engine.step.speculation.proposal import ProposalKind
+from engine.step.speculation.speculator import Speculator
 from tests.support.router.parsed_outputs import parse_whole
 from tests.system.matrix.features import FEATURES, TOOL, Feature, parser_choice, spelling
 from tests.system.matrix.hand_offs import Runs
@@ -19,8 +24,17 @@ pytestmark = pytest.mark.processes
 
 
 @pytest.fixture(scope="module")
-def runs() -> Runs:
-    return Runs()
+def runs() -> Iterator[Runs]:
+    """Yields the hand-offs. A worker in this process that verifies proposals for `no_speculation` fails."""
+    refused = FEATURES["no_speculation"].prompt
+    on_verified = Speculator.on_verified
+
+    def checked(speculator: Speculator, sequence: Sequence, num_proposed: int, num_held: int) -> ProposalKind:
+        assert sequence.token_ids[: len(refused)] != refused
+        return on_verified(speculator, sequence, num_proposed, num_held)
+
+    with unittest.mock.patch.object(Speculator, "on_verified", checked):
+        yield Runs()
 
 
 @pytest.mark.parametrize(("hand_off", "feature"), sorted((hand_off, feature) for feature, hand_off in CELLS))

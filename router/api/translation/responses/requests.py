@@ -33,7 +33,7 @@ _OPTIONS = (
     *("session_id", "request_id", "rid", "priority", "cache_salt", "chat_template_kwargs"),
     *("top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
     *("stop", "stop_token_ids", "min_tokens", "ignore_eos", "structured_outputs", "skip_special_tokens"),
-    *("include_stop_str_in_output", "bad_words", "allowed_token_ids"),
+    *("include_stop_str_in_output", "bad_words", "allowed_token_ids", "no_speculation"),
 )
 _ECHOED = ("temperature", "top_p", "prompt_cache_key", "service_tier", "user")
 _ENCRYPTED_REASONING = "reasoning.encrypted_content"

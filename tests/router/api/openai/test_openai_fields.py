@@ -97,6 +97,16 @@ def test_harmless_fields_are_accepted_and_unknown_ones_refused(kind: type) -> No
         parse(kind, stream_options={"include_usage": True, "include_obfuscation": False, "pace": 1})
 
 
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+def test_a_request_can_turn_speculation_off_and_not_on(kind: type) -> None:
+    assert parse(kind, no_speculation=True).sampling().no_speculation
+    assert not parse(kind, no_speculation=False).sampling().no_speculation
+    with pytest.raises(InvalidInput, match=r"^no_speculation: is 2; give true or false"):
+        parse(kind, no_speculation=2)
+    with pytest.raises(InvalidInput, match=r"^speculation: is not a field of this API; leave it out"):
+        parse(kind, speculation=True)
+
+
 def test_true_and_one_are_different_values() -> None:
     parse(CompletionBody, best_of=1)
     with pytest.raises(InvalidInput, match="best_of: = true is not supported"):

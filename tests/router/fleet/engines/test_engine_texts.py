@@ -60,6 +60,7 @@ def test_a_resumed_completion_requests_only_the_remaining_tokens() -> None:
     ("sampling", "num_emitted", "message"),
     [
         (SamplingParams(max_tokens=1, prompt_logprobs=1), 0, "prompt_logprobs: not available"),
+        (SamplingParams(max_tokens=1, no_speculation=True), 0, "no_speculation: not available"),
         (SamplingParams(max_tokens=1, grammar=Grammar(GrammarKind.LARK, "x")), 0, "GRAMMAR_KIND_LARK is not available"),
         (SamplingParams(max_tokens=9, grammar=Grammar(GrammarKind.REGEX, "a")), 2, "cannot resume output"),
     ],

@@ -246,11 +246,13 @@ def graph_bytes(config: EngineConfig, model: ModelConfig, device_type: DeviceTyp
         split_values = _LATENT_SPLIT_ROWS * own.latent.rank
     else:
         split_values = (config.cuda_graphs + SPARE_DECODE_ITEMS) * own.num_heads * own.head_dim
-    split_bytes = split_values * _FLOAT32_BYTES
+    split_bytes, plan_bytes = split_values * _FLOAT32_BYTES, 0
     if config.attention == "flashinfer":
-        split_bytes = captured_bytes(own.num_heads, own.num_kv_heads, own.head_dim, config.cuda_graphs, num_pages)
+        plan_bytes = captured_bytes(own.num_heads, own.num_kv_heads, own.head_dim, config.cuda_graphs, num_pages)
+        split_bytes = 0
     num_forms = 2 if config.max_adapters else 1  # steps with adapters are captured besides those without
-    return num_forms * (step_bytes(own, dtype, config.cuda_graphs, config.cuda_graphs) + split_bytes) + table_bytes
+    steps = num_forms * (step_bytes(own, dtype, config.cuda_graphs, config.cuda_graphs) + split_bytes)
+    return steps + plan_bytes + table_bytes
 
 
 def workspace_bytes(config: EngineConfig, model: ModelConfig, device_type: DeviceType) -> int:

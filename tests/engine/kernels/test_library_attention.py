@@ -18,7 +18,8 @@ import torch
 from engine.cache.kv_layout import KVLayout
 from engine.engine import Engine
 from engine.generate import generate
-from engine.kernels.backends import select_backend
+from engine.graphs.cuda_graphs import Capture, CudaCapture
+from engine.kernels.backends import AttentionBackend, select_backend
 from engine.kernels.libraries.attention import AttentionLibrary, LibraryAttention
 from engine.kernels.libraries.capabilities import LIBRARIES, AttentionChoice, check_library, choose_attention
 from engine.kernels.libraries.cudnn import CudnnAttention, PieceShapes, join_by_lse
@@ -33,6 +34,7 @@ from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 from penstock.types import SamplingParams
 from tests.engine.kernels.test_paged_kernels import make_meta, make_pool_layer
+from tests.engine.step.test_graphs import GraphDouble
 from tests.support.engine import attention_doubles
 from tests.support.engine.attention_doubles import CudnnDouble
 from tests.support.engine.checkpoints import make_checkpoint
@@ -277,3 +279,46 @@ def test_the_library_agrees_with_triton_on_a_gpu(name: str, window: int | None) 
         found = attention.paged_attention(q_TNH, whole, meta, 0.1, window)
         expected = select_backend("triton", torch.device("cuda")).paged_attention(q_TNH, whole, meta, 0.1, window)
         torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=2e-2)  # both round to bf16 twice
+
+
+@pytest.mark.usefixtures("_doubles")
+def test_replayed_decodes_agree_with_the_reference() -> None:
+    own = TorchAttention()
+    check_replays(LibraryAttention("flashinfer", own, make_library("flashinfer")), own, GraphDouble(), torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_captured_decodes_agree_with_triton_on_a_gpu() -> None:
+    try:
+        attention = select_backend("flashinfer", torch.device("cuda"))
+    except ConfigError as error:
+        pytest.skip(str(error))
+    assert isinstance(attention, LibraryAttention)
+    check_replays(attention, select_backend("triton", torch.device("cuda")), CudaCapture(), torch.bfloat16)
+
+
+def check_replays(library: LibraryAttention, own: AttentionBackend, capture: Capture, dtype: torch.dtype) -> None:
+    """Captures decodes of short contexts, and replays them with others."""
+    problems = [make_problem([1] * 4, contexts, dim=128) for contexts in ([1] * 4, [17, 70, 1, 900], [2000, 5, 16, 33])]
+    device = problems[0][0].page_table_BP.device
+    pool = torch.zeros(max(len(pages) for _, pages, _ in problems), *problems[0][1].shape[1:], device=device).to(dtype)
+    q_BNH, table_BW = torch.zeros(4, 6, 128, device=device, dtype=dtype), torch.zeros(4, 128, dtype=torch.int32)
+    table_BW, found = table_BW.to(device), torch.zeros_like(q_BNH)
+    planner, captured = library.planner, replace(problems[0][0], lengths=None)
+    assert planner is not None
+    planner.plan_decodes(table_BW, np.ones(4, np.int64), 16)
+
+    def run() -> None:
+        found.copy_(library.paged_attention(q_BNH, pool, captured, 0.1, None))
+
+    replay = capture(run)
+    for meta, pages, queries in problems:
+        pool[: len(pages)] = pages.nan_to_num().to(pool)
+        q_BNH.copy_(queries)
+        table_BW[:, : meta.page_table_BP.shape[1]] = meta.page_table_BP
+        assert meta.lengths is not None
+        planner.plan_decodes(table_BW, meta.lengths.context_B, 16)
+        replay()
+        expected = own.paged_attention(q_BNH, pool, meta, 0.1, None)
+        torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=2e-2)

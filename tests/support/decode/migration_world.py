@@ -133,7 +133,7 @@ class Stream:
 
 class World:
     def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
+        self.seed, self.rng = seed, random.Random(seed)
         self.now_s = 0.0
         self.window = random.Random(seed).choice([None, None, 2, 3, 7, 12])  # of every layer
         self.network = MigrationNetwork(self.alive)

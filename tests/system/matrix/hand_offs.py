@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from decode_worker.server import DecodeServer
+from engine.step.prompt_stream import PromptStream
 from penstock.config import BatchConfig, KvStoreConfig, LookasideConfig, RouterConfig, WorkerConfig
 from penstock.config.security import SecurityConfig
 from penstock.metrics.worker_metrics import STORE_READ_PAGES
@@ -119,7 +120,10 @@ def _config(
     """Returns the configuration of a worker; one that decodes verifies every proposed token."""
     settings = {"num_pages": 512, "dtype": "float32"} | ENGINE | (engine or {})
     if role is Role.DECODE:
-        parts["decode"] = {"speculation": "always", "draft_model": str(group.draft)} | parts.get("decode", {})
+        decode = {"speculation": "always"} | parts.get("decode", {})
+        if "prompt_sm_share" not in decode:  # a draft model and a prompt stream exclude each other
+            decode["draft_model"] = str(group.draft)
+        parts["decode"] = decode
     return worker_config(role, group.model, f"{role.value}-{number}", engine=settings, **parts)
 
 
@@ -165,7 +169,8 @@ async def _served(group: Group, *configs: WorkerConfig, times: int = 1) -> Resul
                     results = await streams.results()
             await wait_until_empty(*servers)
         accepted = sum(map(_accepted, servers), Counter())
-    assert accepted[_PROPOSERS[group.draft]], f"no drafted token was right: {accepted}"
+    if any(config.decode.draft_model for config in configs):
+        assert accepted[_PROPOSERS[group.draft]], f"no drafted token was right: {accepted}"
     if FEATURES["speculation"] in group.features:
         assert accepted["prompt_lookup_short"], f"no token that was looked up was right: {accepted}"
     return results
@@ -205,9 +210,9 @@ async def disaggregated(group: Group) -> Results:
     return results
 
 
-async def split(group: Group) -> Results:
+async def split(group: Group, **decode: Any) -> Results:
     """Lets the prefill worker compute half of each prompt, and the decode worker the rest in chunks."""
-    small = {"placement": "split", "max_batch_tokens": 40, "max_batch_sequences": 24}
+    small = {"placement": "split", "max_batch_tokens": 40, "max_batch_sequences": 24} | decode
     results = await _served(group, _config(group, Role.PREFILL), _config(group, Role.DECODE, decode=small))
     for stream, timing in _timings(results):
         # A second completion that starts later finds more than half of the prompt cached.
@@ -218,10 +223,23 @@ async def split(group: Group) -> Results:
     return results
 
 
-async def chunked(group: Group) -> Results:
-    return await _served(
-        group, _config(group, Role.DECODE, decode=_LOCAL | {"max_batch_tokens": 40, "max_batch_sequences": 24})
-    )
+async def chunked(group: Group, **decode: Any) -> Results:
+    small = _LOCAL | {"max_batch_tokens": 40, "max_batch_sequences": 24} | decode
+    return await _served(group, _config(group, Role.DECODE, decode=small))
+
+
+def _apart(hand_off: Callable[..., Awaitable[Results]]) -> Callable[[Group], Awaitable[Results]]:
+    """Returns the hand-off with decode workers that compute prompts beside decode steps, except those of batches."""
+
+    async def run(group: Group) -> Results:
+        with unittest.mock.patch.object(
+            PromptStream, "compute", autospec=True, side_effect=PromptStream.compute
+        ) as spy:
+            results = await hand_off(group, prompt_sm_share=0.3)
+        assert bool(spy.call_count) != group.features[0].is_batched
+        return results
+
+    return run
 
 
 async def prefix_hit(group: Group) -> Results:
@@ -305,7 +323,7 @@ def _num_sequences(server: object) -> int:
     return server.worker.scheduler.num_running + server.worker.scheduler.num_waiting
 
 
-async def preempted(group: Group) -> Results:
+async def preempted(group: Group, **decode: Any) -> Results:
     """Leaves too few pages for the answers of `group.first` and any other request: when either grows, the other one,
     which ranks behind, is preempted. Both have the same lane, since a higher one is preempted by nobody. The worker
     computes nothing until it has all requests, so that `group.first` and the next one start together. Those that start
@@ -313,8 +331,8 @@ async def preempted(group: Group) -> Results:
     each time."""
     small = {"num_pages": group.few_pages + _PAGES_ASIDE, "prefix_caching": False}
     results: Results = {}
-    decode = _LOCAL | {"watermark": 0.0, "max_batch_tokens": group.max_batch_tokens, "max_batch_sequences": 16}
-    async with workers(_config(group, Role.DECODE, engine=small, decode=decode)) as servers:
+    limits = {"watermark": 0.0, "max_batch_tokens": group.max_batch_tokens, "max_batch_sequences": 16}
+    async with workers(_config(group, Role.DECODE, engine=small, decode=_LOCAL | limits | decode)) as servers:
         pool = servers[0].worker.scheduler._pool
         aside = pool.allocate(_PAGES_ASIDE)
         async with _router(group, [servers[0].address], 1) as router:
@@ -504,6 +522,9 @@ ALONE: dict[str, Callable[[Group], Awaitable[Results]]] = {
     "pulled": pulled,
     "stored": stored,
     "preempted": preempted,
+    "prompts apart": _apart(chunked),
+    "split, prompts apart": _apart(split),
+    "preempted, prompts apart": _apart(preempted),
     "lookaside": lookaside,
 }
 WITH_PROCESSES: dict[str, Callable[[_Processes], Awaitable[Results]]] = {

@@ -18,7 +18,7 @@ SAME = "same"
 WHOLE = "same, computed whole"  # the decode worker computes every token of the prompt
 BREAKS = "breaks"  # the client's connection ends without `[DONE]`
 ABSENT = "absent"  # such a request does not exist
-_CACHED_OR_REMOTE = ("disaggregated", "split", "prefix hit", "pulled", "stored", "lookaside")
+_CACHED_OR_REMOTE = ("disaggregated", "split", "split, prompts apart", "prefix hit", "pulled", "stored", "lookaside")
 _OVER_HTTP = {"lookaside": ABSENT, "router killed": BREAKS}
 
 

@@ -98,12 +98,14 @@ class Engine:
         on_progress: Callable[[float], None] = lambda _: None,
         on_event: KvEventLog | None = None,
         launch: Launch | None = None,
+        *,
+        has_prompt_stream: bool = False,
     ) -> Engine:
         """Reads the checkpoint and allocates the page pool. Blocks.
 
         `on_progress` receives the fraction of weights read. `launch` starts the processes of the other ranks, if
-        `config` asks for any. Raises CheckpointError for a folder that cannot be served, ConfigError for settings that
-        cannot work.
+        `config` asks for any. `has_prompt_stream` leaves memory for `open_prompt_stream`. Raises CheckpointError for a
+        folder that cannot be served, ConfigError for settings that cannot work.
         """
         ranks = None
         if config.tensor_parallel > 1:
@@ -111,7 +113,7 @@ class Engine:
                 raise ConfigError(f"engine.tensor_parallel = {config.tensor_parallel} needs processes: give a launch")
             ranks = RankLeader(config, launch)
         try:
-            return cls._load(config, ranks, on_progress, on_event if config.kv_events else None)
+            return cls._load(config, ranks, on_progress, on_event if config.kv_events else None, has_prompt_stream)
         except BaseException:
             if ranks is not None:
                 ranks.close()
@@ -124,10 +126,11 @@ class Engine:
         ranks: RankLeader | None,
         on_progress: Callable[[float], None],
         on_event: KvEventLog | None,
+        has_prompt_stream: bool,
     ) -> Engine:
         if ranks is None:
             part = ModelPart.load(config, on_progress=on_progress)
-            num_pages = part.count_pages()
+            num_pages = part.count_pages(has_prompt_stream=has_prompt_stream)
         else:
             answers = ranks.begin_load()
             part = ModelPart.load(config, Shard.of(config, 0), ranks.join_group, on_progress)

@@ -24,10 +24,14 @@ class Replica:
         config: EngineConfig,
         on_progress: Callable[[float], None] = lambda share: None,
         launch: Launch | None = None,
+        *,
+        has_prompt_stream: bool = False,
     ) -> Replica:
-        """Loads an engine and warms it up for its first request. Blocks; raises CheckpointError or ConfigError."""
+        """Loads an engine and warms it up for its first request; see `Engine.load`. Blocks; raises CheckpointError or
+        ConfigError.
+        """
         events = KvEventLog()
-        engine = Engine.load(config, on_progress, events, launch)
+        engine = Engine.load(config, on_progress, events, launch, has_prompt_stream=has_prompt_stream)
         engine.warm_up()
         return cls(engine, events)
 

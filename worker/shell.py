@@ -151,7 +151,7 @@ class WorkerShell:
         self.channels = Channels(self.trust.channel)
         self._watching = asyncio.create_task(self.trust.watcher.follow(), name="key files")
         if self.replica is None:
-            self.replica = await asyncio.to_thread(load_replica, config.engine, progress, self._launch)
+            self.replica = await asyncio.to_thread(load_replica, config, progress, self._launch)
         self.description = describe(self.replica.engine, config, self.epoch)
         self.step_metrics = StepMetrics(self.description)
         self.speculation_metrics = SpeculationMetrics(self.description)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.parallel.leader import Launch
     from engine.replica import Replica
-    from penstock.config import EngineConfig
+    from penstock.config import WorkerConfig
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +56,15 @@ def report_build(progress: StartReporter) -> None:
         progress.on_build()
 
 
-def load_replica(config: EngineConfig, progress: StartReporter, launch: Launch) -> Replica:
-    """Loads a replica and reports the progress. Blocks. Raises CheckpointError or ConfigError."""
+def load_replica(config: WorkerConfig, progress: StartReporter, launch: Launch) -> Replica:
+    """Loads the replica of a worker, which may change its role later, and reports the progress. Blocks. Raises
+    CheckpointError or ConfigError.
+    """
     from engine.replica import Replica
 
     report_build(progress)
-    return Replica.load(config, progress.on_weights, launch)
+    has_prompt_stream = config.decode.prompt_sm_share > 0
+    return Replica.load(config.engine, progress.on_weights, launch, has_prompt_stream=has_prompt_stream)
 
 
 def parse_stage(line: str) -> tuple[str, float | None]:

@@ -106,7 +106,7 @@ class RoleHost:
 
         self._make(self._config, None)  # imports the code that it will serve with
         launch = self._launch or launch_ranks
-        self._replica = await asyncio.to_thread(load_replica, self._config.engine, stages, launch)
+        self._replica = await asyncio.to_thread(load_replica, self._config, stages, launch)
         if self._config.role is Role.DECODE:  # a decode server would start with this
             largest = self._config.decode.max_batch_sequences
             await asyncio.to_thread(self._replica.engine.capture_graphs, stages.on_graphs, largest)

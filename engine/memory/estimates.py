@@ -12,8 +12,8 @@ import math
 from collections.abc import Collection
 
 from engine.cache.kv_layout import DTYPE_BYTES, KVLayout
+from engine.kernels.libraries import flashinfer_memory
 from engine.kernels.libraries.capabilities import captures_decodes
-from engine.kernels.libraries.flashinfer_memory import captured_bytes
 from engine.memory.device_memory import DeviceMemory, DeviceType
 from engine.models.config import ModelConfig
 from engine.models.expert_config import MXFP4_GROUP
@@ -29,7 +29,8 @@ from penstock.kv.weights_version import updated_revision
 
 CUDA_CONTEXT_BYTES = 600 << 20  # the driver's context, libraries and compiled kernels; assumed
 # cuBLAS allocates this for each thread and stream that multiplies matrices, as torch sizes it for a Hopper. There are
-# three: the stream that loads and warms up, that of the device's thread, and that of captures.
+# three: the stream that loads and warms up, that of the device's thread, and that of captures. A prompt stream has one
+# more.
 _WORKSPACE_BYTES = 32 << 20
 # K and V of a segment and a square of a context of 32/8 heads of 128 (50 MiB), and a chunk of 2048 tokens in float32
 # three times while two parts are joined (96 MiB); see `engine.kernels.libraries.cudnn`. Its own workspace is assumed.
@@ -248,19 +249,30 @@ def graph_bytes(config: EngineConfig, model: ModelConfig, device_type: DeviceTyp
         split_values = (config.cuda_graphs + SPARE_DECODE_ITEMS) * own.num_heads * own.head_dim
     split_bytes, plan_bytes = split_values * _FLOAT32_BYTES, 0
     if config.attention == "flashinfer":
-        plan_bytes = captured_bytes(own.num_heads, own.num_kv_heads, own.head_dim, config.cuda_graphs, num_pages)
+        plan_bytes = flashinfer_memory.captured_bytes(
+            own.num_heads, own.num_kv_heads, own.head_dim, config.cuda_graphs, num_pages
+        )
         split_bytes = 0
     num_forms = 2 if config.max_adapters else 1  # steps with adapters are captured besides those without
     steps = num_forms * (step_bytes(own, dtype, config.cuda_graphs, config.cuda_graphs) + split_bytes)
     return steps + plan_bytes + table_bytes
 
 
-def workspace_bytes(config: EngineConfig, model: ModelConfig, device_type: DeviceType) -> int:
-    """Returns what libraries allocate with the first steps, after the pool: see `_WORKSPACE_BYTES`."""
+def workspace_bytes(
+    config: EngineConfig, model: ModelConfig, device_type: DeviceType, *, has_prompt_stream: bool = False
+) -> int:
+    """Returns what libraries allocate after the pool: with the first steps, and for the prompt stream if there is one.
+    See `_WORKSPACE_BYTES`.
+    """
     if device_type == "cpu":
         return 0
     pieces = _CUDNN_BYTES if config.attention == "cudnn" else 0
-    return pieces + _WORKSPACE_BYTES * (3 if captures_graphs(config, model, device_type) else 2)
+    num_bytes = pieces + _WORKSPACE_BYTES * (3 if captures_graphs(config, model, device_type) else 2)
+    if has_prompt_stream:  # with its own state of attention
+        num_bytes += (
+            pieces + _WORKSPACE_BYTES + (flashinfer_memory.WORKSPACE_BYTES if config.attention == "flashinfer" else 0)
+        )
+    return num_bytes
 
 
 def captures_graphs(config: EngineConfig, model: ModelConfig, device_type: DeviceType) -> bool:

@@ -71,8 +71,10 @@ def plan_memory(
     step_tokens: int | None = None,
     max_sequences: int = 64,
     draft_model: str | None = None,
+    has_prompt_stream: bool = False,
 ) -> MemoryPlan:
-    """Plans a replica, and what drafts for it, from the headers of its files, without loading it.
+    """Plans a replica, and what drafts for it, from the headers of its files, without loading it. `has_prompt_stream`
+    says that `decode.prompt_sm_share` is set.
 
     Raises CheckpointError if the files do not fit together. Raises ConfigError, with the fix, if the device cannot
     serve the model with this configuration or, given `context`, not even one request of that many tokens.
@@ -86,7 +88,7 @@ def plan_memory(
         device = replace(device, total_bytes=device.total_bytes // shard.num_ranks)
     layout = shard_layout(estimates.make_layout(config, model), shard)
     _check_e4m3(config, device)
-    needs = _estimate_needs(config, model, device, layout, shard, step_tokens, max_sequences)
+    needs = _estimate_needs(config, model, device, layout, shard, step_tokens, max_sequences, has_prompt_stream)
     free = device.total_bytes - needs.reserved - needs.weights - needs.graphs - needs.adapters
     _check_weights(config, model, device, layout, needs.weights, free - needs.step)
     num_pages = estimates.count_pages(config, layout, device.type, free, needs.step)
@@ -137,11 +139,12 @@ def _estimate_needs(
     shard: Shard,
     step_tokens: int | None,
     max_sequences: int,
+    has_prompt_stream: bool,
 ) -> _Needs:
     num_tokens = step_tokens or estimates.saturating_tokens(device.type)
     num_sampled = max_sequences + estimates.SCORED_TOKENS
     return _Needs(
-        reserved=_reserved_bytes(config, model, device),
+        reserved=_reserved_bytes(config, model, device, has_prompt_stream),
         weights=_loaded_bytes(config, model, device, layout, shard),
         graphs=estimates.graph_bytes(config, model, device.type, shard),
         adapters=adapter_bytes(config, model, layout.dtype, device.type, shard),
@@ -157,10 +160,10 @@ def _select_context(config: EngineConfig, model: ModelConfig, asked: int | None)
     return most
 
 
-def _reserved_bytes(config: EngineConfig, model: ModelConfig, device: DeviceMemory) -> int:
+def _reserved_bytes(config: EngineConfig, model: ModelConfig, device: DeviceMemory, has_prompt_stream: bool) -> int:
     """Returns what the device's runtime and the libraries take, regardless of the model."""
     reserved = estimates.CUDA_CONTEXT_BYTES if device.type == "cuda" else 0
-    reserved += estimates.workspace_bytes(config, model, device.type)
+    reserved += estimates.workspace_bytes(config, model, device.type, has_prompt_stream=has_prompt_stream)
     return reserved + (WORKSPACE_BYTES if config.attention == "flashinfer" else 0)
 
 

@@ -101,11 +101,13 @@ class ModelPart:
         adapters = make_adapters(config, model, getattr(torch, layout.dtype), device, shard)
         return cls(config, model, layout, device, decoder, attention, group, adapters)
 
-    def count_pages(self) -> int:
-        """Returns the number of pages that fit into the memory that the loaded weights leave free."""
+    def count_pages(self, *, has_prompt_stream: bool = False) -> int:
+        """Returns the number of pages that fit into the memory that the loaded weights leave free, and a prompt stream
+        if there is to be one.
+        """
         if self.device.type == "cuda":
             later = graph_bytes(self.config, self.model, "cuda", self.group.shard)
-            later += workspace_bytes(self.config, self.model, "cuda")
+            later += workspace_bytes(self.config, self.model, "cuda", has_prompt_stream=has_prompt_stream)
             free = int(torch.cuda.mem_get_info(self.device)[0]) - later
             return count_pages(self.config, self.layout, "cuda", free, self._largest_step_bytes())
         return count_pages(self.config, self.layout, "cpu", 0)

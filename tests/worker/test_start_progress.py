@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
+from penstock.config import DecodeConfig, EngineConfig, WorkerConfig
+from penstock.types import Role
 from worker.start_progress import StartReporter, load_replica, parse_stage, progress_bar
 
 
@@ -69,14 +71,20 @@ def test_a_first_start_says_that_kernels_are_built(built: bool, monkeypatch: pyt
     lines: list[str] = []
     loaded = object()
 
-    def load(config: object, on_progress: Callable[[float], None], launch: object) -> object:
+    def load(
+        config: object, on_progress: Callable[[float], None], launch: object, *, has_prompt_stream: bool
+    ) -> object:
+        assert has_prompt_stream
         on_progress(0.5)
         return loaded
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("engine.cpu.library.needs_build", lambda: not built)
     monkeypatch.setattr("engine.replica.Replica.load", load)
-    assert load_replica(None, StartReporter(lines.append), None) is loaded  # type: ignore[arg-type, comparison-overlap]
+    worker = WorkerConfig(
+        worker_id="w", role=Role.PREFILL, engine=EngineConfig(model="m"), decode=DecodeConfig(prompt_sm_share=0.3)
+    )
+    assert load_replica(worker, StartReporter(lines.append), None) is loaded  # type: ignore[arg-type, comparison-overlap]
     building = [] if built else ["building CPU kernels, once for this machine"]
     assert lines == [*building, "loading weights 50%"]
     assert all(parse_stage(line) == (line, None) for line in building)

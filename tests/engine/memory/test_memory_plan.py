@@ -223,6 +223,30 @@ def test_an_engine_sizes_its_pool_from_the_memory_that_its_device_reports(
     assert wide.count_pages() == min(int(free * 0.9), free - step) // part.layout.page_bytes
 
 
+def test_a_prompt_stream_counts_with_the_workspaces_of_its_libraries(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = make_checkpoint("llama", tmp_path, head_dim=64)
+    for name, added in {"triton": 32 << 20, "flashinfer": (32 + 128) << 20, "cudnn": (32 + 256) << 20}.items():
+        config = EngineConfig.model_validate({"model": str(folder), "attention": name, "dtype": "bfloat16"})
+        without, plan = (plan_memory(config, GPU, has_prompt_stream=has) for has in (False, True))
+        assert abs(without.kv_bytes - plan.kv_bytes - 0.9 * added) <= plan.layout.page_bytes
+    on_cpu = EngineConfig(model=str(folder))
+    assert plan_memory(on_cpu, HOST, has_prompt_stream=True).kv_bytes == plan_memory(on_cpu, HOST).kv_bytes
+
+    part = replace(ModelPart.load(EngineConfig(model=str(BUNDLED), device="cpu")), device=torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 << 30, 2 << 30))
+    fewer = part.count_pages() - part.count_pages(has_prompt_stream=True)
+    assert abs(fewer * part.layout.page_bytes - 0.9 * (32 << 20)) <= part.layout.page_bytes
+
+    file, printed = tmp_path / "serve.toml", []
+    for share in (0, 0.3):
+        file.write_text(f"[decode]\nprompt_sm_share = {share}\n")
+        assert main(["plan-memory", str(BUNDLED), "--device", "2GiB", "--config", str(file), "--json"]) == 0
+        printed.append(json.loads(capsys.readouterr().out)["num_pages"])
+    assert abs(printed[0] - printed[1] - fewer) <= 1
+
+
 def test_a_larger_step_takes_more_memory() -> None:
     model = ModelConfig.from_folder(BUNDLED)
     assert (

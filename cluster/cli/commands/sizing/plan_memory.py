@@ -51,6 +51,7 @@ def run(arguments: Namespace) -> int:
         step_tokens=worker.max_batch_tokens,
         max_sequences=worker.max_batch_sequences,
         draft_model=config.decode.draft_model if role is Role.DECODE else None,
+        has_prompt_stream=config.decode.prompt_sm_share > 0,
     )
     if arguments.json:
         print(json.dumps(as_json(plan), indent=2))

@@ -303,6 +303,7 @@ class DecodeScheduler:
         if (
             len(self._steps) != 1
             or self._room.awaits_pages
+            or self._room.is_owed_pages
             or self._steps.newest.speculates
             or self._proposals.pays_after(self._steps.newest.step)
         ):

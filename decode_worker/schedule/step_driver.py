@@ -71,6 +71,8 @@ class StepDriver:
         else:
             self._started_s = time.monotonic()
             self._start(self._worker.begin_step())
+            if self._prompts is not None and not self._in_flight:
+                self._prompts.turn()  # no step will end that leads to another turn, and prompts may begin only now
         if self._runs_ahead and len(self._in_flight) == 1:
             plan = self._worker.begin_step_ahead()
             if plan is not None:

@@ -5,10 +5,13 @@ Half of the random histories of hand-offs and migrations have a prompt stream, t
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
+import time
 import unittest.mock
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -129,6 +132,19 @@ def test_a_decoding_sequence_waits_for_pages_of_a_prompt_that_was_preempted_for_
         assert world.reader.tokens(stream_id) == expected_tokens(prompt, 6)[0]
 
 
+def test_no_step_runs_ahead_of_a_sequence_that_waits_for_pages_of_a_prompt() -> None:
+    """A step that is not scheduled ahead lets prompts begin again."""
+    world = World(num_pages=5)
+    world.submit(0, [1, 2, 3, 4, 5, 6, 7, 8])
+    world.submit(1, [11, 12])
+    assert world.steps.whole()
+    world.submit(2, [21, 22, 23, 24, 25])
+    assert world.steps.begin_prompts()
+    assert [item.sequence.token_ids[0] for item in world.worker.begin_step()] == [11]
+    world.steps.end_prompts()  # now there are pages for the first sequence
+    assert world.worker.begin_step_ahead() is None
+
+
 def test_a_share_of_the_multiprocessors_leaves_some_for_decode_steps() -> None:
     assert [num_partition_sms(share, 132) for share in (0.01, 0.25, 0.5, 0.9)] == [8, 32, 64, 120]
     assert num_partition_sms(0.9, 16) == 8
@@ -208,19 +224,28 @@ async def test_tokens_are_those_of_chunks_with_cached_prefixes_and_after_preempt
     assert num_preempted
 
 
-@pytest.mark.processes
-async def test_a_stream_goes_on_while_a_prompt_is_computed_and_the_prompt_may_be_cancelled() -> None:
-    """Holds a prompt's step until a stream that runs beside it has ended and the prompt's caller has left."""
+@contextlib.contextmanager
+def held_prompts(num_tokens: int) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Holds each step of a prompt stream with so many tokens. Yields two events: that such a step has begun, and that
+    it may end.
+    """
     begun, may_end, compute = threading.Event(), threading.Event(), PromptStream.compute
 
     def held(stream: PromptStream, step: PreparedStep) -> SampledTokens:
-        if len(step.host.token_ids_T) == 60:
+        if len(step.host.token_ids_T) == num_tokens:
             begun.set()
             assert may_end.wait(30)
         return compute(stream, step)
 
-    config = worker_config(Role.DECODE, MODEL, "d", engine={"num_pages": 64}, decode={"prompt_sm_share": 0.3})
     with unittest.mock.patch.object(PromptStream, "compute", held):
+        yield begun, may_end
+
+
+@pytest.mark.processes
+async def test_a_stream_goes_on_while_a_prompt_is_computed_and_the_prompt_may_be_cancelled() -> None:
+    """Holds a prompt's step until a stream that runs beside it has ended and the prompt's caller has left."""
+    config = worker_config(Role.DECODE, MODEL, "d", engine={"num_pages": 64}, decode={"prompt_sm_share": 0.3})
+    with held_prompts(60) as (begun, may_end):
         async with workers(config) as [server], caller(server) as client:
             assert isinstance(server, DecodeServer)
             stream = client.submit([3, 4, 5], SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True))
@@ -232,6 +257,35 @@ async def test_a_stream_goes_on_while_a_prompt_is_computed_and_the_prompt_may_be
             await until(lambda: not server.worker.requests)
             assert server.worker.scheduler._pool.num_held == 4, "its step may still write them"
             may_end.set()
+            await wait_until_empty(server)
+
+
+@pytest.mark.processes
+async def test_a_preempted_prompt_resumes_if_the_stream_that_preempted_it_ends_with_its_step() -> None:
+    """The stream waits for the pages of the prompt that it has preempted in mid-step, and is cancelled as they come."""
+    engine = {"num_pages": 8, "prefix_caching": False}
+    decode = {"prompt_sm_share": 0.3, "watermark": 0.0}
+    with held_prompts(100) as (begun, may_end):
+        async with workers(worker_config(Role.DECODE, MODEL, "d", engine=engine, decode=decode)) as [server]:
+            assert isinstance(server, DecodeServer)
+            async with caller(server) as client:
+                client.submit([3, 4, 5], SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True))
+                prompt = client.submit(list(range(20, 120)))  # seven pages
+                await until(begun.is_set)
+                await until(lambda: server.worker.scheduler._room.is_owed_pages)
+                loop, [request, _] = server.shell.loop, server.worker.requests
+
+                def cancel() -> None:
+                    server.worker.cancel(request)
+                    may_end.set()
+                    while loop._inbox.empty():  # the end of the prompt's step is the loop's next call
+                        time.sleep(0.001)
+
+                loop.post(cancel)
+                answer = await client.answer(prompt)
+                assert len(answer.token_ids) == 16
+                assert answer.timing is not None
+                assert answer.timing.num_preemptions == 1
             await wait_until_empty(server)
 
 

@@ -17,19 +17,22 @@ from cluster.lifecycle.upgrade.gate_policy import UpgradeGate
 from cluster.lifecycle.upgrade.rolling_upgrade import UpgradePlan
 from cluster.pools.pool import Incarnation
 from cluster.pools.weight_change import ApplyWeights, DiscardWeights, PrepareWeights, WeightChange
+from decode_worker.server import DecodeServer
 from engine.engine import Engine
 from engine.generate import generate
 from penstock.client.async_client import AsyncClient
 from penstock.client.results import GenerateResult
-from penstock.config import EngineConfig, LoadedWeightsConfig
+from penstock.config import DecodeConfig, EngineConfig, LoadedWeightsConfig
 from penstock.errors import CheckpointError, InvalidInput, from_rpc_error
 from penstock.rpc.server import make_channel
 from penstock.types import Epoch, PauseMode, SamplingParams, WorkerId
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 from tests.cluster.controller.test_controller import CONFIG, FakeProcess, World
 from tests.cluster.lifecycle.test_flips import ENGINE, config
+from tests.decode_worker.schedule.test_prompt_stream import held_prompts
 from tests.support.engine.checkpoints import perturb_weights
 from tests.support.hosted import PROMPTS, Hosted, Load, hosted
+from tests.support.serving import until
 from tests.system.test_faults import MODEL
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -112,6 +115,28 @@ async def test_an_update_reaches_every_worker_and_each_later_one(weights: Loaded
         assert list((await ask(deployment)).token_ids) == new
         record = ControllerRecord.from_json(deployment.records[-1].to_json())
         assert record.weights == weights.model_dump()
+
+
+async def test_an_update_waits_for_the_step_of_a_prompt_beside_decode_steps(weights: LoadedWeightsConfig) -> None:
+    apart = DecodeConfig(placement="local", prompt_sm_share=0.3)
+    with held_prompts(len(PROMPTS[0])) as (begun, may_end):
+        async with hosted(config(prefill=0, decode=1).model_copy(update={"decode": apart})) as deployment:
+            host = deployment.workers[WorkerId("decode-0")].host
+            server = host.server
+            assert isinstance(server, DecodeServer)
+            answer = asyncio.create_task(ask(deployment))
+            await until(begun.is_set)
+
+            async def to_the_end() -> str:
+                return [each.stage async for each in update(deployment, weights.path, mode="keep")][-1]
+
+            last = asyncio.create_task(to_the_end())
+            await until(lambda: not server.worker.requests)  # the pause has ended the request
+            assert host.weights_version == 0
+            assert server.worker.scheduler.prompts.in_flight
+            may_end.set()
+            assert await last == "done"
+            assert list((await answer).token_ids) == fresh_tokens(weights)
 
 
 async def test_spares_are_replaced_by_ones_that_hold_the_new_weights(weights: LoadedWeightsConfig) -> None:

@@ -33,7 +33,9 @@ _FIRST_RATES = {
 }
 _FLEET_DECAY = 0.98  # factor by which earlier observations of all sequences shrink with each proposal
 _GATE_STEPS = 16  # for this many steps, the answer to whether proposals could pay at all is reused
-_PLAIN_STEPS = 128  # two in this many steps propose nothing, so that the cost of plain steps stays known
+_SETTLING_STEPS = 8  # so many steps after one that verified are slower than other plain ones: caches are colder
+_PLAIN_STEPS = 512  # in this many steps a few in a row propose nothing, so that the cost of plain steps stays known
+_PLAIN_WINDOW = _SETTLING_STEPS + 4
 _IDLE_STEPS = 8  # while nothing is proposed, one in this many steps is measured
 _DRAFT_PROBE_STEPS = 128  # after that many steps a few tokens are drafted even if it should not pay, as texts change
 _PROBE_TOKENS = 2  # tokens drafted, or verified for each sequence, to learn what that costs
@@ -94,7 +96,7 @@ class Speculator:
         self._gates: dict[int, _Gate] = {}  # by number of sequences
         self._num_steps = 0
         self._num_unnoted = 0  # steps that the ledger has not recorded yet
-        self._num_plain = 0  # plain steps since proposals were verified
+        self._num_plain = _SETTLING_STEPS  # plain steps since proposals were verified
         self._drafted_at = 0  # the step for which tokens were drafted last
         self._rests_from = _DRAFT_PROBE_STEPS  # the step from which on no hidden states are handed out
         self._looked_s = 0.0  # seconds spent looking for proposals since the last step ended
@@ -123,7 +125,7 @@ class Speculator:
             return True
         if not self._ledger.is_open or not self._costs.knows(num_sequences):
             return False
-        if self._num_steps % _PLAIN_STEPS < 2:
+        if self._num_steps % _PLAIN_STEPS < _PLAIN_WINDOW:
             return False
         gate = self._gates.get(num_sequences)
         if gate is None or gate.until_step <= self._num_steps:
@@ -272,14 +274,14 @@ class Speculator:
         self._num_plain = 0 if num_proposed else self._num_plain + 1
         is_known = self._costs.knows(num_sequences)
         is_tapped = tapped and is_known and not num_proposed and self._draft is not None and self._draft.reads_states
-        is_idle = self._num_plain > 2 and not self._looked_s and not is_tapped
+        is_idle = self._num_plain > _PLAIN_WINDOW and not self._looked_s and not is_tapped
         if is_idle and self._num_unnoted < _IDLE_STEPS and is_known:
             return
         looked_s, self._looked_s = self._looked_s, 0.0
         if num_proposed and self._costs.is_empty:
             return  # the cost of a plain step is not known yet
-        computed_s, is_late = max(elapsed_s - looked_s, 1e-9), self._num_plain == 1 and is_known
-        if is_late:  # a step after one that verified may be slower, and is no measure of plain ones
+        computed_s, is_late = max(elapsed_s - looked_s, 1e-9), 0 < self._num_plain <= _SETTLING_STEPS
+        if is_late:
             self._costs.observe_late(num_sequences, computed_s)
         elif is_tapped:
             self._costs.observe_tapped(num_sequences, computed_s)

@@ -71,13 +71,13 @@ class SpeculationCosts:
     """Keeps plain steps, which compute one token for each sequence, apart from those that verify proposals.
 
     The latter cost more than plain ones of as many tokens: their sequences have no rows, and their tokens are delivered
-    one by one. The first plain step after one of those counts as neither: it may find colder caches. Nor does a step
-    that verifies nothing but hands out hidden states.
+    one by one. The first plain steps after one of those count as neither: they find colder caches. Nor does a step that
+    verifies nothing but hands out hidden states.
     """
 
     def __init__(self) -> None:
         self._plain = StepCostTable()
-        self._late = StepCostTable()  # first plain steps after verification
+        self._late = StepCostTable()  # the first plain steps after verification
         self._tapped = StepCostTable()  # other steps that verify nothing and hand out hidden states
         self._verifying: dict[int, StepCostTable] = {}  # by bits of the number of sequences
 
@@ -90,11 +90,11 @@ class SpeculationCosts:
             self._plain.observe(num_sequences, elapsed_s)
 
     def observe_late(self, num_sequences: int, elapsed_s: float) -> None:
-        """Records the first plain step after one that verified proposals."""
+        """Records one of the first plain steps after one that verified proposals."""
         self._late.observe(num_sequences, elapsed_s)
 
     def predict_lateness(self, num_sequences: int) -> float:
-        """Returns by how many seconds the first plain step after verification is slower than others."""
+        """Returns by how many seconds the first plain steps after verification are slower than others."""
         return max(0.0, self._late.predict(num_sequences) - self._plain.predict(num_sequences))
 
     def observe_tapped(self, num_sequences: int, elapsed_s: float) -> None:

@@ -25,6 +25,7 @@ from penstock.errors import DeadlineExceeded, Overloaded, TransferError, Transfe
 from penstock.rpc.server import make_channel
 from penstock.types import Lane, Role, SamplingParams
 from penstock.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from tests.decode_worker.schedule.test_prompt_stream import held_prompts
 from tests.support.engine.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.serving import GREEDY, SALT, TIMEOUT_S, Caller, caller, wait_until_empty, worker_config, workers
 
@@ -134,13 +135,14 @@ def take_time(engine: Engine) -> None:
 
 @contextlib.asynccontextmanager
 async def running_pair(
-    model: Path, other: Path | None = None, num_pages: int = 256, page_size: int = 16
+    model: Path, other: Path | None = None, num_pages: int = 256, page_size: int = 16, prompt_sm_share: float = 0
 ) -> AsyncIterator[Pair]:
     """Runs two decode workers; `other`, `num_pages` and `page_size` configure the right one."""
+    decode: dict[str, object] = {"prompt_sm_share": prompt_sm_share}
     checked, pages = {"checksums": True}, {"num_pages": num_pages, "page_size": page_size}
     async with workers(
-        worker_config(Role.DECODE, model, "left", engine={"num_pages": 256}, transfer=checked),
-        worker_config(Role.DECODE, other or model, "right", engine=pages, transfer=checked),
+        worker_config(Role.DECODE, model, "left", engine={"num_pages": 256}, transfer=checked, decode=decode),
+        worker_config(Role.DECODE, other or model, "right", engine=pages, transfer=checked, decode=decode),
     ) as (first, second):
         assert isinstance(first, DecodeServer)
         assert isinstance(second, DecodeServer)
@@ -285,6 +287,25 @@ async def test_sequences_migrate_between_workers_of_different_page_sizes(
             assert len((await migrate(source, target)).migrated) == 1
         seen = await stream
         assert (seen.token_ids, seen.num_migrations) == (single_process(model, PROMPT, PENALIZED), 4)
+
+
+async def test_a_sequence_migrates_while_both_workers_compute_prompts_beside_decode_steps(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_server, "LEASE_S", TIMEOUT_S)
+    other = PROMPT[100::-1]  # without a cached prefix
+    with held_prompts(len(other)) as (_, may_end):
+        async with running_pair(model, prompt_sm_share=0.3) as pair:
+            stream = asyncio.create_task(pair.router.stream(pair.left, PROMPT, PENALIZED))
+            await until_running(pair.left, 1)
+            held = [asyncio.create_task(pair.router.stream(each, other, LONG)) for each in (pair.left, pair.right)]
+            await until(lambda: all(each.worker.scheduler.prompts.in_flight for each in (pair.left, pair.right)))
+            for source, target in ((pair.left, pair.right), (pair.right, pair.left)):
+                assert len((await migrate(source, target)).migrated) == 1
+            may_end.set()
+            seen = await stream
+            assert (seen.token_ids, seen.num_migrations) == (single_process(model, PROMPT, PENALIZED), 2)
+            assert [each.token_ids for each in await asyncio.gather(*held)] == [single_process(model, other, LONG)] * 2
 
 
 async def test_a_worker_that_listens_on_every_interface_migrates_under_the_callers_address(model: Path) -> None:

@@ -280,7 +280,8 @@ class Speculator:
         looked_s, self._looked_s = self._looked_s, 0.0
         if num_proposed and self._costs.is_empty:
             return  # the cost of a plain step is not known yet
-        computed_s, is_late = max(elapsed_s - looked_s, 1e-9), 0 < self._num_plain <= _SETTLING_STEPS
+        computed_s = max(elapsed_s - looked_s, 1e-9)
+        is_late = 0 < self._num_plain <= _SETTLING_STEPS and not self._costs.is_empty
         if is_late:
             self._costs.observe_late(num_sequences, computed_s)
         elif is_tapped:

@@ -279,6 +279,15 @@ def test_plain_steps_that_settle_slowly_make_no_loss_look_like_a_gain(num_sequen
     assert gain > 0.99
 
 
+def test_the_first_plain_step_may_come_after_verification() -> None:
+    """`always` verifies before any plain step was measured."""
+    speculator = Speculator(8, Clock(), always=True, lookups=Silent())
+    speculator.on_step(1, 8, 8, 0.02)
+    for _ in range(20):
+        speculator.on_step(1, 0, 0, 0.01)
+    speculator.on_step(2, 0, 0, 0.01)
+
+
 def test_plain_steps_that_have_become_faster_end_speculation() -> None:
     """Each step that verifies yields nine tokens, which pays only while plain steps are slow."""
     speculator = Speculator(8, Clock(), lookups=Silent())

@@ -57,7 +57,7 @@ def test_a_starting_worker_shows_its_progress() -> None:
 def metrics(first_tokens_s: list[float], tokens: int) -> RouterCounts:
     counts = RouterMetrics("m")
     for seconds in first_tokens_s:
-        counts.requests.first_token(Lane.STANDARD, 100, "", seconds)
+        counts.requests.first_token((Lane.STANDARD.value, 100, "", seconds))
     counts.requests.gaps(Lane.STANDARD, 100, "").observe(0.004, tokens)
     counts.requests.generation_tokens.inc(tokens)
     counts.requests.request(EndedRequest(Lane.STANDARD, "", 100, tokens, tokens, 0.0, 0.0, 1.0))

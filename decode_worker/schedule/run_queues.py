@@ -95,12 +95,12 @@ class RunQueues:
 
     @property
     def waiting_for_chunks(self) -> Seq[TrackedSequence]:
-        """The waiting sequences that are not bulk, unless they are computed apart."""
+        """Returns the waiting sequences that are not bulk, or none if those are computed apart."""
         return () if self.keeps_apart else self.waiting
 
     @property
     def num_rows_without_room(self) -> int:
-        """The number of rows whose next token has no page yet."""
+        """Returns how many rows have no page for their next token yet."""
         return len(self._rows.without_room())
 
     def __contains__(self, sequence: Sequence) -> bool:

@@ -7,7 +7,7 @@ docs/configuration.md lists every key. Nothing here knows how a setting is used.
 
 from penstock.config.admission import AdmissionConfig
 from penstock.config.autoscaler import AutoscalerConfig, BalanceConfig, SloConfig
-from penstock.config.engine import EngineConfig
+from penstock.config.engine import EngineConfig, LoadedWeightsConfig
 from penstock.config.files import load, load_process, parse, read
 from penstock.config.kv_store import KvStoreConfig
 from penstock.config.limits import LimitsConfig
@@ -25,7 +25,6 @@ from penstock.config.security import SecurityConfig, TlsConfig
 from penstock.config.serve import PoolConfig, ServeConfig
 from penstock.config.tenants import TenantConfig, TenantName
 from penstock.config.tracing import TracingConfig
-from penstock.config.weights import LoadedWeightsConfig
 from penstock.config.workers import (
     DecodeConfig,
     KeeperConfig,

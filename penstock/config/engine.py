@@ -8,7 +8,17 @@ from pydantic import Field, model_validator
 
 from penstock.config.base import FrozenConfig
 from penstock.config.retention import RetentionConfig
-from penstock.config.weights import LoadedWeightsConfig
+
+
+class LoadedWeightsConfig(FrozenConfig):
+    """The weights that a worker loads instead of the model's own: those of the last update."""
+
+    version: int = Field(ge=1)
+    """Number of the update."""
+    path: str
+    """Folder of the safetensors files."""
+    digest: str
+    """Digest of these files; a worker refuses others."""
 
 
 class EngineConfig(FrozenConfig):

@@ -98,8 +98,8 @@ def _make_green_context(sm_share: float, num_sms: int, index: int) -> Any:
     from torch.cuda.green_contexts import GreenContext
 
     named = f"decode.prompt_sm_share = {sm_share:g}"
-    if not hasattr(GreenContext, "Stream"):  # torch 2.11 can only make a green context current
-        raise ConfigError(f"{named} needs torch 2.12, whose green contexts have streams; install it, or set 0")
+    if not hasattr(GreenContext, "Stream"):  # the API is in beta; 2.11 and 2.13 have it
+        raise ConfigError(f"{named} needs a torch whose green contexts have streams; install 2.11 to 2.13, or set 0")
     try:
         return GreenContext.create(num_sms=num_sms, device_id=index)
     except RuntimeError as error:

@@ -5,8 +5,8 @@ order of ranks, so that each has the same bits. A decode step's sums are some te
 latency. The kernel waits for its peers on the device, never on the host, so graphs capture it. The ranks agree at the
 start: either all use it or none does.
 
-Torch marks the API as unstable. A version that has other names or arguments is noticed when the ranks join, and all
-then use NCCL.
+Torch marks the API as unstable, though it is the same in 2.11 and 2.13. A version that has other names or arguments is
+noticed when the ranks join, and all then use NCCL.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Says how much device memory FlashInfer's workspaces take. Torch-free, because memory plans ask too.
 
-By the planner of flashinfer-python 0.7 (`include/flashinfer/attention/scheduler.cuh`); not measured.
+An upper bound by the planner of flashinfer-python 0.7 (`include/flashinfer/attention/scheduler.cuh`), of which 0.7.4
+needs less; not measured.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from pathlib import Path
 
 import pytest
@@ -121,25 +121,34 @@ async def wait_until_empty(processes: list[Process], timeout_s: float = TIMEOUT_
             await asyncio.sleep(0.02)
 
 
-async def busy_worker(processes: list[Process]) -> Process:
-    """Returns the first process that reports work."""
-    watchers = {asyncio.create_task(_until_busy(process)): process for process in processes}
-    try:
-        done, _ = await asyncio.wait(watchers, timeout=TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
-        assert done, "no process is at work"
-        return watchers[done.pop()]
-    finally:
-        for watcher in watchers:
-            watcher.cancel()
-        await asyncio.gather(*watchers, return_exceptions=True)
+@contextlib.asynccontextmanager
+async def busy_worker(processes: list[Process]) -> AsyncIterator[Awaitable[Process]]:
+    """Yields a future of the first process that reports work. Begins once all processes are watched, so that a request
+    sent within the block is seen however soon it ends.
+    """
+    found: asyncio.Future[Process] = asyncio.get_running_loop().create_future()
+    async with contextlib.AsyncExitStack() as stack:
+        watchers = []
+        for process in processes:
+            channel = await stack.enter_async_context(make_channel(process.address))
+            call = worker_pb2_grpc.WorkerStub(channel).WatchEvents(worker_pb2.WatchEventsRequest(), timeout=TIMEOUT_S)
+            batches = aiter(call)
+            await anext(batches)
+            watchers.append(asyncio.create_task(_report_work(process, batches, found)))
+        try:
+            yield found
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
 
 
-async def _until_busy(process: Process) -> None:
-    async with make_channel(process.address) as channel:
-        call = worker_pb2_grpc.WorkerStub(channel).WatchEvents(worker_pb2.WatchEventsRequest(), timeout=TIMEOUT_S)
-        async for batch in call:
-            if batch.load.num_running:
-                return
+async def _report_work(
+    process: Process, batches: AsyncIterator[worker_pb2.EventBatch], found: asyncio.Future[Process]
+) -> None:
+    async for batch in batches:
+        if batch.load.num_running and not found.done():
+            found.set_result(process)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -147,9 +156,10 @@ async def test_a_prefill_worker_lost_during_a_prefill_loses_no_token(
     fleet: Fleet, undisturbed: Undisturbed, number: signal.Signals
 ) -> None:
     async with client(fleet.router) as router:
-        answer = asyncio.create_task(router.complete(undisturbed.prompt, max_tokens=MAX_TOKENS, **SEEDED))
-        victim = await busy_worker(fleet.prefill)
-        victim.signal(number)
+        async with busy_worker(fleet.prefill) as busy:
+            answer = asyncio.create_task(router.complete(undisturbed.prompt, max_tokens=MAX_TOKENS, **SEEDED))
+            victim = await asyncio.wait_for(busy, TIMEOUT_S)
+            victim.signal(number)
         result = await answer
         assert list(result.token_ids) == undisturbed["seeded"]
         victim.signal(signal.SIGKILL)
@@ -167,11 +177,12 @@ async def test_a_decode_worker_lost_during_a_stream_loses_no_token(
     async with client(fleet.router) as router:
         tokens: list[int] = []
         victim = None
-        async for chunk in router.generate(undisturbed.prompt, max_tokens=MAX_TOKENS, **SEEDED):
-            tokens += chunk.token_ids
-            if victim is None and len(tokens) > 10:
-                victim = await busy_worker(fleet.decode)
-                victim.signal(number)
+        async with busy_worker(fleet.decode) as busy:
+            async for chunk in router.generate(undisturbed.prompt, max_tokens=MAX_TOKENS, **SEEDED):
+                tokens += chunk.token_ids
+                if victim is None and len(tokens) > 10:
+                    victim = await asyncio.wait_for(busy, TIMEOUT_S)
+                    victim.signal(number)
         assert tokens == undisturbed["seeded"]
         assert victim is not None
         survivors = [process for process in fleet.decode if process is not victim]

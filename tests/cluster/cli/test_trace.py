@@ -25,7 +25,10 @@ async def generate(url: str, num_completions: int = 1) -> str:
         return str((await http.post("/v1/completions", json=body)).json()["id"])
 
 
-async def test_the_waterfall_names_each_stage_and_the_decision(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_waterfall_names_each_stage_and_the_decision(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # no line is folded, however long a stage takes
     worker = await FakeWorker().start()
     async with running_router(worker) as router:
         request_id = await generate(router.http_url, 2)

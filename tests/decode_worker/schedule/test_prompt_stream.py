@@ -162,7 +162,7 @@ def test_combinations_that_are_not_served_are_refused_by_name() -> None:
 
 def test_a_torch_whose_green_contexts_have_no_streams_is_refused_by_name() -> None:
     with unittest.mock.patch("torch.cuda.green_contexts.GreenContext", object):
-        with pytest.raises(ConfigError, match=r"prompt_sm_share = 0\.5 needs a torch whose green contexts have streams"):
+        with pytest.raises(ConfigError, match=r"prompt_sm_share = 0\.5 needs a torch whose green contexts have str"):
             _make_green_context(0.5, 64, 0)
 
 

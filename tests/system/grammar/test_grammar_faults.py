@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from penstock.types import Role, SamplingParams
 from tests.decode_worker.migrate.test_migrating_grammars import LEVELS
 from tests.support.engine.grammars import regex, schema, spell
 from tests.support.plain_processes import Deployment
-from tests.system.test_faults import MODEL, PROMPT, Fleet, busy_worker, client, config, wait_until_empty
+from tests.system.test_faults import MODEL, PROMPT, TIMEOUT_S, Fleet, busy_worker, client, config, wait_until_empty
 
 pytestmark = pytest.mark.processes
 
@@ -55,11 +56,12 @@ async def test_a_decode_worker_lost_in_the_middle_of_a_grammar_loses_no_token(
     async with client(fleet.router) as router:
         tokens: list[int] = []
         victim = None
-        async for chunk in router.generate(PROMPT, max_tokens=MAX_TOKENS, grammar=GRAMMARS[name], **SEEDED):
-            tokens += chunk.token_ids
-            if victim is None and len(tokens) > 10:
-                victim = await busy_worker(fleet.decode)
-                victim.signal(number)
+        async with busy_worker(fleet.decode) as busy:
+            async for chunk in router.generate(PROMPT, max_tokens=MAX_TOKENS, grammar=GRAMMARS[name], **SEEDED):
+                tokens += chunk.token_ids
+                if victim is None and len(tokens) > 10:
+                    victim = await asyncio.wait_for(busy, TIMEOUT_S)
+                    victim.signal(number)
         assert tokens == undisturbed[name]
         assert victim is not None
         if name == "forced":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import signal
 import tempfile
 import unittest.mock
@@ -274,7 +275,9 @@ async def pulled(group: Group) -> Results:
 
 
 def _count_objects(folder: str) -> int:
-    return sum(path.is_file() and len(path.name) == 32 for path in Path(folder).rglob("*"))
+    """Counts the files that are named by a hash, which excludes the lease and files that are being written."""
+    files = (path.name for path in Path(folder).rglob("*") if path.is_file())
+    return sum(re.fullmatch("[0-9a-f]{32}", name) is not None for name in files)
 
 
 async def stored(group: Group) -> Results:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -82,7 +83,8 @@ def metric(server: Server, name: str) -> float:
 
 
 def objects(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file() and len(path.name) == 32]
+    """Returns the files that are named by a hash, which excludes the lease and files that are being written."""
+    return [path for path in folder.rglob("*") if path.is_file() and re.fullmatch("[0-9a-f]{32}", path.name)]
 
 
 async def stored(server: Server, num_runs: int) -> None:

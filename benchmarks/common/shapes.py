@@ -36,6 +36,8 @@ def _shape(
 
 # Llama of 135 million parameters, a usual size of small chat models.
 LLAMA_135M = _shape(hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, inner=1536, vocab=32000)
+# The sizes of TinyLlama-1.1B, with the head tied to the embedding.
+LLAMA_1B = _shape(hidden=2048, layers=22, heads=32, kv_heads=4, head_dim=64, inner=5632, vocab=32000)
 # The sizes of Llama-3.1-8B and Qwen3-0.6B, with the head tied to the embedding.
 LLAMA_8B = _shape(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, inner=14336, vocab=128256)
 QWEN3_600M = _shape(hidden=1024, layers=28, heads=16, kv_heads=8, head_dim=128, inner=3072, vocab=151936)

@@ -1,8 +1,8 @@
-"""Measures what adapters cost a decode step, and how long one takes to load: a random model of the 135M shape.
+"""Measures what adapters cost a decode step, and how long one takes to load: random models of 135M and 1.1B parameters.
 
 Steps of a batch in which every sequence has a different adapter alternate with steps of the same batch without any, at
 the same positions, so that a busy machine slows both alike. One sequence with an adapter among 64 shows what adapters
-cost apart from reading their matrices.
+cost apart from reading their matrices. The wider a model is, the less an adapter's matrices weigh beside its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.common.report import Row, publish
-from benchmarks.common.shapes import random_llama
+from benchmarks.common.shapes import LLAMA_1B, LLAMA_135M, random_llama
 from benchmarks.common.timing import Stopwatch
 from engine.engine import Engine
 from engine.generate import use_adapter
@@ -34,6 +34,7 @@ PROMPT = [(7 * place) % 900 + 20 for place in range(32)]
 SAMPLING = SamplingParams(max_tokens=STEPS + 1, temperature=0.0, ignore_eos=True)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 DENSE = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+SHAPES = {"135M": LLAMA_135M, "1.1B": LLAMA_1B}
 KINDS = {"attention": ATTENTION, "attention and feed-forward": DENSE}
 
 
@@ -96,23 +97,27 @@ def make_adapters(model: Path, folder: Path, rank: int, modules: tuple[str, ...]
     return refs
 
 
-def rows_of(model: Path, folder: Path, rank: int) -> list[Row]:
+def rows_of(shape: str, folder: Path, rank: int) -> list[Row]:
+    model = random_llama(SHAPES[shape])
     settings = {"model": str(model), "num_pages": 2 * BATCH * 8, "device": "cpu", "dtype": "bfloat16"}
     config = EngineConfig.model_validate(settings | {"max_adapters": BATCH, "max_adapter_rank": rank})
     engine = Engine.load(config)
     assert engine.adapters is not None
     rows = []
     for kind, modules in KINDS.items():
-        refs = make_adapters(model, folder / f"{kind}-{rank}", rank, modules)
-        rows.append(step_row(engine, f"decode step, {BATCH} adapters of rank {rank}, {kind}", refs))
-        rows.append(step_row(engine, f"decode step, 1 adapter of rank {rank} in {BATCH} sequences, {kind}", refs[:1]))
+        refs = make_adapters(model, folder / f"{shape}-{kind}-{rank}", rank, modules)
+        rows.append(step_row(engine, f"{shape}: decode step, {BATCH} adapters of rank {rank}, {kind}", refs))
+        rows.append(
+            step_row(engine, f"{shape}: decode step, 1 adapter of rank {rank} in {BATCH} sequences, {kind}", refs[:1])
+        )
         loads = []
         for number in range(20):
             with Stopwatch() as watch:
                 engine.adapters.load(refs[number], 1 + number)
             loads.append(watch.seconds)
         megabytes = sum(path.stat().st_size for path in Path(refs[0].path).iterdir()) / 1e6
-        rows.append(Row(f"load one of rank {rank}, {kind}, {megabytes:.1f} MB", statistics.median(loads) * 1e3, "ms"))
+        name = f"{shape}: load one of rank {rank}, {kind}, {megabytes:.1f} MB"
+        rows.append(Row(name, statistics.median(loads) * 1e3, "ms"))
     engine.close()
     return rows
 
@@ -123,11 +128,10 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args()
-    model = random_llama()
     with tempfile.TemporaryDirectory(prefix="penstock-adapters-") as folder:
-        rows = [row for rank in (8, 16) for row in rows_of(model, Path(folder), rank)]
+        rows = [row for shape in SHAPES for rank in (8, 16) for row in rows_of(shape, Path(folder), rank)]
     isa, load = torch.backends.cpu.get_cpu_capability(), os.getloadavg()[0]
-    publish("adapters", f"135M shape in bf16, {torch.get_num_threads()} cores of {isa}, load {load:.1f}", rows)
+    publish("adapters", f"random Llamas in bf16, {torch.get_num_threads()} cores of {isa}, load {load:.1f}", rows)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,8 @@ class PrefillJob:
     lease: Lease | None = None  # the receiver's lease; set on submission
     plan: ReshardPlan | None = None  # maps this worker's pages to the receiver's; set on submission
     started_s: float = 0.0
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # tokens that were not computed, as far as it has got
+    num_computed_tokens: int = 0
     num_pages_held: int = 0  # leading pages of the prompt that the receiver has cached
     destination: list[PageId] | None = None
     num_pages_pushed: int = 0  # leading pages of the prompt, including those held

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from engine.cache.page_pool import OutOfPages, PagePool
 from engine.cache.page_window import PageWindow
 from engine.cache.prefix_cache import PrefixCache
-from engine.step.sequence import ScheduledSequence, Sequence
+from engine.step.sequence import ScheduledSequence, Sequence, num_tokens_to_pulled, take_pulled_pages
 from penstock.scheduling.bulk_lane import BulkTurns
 from penstock.scheduling.lane_order import LaneOrder
 from penstock.types import Lane, PageHash, PageId
@@ -171,13 +171,17 @@ class PrefillScheduler:
                 if not may_begin:
                     continue
             given = chunks.get(entry.sequence, 0)
-            chunks[entry.sequence] = given + min(budget, self._num_computable(entry.sequence) - given)
+            chunks[entry.sequence] = given + min(budget, self._next_tokens(entry.sequence) - given)
             budget -= chunks[entry.sequence] - given
 
-    def _num_computable(self, sequence: Sequence) -> int:
-        """Returns how many more tokens the sequence has, limited by its pages."""
-        room = len(sequence.pages) * self._page_size - sequence.num_computed_tokens
-        return min(sequence.num_uncomputed_tokens, room)
+    def _next_tokens(self, sequence: Sequence) -> int:
+        """Takes pulled pages that continue what is computed. Returns how many tokens to compute after them, limited by
+        the sequence's pages.
+        """
+        take_pulled_pages(sequence, self._cache, self._page_size)
+        start = sequence.num_computed_tokens
+        room = len(sequence.pages) * self._page_size - start
+        return min(num_tokens_to_pulled(sequence, start, self._cache, self._page_size), room)
 
     def _extend_running(self) -> bool:
         """Gives running prompts the next pages within the window. Returns whether none of them lacks pages."""
@@ -207,7 +211,7 @@ class PrefillScheduler:
             for entry in (*begun, *waiting):
                 if share == 0 or not (entry in self._running or (may_begin and self._begin_ahead(entry))):
                     break
-                chunks[entry.sequence] = min(share, self._num_computable(entry.sequence))
+                chunks[entry.sequence] = min(share, self._next_tokens(entry.sequence))
                 share -= chunks[entry.sequence]
         return chunks
 
@@ -228,9 +232,7 @@ class PrefillScheduler:
     def _begin(self, entry: _Entry) -> bool:
         if len(self._running) >= self._max_batch_sequences:
             return False
-        # At least one token is computed, because the first sampled token needs its logits.
-        reusable = (len(entry.sequence.token_ids) - 1) // self._page_size
-        hashes = entry.sequence.hash_full_pages(self._page_size)[:reusable]
+        hashes = entry.sequence.reusable_hashes(self._page_size)
         # A prompt fits by itself, but perhaps not together with the cached pages of its own prefix.
         is_alone = self._cache.window.tokens is not None and not self._running
         if not (self._take_pages(entry, hashes) or (is_alone and self._take_pages(entry, []))):

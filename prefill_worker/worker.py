@@ -248,6 +248,8 @@ class PrefillWorker:
             job = self._by_sequence[scheduled.sequence]
             if not job.started_s:
                 self._begin(job, started_s)
+            job.cached_tokens = scheduled.start - job.num_computed_tokens
+            job.num_computed_tokens += scheduled.num_tokens
         previous, self._in_flight = self._in_flight, None
         if work:
             pushes = self._layerwise_pushes(work)
@@ -347,7 +349,6 @@ class PrefillWorker:
     def _begin(self, job: PrefillJob, now_s: float) -> None:
         """Requests the destination just before the first chunk, so that the answer arrives while the chunk computes."""
         job.started_s = now_s
-        job.cached_tokens = job.sequence.num_computed_tokens
         job.emit(ReservePages(job.num_pages))
 
     def _complete(self, job: PrefillJob, token: SampledToken, now_s: float) -> None:

@@ -318,7 +318,8 @@ class DecodeScheduler:
         budget = self._chunk_budget(max_chunk_tokens, 0 if is_shared else bulk.tokens_alone)
         chunks, num_pages = [], len(without_room)
         for prompt in prompts:
-            if num_tokens := budget.take(prompt.sequence, prompt.num_tokens):
+            num_left = self._room.next_tokens(self._queues[prompt.sequence], prompt.fixed_start)
+            if num_tokens := budget.take(prompt.sequence, num_left):
                 chunks.append(replace(prompt, num_tokens=num_tokens))
                 num_pages += self._pages.num_missing(chunks[-1])
         samples_by_text = any(chunk.is_sampled and chunk.sequence.sampling_needs_text for chunk in chunks)
@@ -364,7 +365,7 @@ class DecodeScheduler:
                 break
             if entry.sequence in proposed or entry not in self._queues.running:
                 continue
-            num_tokens = budget.take(entry.sequence, entry.sequence.num_uncomputed_tokens)
+            num_tokens = budget.take(entry.sequence, self._room.next_tokens(entry))
             if num_tokens and self._room.extend(entry, num_tokens):
                 chunks.append(ScheduledSequence(entry.sequence, num_tokens))
         return chunks
@@ -382,7 +383,7 @@ class DecodeScheduler:
                 break
             if not self._room.admit(entry, may_preempt=not is_ahead):
                 break
-            num_tokens = budget.take(entry.sequence, self._room.num_tokens_within(entry.sequence))
+            num_tokens = budget.take(entry.sequence, self._room.num_tokens_within(entry))
             if not num_tokens:  # admitted, but other prompts are scored in this step or it needs more pages
                 break
             chunks.append(ScheduledSequence(entry.sequence, num_tokens))

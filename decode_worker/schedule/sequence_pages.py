@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from engine.cache.page_pool import OutOfPages, PagePool
 from engine.cache.prefix_cache import PrefixCache
 from engine.step.row_table import RowTable
-from engine.step.sequence import ScheduledSequence, Sequence, hash_one_more_page
+from engine.step.sequence import (
+    ScheduledSequence,
+    Sequence,
+    hash_one_more_page,
+    num_tokens_to_pulled,
+    take_pulled_pages,
+)
 from penstock.types import PageHash, PageId
 
 
@@ -45,7 +51,7 @@ class SequencePages:
 
     def peek(self, sequence: Sequence) -> int:
         """Returns how many leading pages need not be computed here."""
-        return self._cache.peek(self._reusable_hashes(sequence, len(sequence.token_ids)))
+        return self._cache.peek(sequence.reusable_hashes(self._page_size))
 
     def num_initial(self, sequence: Sequence) -> int:
         """Returns how many pages `allocate` would take for the sequence's tokens if none were cached."""
@@ -65,7 +71,7 @@ class SequencePages:
         pages, which nothing will read. Looks for cached pages among those tokens, by default among all. Returns None
         and allocates nothing if fewer than `num_kept_back` pages would be left in the pool.
         """
-        hashes = self._reusable_hashes(sequence, num_tokens if num_landing is None else num_landing)
+        hashes = sequence.reusable_hashes(self._page_size, num_tokens if num_landing is None else num_landing)
         cached = self._cache.match(hashes, num_unneeded)
         num_dropped = self._cache.first_needed(len(cached), num_unneeded)
         num_fresh = self._num_at_first(num_tokens, len(cached), num_dropped, num_landing or 0) - len(cached)
@@ -119,6 +125,21 @@ class SequencePages:
         sequence.num_computed_tokens = 0
         self._num_shared.pop(sequence, None)
         self._whole.discard(sequence)
+
+    # Pulls that go on while a prompt is computed.
+
+    def take_pulled(self, sequence: Sequence) -> int:
+        """Lets a prompt that no step in flight computes continue with pages that were pulled meanwhile. Returns how
+        many tokens it need not compute.
+        """
+        num_tokens = take_pulled_pages(sequence, self._cache, self._page_size)
+        if num_tokens:
+            self._num_shared[sequence] = sequence.num_computed_tokens // self._page_size
+        return num_tokens
+
+    def num_to_pulled(self, sequence: Sequence, start: int) -> int:
+        """Returns how many tokens from `start` on to compute before such pages, or the end of the sequence."""
+        return num_tokens_to_pulled(sequence, start, self._cache, self._page_size)
 
     # The window.
 
@@ -203,13 +224,3 @@ class SequencePages:
             for sequence in plain:
                 self._cache.note_texts(sequence, sequence.page_hashes, len(sequence.page_hashes) - 1)
             self._cache.insert_last([(sequence.page_hashes, sequence.pages, sequence.tenant) for sequence in plain])
-
-    def _reusable_hashes(self, sequence: Sequence, num_tokens: int) -> list[PageHash]:
-        """Returns the hashes of the full pages before the last token, which is recomputed for its logits.
-
-        There are none if the logits of every token of the prompt are needed.
-        """
-        if sequence.scores_prompt:
-            return []
-        num_known = min(num_tokens, len(sequence.token_ids))
-        return sequence.hash_full_pages(self._page_size)[: (num_known - 1) // self._page_size]

@@ -132,9 +132,25 @@ class SequenceRoom:
         """Returns whether the chunk's missing pages can be allocated now."""
         return self._pages.num_missing(chunk) <= self._pool.num_available
 
-    def num_tokens_within(self, sequence: Sequence) -> int:
-        """Returns how many of its next tokens the pages of a sequence hold."""
-        return min(sequence.num_uncomputed_tokens, len(sequence.pages) * self._page_size - sequence.num_computed_tokens)
+    def num_tokens_within(self, entry: TrackedSequence) -> int:
+        """Returns how many of its next tokens to compute, as far as the pages of a sequence hold them; see
+        `next_tokens`.
+        """
+        num_tokens, sequence = self.next_tokens(entry), entry.sequence
+        return min(num_tokens, len(sequence.pages) * self._page_size - sequence.num_computed_tokens)
+
+    def next_tokens(self, entry: TrackedSequence, fixed_start: int | None = None) -> int:
+        """Returns how many of its next tokens to compute: those before the pages that were pulled for it meanwhile.
+
+        Takes such pages where they come next, unless a step in flight computes the sequence up to `fixed_start`.
+        """
+        sequence = entry.sequence
+        if fixed_start is not None:
+            return self._pages.num_to_pulled(sequence, fixed_start)
+        num_taken = self._pages.take_pulled(sequence)
+        if entry.num_preemptions == 0:
+            entry.num_cached_tokens += num_taken
+        return self._pages.num_to_pulled(sequence, sequence.num_computed_tokens)
 
     def _preempt_bulk(self, sequence: Sequence) -> bool:
         """Preempts one bulk sequence for another sequence that lacks a place or pages. Returns False if there is none,

@@ -1,12 +1,15 @@
 """Maps page hashes to pages for the prefix cache, as chains that begin with the first page of a text.
 
 Only `engine.cache.prefix_cache` changes it, and keeps the pool consistent with it. This module knows nothing of pools,
-tiers or events. A page is in the map only while its parent is, except in models in which every layer has a window:
-there a parent may be detached, and its children become orphans.
+tiers or events. A page is in the map only while its parent is, with two exceptions: in models in which every layer has
+a window a parent may be detached, and its children become orphans; and a pulled page may arrive before its parent is
+computed. An orphan becomes its parent's child as soon as that is in the map.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from penstock.types import CachedPage, PageHash, PageId
@@ -16,7 +19,8 @@ class ChainNode:
     """A cached page and its place in the chain."""
 
     __slots__ = (
-        "first_child", "next_sibling", "num_uses", "page", "page_hash", "parent", "parent_hash", "previous_sibling",
+        "first_child", "is_grafted", "next_sibling", "num_uses", "page", "page_hash", "parent", "parent_hash",
+        "previous_sibling",
     )  # fmt: skip
 
     def __init__(
@@ -31,6 +35,12 @@ class ChainNode:
         self.next_sibling: ChainNode | None = None
         self.previous_sibling: ChainNode | None = None
         self.num_uses = 0  # by requests after the one that computed it
+        self.is_grafted = False  # whether it came from elsewhere
+
+    @property
+    def is_orphan(self) -> bool:
+        """Returns whether the page has a parent that is not cached."""
+        return self.parent is None and self.parent_hash is not None
 
     def children(self) -> Iterator[ChainNode]:
         child = self.first_child
@@ -45,6 +55,8 @@ class PageChains:
     def __init__(self) -> None:
         self.nodes: dict[PageHash, ChainNode] = {}
         self.by_page: dict[PageId, ChainNode] = {}
+        self.awaited: Counter[PageHash] = Counter()  # pages that may arrive before their parents
+        self._orphans: dict[PageHash, list[ChainNode]] = {}  # by the hash of the parent that is not in the map
 
     def leading(self, hashes: Sequence[PageHash]) -> list[ChainNode]:
         """Returns the nodes of the longest prefix that is cached."""
@@ -86,12 +98,15 @@ class PageChains:
         for page_hash, page in zip(run, pages, strict=True):
             node = ChainNode(page_hash, page, parent, parent_hash)
             if parent is not None:
-                sibling = parent.first_child
-                if sibling is not None:
-                    node.next_sibling, sibling.previous_sibling = sibling, node
-                parent.first_child = node
+                _add_child(parent, node)
+            elif parent_hash is not None:
+                self._orphans.setdefault(parent_hash, []).append(node)
             nodes[page_hash] = by_page[page] = parent = node
             parent_hash = page_hash
+            if self._orphans:
+                for orphan in self._orphans.pop(page_hash, ()):
+                    orphan.parent = node
+                    _add_child(node, orphan)
 
     def unlink(self, root: ChainNode) -> list[ChainNode]:
         """Makes the subtree unfindable and returns its nodes, children before parents.
@@ -112,6 +127,7 @@ class PageChains:
         """Makes one page unfindable, like `unlink`; its children become orphans."""
         for child in list(node.children()):
             child.parent = child.previous_sibling = child.next_sibling = None
+            self._orphans.setdefault(node.page_hash, []).append(child)
         self._remove(node)
 
     def _remove(self, node: ChainNode) -> None:
@@ -122,10 +138,33 @@ class PageChains:
             before.next_sibling = after
         elif node.parent is not None:
             node.parent.first_child = after
+        elif node.parent_hash is not None:
+            siblings = self._orphans[node.parent_hash]
+            siblings.remove(node)
+            if not siblings:
+                del self._orphans[node.parent_hash]
         del self.nodes[node.page_hash], self.by_page[node.page]
 
-    def has_orphans(self) -> bool:
-        return any(node.parent is None and node.parent_hash is not None for node in self.nodes.values())
+    def unawait(self, hashes: Iterable[PageHash], *, keeps_orphans: bool) -> list[ChainNode]:
+        """Counts these pages as awaited once less. Unlinks and returns orphans that nobody awaits any more, with their
+        descendants.
+        """
+        gone: list[ChainNode] = []
+        for page_hash in hashes:
+            self.awaited[page_hash] -= 1
+            if self.awaited[page_hash]:
+                continue
+            del self.awaited[page_hash]
+            node = self.nodes.get(page_hash)
+            if not keeps_orphans and node is not None and node.is_orphan:
+                gone += self.unlink(node)
+        return gone
+
+    def has_unawaited_orphans(self) -> bool:
+        return any(node.page_hash not in self.awaited for node in self._all_orphans())
+
+    def _all_orphans(self) -> Iterator[ChainNode]:
+        return itertools.chain.from_iterable(self._orphans.values())
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless maps and chains agree."""
@@ -143,3 +182,13 @@ class PageChains:
                 num_links += 1
         if num_links != sum(node.parent is not None for node in self.nodes.values()):
             raise AssertionError("a page has a child that is not cached")
+        parentless = {node for node in self.nodes.values() if node.is_orphan}
+        if parentless != set(self._all_orphans()) or not self.nodes.keys().isdisjoint(self._orphans):
+            raise AssertionError("a page is not its parent's child although both are cached")
+
+
+def _add_child(parent: ChainNode, node: ChainNode) -> None:
+    sibling = parent.first_child
+    if sibling is not None:
+        node.next_sibling, sibling.previous_sibling = sibling, node
+    parent.first_child = node

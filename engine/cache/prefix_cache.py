@@ -13,6 +13,9 @@ findable.
 If every layer of the model has a window, only the pages of a prefix's last window are needed to find it
 (`engine.cache.page_window`). Pages are then evicted one by one, and children stay findable without their parents.
 
+In other models a page without its parent is cached only while somebody awaits it: pages may be pulled from another
+worker, the last ones first, while the prompt's beginning is computed here. The prompt takes them when it gets there.
+
 Routers receive an event for each page that moves: to the device, to the best lower tier that has it, or to nowhere.
 """
 
@@ -27,23 +30,12 @@ from engine.cache.page_pool import PageMisuse, PagePool
 from engine.cache.page_window import PageWindow
 from engine.cache.retention.holds import Lost
 from engine.cache.retention.session_hints import SessionHints
-from engine.cache.tiers import CacheTiers
+from engine.cache.tiers import CacheSource, CacheTiers
 from penstock.config.retention import RetentionConfig
 from penstock.kv.events import KvEventKind, KvEventLog
 from penstock.kv.page_places import ROOT
 from penstock.kv.page_texts import TextSource
 from penstock.types import CachedPage, CacheStats, PageHash, PageId
-
-
-class CacheSource(Protocol):
-    """Holds pages outside the pool that can be copied into it: lower tiers, or the pool of a dead worker."""
-
-    def holds(self, page_hash: PageHash) -> bool: ...
-
-    def leading(self, hashes: Sequence[PageHash]) -> list[PageHash]: ...
-
-    def load(self, hashes: Sequence[PageHash], pages: Sequence[PageId]) -> int:
-        """Fills `pages`, which only the caller holds, in order; returns how many were loaded."""
 
 
 class CacheJournal(Protocol):
@@ -356,7 +348,7 @@ class PrefixCache:
         self.pool.touch(met)
         fresh: dict[PageHash, int] = {}
         for index, (page_hash, parent) in enumerate(pages):
-            if page_hash not in self._chains.nodes and (self._may_follow(parent) or parent in fresh):
+            if page_hash not in self._chains.nodes and (self._may_enter(page_hash, parent) or parent in fresh):
                 fresh.setdefault(page_hash, index)
         return list(fresh.values())
 
@@ -365,26 +357,65 @@ class PrefixCache:
 
         Returns False if its parent has been evicted meanwhile, or the hash is cached already.
         """
-        if not self.enabled or page_hash in self._chains.nodes or not self._may_follow(parent):
+        if not self.enabled or page_hash in self._chains.nodes or not self._may_enter(page_hash, parent):
             return False
         self._link((page_hash,), (page,), parent, owner)
+        self._chains.nodes[page_hash].is_grafted = True
         if self._events is not None:
             self._events.stored([page_hash], parent if parent is not None else ROOT)
         return True
 
-    def _may_follow(self, parent: PageHash | None) -> bool:
-        """Returns whether a page with that parent could be found here."""
-        return parent is None or parent in self._chains.nodes or self.window.tokens is not None
+    def _may_enter(self, page_hash: PageHash, parent: PageHash | None) -> bool:
+        """Returns whether a page with that parent can be found here, or will be."""
+        has_parent = parent is None or parent in self._chains.nodes
+        return has_parent or self.window.tokens is not None or page_hash in self._chains.awaited
+
+    # Pages that are pulled while the tokens before them are computed.
+
+    @property
+    def is_awaiting(self) -> bool:
+        return bool(self._chains.awaited)
+
+    def await_pages(self, hashes: Sequence[PageHash]) -> None:
+        """Lets these pages enter before their parents. Each call needs one of `unawait`."""
+        self._chains.awaited.update(hashes)
+
+    def unawait(self, hashes: Sequence[PageHash]) -> None:
+        """Ends what `await_pages` began, and forgets those of the pages that no prefix can be found by."""
+        gone = self._chains.unawait(hashes, keeps_orphans=self.window.tokens is not None)
+        self._forget(gone, Lost.PRESSURE)
+        self._report_moved([node.page_hash for node in gone])
+
+    def num_grafted(self, hashes: Sequence[PageHash]) -> int:
+        """Returns how many of these pages are cached and came from elsewhere."""
+        return sum(node.is_grafted for page_hash in hashes if (node := self._chains.nodes.get(page_hash)) is not None)
+
+    def num_lacking(self, hashes: Sequence[PageHash]) -> int:
+        """Returns how many of these pages come before the first one that is on the device."""
+        return next((index for index, page_hash in enumerate(hashes) if page_hash in self._chains.nodes), len(hashes))
+
+    def swap_in(self, hashes: Sequence[PageHash], pages: list[PageId], first: int) -> int:
+        """Replaces `pages[first:]`, which hold no KV yet and are released, by cached pages, up to the first one that is
+        not on the device. Returns how many it has replaced.
+
+        `match` and `promote` were called for these hashes before, and found fewer.
+        """
+        found = self._chains.leading(hashes[first:])
+        for node in found:
+            node.num_uses += 1
+        taken, stop = [node.page for node in found], first + len(found)
+        self.pool.share(taken)
+        replaced, pages[first:stop] = pages[first:stop], taken
+        self.pool.release(replaced)
+        self._num_device_hits += len(taken)
+        return len(taken)
 
     def clear(self) -> None:
         """Forgets every page, on every tier; referenced pages stay with their holders."""
         gone: list[ChainNode] = []
         for node in self._chains.roots():
             gone += self._chains.unlink(node)
-        pages = [node.page for node in gone]
-        if self._journal is not None:
-            self._journal.unseal(pages)
-        self.pool.forget(pages, Lost.CLEARED)
+        self._forget(gone, Lost.CLEARED)
         if self._tiers is not None:
             self._tiers.clear()
         self._report_moved([node.page_hash for node in gone])
@@ -398,7 +429,7 @@ class PrefixCache:
                 f"pool and prefix cache differ on pages {sorted(cached ^ self._chains.by_page.keys())}"
             )
         self._chains.check_integrity()
-        if self.window.tokens is None and self._chains.has_orphans():
+        if self.window.tokens is None and self._chains.has_unawaited_orphans():
             raise AssertionError("a page is cached without its parent, and no prefix can be found by it")
 
     def _check_insertable(self, hashes: Sequence[PageHash], pages: Sequence[PageId]) -> None:
@@ -440,14 +471,19 @@ class PrefixCache:
                 break
         if num_freed < num_pages:
             raise PageMisuse(f"evict: {num_freed} of {num_pages} pages found; the pool counted more as evictable")
-        hashes, pages = [node.page_hash for node in gone], [node.page for node in gone]
-        if self._tiers is not None:
-            self._tiers.store(hashes, pages)  # before the pool may erase them or hand them out
-        if self._journal is not None:  # before the pool may hand them out
-            self._journal.unseal(pages)
-        self.pool.forget(pages)
+        hashes = [node.page_hash for node in gone]
+        if self._tiers is not None:  # before the pool may erase them or hand them out
+            self._tiers.store(hashes, [node.page for node in gone])
+        self._forget(gone, Lost.PRESSURE)
         self._num_evictions += len(gone)
         self._report_moved(hashes)
+
+    def _forget(self, gone: Sequence[ChainNode], cause: Lost) -> None:
+        """Returns the pages of unlinked nodes to the pool."""
+        pages = [node.page for node in gone]
+        if self._journal is not None:  # before the pool may hand them out
+            self._journal.unseal(pages)
+        self.pool.forget(pages, cause)
 
     def _report_moved(self, hashes: Sequence[PageHash]) -> None:
         """Reports where the pages that left the device or a lower tier are now."""

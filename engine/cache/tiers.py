@@ -36,6 +36,17 @@ class HostPages(Protocol):
     def wipe(self, slots: Iterable[int]) -> None: ...
 
 
+class CacheSource(Protocol):
+    """Holds pages outside the pool that can be copied into it: lower tiers, or the pool of a dead worker."""
+
+    def holds(self, page_hash: PageHash) -> bool: ...
+
+    def leading(self, hashes: Sequence[PageHash]) -> list[PageHash]: ...
+
+    def load(self, hashes: Sequence[PageHash], pages: Sequence[PageId]) -> int:
+        """Fills `pages`, which only the caller holds, in order; returns how many were loaded."""
+
+
 class CacheTiers:
     """Host memory and optionally a disk. Not thread-safe: the worker's step loop is the only caller."""
 

@@ -17,6 +17,7 @@ from penstock.kv.page_hash import hash_next_pages, hash_pages
 from penstock.types import Lane, PageHash, PageId, RequestId, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
+    from engine.cache.prefix_cache import PrefixCache
     from engine.sampling.grammar.matcher import GrammarMatcher
     from engine.sampling.text_edits import TextEdits
 
@@ -122,6 +123,16 @@ class Sequence:
             self.page_hashes = hash_pages(self.token_ids, page_size, self.salt, self.page_hashes)
         return self.page_hashes
 
+    def reusable_hashes(self, page_size: int, num_tokens: int | None = None) -> list[PageHash]:
+        """Returns the hashes of the full pages of the first `num_tokens`, by default all, that may come from a cache.
+
+        The last token is computed for its logits. There are none if the logits of every token of the prompt are needed.
+        """
+        if self.scores_prompt:
+            return []
+        num_known = len(self.token_ids) if num_tokens is None else min(num_tokens, len(self.token_ids))
+        return self.hash_full_pages(page_size)[: (num_known - 1) // page_size]
+
     def hashes_for(self, page_size: int, own_page_size: int) -> list[PageHash]:
         """Returns the hashes of all full pages of another worker's `page_size`; only those of `own_page_size`, this
         worker's, are kept.
@@ -129,6 +140,36 @@ class Sequence:
         if page_size == own_page_size:
             return self.hash_full_pages(page_size)
         return hash_pages(self.token_ids, page_size, self.salt)
+
+
+def take_pulled_pages(sequence: Sequence, cache: PrefixCache, page_size: int) -> int:
+    """Lets a prompt that holds pages continue with those that were pulled while the tokens before them were computed.
+    Returns how many tokens it need not compute.
+
+    No step in flight may write its pages from `num_computed_tokens` on.
+    """
+    first, num_begun = divmod(sequence.num_computed_tokens, page_size)
+    if num_begun or not cache.is_awaiting:
+        return 0
+    hashes = sequence.reusable_hashes(page_size)
+    num_taken = cache.swap_in(hashes, sequence.pages, first)
+    if num_taken:
+        sequence.num_computed_tokens += num_taken * page_size
+        cache.note_found_texts(sequence, hashes[: first + num_taken])
+    return num_taken * page_size
+
+
+def num_tokens_to_pulled(sequence: Sequence, start: int, cache: PrefixCache, page_size: int) -> int:
+    """Returns how many tokens from position `start` on to compute until the prompt ends or can continue with pages that
+    were pulled.
+    """
+    num_left = len(sequence.token_ids) - start
+    if num_left == 1 or not cache.is_awaiting:
+        return num_left
+    first = -(-start // page_size)
+    ahead = sequence.reusable_hashes(page_size)[first:]
+    num_lacking = cache.num_lacking(ahead)
+    return num_left if num_lacking == len(ahead) else (first + num_lacking) * page_size - start
 
 
 def hash_one_more_page(sequences: Collection[Sequence], page_size: int) -> None:

@@ -13,6 +13,7 @@ from penstock.config import PrefillConfig
 from penstock.scheduling.bulk_lane import STEPS_PER_TURN
 from penstock.types import Lane, RequestId, SamplingParams
 from prefill_worker.scheduler import AGING, HANDICAP_STEPS, PrefillScheduler
+from tests.support.engine.pulled_pages import pull
 from tests.support.suite.examples import examples
 
 PAGE_SIZE = 4
@@ -208,6 +209,27 @@ def test_a_cached_prefix_is_not_recomputed_except_for_its_last_token() -> None:
     scheduler.add(again)
     assert shares(scheduler.schedule()) == {"again": 4}
     assert again.num_computed_tokens == 4
+
+
+def test_a_prompt_meets_the_pages_that_are_pulled_meanwhile() -> None:
+    cache = PrefixCache(20, PAGE_SIZE)
+    scheduler, pool = PrefillScheduler(cache.pool, cache, PAGE_SIZE, 7, 3), cache.pool
+    prompt = make_sequence("prompt", list(range(30)))
+    hashes = prompt.hash_full_pages(PAGE_SIZE)
+    cache.await_pages(hashes)
+    scheduler.add(prompt)
+    steps = []
+    for arriving in ([6], [3, 4, 5], []):
+        pull(cache, hashes, arriving)
+        work = scheduler.schedule()
+        steps.append((work[0].start, work[0].num_tokens))
+        complete = scheduler.commit(work)
+    assert steps == [(0, 7), (7, 5), (28, 2)]
+    assert complete == [prompt]
+    cache.unawait(hashes)
+    pool.release(prompt.pages)
+    pool.check_integrity()
+    cache.check_integrity()
 
 
 @examples(60)

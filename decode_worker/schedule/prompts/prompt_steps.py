@@ -56,7 +56,7 @@ class PromptSteps:
                 break
             if entry not in self._queues.apart:  # preempted for another one
                 continue
-            num_tokens = budget.take(entry.sequence, entry.sequence.num_uncomputed_tokens)
+            num_tokens = budget.take(entry.sequence, self._room.next_tokens(entry))
             if num_tokens and self._extend(entry, num_tokens):
                 chunks.append(ScheduledSequence(entry.sequence, num_tokens))
         if alone is None and not self._room.is_owed_pages and len(self._room.preempted) == num_preempted:
@@ -92,7 +92,7 @@ class PromptSteps:
                 break
             if entry not in self._queues.apart:
                 continue  # only its last token is left, which the next decode step computes
-            num_tokens = budget.take(entry.sequence, self._room.num_tokens_within(entry.sequence))
+            num_tokens = budget.take(entry.sequence, self._room.num_tokens_within(entry))
             if not num_tokens:  # other prompts are scored in this step, or it needs more pages
                 break
             chunks.append(ScheduledSequence(entry.sequence, num_tokens))

@@ -25,7 +25,7 @@ from penstock.types import PageHash, PageId
 
 
 class KeptPool:
-    """Implements `engine.cache.prefix_cache.CacheSource`. The step loop is the only caller after the constructor."""
+    """Implements `engine.cache.tiers.CacheSource`. The step loop is the only caller after the constructor."""
 
     def __init__(self, pool_fd: int, journal_fd: int, pool_id: bytes, num_pages: int, kv_pages: torch.Tensor) -> None:
         """Maps the memory and reads its journal, which takes about a microsecond per page; the caller keeps the file

@@ -19,6 +19,7 @@ from engine.step.sequence import SampledToken, ScheduledSequence, Sequence, Step
 from penstock.config import DecodeConfig
 from penstock.errors import InternalError
 from penstock.types import Lane, PageId, RequestId, SamplingParams
+from tests.support.engine.pulled_pages import pull
 from tests.support.suite.examples import examples
 
 PAGE_SIZE = 4
@@ -67,6 +68,42 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decoding_sequences() -> None
     steps = [{item.sequence.request_id: item.num_tokens for item in run_step(scheduler)} for _ in range(3)]
     assert steps == [{"first": 1, "second": 7}, {"first": 1, "second": 7}, {"first": 1, "second": 6}]
     assert (first.num_output_tokens, second.num_output_tokens) == (4, 1)
+
+
+def test_a_prompt_meets_the_pages_that_are_pulled_meanwhile() -> None:
+    scheduler, _ = make_scheduler(20)
+    prompt = start(scheduler, make_sequence("prompt", 30))
+    cache, hashes = scheduler._pages._cache, prompt.hash_full_pages(PAGE_SIZE)
+    cache.await_pages(hashes)
+    steps = []
+    for arriving in ([6], [4, 5], [3], []):
+        pull(cache, hashes, arriving)
+        steps += [(item.num_tokens, item.sequence.num_output_tokens) for item in run_step(scheduler)]
+    assert steps == [(8, 0), (8, 0), (2, 1), (1, 2)]
+    assert scheduler.num_cached_tokens(prompt) == 12
+    scheduler.forget(prompt)
+    cache.unawait(hashes)
+    cache.check_integrity()
+
+
+def test_run_ahead_computes_only_up_to_pulled_pages() -> None:
+    scheduler, _ = make_scheduler(40)
+    first, prompt = start(scheduler, make_sequence("first", 3)), make_sequence("prompt", 30)
+    run_step(scheduler)
+    start(scheduler, prompt)
+    cache, hashes = scheduler._pages._cache, prompt.hash_full_pages(PAGE_SIZE)
+    cache.await_pages(hashes)
+    plan = scheduler.schedule()
+    pull(cache, hashes, [3, 4, 5, 6])
+    ahead = scheduler.schedule_ahead()
+    assert ahead is not None
+    assert [(item.start, item.num_tokens) for item in (plan.chunks[0], ahead.chunks[0])] == [(0, 7), (7, 5)]
+    for step in (plan, ahead):
+        scheduler.record(step, [5] * len(step.rows), [None] * len(step.chunks))
+    last = scheduler.schedule()
+    assert [(item.start, item.num_tokens) for item in last.chunks] == [(28, 2)]
+    assert prompt.num_computed_tokens == 28
+    assert first.num_output_tokens == 3
 
 
 def test_the_youngest_is_preempted_and_loses_no_token() -> None:
@@ -325,8 +362,9 @@ def test_every_history_balances_pages_and_completes_its_sequences(data: st.DataO
     scheduler, pool = make_scheduler(num_pages, max_batch_sequences=3, max_batch_tokens=6)
     live: list[Sequence] = []
     landing: list[Sequence] = []
+    cache, awaited = scheduler._pages._cache, []
     for number in range(data.draw(st.integers(1, 30))):
-        action = data.draw(st.sampled_from(["local", "remote", "land", "cancel", "step", "step", "step"]))
+        action = data.draw(st.sampled_from(["local", "remote", "land", "cancel", "pull", "step", "step", "step"]))
         if action in ("local", "remote") and len(live) < 6:
             length = data.draw(st.integers(1, 16))
             lane = data.draw(st.sampled_from(Lane))
@@ -345,13 +383,18 @@ def test_every_history_balances_pages_and_completes_its_sequences(data: st.DataO
             length = len(sequence.token_ids)
             sequence.token_ids.append(next_token(sequence))
             scheduler.join(sequence, length)
+        elif action == "pull" and live:
+            hashes = live[data.draw(st.integers(0, len(live) - 1))].hash_full_pages(PAGE_SIZE)
+            cache.await_pages(hashes)
+            awaited.append(list(hashes))
+            pull(cache, hashes, range(data.draw(st.integers(0, len(hashes))), len(hashes)))
         elif action == "cancel" and live:
             victim = live.pop(data.draw(st.integers(0, len(live) - 1)))
             landing = [sequence for sequence in landing if sequence is not victim]
             scheduler.forget(victim)
         else:
             run_step(scheduler)
-        pool.check_integrity()
+        cache.check_integrity()
     for sequence in landing:
         scheduler.forget(sequence)
     # The first in rank always progresses, whatever the others hold, so they end in that order.
@@ -362,7 +405,9 @@ def test_every_history_balances_pages_and_completes_its_sequences(data: st.DataO
             expected.append(sum(expected) % 997)
         assert sequence.token_ids == expected
         scheduler.forget(sequence)
-    pool.check_integrity()
+    for hashes in awaited:
+        cache.unawait(hashes)
+    cache.check_integrity()
     assert pool.num_available == pool.num_pages
 
 

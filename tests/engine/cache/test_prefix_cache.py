@@ -27,9 +27,11 @@ def make(num_pages: int) -> tuple[PagePool, PrefixCache, KvEventLog]:
     return cache.pool, cache, events
 
 
-def cached_by_events(events: KvEventLog) -> set[PageHash]:
-    """Returns the pages cached according to all events; none may lack its parent, because routers bisect."""
-    assert events.read(1).num_strays == 0
+def cached_by_events(events: KvEventLog, *, may_stray: bool = False) -> set[PageHash]:
+    """Returns the pages cached according to all events; routers are informed if one lacks its parent, because they
+    bisect otherwise.
+    """
+    assert bool(events.read(1).num_strays) == may_stray
     cached: set[PageHash] = set()
     for event in events.read(1).events:
         if event.kind is KvEventKind.STORED:
@@ -65,6 +67,46 @@ def test_eviction_takes_the_least_recently_used_chain_leaf_first() -> None:
     pool.release(touched)
     assert pool.allocate(1) == [new[2]]  # the older chain's head has been used since
     cache.check_integrity()
+
+
+def test_pulled_pages_wait_for_those_before_them() -> None:
+    pool, cache, _ = make(8)
+    hashes = hashes_of(1, 2, 3, 4, 5)
+    pulled = pool.allocate(3)
+    assert not cache.graft(hashes[3], hashes[2], pulled[0]), "nobody awaits it"
+    cache.await_pages(hashes[1:])
+    for index, page in zip((3, 4, 2), pulled, strict=True):
+        assert cache.graft(hashes[index], hashes[index - 1], page)
+    pool.release(pulled)
+    cache.check_integrity()
+    assert (cache.peek(hashes), cache.num_grafted(hashes), cache.num_lacking(hashes)) == (0, 3, 2)
+    pages = pool.allocate(6)  # evicts the first of them, and with it those that follow it
+    assert cache.num_grafted(hashes) == 0
+    cache.check_integrity()
+    pool.release(pages)
+
+
+def test_a_prompt_continues_with_pulled_pages_and_the_others_are_forgotten() -> None:
+    pool, cache, events = make(8)
+    hashes, other = hashes_of(1, 2, 3, 4), hashes_of(9, 8)
+    pages = pool.allocate(4)
+    cache.await_pages(hashes)
+    cache.await_pages(other)
+    pulled = pool.allocate(3)
+    assert cache.graft(hashes[2], hashes[1], pulled[0])
+    assert cache.graft(hashes[3], hashes[2], pulled[1])
+    assert cache.graft(other[1], other[0], pulled[2])
+    pool.release(pulled)
+    assert cache.swap_in(hashes, pages, 0) == 0
+    cache.insert(hashes[:2], pages)
+    assert (cache.peek(hashes), cache.swap_in(hashes, pages, 2)) == (4, 2)
+    assert pages[2:] == pulled[:2]
+    for awaited in (hashes, other):
+        cache.unawait(awaited)
+    cache.check_integrity()
+    assert (cache.num_cached, pool.state(pulled[2])) == (4, PageState.FREE)
+    assert cached_by_events(events) == set(hashes)
+    pool.release(pages)
 
 
 def test_peek_does_not_change_the_order_of_eviction() -> None:
@@ -224,6 +266,7 @@ class PoolHistory(RuleBasedStateMachine):
     """Runs sequences that hold pages, transfers that fence them and a cache, against a model of plain counts."""
 
     held = Bundle("held")  # (token ids, pages); each is released once
+    pulls = Bundle("pulls")  # hashes of awaited pages
     fences = Bundle("fences")  # transfer keys
 
     def __init__(self) -> None:
@@ -298,6 +341,48 @@ class PoolHistory(RuleBasedStateMachine):
         for page in pages:
             self.refs[page] -= 1
 
+    @rule(target=pulls, tokens=TOKENS, data=st.data())
+    def pull(self, tokens: list[int], data: st.DataObject) -> list[PageHash]:
+        """Awaits pages, and caches some that follow the first of them, the last ones first."""
+        hashes = hash_pages(tokens, 1, SALT)
+        self.cache.await_pages(hashes)
+        stop = len(hashes)
+        while stop and data.draw(st.booleans()):
+            first = data.draw(st.integers(0, stop - 1))
+            batch = [(hashes[index], hashes[index - 1] if index else None) for index in range(first, stop)]
+            lacking = self.cache.lacking(batch)
+            if len(lacking) > self.pool.num_available:
+                break
+            pages = self.pool.allocate(len(lacking))
+            for index, page in zip(lacking, pages, strict=True):
+                assert self.cache.graft(*batch[index], page)
+            self.pool.release(pages)
+            stop = first
+        return hashes
+
+    @rule(hashes=consumes(pulls))
+    def end_pull(self, hashes: list[PageHash]) -> None:
+        self.cache.unawait(hashes)
+
+    @rule(sequence=held, data=st.data())
+    def swap_in(self, sequence: tuple[list[int], list[PageId]], data: st.DataObject) -> None:
+        """Computes some pages of a sequence, and takes those that follow them from the cache."""
+        tokens, pages = sequence
+        hashes = hash_pages(tokens, 1, SALT)
+        first = data.draw(st.integers(0, len(tokens)))
+        if not self._fenced_pages().isdisjoint(pages) or any(self.pool.is_cached(page) for page in pages[first:]):
+            return
+        if any(self.refs[page] > 1 for page in pages[first:]):
+            return  # the model counts references, not who has them
+        self.cache.insert(hashes[:first], pages)
+        num_lacking, before = self.cache.num_lacking(hashes[first:]), list(pages)
+        num_taken = self.cache.swap_in(hashes, pages, first)
+        assert bool(num_taken) == (num_lacking == 0 and first < len(tokens))
+        for old, new in zip(before, pages, strict=True):
+            if old != new:
+                self.refs[old] -= 1
+                self.refs[new] += 1
+
     @rule(target=fences, sequence=held)
     def fence(self, sequence: tuple[list[int], list[PageId]]) -> object:
         pages = sequence[1]
@@ -353,7 +438,8 @@ class PoolHistory(RuleBasedStateMachine):
                 assert state is (PageState.OWNED if self.refs[page] == 1 else PageState.SHARED)
             else:
                 assert state is (PageState.EVICTABLE if self.pool.is_cached(page) else PageState.FREE)
-        reported = cached_by_events(self.events)
+        has_orphans = any(node.is_orphan for node in self.cache._chains.nodes.values())
+        reported = cached_by_events(self.events, may_stray=has_orphans)
         assert len(reported) == self.cache.num_cached
         assert all(page_hash in self.cache._chains.nodes for page_hash in reported)
 

@@ -17,6 +17,7 @@ from router.routing.costs.link_costs import LinkCost
 from router.routing.policy.interface import PlacementPolicy, WorkerLimits
 from router.routing.policy.policies import make_policy
 from simulator.costs.cost_file import CostProfile, FrontCosts
+from simulator.costs.machine import SharedCores, StepSpread
 from simulator.costs.step_costs import DecodeCosts, LinkCosts, PrefillCosts
 from simulator.request import Outcome, TraceRequest
 from simulator.routers.follower_model import Worker
@@ -27,6 +28,7 @@ from simulator.workers.host_memory import HostMemoryModel, WorkerMemory
 from simulator.workers.prefill_model import PrefillModel
 from simulator.world.garbage import collect_rarely
 from simulator.world.kv_links import KvLinks
+from simulator.world.machine_model import MachineModel
 from simulator.world.network import Call, Network, State
 from simulator.world.virtual_time import Simulation
 
@@ -48,6 +50,8 @@ class FleetSpec:
     link_costs: LinkCosts = field(default_factory=LinkCosts)
     prefill: PrefillConfig = field(default_factory=lambda: PrefillConfig(max_batch_tokens=2048))
     decode: DecodeConfig = field(default_factory=lambda: DecodeConfig(max_batch_sequences=256, max_batch_tokens=2048))
+    cores: SharedCores | None = None  # None: each worker has cores of its own
+    spread: StepSpread | None = None  # None: steps take exactly what they cost
     max_run: int = 64  # most decode steps simulated at once if nothing happens between them; 1: a frame for each step
     policy: str = "kv-aware"
     max_replicas: int = 8
@@ -67,6 +71,8 @@ class FleetSpec:
             prefill_costs=profile.prefill,
             decode_costs=profile.decode,
             link_costs=profile.link,
+            spread=profile.spread,
+            cores=profile.cores,
             front=profile.front,
         )
 
@@ -111,6 +117,7 @@ class SimulatedFleet:
         self.sim = Simulation(seed)
         self.network = Network(self.sim, spec.link_costs.latency_s, spec.link_costs.jitter_s)
         self.links = KvLinks(self.sim, self.network, spec.link_costs)
+        self.machine = MachineModel(self.sim, spec.cores, spec.spread)
         self.event_faults = EventFaults(self.sim.rng("event faults"))
         # Reports may wait only without a gate, which acts on every report, and for a single router.
         self._reports_wait = spec.admission is None and spec.num_routers == 1
@@ -161,8 +168,12 @@ class SimulatedFleet:
 
     def _submit(self, outcome: Outcome, on_end: Callable[[Outcome], None]) -> None:
         self.num_submitted += 1
-        arrival_s = outcome.request.arrival_s + self.spec.front.request_s
-        self.sim.at(arrival_s, lambda: self._call(outcome, on_end, arrival_s + self.spec.timeout_s))
+        arrival_s, request_s = outcome.request.arrival_s, self.spec.front.request_s
+        deadline_s, cores = arrival_s + request_s + self.spec.timeout_s, self.machine.cores
+        if cores is None:
+            self.sim.at(arrival_s + request_s, lambda: self._call(outcome, on_end, deadline_s))
+        else:
+            self.sim.at(arrival_s, lambda: cores.handle(request_s, lambda: self._call(outcome, on_end, deadline_s)))
 
     def _call(self, outcome: Outcome, on_end: Callable[[Outcome], None], deadline_s: float) -> None:
         """Calls a router, as `penstock.client` does: clients spread over the routers that run, and try again later."""
@@ -250,7 +261,9 @@ class SimulatedFleet:
         spec, node = self.spec, self.network.add(name, Epoch(self._epoch))
         memory = self._make_memory(self.roles[name])
         if self.roles[name] is Role.PREFILL:
-            worker: Worker = PrefillModel(node, self.links, spec.prefill_costs, spec.prefill, memory, self.find)
+            worker: Worker = PrefillModel(
+                node, self.links, spec.prefill_costs, spec.prefill, memory, self.machine, self.find
+            )
         else:
             worker = DecodeModel(
                 node,
@@ -260,8 +273,9 @@ class SimulatedFleet:
                 spec.link_costs,
                 spec.decode,
                 memory,
+                self.machine,
                 self.workers.get,
-                spec.max_run,
+                spec.max_run if spec.cores is None else 1,
             )
         self.workers[name] = worker
         self._feeds[worker] = []

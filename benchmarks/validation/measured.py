@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,16 @@ from pathlib import Path
 import grpc.aio
 
 from benchmarks.common.report import hardware, today, versions
-from benchmarks.validation.runs import MODEL, NUM_PAGES, Fault, Latencies, Measurement, PlannedRun, deployments
+from benchmarks.validation.runs import (
+    DISTURBED,
+    MODEL,
+    NUM_PAGES,
+    Fault,
+    Latencies,
+    Measurement,
+    PlannedRun,
+    deployments,
+)
 from benchmarks.validation.workloads import spell_prompt
 from penstock import AsyncClient, wire
 from penstock.client.results import Timing
@@ -23,14 +32,13 @@ from penstock.config import EngineConfig, RouterConfig, WorkerConfig
 from penstock.errors import PenstockError
 from penstock.types import Role
 from penstock.v1 import worker_pb2, worker_pb2_grpc
-from simulator.costs.fit import StepRecord, StepRecorder
+from simulator.costs.records import StepRecord, StepRecorder
 from simulator.request import TraceRequest
 from tests.support.plain_processes import Deployment, Process
 
 _VOCAB_SIZE = 2048
 _TIMEOUT_S = 60.0
 _WATCH_TIMEOUT_S = 600.0
-_DISTURBED = 0.03  # share of the cores that other programs may take during a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +80,11 @@ async def measure_shape(shape: str, round: int, seconds: float, max_repeats: int
         with real_system(*sizes) as system:
             for run in planned:
                 tries = [await _try(system, run, f"{shape} {round} {run.name}")]
-                while tries[-1].others_share > _DISTURBED and num_repeats < max_repeats and not run.fault:
+                while tries[-1].others_share > DISTURBED and num_repeats < max_repeats and not run.fault:
                     num_repeats += 1
                     tries.append(await _try(system, run, f"{shape} {round} {run.name} {num_repeats}"))
                 best = min(tries, key=lambda one: one.others_share)
+                best.found.cpu_s = best.cpu_s
                 if run.fault is None or run.fault.stall_s is not None:  # the times of a killed worker are lost
                     best.found.others_share = best.others_share
                 runs[run.name], records[run.name] = best.found, best.records
@@ -88,13 +97,15 @@ class _Try:
     found: Latencies
     records: list[StepRecord]
     others_share: float
+    cpu_s: dict[str, float]
 
 
 async def _try(system: RealSystem, run: PlannedRun, salt: str) -> _Try:
     before = CpuTimes.now(system)
     async with _recording(system) as recorder:
         found = await measure(system, run, salt)
-    return _Try(found, recorder.records, CpuTimes.now(system).others_share(before))
+    after = CpuTimes.now(system)
+    return _Try(found, recorder.records, after.others_share(before), after.seconds_since(before))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +114,25 @@ class CpuTimes:
 
     whole: int
     idle: int
-    ours: int
+    ours: Mapping[str, int]  # by process
 
     @classmethod
     def now(cls, system: RealSystem) -> CpuTimes:
         times = [int(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-        pids = [os.getpid(), system.router.popen.pid, *(process.popen.pid for process in system.workers.values())]
-        return cls(sum(times), times[3] + times[4], sum(map(_ticks, pids)))
+        pids = {"client": os.getpid(), "router": system.router.popen.pid}
+        pids |= {name: process.popen.pid for name, process in system.workers.items()}
+        return cls(sum(times), times[3] + times[4], {name: _ticks(pid) for name, pid in pids.items()})
 
     def others_share(self, before: CpuTimes) -> float:
         """Returns the share of all cores that other programs, and the host of a virtual machine, have taken since."""
         whole, idle = self.whole - before.whole, self.idle - before.idle
-        return max(0.0, whole - idle - (self.ours - before.ours)) / max(1, whole)
+        ours = sum(self.ours.values()) - sum(before.ours.values())
+        return max(0.0, whole - idle - ours) / max(1, whole)
+
+    def seconds_since(self, before: CpuTimes) -> dict[str, float]:
+        """Returns the processor time of each process since."""
+        ticks_per_s = os.sysconf("SC_CLK_TCK")
+        return {name: (ticks - before.ours[name]) / ticks_per_s for name, ticks in self.ours.items()}
 
 
 def _ticks(pid: int) -> int:
@@ -208,4 +226,4 @@ async def _watch(address: str, name: str, role: Role, recorder: StepRecorder) ->
     async with grpc.aio.insecure_channel(address) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
         async for batch in stub.WatchEvents(worker_pb2.WatchEventsRequest(), timeout=_WATCH_TIMEOUT_S):
-            recorder.observe(name, role, wire.load_from_wire(batch.load))
+            recorder.observe(name, role, wire.load_from_wire(batch.load), time.perf_counter())

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median, quantiles
 
+import numpy as np
+
 from benchmarks.validation.runs import (
     CALIBRATIONS,
+    DISTURBED,
     MODEL,
     NUM_PAGES,
+    REFERENCE,
     Fault,
     Latencies,
     Measurement,
     PlannedRun,
     deployments,
+    pool,
 )
 from engine.memory.estimates import saturating_tokens
 from penstock.config import DecodeConfig, EngineConfig, PrefillConfig
 from penstock.sizing.model_shape import find_shape
+from penstock.types import Role
 from simulator.costs.cost_file import CostProfile, FrontCosts
-from simulator.costs.fit import StepRecord, fit_steps
+from simulator.costs.fit import fit_steps, least_squares
+from simulator.costs.machine import SharedCores, StepKind
+from simulator.costs.records import StepRecord
 from simulator.costs.step_costs import LinkCosts
 from simulator.fleet import FleetSpec, SimulatedFleet
 from simulator.request import TraceRequest
@@ -39,9 +47,10 @@ class PredictedSystem:
         self._num_runs = 0
         self._rest()  # routers connect
 
-    def measure(self, run: PlannedRun) -> Latencies:
-        """Serves a run in virtual time. Prompts of different runs differ."""
+    def measure(self, run: PlannedRun, drift: Mapping[StepKind, float] | None = None) -> Latencies:
+        """Serves a run in virtual time on a machine as slow as `drift` says. Prompts of different runs differ."""
         fleet, start_s = self._fleet, self._fleet.sim.now_s
+        fleet.machine.set_drift(drift or {})
         outcomes = [fleet.submit(self._shifted(request, start_s)) for request in run.requests]
         if run.fault is not None:
             self._break_later(run.fault, start_s)
@@ -100,31 +109,36 @@ def fleet_spec(num_prefill: int, num_decode: int) -> FleetSpec:
 
 
 def predict_shape(seen: Measurement) -> tuple[CostProfile, dict[str, Latencies]]:
-    """Returns the costs fitted to the calibration, and what they predict for every run."""
-    profile: CostProfile | None = None
+    """Returns the costs fitted to the calibration, and what they predict for every run at the speed of the machine
+    then.
+    """
+    profile = fit_profile(seen)
     expected: dict[str, Latencies] = {}
     for sizes, runs in deployments(seen.shape, seen.seconds, seen.round):
-        spec = fleet_spec(*sizes)
-        profile = profile or fit_profile(seen)
-        system = PredictedSystem(spec.with_costs(profile))
-        expected |= {run.name: system.measure(run) for run in runs}
-    assert profile is not None
+        system = PredictedSystem(fleet_spec(*sizes).with_costs(profile))
+        for run in runs:
+            expected[run.name] = system.measure(run, drift_during(seen, run.name))
     return profile, expected
 
 
 def fit_profile(seen: Measurement) -> CostProfile:
-    """Fits the costs of steps and messages to the calibration that other programs disturbed least.
+    """Fits the costs of steps and messages to the calibrations that other programs disturbed least, at the usual speed
+    of the machine.
 
     The time between steps, and that of requests outside of workers, is what the latencies of requests that were alone
     have beyond their own steps and messages.
     """
-    name = min(CALIBRATIONS, key=lambda name: seen.runs[name].others_share or 0.0)
-    records, latency_s = seen.records[name], _latency_s(seen.runs[name].hops_s)
-    alone, steps = seen.runs["alone"], seen.records["alone"]
+    names = _calibrations(seen)
+    records = [record for name in names for record in _undrifted(seen.records[name], drift_during(seen, name))]
+    latency_s = _latency_s([hop_s for name in names for hop_s in seen.runs[name].hops_s])
+    references = _references(seen)
+    alone = pool([seen.runs[name] for name in references])
+    steps = [record for name in references for record in seen.records[name]]
+    cores = SharedCores(seen.machine["hardware"]["cores"], _frame_s(seen, [*names, *references]))
     between_s = max(0.0, median(alone.itl_s) - _step_s(steps, has_prompts=False))
     first_s = _step_s(steps, has_prompts=True) + 2 * latency_s  # the calls go to the decode worker and back
-    front_s = max(0.0, median(alone.ttft_s) - first_s)
-    fitted = fit_steps(records)
+    front_s = max(0.0, median(alone.ttft_s) - first_s - cores.frame_s)
+    fitted = fit_steps(records, cores)
     token_bytes = int(find_shape(str(MODEL)).kv_token_bytes)
     return CostProfile(
         seen.shape,
@@ -134,10 +148,62 @@ def fit_profile(seen: Measurement) -> CostProfile:
         LinkCosts(_SHARED_MEMORY_BYTES_PER_S, latency_s, token_bytes=token_bytes),
         FrontCosts(request_s=front_s),
         errors=fitted.errors,
+        spread=fitted.spread,
+        cores=cores,
     )
 
 
-def _step_s(records: Sequence[StepRecord], *, has_prompts: bool) -> float:
+def _references(seen: Measurement) -> list[str]:
+    """Returns the names of the runs of requests that were alone."""
+    return [name for name in seen.runs if name.startswith(REFERENCE)]
+
+
+def drift_during(seen: Measurement, name: str) -> dict[StepKind, float]:
+    """Returns how slow the machine was during a run, relative to its usual speed, by kind of step.
+
+    The steps of requests that are alone before and after the run show it, and those of all such runs the usual speed.
+    """
+    names = list(seen.runs)
+    place = names.index(name)
+    near = [each for each in names[max(0, place - 1) : place + 2] if each in _references(seen)]
+    if not near:
+        return {}
+    drift: dict[StepKind, float] = {}
+    for kind in (StepKind.DECODE, StepKind.CHUNK):
+        has_prompts = kind is StepKind.CHUNK
+        usual_s = _step_s([record for each in _references(seen) for record in seen.records[each]], has_prompts)
+        drift[kind] = _step_s([record for each in near for record in seen.records[each]], has_prompts) / usual_s
+    return drift | {StepKind.PREFILL: drift[StepKind.CHUNK]}
+
+
+def _undrifted(records: Sequence[StepRecord], drift: Mapping[StepKind, float]) -> list[StepRecord]:
+    """Returns the records as they would be at the usual speed of the machine."""
+    return [
+        replace(record, totals=replace(record.totals, seconds=record.totals.seconds / drift.get(record.kind, 1.0)))
+        for record in records
+    ]
+
+
+def _calibrations(seen: Measurement) -> list[str]:
+    """Returns the calibrations that other programs did not disturb, or the one that they disturbed least."""
+    shares = {name: seen.runs[name].others_share or 0.0 for name in CALIBRATIONS}
+    return [name for name, share in shares.items() if share <= max(DISTURBED, min(shares.values()))]
+
+
+def _frame_s(seen: Measurement, names: Sequence[str]) -> float:
+    """Returns the processor time of a message with tokens beside steps: what grows with the number of decode steps."""
+    quantities, cpu_s = [], []
+    for name in names:
+        run = seen.runs[name]
+        steps = [record.totals for record in seen.records[name] if record.role is Role.DECODE]
+        quantities.append((sum(each.steps for each in steps), len(run.ttft_s)))
+        whole_s = sum(run.cpu_s[process] for process in ("client", "router", "decode-0"))
+        cpu_s.append(whole_s - sum(each.seconds for each in steps))
+    frame_s, _ = least_squares(np.array(quantities, float), np.array(cpu_s))
+    return float(frame_s)
+
+
+def _step_s(records: Sequence[StepRecord], has_prompts: bool) -> float:
     """Returns the median time of a step."""
     totals = [record.totals for record in records if record.has_prompts is has_prompts]
     return median(each.seconds / each.steps for each in totals)

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.validation.workloads import WORKLOADS, make_calibration, make_workload, sequential
 from penstock.types import Role, StepTotals
-from simulator.costs.fit import StepRecord
+from simulator.costs.records import StepRecord
 from simulator.request import TraceRequest
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "penstock-tiny"
@@ -20,6 +20,8 @@ CALIBRATIONS = (
     "calibration",
     "calibration again",
 )  # the first and the last run, as the speed of a machine drifts
+REFERENCE = "alone"  # begins the names of runs of requests that are alone
+DISTURBED = 0.03  # share of the cores that other programs may take during a run
 _SEEDS_A_ROUND = 100
 
 
@@ -54,6 +56,7 @@ class Latencies:
     num_elsewhere: int = 0  # prompts computed by a prefill worker, wholly or in part
     others_share: float | None = None  # share of the cores that other programs took meanwhile, if it was measured
     hops_s: list[float] = field(default_factory=list)  # calls to the prefill worker and back, of such whole prompts
+    cpu_s: dict[str, float] = field(default_factory=dict)  # processor time by process, also of the client
 
     @property
     def tokens_per_s(self) -> float:
@@ -108,7 +111,7 @@ class Measurement:
 
 
 def _record(data: Mapping[str, Any]) -> StepRecord:
-    return StepRecord(Role(data["role"]), data["has_prompts"], StepTotals(**data["totals"]))
+    return StepRecord(**{**data, "role": Role(data["role"]), "totals": StepTotals(**data["totals"])})
 
 
 def fitted_runs(seconds: float, round: int = 0) -> list[PlannedRun]:
@@ -120,9 +123,20 @@ def fitted_runs(seconds: float, round: int = 0) -> list[PlannedRun]:
     return [
         PlannedRun("warm-up", sequential(6, seed + 90), is_compared=False),
         PlannedRun(CALIBRATIONS[0], make_calibration(seconds, seed + 92), is_compared=False),
-        PlannedRun("alone", sequential(12, seed + 91), is_compared=False),
         PlannedRun(CALIBRATIONS[1], make_calibration(seconds, seed + 94), is_compared=False),
     ]
+
+
+def with_references(runs: Sequence[PlannedRun], seed: int) -> list[PlannedRun]:
+    """Puts requests that are alone before, between and after the runs. They show how fast the machine is then."""
+    planned: list[PlannedRun] = []
+    for number, run in enumerate(runs):
+        planned += [_reference(seed + number), run]
+    return [*planned, _reference(seed + len(runs))]
+
+
+def _reference(seed: int) -> PlannedRun:
+    return PlannedRun(f"{REFERENCE} {seed % _SEEDS_A_ROUND}", sequential(4, seed), is_compared=False)
 
 
 def deployments(shape: str, seconds: float, round: int) -> Iterator[tuple[tuple[int, int], list[PlannedRun]]]:
@@ -135,12 +149,10 @@ def deployments(shape: str, seconds: float, round: int) -> Iterator[tuple[tuple[
     if num_prefill:  # the link to the decode worker carries nothing while the prefill worker is stopped
         stalled = Fault("prefill-0", seconds / 2, stall_s=1.0)
         runs.append(PlannedRun("stalled link", make_workload("long prompts", seconds, seed + 7), stalled))
-    *first, last = fitted_runs(seconds, round)
-    yield (num_prefill, num_decode), [*first, *runs, last]
+    warm_up, before, after = fitted_runs(seconds, round)
+    yield (num_prefill, num_decode), [warm_up, *with_references([before, *runs, after], seed + 50)]
     if num_prefill:  # streams of the killed worker continue at the other one
         killed = Fault("decode-1", seconds / 2)
-        runs = [
-            PlannedRun("warm-up of two", sequential(6, seed + 93), is_compared=False),
-            PlannedRun("kill", make_workload("steady short", seconds, seed + 8), killed),
-        ]
-        yield (num_prefill, num_decode + 1), runs
+        kill = PlannedRun("kill", make_workload("steady short", seconds, seed + 8), killed)
+        warm_up = PlannedRun("warm-up of two", sequential(6, seed + 93), is_compared=False)
+        yield (num_prefill, num_decode + 1), [warm_up, *with_references([kill], seed + 70)]

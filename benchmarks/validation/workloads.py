@@ -116,10 +116,10 @@ def make_calibration(duration_s: float, seed: int) -> list[TraceRequest]:
 
 
 def sequential(num_requests: int, seed: int) -> list[TraceRequest]:
-    """Returns short requests far apart, which warm up a deployment."""
+    """Returns short requests far apart, none of which meets another."""
     maker = _Maker(seed)
     for number in range(num_requests):
-        maker.add(number * 0.5, maker.blocks(64), 8)
+        maker.add(number * 0.5, maker.blocks(64), 16)
     return maker.requests
 
 

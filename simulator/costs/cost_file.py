@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import InvalidInput
+from simulator.costs.machine import SharedCores, StepSpread
 from simulator.costs.step_costs import DecodeCosts, LinkCosts, PrefillCosts
 
 _FORMAT = 1
@@ -34,6 +35,8 @@ class CostProfile:
     front: FrontCosts = FrontCosts()
     tensor_parallel: int = 1
     errors: Mapping[str, float] = field(default_factory=dict)
+    spread: StepSpread | None = None  # None: steps take exactly what they cost
+    cores: SharedCores | None = None  # None: each worker has cores of its own
 
 
 def write_costs(profile: CostProfile, path: str | Path) -> None:
@@ -52,6 +55,7 @@ def read_costs(path: str | Path) -> CostProfile:
     try:
         decode = dict(data.get("decode", {}))
         chunk = PrefillCosts(**decode.pop("chunk", {}))
+        spread, cores = data.get("spread"), data.get("cores")
         profile = CostProfile(
             **{
                 **data,
@@ -59,6 +63,8 @@ def read_costs(path: str | Path) -> CostProfile:
                 "decode": DecodeCosts(**decode, chunk=chunk),
                 "link": LinkCosts(**data.get("link", {})),
                 "front": FrontCosts(**data.get("front", {})),
+                "spread": None if spread is None else StepSpread(**spread),
+                "cores": None if cores is None else SharedCores(**cores),
             }
         )
         _check(asdict(profile), str(path))
@@ -71,5 +77,11 @@ def _check(data: Mapping[str, Any], where: str) -> None:
     for key, value in data.items():
         if isinstance(value, Mapping):
             _check(value, f"{where}: {key}")
-        elif key not in {"name", "source"} and not (isinstance(value, int | float) and 0 <= value < float("inf")):
+        elif isinstance(value, list | tuple):
+            _check({str(place): each for place, each in enumerate(value)}, f"{where}: {key}")
+        elif (
+            value is not None
+            and key not in {"name", "source"}
+            and not (isinstance(value, int | float) and 0 <= value < float("inf"))
+        ):
             raise InvalidInput("costs", f"{where}: {key} = {value!r}; give a number that is not negative")

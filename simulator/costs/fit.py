@@ -1,6 +1,6 @@
 """Fits the costs of steps to measurements: those of a running deployment's reports, or of a grid of steps. Pure.
 
-A record sums up a few steps of one kind, as workers report them (`penstock.types.StepTotals`). Costs are never
+Costs are never
 negative, and errors count relative to the step's time, so that short steps weigh as much as long ones.
 """
 
@@ -8,25 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import NoReturn
 
 import numpy as np
 
 from penstock.errors import InvalidInput
-from penstock.types import Role, StepTotals, WorkerLoad
+from penstock.types import StepTotals
+from simulator.costs.crowding import crowded_slowness
+from simulator.costs.machine import SharedCores, StepKind, StepSpread
+from simulator.costs.records import StepRecord
 from simulator.costs.step_costs import DecodeCosts, PrefillCosts
 
 _LEAST_RECORDS = 4
 _ROUNDS = 3  # rounds of fitting, after each of which outliers lose weight
 _OUTLIER = 3.0  # times the median relative error
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """A few steps of a worker: `totals.contexts` counts pairs of a computed token and a token before it."""
-
-    role: Role
-    has_prompts: bool  # the steps have prompts; otherwise each computed one token for each sequence
-    totals: StepTotals
+_NUM_QUANTILES = 41
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,73 +33,83 @@ class FittedSteps:
     prefill: PrefillCosts
     decode: DecodeCosts
     errors: dict[str, float]
+    spread: StepSpread
 
 
-class StepRecorder:
-    """Turns workers' successive load reports into records."""
-
-    def __init__(self) -> None:
-        self.records: list[StepRecord] = []
-        self._seen: dict[str, WorkerLoad] = {}
-
-    def observe(self, worker_id: str, role: Role, load: WorkerLoad) -> None:
-        """Takes a worker's newest report. The first one only sets where its totals begin."""
-        before = self._seen.get(worker_id)
-        self._seen[worker_id] = load
-        if before is None or load.decode_steps.steps + load.prefill_steps.steps < (
-            before.decode_steps.steps + before.prefill_steps.steps
-        ):  # new, or restarted
-            return
-        for has_prompts, now, then in (
-            (True, load.prefill_steps, before.prefill_steps),
-            (False, load.decode_steps, before.decode_steps),
-        ):
-            since = now.since(then)
-            if since.steps > 0 and since.seconds > 0:
-                self.records.append(StepRecord(role, has_prompts, since))
-
-
-def fit_steps(records: Sequence[StepRecord]) -> FittedSteps:
+def fit_steps(records: Sequence[StepRecord], cores: SharedCores | None = None) -> FittedSteps:
     """Returns the costs that explain the records best.
 
     The cost of prompts is fitted to the steps of prefill workers or, without such workers, to prompts computed in
-    decode steps. Raises InvalidInput if records of either kind are too few.
+    decode steps. With `cores`, the records with their times are those of all workers that share them; costs are then
+    those of steps without crowding. Raises InvalidInput if records of either kind are too few.
     """
-    decoding = [record.totals for record in records if not record.has_prompts]
-    alone = [record.totals for record in records if record.has_prompts and record.role is Role.PREFILL]
-    beside = [record.totals for record in records if record.has_prompts and record.role is Role.DECODE]
-    errors: dict[str, float] = {}
-    fixed_s, sequence_s, kv_token_s = _fit("decode", decoding, errors)
-    prompts = alone if len(alone) >= _LEAST_RECORDS else beside
-    prefill = PrefillCosts(*_fit("prefill", prompts, errors))
+    slowness = crowded_slowness(records, cores) if cores is not None else np.ones(len(records))
+    places = {kind: [place for place, record in enumerate(records) if record.kind is kind] for kind in StepKind}
+    fits = {
+        kind: _fit([records[place].totals for place in chosen], slowness[chosen])
+        for kind, chosen in places.items()
+        if len(chosen) >= _LEAST_RECORDS
+    }
+    decode = fits.get(StepKind.DECODE) or _refuse("decode", len(places[StepKind.DECODE]))
+    prompts = fits.get(StepKind.PREFILL) or fits.get(StepKind.CHUNK)
+    prompts = prompts or _refuse("prefill", len(places[StepKind.PREFILL]))
+    prefill = PrefillCosts(*prompts.costs)
     chunk, mixed_s = prefill, 0.0
-    if len(beside) >= _LEAST_RECORDS:
-        chunk = PrefillCosts(*_fit("chunk", beside, errors))
-        mixed_s = max(0.0, chunk.step_s - fixed_s)
-    decode = DecodeCosts(fixed_s, sequence_s, kv_token_s, chunk, mixed_s=mixed_s)
-    return FittedSteps(prefill, decode, errors)
+    if StepKind.CHUNK in fits:
+        chunk = PrefillCosts(*fits[StepKind.CHUNK].costs)
+        mixed_s = max(0.0, chunk.step_s - decode.costs[0])
+    all_fits = {StepKind.PREFILL: prompts, StepKind.CHUNK: prompts} | fits
+    return FittedSteps(
+        prefill,
+        DecodeCosts(*decode.costs, chunk, mixed_s=mixed_s),
+        {f"{kind}_p{100 * share:.0f}": fit.error(share) for kind, fit in fits.items() for share in (0.5, 0.9)},
+        StepSpread(
+            {str(kind): fit.quantiles() for kind, fit in all_fits.items()},
+            median(record.totals.seconds for record in records),
+        ),
+    )
 
 
-def _fit(kind: str, totals: Sequence[StepTotals], errors: dict[str, float]) -> tuple[float, float, float]:
-    usable = [each for each in totals if each.steps and each.seconds > 0]
-    if len(usable) < _LEAST_RECORDS:
-        raise InvalidInput(
-            "records", f"{len(usable)} {kind} records; at least {_LEAST_RECORDS} are needed: send more varied traffic"
-        )
-    quantities = np.array([(each.steps, each.tokens, each.contexts) for each in usable], float)
-    seconds = np.array([each.seconds for each in usable])
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """Costs of a kind: of a step, a token and a token's context. `relative` has the times of records over costs."""
+
+    costs: tuple[float, float, float]
+    relative: np.ndarray
+
+    def error(self, share: float) -> float:
+        return float(np.quantile(np.abs(1.0 / self.relative - 1.0), share))
+
+    def quantiles(self) -> list[float]:
+        return [float(each) for each in np.quantile(self.relative, np.linspace(0.0, 1.0, _NUM_QUANTILES))]
+
+
+def _refuse(kind: str, num_records: int) -> NoReturn:
+    raise InvalidInput(
+        "records", f"{num_records} {kind} records; at least {_LEAST_RECORDS} are needed: send more varied traffic"
+    )
+
+
+def _fit(totals: Sequence[StepTotals], slowness: np.ndarray) -> _Fit:
+    quantities = np.array([(each.steps, each.tokens, each.contexts) for each in totals], float)
+    seconds = np.array([each.seconds for each in totals]) / slowness
+    costs = _fit_costs(quantities, seconds)
+    relative = seconds / np.maximum(quantities @ costs, 1e-12)
+    return _Fit((float(costs[0]), float(costs[1]), float(costs[2])), relative)
+
+
+def _fit_costs(quantities: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     weights = 1.0 / seconds
     for _ in range(_ROUNDS):
-        found = _least_squares(quantities * weights[:, None], seconds * weights)
+        found = least_squares(quantities * weights[:, None], seconds * weights)
         relative = np.abs(quantities @ found - seconds) / seconds
         limit = _OUTLIER * max(float(np.median(relative)), 1e-9)
         weights = np.minimum(1.0, limit / np.maximum(relative, 1e-12)) / seconds
-    errors[f"{kind}_p50"], errors[f"{kind}_p90"] = (float(np.quantile(relative, share)) for share in (0.5, 0.9))
-    return float(found[0]), float(found[1]), float(found[2])
+    return found
 
 
-def _least_squares(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Returns the non-negative solution: the best over every choice of columns, of which there are three."""
+def least_squares(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Returns the non-negative solution: the best over every choice of columns, which must be few."""
     best, best_error = np.zeros(rows.shape[1]), np.inf
     num = rows.shape[1]
     for chosen in range(1, 1 << num):

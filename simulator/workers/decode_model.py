@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -21,6 +22,7 @@ from engine.step.sequence import Sequence
 from penstock.config import DecodeConfig
 from penstock.errors import DeadlineExceeded, Overloaded, PenstockError, Unavailable
 from penstock.types import Role, StepTotals, TransferKey, WorkerId, WorkerLoad
+from simulator.costs.machine import StepKind
 from simulator.costs.step_costs import DecodeCosts, LinkCosts
 from simulator.request import RequestTokens
 from simulator.workers.host_memory import WorkerMemory
@@ -31,6 +33,7 @@ from simulator.workers.step_loop import VirtualStepLoop
 from simulator.workers.submission import Delta, MigratedTo, Submission
 from simulator.workers.transfers import Sender, TransferModel, TransferOwner
 from simulator.world.kv_links import KvLinks
+from simulator.world.machine_model import MachineModel
 from simulator.world.network import Network, Node, State
 
 _RETRY_AFTER_S = 1.0
@@ -62,6 +65,7 @@ class DecodeModel(TransferOwner):
         link: LinkCosts,
         config: DecodeConfig,
         memory: WorkerMemory,
+        machine: MachineModel,
         find_sender: Callable[[str], Sender | None],
         max_run: int = 1,
     ) -> None:
@@ -79,13 +83,19 @@ class DecodeModel(TransferOwner):
         self.transfers = TransferModel(node, network, self.pool, self.scheduler, page_size, find_sender, self)
         self.migrations = MigrationModel(self, network, links)
         self.loop = VirtualStepLoop(
-            node, self._begin_step, self._end_steps, lambda: self.before_change(), self._serve_during_step
+            node,
+            self._begin_step,
+            self._end_steps,
+            lambda: self.before_change(),
+            self._serve_during_step,
+            machine.cores,
         )
         self.on_change: Callable[[], None] = lambda: None
         self.before_change: Callable[[], None] = lambda: None
         self.num_computed_tokens = 0  # tokens of prompts computed here
         self.num_output_tokens = 0
         self._costs = costs
+        self._machine = machine
         self._link = link
         self._config = config
         self._max_run = max_run
@@ -308,11 +318,15 @@ class DecodeModel(TransferOwner):
             num_steps = self.scheduler.num_steps_alike(plan, self._max_run, awaits_pages=awaits_pages)
         waiting_s = self.host.take_waiting_s() if self.host is not None else 0.0
         if num_steps == 1:
-            self._run.steps_s = [self._costs.work_s(plan) + waiting_s]
+            kind = StepKind.CHUNK if plan.chunks else StepKind.DECODE
+            slowness = self._machine.slowness(self.worker_id, kind, now_s)
+            self._run.steps_s = [(self._costs.work_s(plan) + waiting_s) * slowness]
             return [now_s + self._run.steps_s[0]]
         costs, num_rows, contexts = self._costs, len(plan.rows), int(plan.rows.positions_R.sum())
         self._run.steps_s = costs.decode_each_s(num_rows, contexts, num_steps)
         self._run.steps_s[0] += waiting_s
+        if not self._machine.is_steady:
+            self._run.steps_s = self._machine.slowed(self.worker_id, StepKind.DECODE, now_s, self._run.steps_s)
         for step_s in self._run.steps_s:
             now_s += step_s
             ends_s.append(now_s)
@@ -342,6 +356,8 @@ class DecodeModel(TransferOwner):
             self._advance(goes_on=True)
 
     def _end_steps(self, num_ended: int) -> None:
+        if self._machine.cores is not None:
+            self._run.steps_s = [self.loop.elapsed_s]
         self._commit(num_ended, goes_on=False)
         self._run.steps_s = []
         self.migrations.advance_all()
@@ -471,4 +487,7 @@ class DecodeModel(TransferOwner):
         """Sends one frame to each router."""
         outbox, self._outbox = self._outbox, {}
         for send, deltas in outbox.items():
-            send(deltas)
+            if self._machine.cores is None:
+                send(deltas)
+            else:
+                self._machine.cores.handle_frame(partial(send, deltas))

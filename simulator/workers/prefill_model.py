@@ -19,11 +19,13 @@ from penstock.types import Role, StepTotals, TransferKey, WorkerId, WorkerLoad
 from penstock.v1 import common_pb2
 from prefill_worker.scheduler import PrefillScheduler
 from router.routing.policy.interface import PlannedPull
+from simulator.costs.machine import StepKind
 from simulator.costs.step_costs import PrefillCosts
 from simulator.workers.host_memory import WorkerMemory
 from simulator.workers.pull_model import PageHolder, PullModel
 from simulator.workers.step_loop import VirtualStepLoop
 from simulator.world.kv_links import KvLinks
+from simulator.world.machine_model import MachineModel
 from simulator.world.network import Call, Node
 
 _LEASE_S = 30.0  # lease of a sender at its receivers
@@ -92,6 +94,7 @@ class PrefillModel:
         costs: PrefillCosts,
         config: PrefillConfig,
         memory: WorkerMemory,
+        machine: MachineModel,
         find: Callable[[str], PageHolder | None],
     ) -> None:
         """`find` returns the worker of a name, to pull pages from."""
@@ -102,7 +105,9 @@ class PrefillModel:
         self.cache, self.pool = memory.cache, memory.pool
         step_tokens = config.max_batch_tokens or 2048
         self.scheduler = PrefillScheduler(self.pool, self.cache, page_size, step_tokens, config.max_batch_sequences)
-        self.loop = VirtualStepLoop(node, self._begin_step, self._end_step, lambda: self.before_change())
+        self.loop = VirtualStepLoop(
+            node, self._begin_step, self._end_step, lambda: self.before_change(), cores=machine.cores
+        )
         self.pulls = PullModel(
             node,
             links,
@@ -118,6 +123,7 @@ class PrefillModel:
         self.before_change: Callable[[], None] = lambda: None
         self.num_computed_tokens = 0
         self._links = links
+        self._machine = machine
         self._costs = costs
         self._jobs: dict[TransferKey, _Job] = {}
         self._by_sequence: dict[Sequence, _Job] = {}
@@ -224,8 +230,10 @@ class PrefillModel:
         self._step_s = self._costs.work_s(self._work)
         if self.host is not None:
             self._step_s += self.host.take_waiting_s()
+        now_s = self.node.sim.now_s
+        self._step_s *= self._machine.slowness(self.worker_id, StepKind.PREFILL, now_s)
         self._contexts = sum(item.num_contexts for item in self._work)
-        return [self.node.sim.now_s + self._step_s]
+        return [now_s + self._step_s]
 
     def _begin(self, job: _Job) -> None:
         """Asks for the destination, which arrives while the first chunk computes."""
@@ -235,6 +243,8 @@ class PrefillModel:
 
     def _end_step(self, num_ended: int) -> None:
         work, self._work = self._work, []
+        if self._machine.cores is not None:
+            self._step_s = self.loop.elapsed_s
         num_tokens = sum(item.num_tokens for item in work)
         self.num_computed_tokens += num_tokens
         self._totals = self._totals.plus(num_tokens, self._contexts, self._step_s)

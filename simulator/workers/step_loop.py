@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
+from simulator.world.machine_model import CoresModel, SharedWork
 from simulator.world.network import Node
 from simulator.world.virtual_time import Callback, Timer
 
@@ -23,24 +24,28 @@ class VirtualStepLoop:
         end: Callable[[int], None],
         before_change: Callable[[], None] = lambda: None,
         serve: Callable[[Callback], None] | None = None,
+        cores: CoresModel | None = None,
     ) -> None:
         """`begin` schedules steps and returns the end of each, or nothing without work; `end` commits that many.
 
         `before_change` is called before steps that have ended or posted calls change the worker. `serve` runs a call
         during a step; without it, calls wait for the end of the step.
+
+        On shared `cores`, `begin` returns the end of a single step as it would be on a core of its own.
         """
         self._node = node
         self._before_change = before_change
         self._begin = begin
         self._end = end
         self._serve = serve
+        self._cores = cores
         self._computing = False
         self._serving = False
         self._inbox: list[Callback] = []
         self._ends_s: Sequence[float] = ()  # ends of the steps of this run
         self._num_ended = 0  # steps of the run that were committed before its end
         self._since_s = 0.0
-        self._timer: Timer | None = None
+        self._timer: Timer | SharedWork | None = None
         self.busy_s = 0.0
 
     def post(self, call: Callback) -> None:
@@ -62,7 +67,7 @@ class VirtualStepLoop:
 
     def cut(self) -> None:
         """Ends the run with the step in flight."""
-        if self._timer is None or self._timer.time_s <= self._node.sim.now_s:
+        if not isinstance(self._timer, Timer) or self._timer.time_s <= self._node.sim.now_s:
             return
         place = bisect_right(self._ends_s, self._node.sim.now_s)
         if place + 1 < len(self._ends_s):
@@ -103,11 +108,26 @@ class VirtualStepLoop:
             self._since_s, self._num_ended = self._node.sim.now_s, 0
             self._ends_s = self._begin()
             if self._ends_s:
-                self._timer = self._node.at(self._ends_s[-1], self._finish)
+                self._timer = self._start()
                 return
             if not self._inbox:
                 self._computing = False
                 return
+
+    def _start(self) -> Timer | SharedWork:
+        if self._cores is None:
+            return self._node.at(self._ends_s[-1], self._finish)
+        assert len(self._ends_s) == 1
+        return self._cores.start(self._ends_s[0] - self._since_s, self._end_shared)
+
+    def _end_shared(self) -> None:
+        self._ends_s = [self._node.sim.now_s]
+        self._node.post(self._finish)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Time that the step took which has just ended."""
+        return self._ends_s[-1] - self._since_s
 
     def _finish(self) -> None:
         self._before_change()

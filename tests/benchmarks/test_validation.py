@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
@@ -12,20 +13,31 @@ import pytest
 from benchmarks.validation.__main__ import compare, publish
 from benchmarks.validation.measured import CpuTimes
 from benchmarks.validation.predicted import PredictedSystem, fit_profile
-from benchmarks.validation.runs import Latencies, Measurement, PlannedRun, deployments, fitted_runs, pool
+from benchmarks.validation.runs import (
+    Latencies,
+    Measurement,
+    PlannedRun,
+    deployments,
+    fitted_runs,
+    pool,
+    with_references,
+)
 from benchmarks.validation.workloads import WORKLOADS, make_workload, spell_prompt
 from penstock.types import Role
 from simulator.costs.cost_file import CostProfile, FrontCosts
-from simulator.costs.fit import StepRecord, StepRecorder
+from simulator.costs.machine import SharedCores, StepKind, StepSpread
+from simulator.costs.records import StepRecord, StepRecorder
 from simulator.costs.step_costs import DecodeCosts, LinkCosts, PrefillCosts
 from simulator.fleet import FleetSpec, SimulatedFleet
 from simulator.request import TraceRequest
 
 SPEC = FleetSpec(1, 1, prefill_pages=4000, decode_pages=4000)
 PREFILL = PrefillCosts(0.004, 0.0001, 1e-8)
+CORES = SharedCores(num_cores=2, frame_s=0.002)
+SPREAD = StepSpread(dict.fromkeys(StepKind, (0.8, 1.0, 1.3)), 0.02)
 TRUTH = CostProfile(
     "here", "made up", PREFILL, DecodeCosts(0.006, 0.0004, 1e-6, PREFILL), LinkCosts(3e9, token_bytes=3072),
-    FrontCosts(0.003),
+    FrontCosts(0.003), spread=SPREAD, cores=CORES,
 )  # fmt: skip
 
 
@@ -57,6 +69,7 @@ def recorded_steps(spec: FleetSpec, requests: Sequence[TraceRequest]) -> list[St
                 name,
                 Role.PREFILL if name.startswith("prefill") else Role.DECODE,
                 worker.load(),
+                fleet.sim.now_s,
             )
         fleet.sim.run(until_s=fleet.sim.now_s + 0.05)
     return recorder.records
@@ -70,12 +83,21 @@ def test_a_fit_to_a_run_predicts_another_run_of_the_same_system() -> None:
     """
     real = SPEC.with_costs(TRUTH)
     system, records, runs = PredictedSystem(real), {}, {}
-    for run in fitted_runs(15.0):
+    for run in with_references(fitted_runs(15.0), seed=0):
         records[run.name], runs[run.name] = (
             recorded_steps(real, run.requests),
             system.measure(run),
         )
-    profile = fit_profile(Measurement("fitted", 0, 15.0, {}, records, runs))
+        steps = [record.totals for record in records[run.name] if record.role is Role.DECODE]
+        runs[run.name].cpu_s = {
+            "client": CORES.frame_s * sum(each.steps for each in steps),
+            "router": 0.0,
+            "decode-0": sum(each.seconds for each in steps),
+        }
+    machine = {"hardware": {"cores": CORES.num_cores}}
+    profile = fit_profile(Measurement("fitted", 0, 15.0, machine, records, runs))
+    assert profile.cores is not None
+    assert profile.cores.frame_s == pytest.approx(CORES.frame_s, rel=0.01)
     bursts = [PlannedRun("bursts", make_workload("bursts", 15.0, seed)) for seed in range(3, 9)]
     seen, expected = (
         pool([PredictedSystem(spec).measure(run) for run in bursts]) for spec in (real, SPEC.with_costs(profile))
@@ -127,6 +149,8 @@ def test_results_of_another_shape_are_kept_and_charted(tmp_path: Path) -> None:
 
 
 def test_processor_time_that_is_neither_idle_nor_ours_was_taken_by_others() -> None:
-    before = CpuTimes(whole=1000, idle=600, ours=100)
-    assert CpuTimes(whole=1200, idle=700, ours=150).others_share(before) == 0.25
-    assert CpuTimes(whole=1200, idle=780, ours=150).others_share(before) == 0.0  # ticks are coarse
+    before = CpuTimes(whole=1000, idle=600, ours={"router": 60, "client": 40})
+    assert CpuTimes(whole=1200, idle=700, ours={"router": 90, "client": 60}).others_share(before) == 0.25
+    after = CpuTimes(whole=1200, idle=780, ours={"router": 90, "client": 60})
+    assert after.others_share(before) == 0.0  # ticks are coarse
+    assert after.seconds_since(before)["router"] == pytest.approx(30 / os.sysconf("SC_CLK_TCK"))

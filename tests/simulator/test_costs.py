@@ -14,7 +14,9 @@ from penstock.sizing.model_shape import MODEL_SHAPES, find_shape
 from penstock.types import Role, StepTotals
 from simulator.costs.accelerators import find_accelerator
 from simulator.costs.cost_file import read_costs, write_costs
-from simulator.costs.fit import StepRecord, fit_steps
+from simulator.costs.fit import fit_steps
+from simulator.costs.machine import SharedCores, StepKind, StepSpread
+from simulator.costs.records import StepRecord
 from simulator.costs.roofline import num_kv_tokens, ridge_batch, roofline_costs
 from simulator.costs.step_costs import DecodeCosts, PrefillCosts
 
@@ -120,6 +122,29 @@ def test_a_few_stalled_steps_do_not_change_a_fit() -> None:
     assert fit_steps(stalled).decode.decode_s(8, 4000) == pytest.approx(made.decode_s(8, 4000), rel=0.1)
 
 
+def test_a_fit_finds_the_spread_of_times() -> None:
+    made = DecodeCosts(0.004, 0.0003, 2e-6, PrefillCosts(0.005, 0.0002, 1e-8))
+    exact, noisy = (fit_steps(records(made, spread)).spread for spread in (0.0, 0.05))
+    for kind in StepKind:
+        assert exact.slowness(kind, 0.0) == pytest.approx(exact.slowness(kind, 1.0))
+        assert noisy.slowness(kind, 1.0) - noisy.slowness(kind, 0.0) == pytest.approx(0.1, abs=0.03)
+
+
+def test_a_fit_on_shared_cores_finds_the_costs_of_steps_alone() -> None:
+    """Two workers compute together half of the time, and routers and clients need a core whenever one of them does."""
+    cores, found = SharedCores(num_cores=2, frame_s=0.3), []
+    for number in range(40):
+        at_s, batch, is_together = number * 1.0, 1 + number % 5, number % 2
+        seconds = (0.1 + 0.02 * batch) * (1.5 if is_together else 1.0)
+        totals = StepTotals(3, 3 * batch, 300 * batch, 3 * seconds)
+        found.append(StepRecord(Role.DECODE, False, totals, "decode", at_s))
+        if is_together:
+            prompt = StepTotals(1, 100 + 10 * number, 5000 * number, 0.9)
+            found.append(StepRecord(Role.PREFILL, True, prompt, "prefill", at_s))
+    assert fit_steps(found, cores).decode.batch_s(4) == pytest.approx(0.18, rel=0.1)
+    assert fit_steps(found).decode.batch_s(4) > 0.2
+
+
 def test_too_few_records_are_refused_by_kind() -> None:
     with pytest.raises(InvalidInput, match="0 decode records; at least 4 are needed: send more varied traffic"):
         fit_steps([])
@@ -128,6 +153,10 @@ def test_too_few_records_are_refused_by_kind() -> None:
 def test_a_cost_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     profile = roofline_costs(MODEL_SHAPES["qwen3-8b"], ACCELERATORS["L40S"])
+    write_costs(profile, path)
+    assert read_costs(path) == profile
+    spread = StepSpread({str(kind): [0.9, 1.0, 1.5] for kind in StepKind}, spell_s=0.02)
+    profile = replace(profile, spread=spread, cores=SharedCores(num_cores=2, frame_s=0.001))
     write_costs(profile, path)
     assert read_costs(path) == profile
     path.write_text(path.read_text().replace('"token_bytes": ', '"token_bytes": -'))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from simulator.check import random_requests, random_spec
+from simulator.costs.machine import StepKind, StepSpread
 from simulator.costs.step_costs import LinkCosts
 from simulator.fleet import FleetSpec, SimulatedFleet
 from simulator.request import RequestTokens, TraceRequest
@@ -51,6 +52,16 @@ def test_runs_of_steps_equal_single_steps(seed: int) -> None:
     one_by_one = history(replace(spec, max_run=1), seed, requests)
     for max_run in (2, 64, 1000):
         assert history(replace(spec, max_run=max_run), seed, requests) == one_by_one
+
+
+def test_runs_of_steps_equal_single_steps_when_their_times_spread() -> None:
+    rng = random.Random(5)
+    spread = StepSpread(dict.fromkeys(StepKind, (0.5, 1.0, 3.0)), spell_s=0.05)
+    spec = replace(random_spec(rng), link_costs=EXACT, admission=None, spread=spread)
+    requests = random_requests(rng)
+    one_by_one = history(replace(spec, max_run=1), 5, requests)
+    assert history(replace(spec, max_run=64), 5, requests) == one_by_one
+    assert history(replace(spec, max_run=64, spread=None), 5, requests) != one_by_one
 
 
 def test_routers_know_the_same_in_the_middle_of_a_run() -> None:

@@ -17,7 +17,8 @@ from penstock.sizing.model_shape import find_shape
 from penstock.types import Role
 from penstock.v1 import admin_pb2
 from simulator.costs.cost_file import CostProfile, write_costs
-from simulator.costs.fit import StepRecord, StepRecorder, fit_steps
+from simulator.costs.fit import fit_steps
+from simulator.costs.records import StepRecord, StepRecorder
 from simulator.costs.step_costs import LinkCosts
 
 _POLL_S = 0.25
@@ -55,6 +56,7 @@ def run(arguments: Namespace) -> int:
         link,
         tensor_parallel=arguments.tensor_parallel,
         errors=fitted.errors,
+        spread=fitted.spread,
     )
     write_costs(profile, arguments.output)
     print(

@@ -1,0 +1,48 @@
+"""Describes what a machine does to the steps of its workers: it shares cores between them, and times spread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class StepKind(StrEnum):
+    """Kinds of steps whose times spread differently."""
+
+    PREFILL = "prefill"  # of a prefill worker
+    DECODE = "decode"
+    CHUNK = "chunk"  # of a decode worker, with prompts
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCores:
+    """Cores that all workers share with routers and clients. Each worker computes in one thread.
+
+    While more threads compute than there are cores, all of them take longer by the same factor, threads / cores.
+    """
+
+    num_cores: int
+    frame_s: float = 0.0  # processor time of routers, clients and the worker for a message with tokens, beside steps
+
+    def slowness(self, num_threads: float) -> float:
+        """Returns the time of work relative to that on a core of its own."""
+        return max(1.0, num_threads / self.num_cores)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpread:
+    """Measured times over costs: `quantiles` at even distances from the least to the largest, by kind of step.
+
+    A worker stays as slow or as fast for `spell_s`.
+    """
+
+    quantiles: Mapping[str, Sequence[float]]
+    spell_s: float
+
+    def slowness(self, kind: StepKind, share: float) -> float:
+        """Returns the quantile of that share, between 0 and 1."""
+        values = self.quantiles[kind]
+        place = share * (len(values) - 1)
+        low = min(int(place), len(values) - 2)
+        return values[low] + (values[low + 1] - values[low]) * (place - low)

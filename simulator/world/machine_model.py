@@ -1,0 +1,120 @@
+"""Models the machine below the workers: cores that steps share, and spells in which a worker is slower or faster.
+
+A deployment without such costs has neither: each worker computes on hardware of its own, in the time that it costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from functools import partial
+
+from simulator.costs.machine import SharedCores, StepKind, StepSpread
+from simulator.world.virtual_time import Callback, Simulation, Timer
+
+
+class SharedWork:
+    """Work of one thread: a step, or a message at routers and clients."""
+
+    __slots__ = ("left_s", "on_end", "since_s", "slowness", "timer")
+
+    def __init__(self, left_s: float, on_end: Callback, now_s: float) -> None:
+        self.left_s = left_s  # on a core of its own, counted from `since_s`
+        self.on_end = on_end
+        self.since_s = now_s
+        self.slowness = 1.0
+        self.timer: Timer | None = None
+
+
+class CoresModel:
+    """Owns the work in flight on one machine, and moves its end whenever the number of busy threads changes.
+
+    The step of a killed worker stays until its time is over.
+    """
+
+    def __init__(self, sim: Simulation, costs: SharedCores) -> None:
+        self._sim = sim
+        self._costs = costs
+        self._works: dict[SharedWork, None] = {}
+        self._at_front: deque[tuple[float, Callback]] = deque()  # work of routers and clients, in one thread
+
+    def handle_frame(self, on_end: Callback) -> None:
+        """Lets routers and clients handle a worker's message."""
+        self.handle(self._costs.frame_s, on_end)
+
+    def handle(self, work_s: float, on_end: Callback) -> None:
+        """Lets routers and clients do this after what they were given before."""
+        self._at_front.append((work_s, on_end))
+        if len(self._at_front) == 1:
+            self.start(work_s, self._handle_next)
+
+    def _handle_next(self) -> None:
+        _, on_end = self._at_front.popleft()
+        if self._at_front:
+            self.start(self._at_front[0][0], self._handle_next)
+        on_end()
+
+    def start(self, work_s: float, on_end: Callback) -> SharedWork:
+        """Begins work that takes `work_s` on a core of its own; `on_end` runs when it is done."""
+        work = SharedWork(work_s, on_end, self._sim.now_s)
+        self._works[work] = None
+        self._set_ends()
+        return work
+
+    def _end(self, work: SharedWork) -> None:
+        del self._works[work]
+        self._set_ends()
+        work.on_end()
+
+    def _set_ends(self) -> None:
+        now_s, slowness = self._sim.now_s, self._costs.slowness(len(self._works))
+        for work in self._works:
+            if work.timer is not None:
+                if slowness == work.slowness:
+                    continue
+                work.timer.cancel()
+                work.left_s -= (now_s - work.since_s) / work.slowness
+            work.since_s, work.slowness = now_s, slowness
+            work.timer = self._sim.after(max(0.0, work.left_s) * slowness, partial(self._end, work))
+
+
+class MachineModel:
+    """The machine of a deployment. `cores` is None if each worker has cores of its own."""
+
+    def __init__(self, sim: Simulation, cores: SharedCores | None = None, spread: StepSpread | None = None) -> None:
+        self.cores = None if cores is None else CoresModel(sim, cores)
+        self._sim = sim
+        self._spread = spread
+        self._drift: Mapping[StepKind, float] = {}
+        self._spells: dict[str, tuple[int, float]] = {}  # by worker: number and share of its present spell
+
+    def set_drift(self, drift: Mapping[StepKind, float]) -> None:
+        """Multiplies the times of steps that begin from now on, by kind; other programs may slow a machine so."""
+        self._drift = drift
+
+    @property
+    def is_steady(self) -> bool:
+        """Returns whether steps take exactly what they cost."""
+        return self._spread is None and not self._drift
+
+    def slowness(self, worker: str, kind: StepKind, at_s: float) -> float:
+        """Returns the time of a worker's step that begins then, relative to its cost. Depends on the seed and the time
+        only.
+        """
+        slowness = self._drift.get(kind, 1.0)
+        if self._spread is None:
+            return slowness
+        number = math.floor(at_s / self._spread.spell_s)
+        known = self._spells.get(worker)
+        if known is None or known[0] != number:
+            known = self._spells[worker] = (number, self._sim.rng(f"spell {worker} {number}").random())
+        return slowness * self._spread.slowness(kind, known[1])
+
+    def slowed(self, worker: str, kind: StepKind, begin_s: float, steps_s: list[float]) -> list[float]:
+        """Returns the times of steps in a row, given what they cost."""
+        taken_s = []
+        for cost_s in steps_s:
+            taken_s.append(cost_s * self.slowness(worker, kind, begin_s))
+            begin_s += taken_s[-1]
+        return taken_s

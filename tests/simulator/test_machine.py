@@ -1,0 +1,69 @@
+"""Tests machines whose cores are shared and whose speed varies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from simulator import check
+from simulator.check import random_spec
+from simulator.costs.machine import SharedCores, StepKind, StepSpread
+from simulator.world.machine_model import CoresModel, MachineModel
+from simulator.world.virtual_time import Simulation
+
+
+def test_work_beyond_the_cores_slows_all_work() -> None:
+    sim, ends = Simulation(), {}
+    cores = CoresModel(sim, SharedCores(num_cores=2))
+
+    def start(name: str, work_s: float) -> None:
+        cores.start(work_s, lambda: ends.update({name: sim.now_s}))
+
+    for name, begin_s, work_s in (("a", 0.0, 4.0), ("b", 1.0, 2.0), ("c", 2.0, 1.0)):
+        sim.at(begin_s, lambda name=name, work_s=work_s: start(name, work_s))  # type: ignore[misc]
+    sim.run()
+    # three share two cores from 2.0 until b and c are done at 3.5
+    assert ends == {"b": pytest.approx(3.5), "c": pytest.approx(3.5), "a": pytest.approx(4.5)}
+
+
+def test_routers_handle_one_message_after_the_other() -> None:
+    sim, ends = Simulation(), []
+    cores = CoresModel(sim, SharedCores(num_cores=2, frame_s=0.5))
+    cores.handle(1.0, lambda: ends.append(sim.now_s))
+    cores.handle_frame(lambda: ends.append(sim.now_s))
+    sim.run()
+    assert ends == [1.0, 1.5]
+
+
+def test_the_spread_depends_on_seed_worker_and_time_only() -> None:
+    spread = StepSpread({StepKind.DECODE: (0.5, 1.0, 2.0)}, spell_s=0.1)
+    times_s = [number / 30 for number in range(60)]
+
+    def slowness(seed: int, worker: str, order: list[float]) -> dict[float, float]:
+        machine = MachineModel(Simulation(seed), spread=spread)
+        return {at_s: machine.slowness(worker, StepKind.DECODE, at_s) for at_s in order}
+
+    seen = slowness(1, "decode-0", times_s)
+    assert seen == slowness(1, "decode-0", times_s[::-1])
+    assert seen != slowness(2, "decode-0", times_s)
+    assert seen != slowness(1, "decode-1", times_s)
+    assert all(0.5 <= each <= 2.0 for each in seen.values())
+
+
+def test_drift_multiplies_the_times_of_steps_that_begin_later() -> None:
+    machine = MachineModel(Simulation())
+    assert machine.is_steady
+    assert machine.slowness("decode-0", StepKind.DECODE, 0.0) == 1.0
+    machine.set_drift({StepKind.DECODE: 1.5})
+    assert not machine.is_steady
+    assert machine.slowness("decode-0", StepKind.DECODE, 0.0) == 1.5
+    assert machine.slowness("decode-0", StepKind.CHUNK, 0.0) == 1.0
+
+
+def test_faults_on_shared_cores_break_no_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores, spread = SharedCores(2, frame_s=0.002), StepSpread(dict.fromkeys(StepKind, (0.7, 1.0, 4.0)), 0.05)
+    monkeypatch.setattr(check, "random_spec", lambda rng: replace(random_spec(rng), cores=cores, spread=spread))
+    runs = [check.run_seed(seed) for seed in range(12)]
+    assert [problem for run in runs for problem in run.problems] == []
+    assert runs[3] == check.run_seed(3)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, StrictBool
 from starlette.responses import PlainTextResponse, Response
 
 from penstock.errors import DeadlineExceeded, InvalidInput
@@ -58,7 +58,7 @@ class LoadAdapterBody(BaseModel):
 
     lora_name: str
     lora_path: str
-    load_inplace: bool = False
+    load_inplace: StrictBool = False
 
 
 class UnloadAdapterBody(BaseModel):

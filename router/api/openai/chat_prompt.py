@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictBool, Tag
 
 from penstock.errors import InvalidInput
 from penstock.v1 import inference_pb2
@@ -126,7 +126,7 @@ class OfferedFunction(BaseModel):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: StrictBool | None = None
 
 
 class OfferedTool(BaseModel):
@@ -154,8 +154,8 @@ class ChatPrompt(BaseModel):
 
     messages: Annotated[list[ChatMessage], FIRST_ERROR]
     tools: Annotated[list[OfferedTool], FIRST_ERROR] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
 

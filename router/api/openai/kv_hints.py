@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, StrictBool
 
 from penstock.errors import InvalidInput
 from penstock.kv.kv_hints import MAX_PRIORITY, Hint, HintOutcome, KvHints
@@ -34,10 +34,10 @@ class KvHintsFields(BaseModel):
     fork_of: str = ""
     pin_s: float = 0.0
     priority: int = 0
-    demote: bool = False
+    demote: StrictBool = False
     prefetch_s: float | None = None
-    end_session: bool = False
-    only: bool = False
+    end_session: StrictBool = False
+    only: StrictBool = False
 
 
 class AgentHints(BaseModel):
@@ -49,7 +49,7 @@ class AgentHints(BaseModel):
     strict_priority: float | None = None
     latency_sensitivity: float | None = None
     osl: int | None = None
-    speculative_prefill: bool | None = None
+    speculative_prefill: StrictBool | None = None
 
 
 class CacheControl(BaseModel):

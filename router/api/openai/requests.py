@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
-from pydantic import BaseModel, ConfigDict, Discriminator, Tag, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Discriminator, StrictBool, Tag, ValidationError, create_model
 
 from penstock.config.limits import LimitsConfig
 from penstock.errors import InvalidInput
@@ -55,7 +55,7 @@ _JSON_TYPES: Mapping[int, Any] = {
     FieldDescriptor.CPPTYPE_UINT32: int,
     FieldDescriptor.CPPTYPE_UINT64: int,
     FieldDescriptor.CPPTYPE_FLOAT: float,
-    FieldDescriptor.CPPTYPE_BOOL: bool,
+    FieldDescriptor.CPPTYPE_BOOL: StrictBool,  # otherwise pydantic reads "off", "no", 0 and others as false
     FieldDescriptor.CPPTYPE_STRING: str,
 }
 
@@ -115,8 +115,8 @@ _HARMLESS_STREAM_OPTIONS = frozenset({"include_obfuscation"})
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="allow")
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False  # vLLM's field: adds the usage so far to every chunk
+    include_usage: StrictBool = False
+    continuous_usage_stats: StrictBool = False  # vLLM's field: adds the usage so far to every chunk
 
 
 class _CommonFields(StructuredFields):
@@ -128,17 +128,17 @@ class _CommonFields(StructuredFields):
     user: str | None = None
     request_id: str | None = None
     rid: str | None = None
-    stream: bool | None = None
+    stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     service_tier: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
     truncate_prompt_tokens: int | None = None
-    add_special_tokens: bool | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: StrictBool | None = None
+    skip_special_tokens: StrictBool | None = None
+    include_stop_str_in_output: StrictBool | None = None
+    return_token_ids: StrictBool | None = None
+    return_tokens_as_token_ids: StrictBool | None = None
     kv_hints: KvHintsFields | None = None
     nvext: DynamoExtension | None = None
     prompt_cache_retention: str | None = None
@@ -244,7 +244,7 @@ class CompletionBody(_SamplingBody):
         Discriminator(_prompt_form, "prompt_form", "is of another form"),
     ]
     logprobs: int | None = None
-    echo: bool | None = None
+    echo: StrictBool | None = None
 
     @property
     def prompt_texts(self) -> list[str | None]:
@@ -294,11 +294,11 @@ class ChatBody(_SamplingBody, ChatPrompt):
     """The body of POST /v1/chat/completions."""
 
     max_completion_tokens: int | None = None
-    logprobs: bool | None = None
+    logprobs: StrictBool | None = None
     top_logprobs: int | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    include_reasoning: bool | None = None
+    parallel_tool_calls: StrictBool | None = None
+    include_reasoning: StrictBool | None = None
 
     @property
     def wants_logprobs(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, StrictBool
 
 from penstock.config.limits import LimitsConfig
 from penstock.errors import InvalidInput
@@ -23,8 +23,8 @@ class _TokenizeFields(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool = False
+    add_special_tokens: StrictBool | None = None
+    return_token_strs: StrictBool = False
 
 
 class TokenizeTextBody(_TokenizeFields):

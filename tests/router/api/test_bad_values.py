@@ -86,9 +86,19 @@ CHAT: Table = [
     ({"max_completion_tokens": 1 << 40}, f"max_completion_tokens: is {1 << 40}; give at most {(1 << 32) - 1}"),
     ({"logit_bias": {"1": "x"}}, "logit_bias[1]: is 'x'; give a number"),
     ({"stream_options": {"include_usage": "x"}}, "stream_options.include_usage: is 'x'; give true or false"),
+    ({"stream": "off"}, "stream: is 'off'; give true or false"),
+    ({"stream": 0}, "stream: is 0; give true or false"),
+    ({"logprobs": "false"}, "logprobs: is 'false'; give true or false"),
+    ({"parallel_tool_calls": "no"}, "parallel_tool_calls: is 'no'; give true or false"),
+    ({"ignore_eos": "off"}, "ignore_eos: is 'off'; give true or false"),
+    ({"add_generation_prompt": "false"}, "add_generation_prompt: is 'false'; give true or false"),
+    (offered(strict="false"), "tools[0].function.strict: is 'false'; give true or false"),
+    ({"kv_hints": {"only": "false"}}, "kv_hints.only: is 'false'; give true or false"),
     ({"reasoning_effort": "huge"}, "reasoning_effort: is 'huge'; give one of none, minimal"),
 ]
 COMPLETIONS: Table = [
+    ({"echo": "off"}, "echo: is 'off'; give true or false"),
+    ({"return_token_ids": "false"}, "return_token_ids: is 'false'; give true or false"),
     ({"logprobs": -1}, "logprobs: is -1; give 0 or more"),
     ({"logprobs": 21}, "logprobs: is 21; give a value from 0 to 20"),
     ({"prompt": {}}, "prompt: is {}; give text, token ids, or a list of either"),
@@ -97,6 +107,7 @@ COMPLETIONS: Table = [
     ({"bad_words": [1]}, "bad_words: is [1]; give a string or a list of strings"),
 ]
 MESSAGES: Table = [
+    ({"stream": "off"}, "stream: is 'off'; give true or false"),
     ({"max_tokens": None}, "max_tokens: is missing; add it"),
     ({"max_tokens": 0}, "max_tokens: is 0; give 1 or more"),
     ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content: is 1; give text or a list of blocks"),
@@ -110,6 +121,8 @@ MESSAGES: Table = [
     ({"thinking": {"type": "x"}}, "thinking.type: is 'x'; give one of enabled, adaptive, disabled"),
 ]
 RESPONSES: Table = [
+    ({"stream": "off"}, "stream: is 'off'; give true or false"),
+    ({"store": "false"}, "store: is 'false'; give true or false"),
     ({"input": 1}, "input: is 1; give text or a list of items"),
     ({"input": [{"role": "user"}]}, "input[0].content: is missing; add it"),
     ({"tools": [{"type": "function", "name": "f", "parameters": 1}]}, "tools[0].parameters: is 1; give an object"),

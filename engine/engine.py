@@ -164,6 +164,11 @@ class Engine:
     def weights_version(self) -> int:
         return self._part.config.weights_version
 
+    @property
+    def weights_folder(self) -> str:
+        """The folder of the weights in force."""
+        return self._part.config.weights_folder
+
     def receive_weights(self, broadcast: WeightsBroadcast, member: BroadcastMember) -> None:
         """Receives weights into host memory; `prepare_weights` reads them there. Blocks; steps may run meanwhile.
 

@@ -157,12 +157,16 @@ class RoleHost:
     async def prepare_weights(self, weights: LoadedWeightsConfig) -> None:
         """Reads and checks weights, in place of any that were prepared before, while those in force serve.
 
-        Raises CheckpointError where they do not fit the model, and InvalidInput for a version that is not newer.
+        Raises CheckpointError where they do not fit the model or its MTP layer that drafts, and InvalidInput for a
+        version that is not newer.
         """
         held = self._config.engine.weights_version
         if weights.version <= held:
             raise InvalidInput("version", f"is {weights.version}, and {self.worker_id} has {held}; give a higher one")
+        from decode_worker.drafting.load_draft import check_draft_update
+
         self._prepared = None
+        await asyncio.to_thread(check_draft_update, self._config.decode.draft_model, self._engine, weights)
         await asyncio.to_thread(self._engine.prepare_weights, weights)
         self._prepared = weights
 

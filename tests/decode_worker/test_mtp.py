@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,17 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cluster.local.role_host import RoleHost
 from decode_worker.drafting.draft_head import DraftHead
+from decode_worker.drafting.load_draft import load_draft
 from engine.engine import Engine
 from engine.step.plan import EndConditions, StepPlan
 from engine.step.row_table import RowTable
 from engine.step.sequence import ScheduledSequence, Sequence
-from penstock.config import EngineConfig
+from engine.weights.checkpoint import weights_digest
+from penstock.config import EngineConfig, LoadedWeightsConfig, WorkerConfig
 from penstock.errors import CheckpointError, ConfigError
 from penstock.types import RequestId, SamplingParams
 from tests.engine.parallel.test_tensor_parallel import launch_threads
 from tests.engine.weights.test_quantized_weights import LAYOUTS
-from tests.support.engine.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.support.engine.checkpoints import VOCAB_SIZE, make_checkpoint, perturb_weights
 from tests.support.engine.mtp_layers import PlainMtp, make_mtp_checkpoint
 
 PROMPT = [(7 * place) % (VOCAB_SIZE - 2) + 2 for place in range(23)]
@@ -45,13 +49,21 @@ class World:
 
     def __init__(self, folder: Path, plain: Path | None = None, num_ranks: int = 1) -> None:
         """`plain` holds the values of a folder with quantized weights."""
-        config = EngineConfig(
+        self._config = EngineConfig(
             model=str(folder), dtype="float32", page_size=8, num_pages=128, num_threads=1, tensor_parallel=num_ranks
         )
-        self.engine = Engine.load(config, launch=launch_threads)
+        self.engine = Engine.load(self._config, launch=launch_threads)
         self.head = DraftHead.load("mtp", str(folder), self.engine)
         self.plain = PlainMtp(plain or folder)
         self._rows = RowTable(8, EndConditions()).launch(1)
+
+    def update(self, weights: LoadedWeightsConfig, plain: PlainMtp) -> None:
+        """Replaces the weights and loads the draft again, as a worker does."""
+        self.engine.prepare_weights(weights)
+        self.engine.apply_weights()
+        draft = load_draft("mtp", self._config.model_copy(update={"weights": weights}), self.engine)
+        assert isinstance(draft, DraftHead)
+        self.head, self.plain = draft, plain
 
     def make_sequence(self, name: str, prompt: list[int]) -> Sequence:
         params = SamplingParams(max_tokens=400, ignore_eos=True, temperature=0.0)
@@ -116,6 +128,11 @@ def test_rank_0_of_a_split_replica_runs_the_whole_layer(folder: Path) -> None:
     world.engine.close()
 
 
+def num_layers(folder: Path) -> int:
+    """Returns the number of the model's own layers, which is that of the MTP layer behind them."""
+    return int(json.loads((folder / "config.json").read_text())["num_hidden_layers"])
+
+
 def draft_and_verify(world: World) -> int:
     """Drafts for three sequences, checks drafts and outputs, and returns how many drafted tokens were right."""
     rng = random.Random(1)
@@ -172,7 +189,7 @@ def test_a_model_without_such_a_layer_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_that_has_lost_the_layer_is_refused(folder: Path, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
-    number = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    number = num_layers(folder)
     tensors = load_file(next(folder.glob("*.safetensors")))
     kept = {name: each for name, each in tensors.items() if not name.startswith(f"model.layers.{number}.")}
     save_file(kept, tmp_path / "model.safetensors")
@@ -180,3 +197,62 @@ def test_a_checkpoint_that_has_lost_the_layer_is_refused(folder: Path, tmp_path:
     with pytest.raises(CheckpointError, match=rf"tensor model\.layers\.{number}\.\S+ \(\d+ in all\) is missing"):
         DraftHead.load("mtp", str(tmp_path), engine)
     engine.close()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_update_of_the_weights_replaces_the_layer(folder: Path, tmp_path: Path, num_ranks: int) -> None:
+    weights = perturb_weights(folder, tmp_path / "v1", 1)
+    updated = load_file(tmp_path / "v1" / "model.safetensors")
+    world = World(folder, num_ranks=num_ranks)
+    world.update(weights, plain_mtp(folder, updated, tmp_path / "plain"))
+    draft_and_verify(world)
+    world.engine.close()
+
+
+def test_the_own_layer_of_the_model_drafts_after_an_update_without_one(folder: Path, tmp_path: Path) -> None:
+    perturb_weights(folder, tmp_path / "v1", 1)
+    own, updated = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "v1"))
+    layer = {name for name in own if name.startswith(f"model.layers.{num_layers(folder)}.")}
+    save_file({name: updated[name] for name in own.keys() - layer}, tmp_path / "v1" / "model.safetensors")
+    weights = LoadedWeightsConfig(version=1, path=str(tmp_path / "v1"), digest=weights_digest(tmp_path / "v1"))
+    world = World(folder)
+    world.update(weights, plain_mtp(folder, updated | {name: own[name] for name in layer}, tmp_path / "plain"))
+    draft_and_verify(world)
+    world.engine.close()
+
+
+def plain_mtp(folder: Path, tensors: dict[str, torch.Tensor], into: Path) -> PlainMtp:
+    """Returns the plain computation with other tensors of a checkpoint's model."""
+    into.mkdir()
+    (into / "config.json").write_bytes((folder / "config.json").read_bytes())
+    prefix = f"model.layers.{num_layers(folder)}."
+    shared = {
+        f"{prefix}embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
+        f"{prefix}shared_head.head.weight": tensors["lm_head.weight"].clone(),
+    }
+    save_file(tensors | shared, into / "model.safetensors", {"format": "pt"})
+    return PlainMtp(into)
+
+
+async def test_an_update_with_a_part_of_the_layer_is_refused(folder: Path, tmp_path: Path) -> None:
+    weights = perturb_weights(folder, tmp_path / "v1", 1)
+    file, name = tmp_path / "v1" / "model.safetensors", f"model.layers.{num_layers(folder)}.eh_proj.weight"
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, {"format": "pt"})
+    config = WorkerConfig.model_validate(
+        {
+            "worker_id": "decode-0",
+            "role": "decode",
+            "engine": {"model": str(folder), "dtype": "float32", "page_size": 8, "num_pages": 64, "num_threads": 1},
+            "decode": {"placement": "local", "speculation": "auto", "draft_model": "mtp"},
+            "transfer": {"transport": "shm"},
+        }
+    )
+    host = RoleHost(config)
+    await host.start()
+    try:
+        with pytest.raises(CheckpointError, match=rf"v1: tensor {re.escape(name)} \(1 in all\) is missing"):
+            await host.prepare_weights(weights)
+    finally:
+        await host.stop()

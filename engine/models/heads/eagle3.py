@@ -11,8 +11,6 @@ the target, `W` of the head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
@@ -23,15 +21,13 @@ from engine.layers.attention import GroupedAttention
 from engine.layers.attention_inputs import LayerInputs
 from engine.layers.feed_forward import DenseFeedForward
 from engine.layers.linear import Linear
+from engine.models.heads.head import Embed
 from engine.models.heads.head_config import HEAD_EMBEDDING, HeadConfig
 from engine.weights.reader import WeightReader
 
-Embed = Callable[[torch.Tensor], torch.Tensor]
-
 
 class Eagle3Head:
-    """Owns the head's weights. Attention sees the entries in the order in which they were stored, so some may be
-    missing."""
+    """Implements `Head`. Owns the head's weights."""
 
     def __init__(
         self,
@@ -64,7 +60,6 @@ class Eagle3Head:
         self._inputs = LayerInputs(layer, max_context, device)
 
     def combine(self, states_TX: torch.Tensor) -> torch.Tensor:
-        """Returns what `forward` reads of a target's hidden states, [T, D]."""
         return self._fc(states_TX)
 
     def forward(
@@ -78,8 +73,7 @@ class Eagle3Head:
         attention: AttentionBackend,
         ops: LayerOps,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the logits [R, V] of the entries at `rows_R`, and their hidden states [R, D]. Tokens that the head
-        does not know have a logit of minus infinity."""
+        """See `Head.forward`. Tokens that the head does not know have a logit of minus infinity."""
         inputs = self._inputs.prepare(positions_T, meta, kv.pages.shape[3], hidden_TD.dtype)[0]
         embedding_TD = ops.rms_norm(self._embed(token_ids_T), self._embedding_norm_D, self._eps)
         normed_TD = ops.rms_norm(hidden_TD, self._hidden_norm_D, self._eps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -12,15 +13,19 @@ from engine.cache.pool_memory import allocate_pool
 from engine.engine import Engine
 from engine.kernels.metadata import KvLayer
 from engine.layers.linear import Linear, can_multiply
-from engine.models.heads.eagle3 import Eagle3Head, Embed
+from engine.models.config import ModelConfig
+from engine.models.heads.eagle3 import Eagle3Head
+from engine.models.heads.head import Embed, Head, Project
 from engine.models.heads.head_config import HEAD_EMBEDDING, HEAD_MAP, HeadConfig
-from engine.models.heads.mtp import MtpHead, Product
+from engine.models.heads.mtp import MtpHead
 from engine.models.heads.mtp_config import MtpConfig
 from engine.models.shapes import EMBEDDING, HEAD, Shapes
 from engine.step.batch import Batch
-from engine.weights.checkpoint import list_weight_files, read_headers
+from engine.weights.checkpoint import check_tensors, list_weight_files, read_headers
 from engine.weights.reader import WeightReader
 from penstock.errors import CheckpointError
+
+log = logging.getLogger(__name__)
 
 _UNREAD = frozenset({HEAD_EMBEDDING, HEAD_MAP, "t2d"})
 
@@ -28,9 +33,7 @@ _UNREAD = frozenset({HEAD_EMBEDDING, HEAD_MAP, "t2d"})
 class HeadRunner:
     """A head bound to its KV pages, which have one layer, and to its target, whose hidden states it taps."""
 
-    def __init__(
-        self, head: Eagle3Head | MtpHead, config: HeadConfig | MtpConfig, engine: Engine, num_pages: int
-    ) -> None:
+    def __init__(self, head: Head, config: HeadConfig | MtpConfig, engine: Engine, num_pages: int) -> None:
         layer, layout = config.layer, engine.layout
         self.page_size, self.num_pages = layout.page_size, num_pages
         self.device = device = engine.kv_pages.device
@@ -73,7 +76,7 @@ def load_head(folder: str, engine: Engine, target_folder: str, num_pages: int) -
     target_ids_W = _read_map(Path(folder), config).to(device) if config.has_map else None
     embed: Embed | None = None
     if not config.has_embedding:
-        embed = engine.runner.embed if engine.num_ranks == 1 else _read_embedding(engine, target_folder)
+        embed = engine.runner.embed if engine.num_ranks == 1 else _read_embedding(engine)
     with WeightReader(
         Path(folder),
         config.shapes(),
@@ -88,45 +91,67 @@ def load_head(folder: str, engine: Engine, target_folder: str, num_pages: int) -
 
 
 def load_mtp(engine: Engine, target_folder: str, num_pages: int) -> HeadRunner:
-    """Loads the layer of an engine's model that predicts further tokens. Blocks.
+    """Loads the layer of an engine's model that predicts further tokens: that of the weights in force, or the model's
+    own if an update has none. Blocks.
 
     Raises ConfigError for a model without one, CheckpointError if the checkpoint does not hold its tensors.
     """
     config = MtpConfig.of(engine.model, target_folder)
     embed: Embed = engine.runner.embed
-    project: Product = engine.runner.project
+    project: Project = engine.runner.project
     if engine.num_ranks > 1:
-        embed = _read_embedding(engine, target_folder)
-        project = Linear(_read_copy(engine, target_folder, EMBEDDING if config.layer.tie_embeddings else HEAD))
-    with _open(engine, Path(target_folder), config.shapes()) as reader:
+        embed = _read_embedding(engine)
+        project = Linear(_read_copy(engine, EMBEDDING if config.layer.tie_embeddings else HEAD))
+    folder = Path(engine.weights_folder)
+    if not _has_layer(config, folder):
+        folder = Path(target_folder)
+        if engine.weights_version:
+            log.warning("weights %d have no MTP layer, so that of %s drafts", engine.weights_version, folder)
+    with _open(engine, folder, config.shapes()) as reader:
         head = MtpHead(config, reader, engine.max_context, engine.kv_pages.device, embed, project)
     return HeadRunner(head, config, engine, num_pages)
 
 
+def check_mtp_update(model: ModelConfig, folder: Path) -> None:
+    """Raises CheckpointError if new weights of a model hold only a part of its MTP layer, or other shapes."""
+    config = MtpConfig.of(model, str(folder))
+    if _has_layer(config, folder):
+        shapes = config.shapes()
+        check_tensors(folder, shapes, _others(folder, shapes), model.scheme)
+
+
+def _has_layer(config: MtpConfig, folder: Path) -> bool:
+    return any(name.startswith(config.prefix) for name in read_headers(list_weight_files(folder)))
+
+
+def _others(folder: Path, shapes: Shapes) -> frozenset[str]:
+    """Returns the stored tensors that do not belong to those of `shapes`."""
+    prefixes = tuple({f"{name.removesuffix('.weight')}." for name in shapes})
+    return frozenset(name for name in read_headers(list_weight_files(folder)) if not name.startswith(prefixes))
+
+
 def _open(engine: Engine, folder: Path, shapes: Shapes) -> WeightReader:
     """Returns a reader of a few of a target's tensors."""
-    stored = read_headers(list_weight_files(folder))
-    prefixes = {f"{name.removesuffix('.weight')}." for name in shapes}
-    others = frozenset(name for name in stored if not name.startswith(tuple(prefixes)))
     return WeightReader(
         folder,
         shapes,
         dtype=getattr(torch, engine.layout.dtype),
         device=engine.kv_pages.device,
         can_multiply=can_multiply,
-        optional=others,
+        optional=_others(folder, shapes),
         scheme=engine.model.scheme,
     )
 
 
-def _read_copy(engine: Engine, folder: str, name: str) -> torch.Tensor:
+def _read_copy(engine: Engine, name: str) -> torch.Tensor:
     """Returns the target's whole embedding or output head, of which each rank holds only a part."""
-    with _open(engine, Path(folder), {name: (engine.model.vocab_size, engine.model.hidden_size)}) as reader:
+    shapes: Shapes = {name: (engine.model.vocab_size, engine.model.hidden_size)}
+    with _open(engine, Path(engine.weights_folder), shapes) as reader:
         return reader.read(name)
 
 
-def _read_embedding(engine: Engine, folder: str) -> Embed:
-    embedding_VD = _read_copy(engine, folder, EMBEDDING)
+def _read_embedding(engine: Engine) -> Embed:
+    embedding_VD = _read_copy(engine, EMBEDDING)
     return lambda token_ids_T: F.embedding(token_ids_T, embedding_VD)
 
 

@@ -10,8 +10,6 @@ Shapes: `T` entries, `R` entries whose logits are wanted, `D` hidden, `V` vocabu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from engine.kernels.backends import AttentionBackend
@@ -20,16 +18,14 @@ from engine.kernels.metadata import AttentionMetadata, KvLayer
 from engine.layers.attention_inputs import LayerInputs
 from engine.layers.linear import Linear
 from engine.models.decoder import DecoderLayer
+from engine.models.heads.head import Embed, Project
 from engine.models.heads.mtp_config import MtpConfig
 from engine.parallel.collectives import SINGLE_RANK
 from engine.weights.reader import WeightReader
 
-Product = Callable[[torch.Tensor], torch.Tensor]
-
 
 class MtpHead:
-    """Owns the layer's weights. Attention sees the entries in the order in which they were stored, so some may be
-    missing."""
+    """Implements `Head`. Owns the layer's weights."""
 
     def __init__(
         self,
@@ -37,8 +33,8 @@ class MtpHead:
         reader: WeightReader,
         max_context: int,
         device: torch.device,
-        embed: Product,
-        project: Product,
+        embed: Embed,
+        project: Project,
     ) -> None:
         """`embed` looks up the target's embedding, `project` computes logits with its output head."""
         read = reader.within(config.prefix)
@@ -50,7 +46,6 @@ class MtpHead:
         self._inputs = LayerInputs(config.layer, max_context, device)
 
     def combine(self, states_TX: torch.Tensor) -> torch.Tensor:
-        """Returns what `forward` reads of a target's hidden states, [T, D]."""
         return states_TX
 
     def forward(
@@ -64,7 +59,6 @@ class MtpHead:
         attention: AttentionBackend,
         ops: LayerOps,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the logits [R, V] of the entries at `rows_R`, and their hidden states [R, D]."""
         layer, eps = self._layer, self._eps
         assert layer.input_norm_D is not None
         assert layer.mlp_norm_D is not None

@@ -108,17 +108,14 @@ def fleet_spec(num_prefill: int, num_decode: int) -> FleetSpec:
     )
 
 
-def predict_shape(seen: Measurement) -> tuple[CostProfile, dict[str, Latencies]]:
-    """Returns the costs fitted to the calibration, and what they predict for every run at the speed of the machine
-    then.
-    """
-    profile = fit_profile(seen)
+def predict_shape(seen: Measurement, profile: CostProfile, *, with_drift: bool = True) -> dict[str, Latencies]:
+    """Returns what the costs predict for every run, at the speed of the machine then or at its usual speed."""
     expected: dict[str, Latencies] = {}
     for sizes, runs in deployments(seen.shape, seen.seconds, seen.round):
         system = PredictedSystem(fleet_spec(*sizes).with_costs(profile))
         for run in runs:
-            expected[run.name] = system.measure(run, drift_during(seen, run.name))
-    return profile, expected
+            expected[run.name] = system.measure(run, drift_during(seen, run.name) if with_drift else {})
+    return expected
 
 
 def fit_profile(seen: Measurement) -> CostProfile:

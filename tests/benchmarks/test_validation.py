@@ -102,7 +102,7 @@ def test_a_fit_to_a_run_predicts_another_run_of_the_same_system() -> None:
     seen, expected = (
         pool([PredictedSystem(spec).measure(run) for run in bursts]) for spec in (real, SPEC.with_costs(profile))
     )
-    rows = compare("simulated", "bursts", seen, expected)
+    rows = compare("simulated", "bursts", seen, expected, expected, 1.0)
     assert {row["figure"] for row in rows if abs(float(str(row["error"]))) > 0.1} == set()
 
 
@@ -129,14 +129,14 @@ def test_results_of_another_shape_are_kept_and_charted(tmp_path: Path) -> None:
     docs = tmp_path / "page.md"
     docs.write_text("<!-- validation -->\n<!-- end of validation -->\n")
     expected = Latencies([0.2, 0.4], [0.01, 0.02], 100, 0, 10.0)
-    publish(compare("one", "w", seen, seen), {"date": "2026-01-01"}, tmp_path, docs)
-    publish(compare("other", "w", seen, expected), {"date": "2026-01-01"}, tmp_path, docs)
-    publish(compare("one", "w", seen, seen), {"date": "2026-01-02"}, tmp_path, docs)
+    publish(compare("one", "w", seen, seen, seen, 1.0), {"date": "2026-01-01"}, tmp_path, docs)
+    publish(compare("other", "w", seen, expected, seen, 1.0), {"date": "2026-01-01"}, tmp_path, docs)
+    publish(compare("one", "w", seen, seen, seen, 1.0), {"date": "2026-01-02"}, tmp_path, docs)
     assert "| other, w | **200 / 400 (+100 %)** |" in docs.read_text()
     assert "| not measured |" in docs.read_text()
     result = json.loads((tmp_path / "validation.json").read_text())
     assert [row["shape"] for row in result["rows"]] == ["one"] * 5 + ["other"] * 5
-    assert result["num_within"] == 8
+    assert (result["num_within"], result["num_within_without_drift"]) == (8, 10)
     image = ElementTree.parse(tmp_path / "validation-0.svg")
     texts = [each.text for each in image.iter("{http://www.w3.org/2000/svg}text")]
     assert {

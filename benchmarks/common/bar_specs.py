@@ -44,6 +44,11 @@ _ENGINE_STEPS = BarSpec(
 )
 
 SPECS: dict[str, tuple[BarSpec, ...]] = {
+    "adapters": (
+        BarSpec("A decode step of 64 sequences, ms", "(?P<part>[^:]+): decode step, (?P<row>.+)", "ms"),
+        BarSpec("Loading an adapter, ms", "(?P<part>[^:]+): load one of (?P<row>.+)", "ms"),
+    ),
+    "agents": (BarSpec("TTFT of agents, s", "(?P<kind>[^:]+): TTFT (?P<row>.+)", "s"),),
     "attack": (
         BarSpec("Longest pause of the router in each attack, s", r"(?P<row>.+): router's longest pause", "s"),
         BarSpec("ITL of ordinary streams during each attack, s", r"(?P<row>.+): ITL during it", "s"),
@@ -60,9 +65,18 @@ SPECS: dict[str, tuple[BarSpec, ...]] = {
     "determinism": (BarSpec("One order of sums compared with oneDNN, ms", "(?P<row>.+)", "ms"),),
     "faults": (BarSpec("Faults: noticed and served again, s", "(?P<row>.+)", "s(, .+)?"),),
     "flips": (BarSpec("Flips, drains and restarts under load, s", "(?P<row>.+)", "s"),),
+    "http_streams": (BarSpec("Router time of a token, us", "router time of a token over HTTP, (?P<row>.+)", "us"),),
     "index": (
         BarSpec("Prefix index, events, million pages a second", "(?P<row>events.+)", "M pages/s", shared_scale=True),
         BarSpec("Prefix index, lookups, us", "(?P<row>lookup.+)", "us"),
+    ),
+    "kept": (
+        BarSpec(
+            "From the kill to the next token, s",
+            "(?P<row>.+), killed to next token, (?P<kind>KV kept|recomputed)",
+            "s, median",
+            with_baselines=False,
+        ),
     ),
     "latency": (
         BarSpec("Latency of the whole path, ms", _LATENCIES + ", .+)", "ms", renamed=_FLOOR),
@@ -99,6 +113,7 @@ SPECS: dict[str, tuple[BarSpec, ...]] = {
         ),
     ),
     "startup": (BarSpec("Time until a worker serves, s", "(?P<row>.+)", "s(, .+)?"),),
+    "simulator_scale": (BarSpec("Latency of a thousand workers, ms", "(?P<row>T(?:TFT|POT) p.+)", "ms"),),
     "speculation": (
         BarSpec("Tokens a second with speculation", r"(?P<part>[^,]+), (?P<row>.+): (?P<kind>auto[^,]*)", "tokens/s"),
         BarSpec("A step that verifies tokens, ms", "(?P<row>.+ verifies .+)", "ms"),
@@ -113,6 +128,7 @@ SPECS: dict[str, tuple[BarSpec, ...]] = {
         ),
         BarSpec("A prefill step without its model, us", "(?P<row>prefill step.+)", "us", shared_scale=True),
     ),
+    "store": (),  # its curves show the first tokens
     "structured": (
         BarSpec("ITL with a grammar, ms", "ITL, (?P<row>.+)", "ms"),
         BarSpec("Steps with forced tokens", "(?P<row>steps of .+)", "steps"),

@@ -64,7 +64,8 @@ def machine_of(result: Result) -> str:
     named = re.sub(r"\((?:R|TM)\)", "", str(hardware.get("device") or hardware.get("cpu", "unknown processor")))
     isa = f" ({hardware['instruction_set']})" if "instruction_set" in hardware else ""
     memory = f", {hardware['memory_gib']:g} GiB" if "memory_gib" in hardware else ""
-    return f"{hardware['cores']} cores of {' '.join(named.split())}{isa}{memory}"
+    cores = "1 core" if hardware["cores"] == 1 else f"{hardware['cores']} cores"
+    return f"{cores} of {' '.join(named.split())}{isa}{memory}"
 
 
 def rows_of(result: Result) -> Iterator[Mapping[str, Any]]:

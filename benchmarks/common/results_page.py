@@ -393,12 +393,17 @@ def _section(subject: Subject, result: Result, charts: Path) -> str:
     return "\n\n".join([f"## {subject.title}", subject.about, facts, *images[:_MAX_SHOWN], *more]) + "\n"
 
 
+def _count(name: str, value: object) -> str:
+    """Returns a count of a suite, or whether it passed."""
+    return name.replace("_", " ") if value is True else f"{name.replace('_', ' ')} {value}"
+
+
 def _facts(result: Result) -> Iterator[str]:
     """Yields sentences about the machine, the workload and the versions of a result, as far as it has them."""
     if "versions" not in result:  # counts of a suite
         for suite, counts in result.items():
             if isinstance(counts, dict):
-                yield f"{suite}: {', '.join(f'{name} {value}' for name, value in counts.items())}."
+                yield f"{suite}: {', '.join(_count(name, value) for name, value in counts.items())}."
         return
     machine = machine_of(result)
     measured = f"Measured on {result['date']}" if "date" in result else "Measured"

@@ -24,6 +24,7 @@ from benchmarks.validation.runs import (
     Measurement,
     PlannedRun,
     deployments,
+    num_threads,
 )
 from benchmarks.validation.workloads import spell_prompt
 from penstock import AsyncClient, wire
@@ -55,7 +56,7 @@ def real_system(num_prefill: int, num_decode: int) -> Iterator[RealSystem]:
     """Yields a deployment with a thread for each worker, or two for the only one."""
     roles = {f"prefill-{number}": Role.PREFILL for number in range(num_prefill)}
     roles |= {f"decode-{number}": Role.DECODE for number in range(num_decode)}
-    engine = {"model": str(MODEL), "num_threads": 2 if len(roles) == 1 else 1, "num_pages": NUM_PAGES}
+    engine = {"model": str(MODEL), "num_threads": num_threads(len(roles)), "num_pages": NUM_PAGES}
     configs = [
         WorkerConfig(worker_id=name, role=role, engine=EngineConfig.model_validate(engine))
         for name, role in roles.items()

@@ -14,11 +14,13 @@ from benchmarks.validation.runs import (
     MODEL,
     NUM_PAGES,
     REFERENCE,
+    SHAPES,
     Fault,
     Latencies,
     Measurement,
     PlannedRun,
     deployments,
+    num_threads,
     pool,
 )
 from engine.memory.estimates import saturating_tokens
@@ -131,7 +133,9 @@ def fit_profile(seen: Measurement) -> CostProfile:
     references = _references(seen)
     alone = pool([seen.runs[name] for name in references])
     steps = [record for name in references for record in seen.records[name]]
-    cores = SharedCores(seen.machine["hardware"]["cores"], _frame_s(seen, [*names, *references]))
+    cores = SharedCores(
+        seen.machine["hardware"]["cores"], num_threads(sum(SHAPES[seen.shape])), _frame_s(seen, [*names, *references])
+    )
     between_s = max(0.0, median(alone.itl_s) - _step_s(steps, has_prompts=False))
     first_s = _step_s(steps, has_prompts=True) + 2 * latency_s  # the calls go to the decode worker and back
     front_s = max(0.0, median(alone.ttft_s) - first_s - cores.frame_s)
@@ -188,14 +192,13 @@ def _calibrations(seen: Measurement) -> list[str]:
 
 
 def _frame_s(seen: Measurement, names: Sequence[str]) -> float:
-    """Returns the processor time of a message with tokens beside steps: what grows with the number of decode steps."""
+    """Returns the processor time of router and client for a message with tokens: what grows with the decode steps."""
     quantities, cpu_s = [], []
     for name in names:
         run = seen.runs[name]
-        steps = [record.totals for record in seen.records[name] if record.role is Role.DECODE]
-        quantities.append((sum(each.steps for each in steps), len(run.ttft_s)))
-        whole_s = sum(run.cpu_s[process] for process in ("client", "router", "decode-0"))
-        cpu_s.append(whole_s - sum(each.seconds for each in steps))
+        num_steps = sum(record.totals.steps for record in seen.records[name] if record.role is Role.DECODE)
+        quantities.append((num_steps, len(run.ttft_s)))
+        cpu_s.append(run.cpu_s["client"] + run.cpu_s["router"])
     frame_s, _ = least_squares(np.array(quantities, float), np.array(cpu_s))
     return float(frame_s)
 

@@ -63,6 +63,11 @@ class Latencies:
         return self.num_tokens / self.elapsed_s if self.elapsed_s else 0.0
 
 
+def num_threads(num_workers: int) -> int:
+    """Returns the threads of each worker of a deployment."""
+    return 2 if num_workers == 1 else 1
+
+
 def pool(rounds: Sequence[Latencies]) -> Latencies:
     """Returns the latencies of all rounds as those of one run."""
     pooled = Latencies()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import compress, product
 from math import prod
 
 import numpy as np
@@ -37,10 +37,11 @@ def _slowness(record: StepRecord, records: Sequence[StepRecord], cores: SharedCo
         front += part * cores.frame_s * (other.totals.steps if other.role is Role.DECODE else 0)
     busy.pop(record.worker_id, None)
     shares = [min(1.0, share) for share in (*busy.values(), front)]
+    threads = [*[cores.worker_threads] * len(busy), 1]
     mean = 0.0
     for are_busy in product((False, True), repeat=len(shares)):
         chance = prod(share if is_busy else 1.0 - share for share, is_busy in zip(shares, are_busy, strict=True))
-        mean += chance * cores.slowness(1 + sum(are_busy))
+        mean += chance * cores.slowness(cores.worker_threads + sum(compress(threads, are_busy)))
     return mean
 
 

@@ -10,20 +10,21 @@ from enum import StrEnum
 class StepKind(StrEnum):
     """Kinds of steps whose times spread differently."""
 
-    PREFILL = "prefill"  # of a prefill worker
     DECODE = "decode"
+    PREFILL = "prefill"  # of a prefill worker
     CHUNK = "chunk"  # of a decode worker, with prompts
 
 
 @dataclass(frozen=True, slots=True)
 class SharedCores:
-    """Cores that all workers share with routers and clients. Each worker computes in one thread.
+    """Cores that all workers share with routers and clients.
 
     While more threads compute than there are cores, all of them take longer by the same factor, threads / cores.
     """
 
     num_cores: int
-    frame_s: float = 0.0  # processor time of routers, clients and the worker for a message with tokens, beside steps
+    worker_threads: int = 1  # threads that compute a step
+    frame_s: float = 0.0  # processor time of routers and clients for a message of a worker
 
     def slowness(self, num_threads: float) -> float:
         """Returns the time of work relative to that on a core of its own."""

@@ -15,12 +15,13 @@ from simulator.world.virtual_time import Callback, Simulation, Timer
 
 
 class SharedWork:
-    """Work of one thread: a step, or a message at routers and clients."""
+    """Work of some threads: a step, or a message at routers and clients."""
 
-    __slots__ = ("left_s", "on_end", "since_s", "slowness", "timer")
+    __slots__ = ("left_s", "num_threads", "on_end", "since_s", "slowness", "timer")
 
-    def __init__(self, left_s: float, on_end: Callback, now_s: float) -> None:
+    def __init__(self, left_s: float, num_threads: int, on_end: Callback, now_s: float) -> None:
         self.left_s = left_s  # on a core of its own, counted from `since_s`
+        self.num_threads = num_threads
         self.on_end = on_end
         self.since_s = now_s
         self.slowness = 1.0
@@ -39,6 +40,10 @@ class CoresModel:
         self._works: dict[SharedWork, None] = {}
         self._at_front: deque[tuple[float, Callback]] = deque()  # work of routers and clients, in one thread
 
+    def start(self, work_s: float, on_end: Callback) -> SharedWork:
+        """Begins a worker's step that takes `work_s` on cores of its own; `on_end` runs when it is done."""
+        return self._start(work_s, self._costs.worker_threads, on_end)
+
     def handle_frame(self, on_end: Callback) -> None:
         """Lets routers and clients handle a worker's message."""
         self.handle(self._costs.frame_s, on_end)
@@ -47,17 +52,16 @@ class CoresModel:
         """Lets routers and clients do this after what they were given before."""
         self._at_front.append((work_s, on_end))
         if len(self._at_front) == 1:
-            self.start(work_s, self._handle_next)
+            self._start(work_s, 1, self._handle_next)
 
     def _handle_next(self) -> None:
         _, on_end = self._at_front.popleft()
         if self._at_front:
-            self.start(self._at_front[0][0], self._handle_next)
+            self._start(self._at_front[0][0], 1, self._handle_next)
         on_end()
 
-    def start(self, work_s: float, on_end: Callback) -> SharedWork:
-        """Begins work that takes `work_s` on a core of its own; `on_end` runs when it is done."""
-        work = SharedWork(work_s, on_end, self._sim.now_s)
+    def _start(self, work_s: float, num_threads: int, on_end: Callback) -> SharedWork:
+        work = SharedWork(work_s, num_threads, on_end, self._sim.now_s)
         self._works[work] = None
         self._set_ends()
         return work
@@ -68,7 +72,8 @@ class CoresModel:
         work.on_end()
 
     def _set_ends(self) -> None:
-        now_s, slowness = self._sim.now_s, self._costs.slowness(len(self._works))
+        now_s, num_threads = self._sim.now_s, sum(work.num_threads for work in self._works)
+        slowness = self._costs.slowness(num_threads)
         for work in self._works:
             if work.timer is not None:
                 if slowness == work.slowness:

@@ -92,10 +92,9 @@ def test_a_fit_to_a_run_predicts_another_run_of_the_same_system() -> None:
         runs[run.name].cpu_s = {
             "client": CORES.frame_s * sum(each.steps for each in steps),
             "router": 0.0,
-            "decode-0": sum(each.seconds for each in steps),
         }
     machine = {"hardware": {"cores": CORES.num_cores}}
-    profile = fit_profile(Measurement("fitted", 0, 15.0, machine, records, runs))
+    profile = fit_profile(Measurement("disaggregated", 0, 15.0, machine, records, runs))
     assert profile.cores is not None
     assert profile.cores.frame_s == pytest.approx(CORES.frame_s, rel=0.01)
     bursts = [PlannedRun("bursts", make_workload("bursts", 15.0, seed)) for seed in range(3, 9)]

@@ -64,10 +64,13 @@ class DrainService:
         """Raises InvalidInput if the worker must not be drained."""
         worker_id, role = slot.worker_id, Role(slot.incarnation.pool_name)
         if slot.state is not WorkerState.READY:
-            raise InvalidInput("worker_id", f"{worker_id} is {slot.state.value}; only a ready worker can be drained")
+            raise InvalidInput(
+                "worker_id", f"{worker_id} is {slot.state.value}; wait until it is ready, or drain another one"
+            )
         if role is Role.DECODE and sum(1 for _ in self._pools[role.value].ready()) == 1:
             raise InvalidInput(
-                "worker_id", f"{worker_id} is the only decode worker that is ready; without one nothing is served"
+                "worker_id",
+                f"{worker_id} is the only decode worker that is ready; without one nothing is served: add one first",
             )
 
     def resume(self, worker_id: WorkerId, *, replaced: bool) -> None:

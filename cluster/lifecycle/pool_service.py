@@ -72,7 +72,9 @@ class PoolService:
         before = self.replicas(pool_name)
         self._upgrading.check_none("replicas")
         if pool_name == Role.DECODE and replicas < 1:
-            raise InvalidInput("replicas", "is 0 for the decode pool; without a decode worker nothing is served")
+            raise InvalidInput(
+                "replicas", "is 0 for the decode pool; without a decode worker nothing is served: give 1 or more"
+            )
         if not force:
             self._capacity.check_scale(Role(pool_name), replicas)
         pool = self._pools[pool_name]

@@ -176,7 +176,9 @@ class RelocationService:
     async def drain_node(self, name: str, within_s: float | None = None) -> Sequence[Relocation]:
         """Returns the relocations of the workers on a node. Raises InvalidInput and Unavailable."""
         if self._nodes is None:
-            raise InvalidInput("node", f"is {name!r}; this deployment has one machine, and no nodes")
+            raise InvalidInput(
+                "node", f"is {name!r}; this deployment has one machine and no nodes; name a worker instead"
+            )
         notice = await self._nodes.leave(name, within_s)
         self.on_notices([*self._leaving_nodes.notices.values(), notice])
         here = {slot.incarnation for slot in self._pools.worker_slots if slot.node == notice.node}

@@ -126,7 +126,7 @@ class RoleHost:
         before, replica = self.worker_id, self._replica
         if self._serving is not None:
             if role is self.role:
-                raise InvalidInput("role", f"is {role.value}, which {before} has already")
+                raise InvalidInput("role", f"is {role.value}, which {before} has already; give the other one")
             await self._serving.wait_idle(IDLE_TIMEOUT_S)
             await self._serving.stop()
             replica = self._serving.replica

@@ -291,7 +291,7 @@ class TakenSpare:
 
     async def stop(self, grace_s: float = 0.0) -> None:
         if self._spare is not None and self._spare.warming is not None and not self._spare.warming.done():
-            raise Unavailable("it holds nothing yet that must end cleanly")
+            raise Unavailable("it is still loading, so its process is killed")
         await self._process.stop(grace_s)
 
     async def distrust(self) -> None:

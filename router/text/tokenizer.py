@@ -113,7 +113,7 @@ class Tokenizer:
     def _check_template(self, template: ChatTemplate, conversation: Conversation) -> None:
         """Checks that the template renders all parts of the conversation. Raises InvalidInput."""
         if conversation.tools and not template.takes_tools:
-            raise InvalidInput("tools", "are not possible: the model's chat template does not render tools")
+            raise InvalidInput("tools", "are not rendered by the model's chat template; leave them out")
         roles = [role for role in ROLES if role != "tool" or "tool" in template.source]
         for number, message in enumerate(conversation.messages):
             if message["role"] not in roles:

@@ -104,7 +104,10 @@ class UpgradeService:
             await self._capacity.refresh()
         if (running := self.current) is not None:
             if running.plan.model != plan.model:
-                raise InvalidInput("model", f"is {plan.model!r}; an upgrade to {running.plan.model!r} is in flight")
+                raise InvalidInput(
+                    "model",
+                    f"is {plan.model!r}; an upgrade to {running.plan.model!r} is in flight: wait for it, or abort it",
+                )
             return running
         if self._served.changes_weights:
             raise InvalidInput("model", "cannot change while weights are replaced; wait for the end of the update")

@@ -92,7 +92,10 @@ class HeadConfig:
                 f"{target.hidden_size} values instead of {self.layer.hidden_size}; give a complete checkpoint"
             )
         if not self.has_embedding and target.family.scaled_embedding:
-            raise ConfigError(f"{head} holds no {HEAD_EMBEDDING}, and {target.family.architecture} scales its own")
+            raise ConfigError(
+                f"{head} holds no {HEAD_EMBEDDING}, and {target.family.architecture} scales its own, which heads "
+                "cannot share; give a complete checkpoint"
+            )
 
     def shapes(self) -> Shapes:
         """Returns the shape of each stored tensor that is read, by name."""

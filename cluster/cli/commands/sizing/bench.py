@@ -350,7 +350,7 @@ def _json_object(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise InvalidInput("--body", f"is not valid JSON: {error}") from error
+        raise InvalidInput("--body", f'is not valid JSON: {error}; give an object such as {{"top_k": 20}}') from error
     if not isinstance(found, dict):
         raise InvalidInput("--body", f"is {text!r}; give a JSON object")
     return found

@@ -29,9 +29,6 @@ NO_DATA = {
     ("kv-transfer", "Bytes of the shared store a second"),
     ("kv-transfer", "Mean time of the shared store's calls"),
     ("kv-transfer", "Bytes in the shared store, and its use"),
-    ("pools", "Accepted share of proposed tokens by lane"),  # speculation is off
-    ("pools", "Accepted share of proposals by position"),
-    ("pools", "Decode time per token with and without speculation"),
     ("pools", "Device use"),  # no peak is published for a CPU
     ("service", "Failures a second"),
     ("service", "Gateways' calls a second"),  # there is no picker

@@ -93,10 +93,14 @@ def watched_deployment() -> Iterator[tuple[str, Mapping[str, str], Prometheus]]:
         token.write_text(_TOKEN)
         token.chmod(0o600)
         engine = {"num_pages": 160, "dtype": "bfloat16", "host_memory_bytes": 1 << 24}
+        decode = {"speculation": "always"}
         roles = {"prefill-0": Role.PREFILL, "decode-0": Role.DECODE, "decode-1": Role.DECODE}
         own = {"metrics_port": 0, "price_per_hour": 0.4, "kv_publisher": KvPublisherConfig()}
         workers = processes.start_workers(
-            [worker_config(role, _MODEL, name, engine=engine).model_copy(update=own) for name, role in roles.items()]
+            [
+                worker_config(role, _MODEL, name, engine=engine, decode=decode).model_copy(update=own)
+                for name, role in roles.items()
+            ]
         )
         router = processes.start_router(
             RouterConfig(

@@ -1,4 +1,4 @@
-"""Measures how soon a stream goes on after its decode worker was killed, with its KV kept and without.
+"""Measures how soon a stream continues after its decode worker was killed, with its KV kept and without.
 
 A local Ray serves the 135M shape (bf16, one thread) from one decode worker without prefill workers, with a warm spare,
 in turns with a keeper and without (`make bench-kept`). The time from SIGKILL to the next token includes noticing the
@@ -69,7 +69,7 @@ def settled(deployment: RayDeployment) -> int:
 
 
 def kill_once(deployment: RayDeployment, prompt: Sequence[int], found: Resumed) -> None:
-    """Kills the worker of a stream and records when the stream goes on. Raises RuntimeError if a token differs."""
+    """Kills the worker of a stream and records when the stream continues. Raises RuntimeError if a token differs."""
     with Client(deployment.grpc_address, timeout_s=120) as client:
         expected = client.complete(prompt, **_SAMPLING).token_ids
         pid, tokens, times_s, cached = settled(deployment), list[int](), list[float](), 0
@@ -84,7 +84,7 @@ def kill_once(deployment: RayDeployment, prompt: Sequence[int], found: Resumed) 
                 cached = chunk.timing.cached_tokens
     if tuple(tokens) != expected:
         raise RuntimeError(f"a stream of {len(prompt)} tokens has other tokens after a kill")
-    # Tokens that were sent before the kill may arrive after it; the stream goes on where its longest gap ends.
+    # Tokens that were sent before the kill may arrive after it; the stream continues where its longest gap ends.
     _, end_s = max(pairwise(times_s), key=lambda gap: gap[1] - gap[0])
     found.seconds[len(prompt)].append(end_s - times_s[0])
     found.cached_tokens[len(prompt)].append(cached)

@@ -1,4 +1,4 @@
-"""Plain data: the changes of its weights that a worker's process is asked for."""
+"""Defines the changes of weights that a worker's process is asked to make. Plain data."""
 
 from __future__ import annotations
 

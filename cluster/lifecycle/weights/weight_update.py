@@ -1,8 +1,8 @@
 """Updates the weights of a deployment: prepared at every worker, then put in force.
 
-Until every worker has read and checked the new weights, nothing changes: the first that cannot ends the update, and the
-old ones serve on everywhere. Once all have, the update is decided: workers pause side by side, and one that fails then
-is replaced by one that loads the new weights. Weights that a trainer broadcasts are received before all this, into each
+Nothing changes until every worker has read and checked the new weights. If one cannot, the update ends and the old ones
+stay in force everywhere. Once all have, the update is decided: workers pause side by side, and one that fails then is
+replaced by one that loads the new weights. Weights that a trainer broadcasts are received before all this, into each
 worker's memory and into the folder of the update. Pages carry their weights in their hashes and layouts, so that
 workers of two versions never exchange one, however their pauses overlap.
 """
@@ -76,11 +76,11 @@ class WeightFleet(Protocol):
         ...
 
     async def change(self, incarnation: Incarnation, change: WeightChange) -> None:
-        """Raises PenstockError; a worker at which weights could not be put in force is lost and replaced."""
+        """Changes a worker. One that cannot put weights in force is lost and replaced. Raises PenstockError."""
         ...
 
     def decide(self, weights: LoadedWeightsConfig) -> None:
-        """From now on every worker that starts loads these weights."""
+        """Makes these the weights that every worker loads that starts from now on."""
         ...
 
     def replace(self, incarnation: Incarnation, reason: str) -> None:

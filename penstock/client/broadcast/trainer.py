@@ -97,7 +97,7 @@ def broadcast_weights(
         except grpc.RpcError as error:
             raise failed_call(error, admin, "give the deployment's admin address, by default port 50052") from error
     if progress.stage != "done":
-        raise CheckpointError(f"the old weights serve on: {progress.detail}")
+        raise CheckpointError(f"the old weights stay in force: {progress.detail}")
     return int(progress.version)
 
 

@@ -143,7 +143,9 @@ async def test_trainers_workers_and_tensors_that_fail_change_nothing(
             assert os.listdir(tmp_path) == []
 
         name = "model.norm.weight"
-        with pytest.raises(CheckpointError, match=rf"^the old weights serve on: .*tensor {name} has shape \[\d+\]"):
+        with pytest.raises(
+            CheckpointError, match=rf"^the old weights stay in force: .*tensor {name} has shape \[\d+\]"
+        ):
             await asyncio.to_thread(broadcast_weights, {**sent, name: sent[name][1:]}, folder, admin)
         await check_unchanged()
 
@@ -160,7 +162,7 @@ async def test_trainers_workers_and_tensors_that_fail_change_nothing(
 
         running = await deployment.until(lambda status: status.ready)
         victim = next(each.pid for each in running.workers if each.member.worker_id == "decode-1")
-        with pytest.raises(CheckpointError, match=r"^the old weights serve on: .*decode-1: "):
+        with pytest.raises(CheckpointError, match=r"^the old weights stay in force: .*decode-1: "):
             await asyncio.to_thread(broadcast_weights, Killing(sent, victim), folder, admin, timeout_s=10)
         await until_replaced(deployment, {victim})
         await check_unchanged()

@@ -180,7 +180,8 @@ class DecodeWorker:
         if error is not None:
             self._delivery.put(request, TokenDelta(request.stream_id, error=error))
         else:
-            request.follow_hints(self._hints, self.scheduler.num_cached_tokens(request.sequence))
+            self._prefills.leave(request)
+        request.follow_hints(self._hints, self.scheduler.num_cached_tokens(request.sequence))
         self._release(request)
 
     def timing(self, request: DecodeRequest) -> common_pb2.Timing:
@@ -458,6 +459,7 @@ class DecodeWorker:
 
     def _end(self, request: DecodeRequest, token: SampledToken | None, reason: FinishReason) -> None:
         """Delivers the request's last token, if there is one, with the answers to its hints, and releases it."""
+        self._prefills.leave(request)
         request.follow_hints(self._hints, self.scheduler.num_cached_tokens(request.sequence))
         self._delivery.put_end(request, token, reason, self.timing(request))
         self._release(request)

@@ -29,7 +29,7 @@ class FirstToken:
     queue_s: float
     prefill_s: float
     cached_tokens: int
-    pull: common_pb2.Pull | None = None  # record of what was pulled before the prompt was computed
+    pull: common_pb2.Pull | None = None  # record of what was pulled for the prompt
     hints: tuple[HintAnswer, ...] = ()
 
 
@@ -67,7 +67,7 @@ class PrefillJob:
     emit: Callable[[PrefillOutcome], None]  # called on the step loop
     submitted_s: float
     prefix_source: PrefixSource | None = None  # a worker to pull from
-    pull: common_pb2.Pull | None = None  # the record of what was pulled
+    pull: common_pb2.Pull | None = None  # the record of what was pulled, complete once the prompt is computed
     lease: Lease | None = None  # the receiver's lease; set on submission
     plan: ReshardPlan | None = None  # maps this worker's pages to the receiver's; set on submission
     started_s: float = 0.0

@@ -131,7 +131,7 @@ class PrefillWorker:
             self._pulls.bring(job.sequence, job.prefix_source, partial(self._prepare, job))
 
     def _prepare(self, job: PrefillJob, pull: common_pb2.Pull | None) -> None:
-        """Queues a job after its pull, once its grammar is compiled, unless the job has ended."""
+        """Queues a job beside or after its pull, once its grammar is compiled, unless the job has ended."""
         job.pull = pull
         if job.key not in self._jobs or job.error is not None:
             return
@@ -353,6 +353,8 @@ class PrefillWorker:
 
     def _complete(self, job: PrefillJob, token: SampledToken, now_s: float) -> None:
         job.computed = True
+        if self._pulls is not None:
+            self._pulls.leave(job.sequence)  # completes the record of its pull
         queue_s, prefill_s = job.started_s - job.submitted_s, now_s - job.started_s
         if job.sequence.lane is not Lane.BULK:
             self._bulk_limit.on_first_token(queue_s + prefill_s, now_s)

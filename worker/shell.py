@@ -322,6 +322,7 @@ class WorkerShell:
             self._core.sweep(now_s),
             self.intake.sweep(now_s),
             self.hints.sweep(now_s),
+            self.pulls.sweep(now_s),
             None if self._kept is None else self._kept.sweep(now_s),
             None if self._shared is None else self._shared.sweep(now_s),
         )

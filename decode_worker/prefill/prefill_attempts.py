@@ -119,13 +119,13 @@ class PrefillAttempts:
         return self._state.chunk_speed(self._policy.steps)
 
     def leave(self, request: DecodeRequest) -> None:
-        """Gives up the prefill of a request that has ended: its transfers, or the pull that it waits for."""
+        """Gives up the prefill of a request that ends: its transfers, or its pull, whose record is complete then."""
         self._transfers.abandon(request)
         if self._pulls is not None:
             self._pulls.leave(request.sequence)
 
     def _compute_here(self, request: DecodeRequest, pull: common_pb2.Pull | None) -> None:
-        """Queues a request after its pull, unless it has ended."""
+        """Queues a request beside or after its pull, unless it has ended."""
         if self._scheduler.is_tracked(request.sequence):
             request.pull = pull
             self._scheduler.compute_here(request.sequence)
@@ -133,7 +133,7 @@ class PrefillAttempts:
     def _choose(self, request: DecodeRequest, now_s: float) -> PrefillDecision:
         sequence = request.sequence
         pull = self._pulls.predict(sequence, request.prefix_source) if self._pulls is not None else None
-        pulled = (pull[0], pull[1].pull_s) if pull else (0, 0.0)
+        pulled = (pull[0], pull[1].ready_s) if pull else (0, 0.0)
         demand = self._state.describe(sequence, *pulled)
         # A prefill worker returns only the first token, without scores of the prompt.
         options = [] if sequence.scores_prompt else [_option(candidate) for candidate in request.candidates]

@@ -386,9 +386,10 @@ class PrefixCache:
         self._forget(gone, Lost.PRESSURE)
         self._report_moved([node.page_hash for node in gone])
 
-    def num_grafted(self, hashes: Sequence[PageHash]) -> int:
-        """Returns how many of these pages are cached and came from elsewhere."""
-        return sum(node.is_grafted for page_hash in hashes if (node := self._chains.nodes.get(page_hash)) is not None)
+    def num_present(self, hashes: Sequence[PageHash], *, only_grafted: bool = False) -> int:
+        """Returns how many of these pages are on the device, or how many of them came from elsewhere."""
+        nodes = [node for page_hash in hashes if (node := self._chains.nodes.get(page_hash)) is not None]
+        return sum(node.is_grafted for node in nodes) if only_grafted else len(nodes)
 
     def num_lacking(self, hashes: Sequence[PageHash]) -> int:
         """Returns how many of these pages come before the first one that is on the device."""

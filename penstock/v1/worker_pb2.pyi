@@ -960,20 +960,24 @@ class PrefixSource(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., own_address: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., pull_s: _Optional[float] = ..., compute_s: _Optional[float] = ...) -> None: ...
 
 class SendPagesRequest(_message.Message):
-    __slots__ = ("target", "page_hashes", "source_address", "source_epoch", "timeout_ms", "lane")
+    __slots__ = ("target", "page_hashes", "source_address", "source_epoch", "timeout_ms", "lane", "latest_first", "batch_ms")
     TARGET_FIELD_NUMBER: _ClassVar[int]
     PAGE_HASHES_FIELD_NUMBER: _ClassVar[int]
     SOURCE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     LANE_FIELD_NUMBER: _ClassVar[int]
+    LATEST_FIRST_FIELD_NUMBER: _ClassVar[int]
+    BATCH_MS_FIELD_NUMBER: _ClassVar[int]
     target: HandOverTarget
     page_hashes: _containers.RepeatedScalarFieldContainer[bytes]
     source_address: str
     source_epoch: int
     timeout_ms: int
     lane: _common_pb2.Lane
-    def __init__(self, target: _Optional[_Union[HandOverTarget, _Mapping]] = ..., page_hashes: _Optional[_Iterable[bytes]] = ..., source_address: _Optional[str] = ..., source_epoch: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ...) -> None: ...
+    latest_first: bool
+    batch_ms: int
+    def __init__(self, target: _Optional[_Union[HandOverTarget, _Mapping]] = ..., page_hashes: _Optional[_Iterable[bytes]] = ..., source_address: _Optional[str] = ..., source_epoch: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ..., latest_first: _Optional[bool] = ..., batch_ms: _Optional[int] = ...) -> None: ...
 
 class SendPagesResponse(_message.Message):
     __slots__ = ("num_held", "num_pages", "num_bytes", "problem")

@@ -73,7 +73,8 @@ class _Job:
     begun_s: float = 0.0
     begun: bool = False
     pull: common_pb2.Pull | None = None
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # tokens that were not computed, as far as it has got
+    num_computed_tokens: int = 0
     num_held: int | None = None  # leading pages that the receiver has; None until it has answered
     num_pushed: int = 0  # pages, including those held
     num_pushes: int = 0  # in flight
@@ -214,6 +215,7 @@ class PrefillModel:
             return
         job.error = error
         self.scheduler.remove(job.sequence)
+        self.pulls.leave(job.sequence)
         self._close_if_idle(job)
 
     # The step.
@@ -227,6 +229,8 @@ class PrefillModel:
             job = self._by_sequence[item.sequence]
             if not job.begun:
                 self._begin(job)
+            job.cached_tokens = item.start - job.num_computed_tokens
+            job.num_computed_tokens += item.num_tokens
         self._step_s = self._costs.work_s(self._work)
         if self.host is not None:
             self._step_s += self.host.take_waiting_s()
@@ -238,7 +242,6 @@ class PrefillModel:
     def _begin(self, job: _Job) -> None:
         """Asks for the destination, which arrives while the first chunk computes."""
         job.begun, job.begun_s = True, self.node.sim.now_s
-        job.cached_tokens = job.sequence.num_computed_tokens
         job.call.send(self.node, lambda: job.receiver.on_reserve(job.key))
 
     def _end_step(self, num_ended: int) -> None:
@@ -261,6 +264,7 @@ class PrefillModel:
 
     def _complete(self, job: _Job) -> None:
         job.computed = True
+        self.pulls.leave(job.sequence)
         queue_s, prefill_s = job.begun_s - job.queued_s, self.node.sim.now_s - job.begun_s
         first = ComputedPrompt(job.cached_tokens, queue_s, prefill_s, job.pull)
         job.call.send(self.node, lambda: job.receiver.on_first_token(job.key, first))

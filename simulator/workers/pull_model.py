@@ -1,13 +1,13 @@
 """Models pulls of cached pages into a prefill worker in virtual time.
 
-Follows `worker.pull` around its real decision: pages arrive batch by batch, and a prompt waits until the last one or
-until its time for them is over. It uses what has arrived, and the source sends no more.
+Follows `worker.pull` around its real decision: pages arrive batch by batch, the last ones first, while the prompt waits
+or is computed beside the pull. The source sends no more once the prompt is computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from engine.cache.page_pool import PagePool
@@ -18,13 +18,13 @@ from penstock.v1 import common_pb2
 from router.routing.policy.interface import PlannedPull
 from simulator.world.kv_links import KvLinks
 from simulator.world.network import Node
-from worker.handover.policy import batch_size
-from worker.pull.policy import MissingPages, PrefixSource, PullCosts
+from worker.handover.policy import batch_size, first_batch_size, next_batch_size
+from worker.pull.policy import MissingPages, PrefixSource, PullCosts, PullPlan
 
 _SPARED_DIVISOR = 16  # the value of `worker.handover.intake`
 
 
-Then = Callable[[common_pb2.Pull | None], None]
+Begin = Callable[[common_pb2.Pull | None], None]
 
 
 class PageHolder(Protocol):
@@ -43,6 +43,23 @@ class _Wanted:
     hashes: list[PageHash]  # of the prompt, up to the last page to pull
     first: int  # first page to pull
     missing: MissingPages
+
+    @property
+    def pages(self) -> list[PageHash]:
+        return self.hashes[self.first :]
+
+
+@dataclass(slots=True, eq=False)
+class _Pull:
+    wanted: _Wanted
+    plan: PullPlan
+    holder: PageHolder
+    began_s: float
+    record: common_pb2.Pull
+    begin: Begin | None  # None once it was called
+    num_left: int  # leading pages of the prompt, up to the last one that has not arrived
+    batch_pages: int
+    is_over: bool = False
 
 
 class PullModel:
@@ -71,11 +88,16 @@ class PullModel:
         self._post = post
         self._totals = totals
         self._costs = PullCosts(chunk_tokens)
+        self._by_prompt: dict[Sequence, _Pull] = {}
 
-    def bring(self, sequence: Sequence, plan: PlannedPull | None, then: Then) -> None:
-        """Calls `then` on the step loop, once, when the pages have arrived or will not arrive.
+    @property
+    def _page_bytes(self) -> int:
+        return max(1, int(self._page_size * self._links.token_bytes))
 
-        `then` receives a report of the pull, if there was one.
+    def bring(self, sequence: Sequence, plan: PlannedPull | None, begin: Begin) -> None:
+        """Calls `begin` on the step loop, once, when the prompt should be queued.
+
+        `begin` receives a record of the pull, if there is one, which is complete after `leave`.
         """
         source = self._find(plan.source) if plan is not None else None
         wanted = self._wanted(sequence, plan, source) if plan is not None and source is not None else None
@@ -83,39 +105,73 @@ class PullModel:
         self._costs.on_steps(self._totals())
         decided = self._costs.plan(wanted.source, wanted.missing, began_s) if wanted is not None else None
         if source is None or wanted is None or decided is None:
-            then(None)
+            begin(None)
             return
-        is_over = False
+        record = common_pb2.Pull(source=source.worker_id, wanted_tokens=wanted.missing.num_tokens)
+        size = first_batch_size if decided.batch_s else batch_size
+        batch_pages = size(self._page_bytes)
+        pull = _Pull(wanted, decided, source, began_s, record, begin, len(wanted.hashes), batch_pages)
+        self._by_prompt[sequence] = pull
+        self._cache.await_pages(wanted.pages)
+        self._send(pull)
+        if decided.hold_s:
+            self._node.after(decided.hold_s, lambda: self._post(lambda: _begin(pull)))
+        else:
+            _begin(pull)
 
-        def end() -> None:
-            nonlocal is_over
-            is_over = True
-            then(self._report(wanted, began_s))
+    def leave(self, sequence: Sequence) -> None:
+        """Ends the pull of a prompt that is computed or cancelled, and completes its record."""
+        pull = self._by_prompt.pop(sequence, None)
+        if pull is None:
+            return
+        if not pull.is_over:
+            self._end(pull, is_failed=not self._num_pulled(pull))
+        self._fill(pull)
+        self._cache.unawait(pull.wanted.pages)
 
-        def send(first: int) -> None:
-            stop = min(first + batch_size(self._page_size * self._links.token_bytes), len(wanted.hashes))
-            landed, failed = lambda: self._post(lambda: land(stop)), lambda: self._post(give_up)
-            self._links.push(source.node, self._node, (stop - first) * self._page_size, landed, failed)
+    def _send(self, pull: _Pull) -> None:
+        stop, sent_s = pull.num_left, self._node.sim.now_s
+        first = max(pull.wanted.first, stop - pull.batch_pages)
 
-        def land(stop: int) -> None:
-            self._graft(wanted.hashes[:stop])
-            if is_over:
+        def land() -> None:
+            if pull.is_over:
                 return
-            if stop < len(wanted.hashes):
-                send(stop)
-                return
-            now_s = self._node.sim.now_s
-            self._costs.on_pulled(wanted.source, wanted.missing, now_s - began_s, now_s)
-            end()
+            self._graft(pull.wanted.hashes, first, stop)
+            pull.num_left = first
+            if pull.plan.batch_s:
+                took_s = self._node.sim.now_s - sent_s
+                pull.batch_pages = next_batch_size(stop - first, took_s, pull.plan.batch_s, self._page_bytes)
+            if first > pull.wanted.first:
+                self._send(pull)
+            else:
+                self._end(pull, is_failed=False)
 
         def give_up() -> None:
-            if not is_over:
-                now_s = self._node.sim.now_s
-                self._costs.on_failed(wanted.source, wanted.missing, now_s - began_s, now_s)
-                end()
+            if not pull.is_over:
+                self._end(pull, is_failed=True)
 
-        self._node.after(decided.patience_s, lambda: self._post(give_up))
-        send(wanted.first)
+        landed, failed = lambda: self._post(land), lambda: self._post(give_up)
+        self._links.push(pull.holder.node, self._node, (stop - first) * self._page_size, landed, failed)
+
+    def _end(self, pull: _Pull, *, is_failed: bool) -> None:
+        pull.is_over = True
+        wanted, now_s = pull.wanted, self._node.sim.now_s
+        if is_failed:
+            self._costs.on_failed(wanted.source, wanted.missing, now_s - pull.began_s, now_s)
+        else:
+            num_bytes = wanted.missing.num_bytes * self._num_pulled(pull) // len(wanted.pages)
+            missing = replace(wanted.missing, num_bytes=max(1, num_bytes))
+            self._costs.on_pulled(wanted.source, missing, now_s - pull.began_s, now_s)
+        self._fill(pull)
+        _begin(pull)
+
+    def _num_pulled(self, pull: _Pull) -> int:
+        return self._cache.num_present(pull.wanted.pages, only_grafted=True)
+
+    def _fill(self, pull: _Pull) -> None:
+        if not pull.record.pull_ms:
+            pull.record.pull_ms = (self._node.sim.now_s - pull.began_s) * 1e3
+        pull.record.pulled_tokens = self._num_pulled(pull) * self._page_size
 
     def _wanted(self, sequence: Sequence, plan: PlannedPull, source: PageHolder) -> _Wanted | None:
         size = self._page_size
@@ -133,23 +189,18 @@ class PullModel:
             MissingPages(num_tokens, first * size, num_tokens * self._links.token_bytes),
         )
 
-    def _report(self, wanted: _Wanted, began_s: float) -> common_pb2.Pull:
-        num_pulled = max(0, self._cache.num_on_device(wanted.hashes) - wanted.first)
-        return common_pb2.Pull(
-            source=wanted.source.worker_id,
-            wanted_tokens=wanted.missing.num_tokens,
-            pulled_tokens=num_pulled * self._page_size,
-            pull_ms=(self._node.sim.now_s - began_s) * 1e3,
-        )
-
-    def _graft(self, hashes: list[PageHash]) -> None:
+    def _graft(self, hashes: list[PageHash], first: int, stop: int) -> None:
         """Caches the pages that are still missing while the pool has room for them."""
-        num_here = self._cache.num_on_device(hashes)
+        batch = [(hashes[index], hashes[index - 1] if index else None) for index in range(first, stop)]
         num_room = max(0, self._pool.num_available - self._pool.num_pages // _SPARED_DIVISOR)
-        wanted = hashes[num_here : num_here + num_room]
-        pages = self._pool.allocate(len(wanted))
-        parent = hashes[num_here - 1] if num_here else None
-        for page_hash, page in zip(wanted, pages, strict=True):
-            self.num_pulled_tokens += self._page_size * self._cache.graft(page_hash, parent, page)
-            parent = page_hash
+        lacking = self._cache.lacking(batch)[:num_room]
+        pages = self._pool.allocate(len(lacking))
+        for index, page in zip(lacking, pages, strict=True):
+            self.num_pulled_tokens += self._page_size * self._cache.graft(*batch[index], page)
         self._pool.release(pages)
+
+
+def _begin(pull: _Pull) -> None:
+    if pull.begin is not None:
+        begin, pull.begin = pull.begin, None
+        begin(pull.record)

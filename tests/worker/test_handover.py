@@ -41,7 +41,7 @@ from tests.support.serving import (
     workers,
 )
 from worker.handover.client import wanted_pages
-from worker.handover.policy import assign_pages
+from worker.handover.policy import BATCH_BYTES, BATCH_PAGES, assign_pages, first_batch_size, next_batch_size
 
 SYSTEM = [(3 * i) % 300 + 2 for i in range(64)]
 PROMPTS = [SYSTEM + [(7 * i + 31 * n) % 300 + 2 for i in range(40 + 16 * n)] for n in range(3)]
@@ -69,6 +69,17 @@ def chain(tokens: Sequence[int]) -> list[tuple[PageHash, PageHash | None]]:
 
 def target(number: int, max_pages: int = 1000) -> HandoverTarget:
     return HandoverTarget(WorkerId(f"decode-{number}"), Epoch(number), f"host:{number}", max_pages)
+
+
+@given(page_bytes=st.integers(1, 1 << 27), byte_s=st.floats(1e-12, 1e-3), batch_s=st.floats(1e-3, 10.0))
+def test_batches_take_the_time_that_is_asked_for(page_bytes: int, byte_s: float, batch_s: float) -> None:
+    most = max(1, min(BATCH_PAGES, BATCH_BYTES // page_bytes))
+    size = first_batch_size(page_bytes)
+    assert 1 <= size <= most
+    for _ in range(8):
+        size = next_batch_size(size, size * page_bytes * byte_s, batch_s, page_bytes)
+        assert 1 <= size <= most
+    assert size in (1, most) or size * page_bytes * byte_s == pytest.approx(batch_s, abs=page_bytes * byte_s)
 
 
 prompts_ = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=12)

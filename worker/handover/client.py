@@ -30,7 +30,7 @@ from penstock.types import (
 )
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from worker.channels import Channels
-from worker.handover.policy import batch_size
+from worker.handover.policy import batch_size, first_batch_size, next_batch_size
 from worker.handover.source import PageSource
 
 _CLOSE_TIMEOUT_S = 2.0  # extra time for a batch in flight when the deadline passes
@@ -47,7 +47,23 @@ class HandoverReport:
     num_pages: int = 0
     num_known: int = 0
     num_sent: int = 0  # pages sent, even if the target could not use them
+    write_s: float = 0.0  # time to write the last batch
     problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SendOrder:
+    """The order and size of batches: by default as pages follow each other, and the largest."""
+
+    lane: Lane = Lane.BULK
+    latest_first: bool = False
+    batch_s: float = 0.0  # time to write a batch, about; 0: the largest batches
+
+    def take_batch(self, pages: list[CachedPage], size: int) -> list[CachedPage]:
+        """Removes the next `size` pages."""
+        part = slice(-size, None) if self.latest_first else slice(size)
+        batch, pages[part] = pages[part], []
+        return batch
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +96,6 @@ class HandoverClient:
         self._channels = channels
         self._worker_id = worker_id
         self._epoch = epoch
-        self._batch_pages = batch_size(source.page_bytes)
 
     @property
     def page_bytes(self) -> int:
@@ -96,12 +111,17 @@ class HandoverClient:
         shares = ((target, picked.get(target.epoch, [])) for target in targets)
         return list(
             await asyncio.gather(
-                *(self._send_share(target, pages, deadline_s, own_address) for target, pages in shares)
+                *(self._send_share(target, pages, deadline_s, own_address, SendOrder()) for target, pages in shares)
             )
         )
 
     async def send(
-        self, target: HandoverTarget, hashes: Sequence[PageHash], timeout_s: float, own_address: str, lane: Lane
+        self,
+        target: HandoverTarget,
+        hashes: Sequence[PageHash],
+        timeout_s: float,
+        own_address: str,
+        order: SendOrder,
     ) -> tuple[int, HandoverReport]:
         """Sends these consecutive pages up to the first one that is not cached here. Returns how many that are, and the
         outcome.
@@ -113,7 +133,7 @@ class HandoverClient:
         except asyncio.CancelledError:  # the caller is gone, but the step loop takes the pages anyway
             taking.add_done_callback(lambda taken: self._post(lambda: self._source.release(taken.result())))
             raise
-        return len(pages), await self._send_share(target, pages, deadline_s, own_address, lane)
+        return len(pages), await self._send_share(target, pages, deadline_s, own_address, order)
 
     async def _send_share(
         self,
@@ -121,23 +141,24 @@ class HandoverClient:
         pages: list[CachedPage],
         deadline_s: float,
         own_address: str,
-        lane: Lane = Lane.BULK,
+        order: SendOrder,
     ) -> HandoverReport:
-        report, num_begun = HandoverReport(), 0
+        report, left = HandoverReport(), list(pages)
+        size = first_batch_size(self.page_bytes) if order.batch_s else batch_size(self.page_bytes)
         try:
-            while num_begun < len(pages):
+            while left:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
-                    raise DeadlineExceeded(f"{len(pages) - num_begun} pages were not started before the deadline")
-                batch = pages[num_begun : num_begun + self._batch_pages]
-                num_begun += len(batch)
-                await self._send_batch(target, batch, left_s, own_address, report, lane)
+                    raise DeadlineExceeded(f"{len(left)} pages were not started before the deadline")
+                num_sent, batch = report.num_sent, order.take_batch(left, size)
+                await self._send_batch(target, batch, left_s, own_address, report, order.lane)
+                if order.batch_s and report.num_sent > num_sent:
+                    size = next_batch_size(report.num_sent - num_sent, report.write_s, order.batch_s, self.page_bytes)
         except PenstockError as error:
             report.problem = f"{target.worker_id}: {error.message}"
         finally:
-            rest = pages[num_begun:]
-            if rest:
-                self._post(lambda: self._source.release(rest))
+            if left:
+                self._post(lambda: self._source.release(left))
         return report
 
     async def _send_batch(
@@ -184,6 +205,7 @@ class HandoverClient:
         if wanted:
             own = [page.page for page in wanted]
             checksums = await asyncio.to_thread(self._source.checksums, own, destination.offer)
+            began_s = time.monotonic()
             await self._on_loop(lambda: self._push(batch, destination, own))
             manifest = worker_pb2.PrefillPushed(
                 page_hashes=[page.page_hash for page in wanted], num_pages=len(wanted), checksums=checksums
@@ -193,6 +215,7 @@ class HandoverClient:
             if error is not None:
                 raise error
             report.num_sent += len(wanted)
+            report.write_s = time.monotonic() - began_s
         batch.close()
         report.num_pages += (await _next(call, "cached")).cached.num_pages
 

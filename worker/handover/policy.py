@@ -17,6 +17,8 @@ from penstock.types import Epoch, HandoverTarget, PageHash, WorkerId
 
 BATCH_BYTES = 32 << 20
 BATCH_PAGES = 256
+_FIRST_BYTES = 1 << 20  # first batch of a pull that is to come in short ones
+_GROWTH = 8.0  # most by which a batch is larger than the one before
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,19 @@ def assign_pages(
 def batch_size(page_bytes: int) -> int:
     """Returns how many pages form one batch, which the target accepts or refuses as a whole."""
     return max(1, min(BATCH_PAGES, BATCH_BYTES // page_bytes))
+
+
+def first_batch_size(page_bytes: int) -> int:
+    """Returns how many pages the first batch has if batches are to take a certain time on a link that may be slow."""
+    return max(1, min(batch_size(page_bytes), _FIRST_BYTES // page_bytes))
+
+
+def next_batch_size(size: int, took_s: float, batch_s: float, page_bytes: int) -> int:
+    """Returns how many pages to send next so that writing them takes about `batch_s`, if the last `size` pages took
+    `took_s`.
+    """
+    growth = min(_GROWTH, batch_s / max(took_s, 1e-6))
+    return max(1, min(batch_size(page_bytes), int(size * growth)))
 
 
 def _subtree(root: int, children: Sequence[Sequence[int]]) -> list[int]:

@@ -31,7 +31,7 @@ from penstock.types import Epoch, HandoverTarget, PageHash, PageId, TransferKey,
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from worker.call_events import CallEvents
 from worker.fence_keeper import FenceKeeper
-from worker.handover.client import HandoverClient, Post
+from worker.handover.client import HandoverClient, Post, SendOrder
 from worker.handover.intake import PageIntake
 
 log = logging.getLogger(__name__)
@@ -123,10 +123,11 @@ class HandoverService(worker_pb2_grpc.PageHandoverServicer):
             own = require_source_address(request.source_address or self._address())
             asked = request.target
             target = HandoverTarget(WorkerId(asked.worker_id), Epoch(asked.epoch), asked.address, asked.max_pages)
-            hashes, lane = [PageHash(page) for page in request.page_hashes], wire.lane_from_wire(request.lane)
+            hashes = [PageHash(page) for page in request.page_hashes]
+            order = SendOrder(wire.lane_from_wire(request.lane), request.latest_first, request.batch_ms / 1e3)
             self._num_pulls += 1
             try:
-                num_held, report = await self._client.send(target, hashes, request.timeout_ms / 1e3, own, lane)
+                num_held, report = await self._client.send(target, hashes, request.timeout_ms / 1e3, own, order)
             finally:
                 self._num_pulls -= 1
             num_bytes = report.num_sent * self._client.page_bytes

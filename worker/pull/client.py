@@ -7,6 +7,7 @@ by batch once they are verified. The call only reports when no more pages will c
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,8 @@ class PullRequest:
     hashes: Sequence[PageHash]
     lane: Lane
     timeout_s: float
+    latest_first: bool = False
+    batch_s: float = 0.0  # time that one batch should take; 0: the largest batches
 
 
 class PullClient:
@@ -101,4 +104,6 @@ class PullClient:
             source_epoch=source.epoch,
             timeout_ms=max(1, int(pull.timeout_s * 1e3)),
             lane=wire.lane_to_wire(pull.lane),
+            latest_first=pull.latest_first,
+            batch_ms=math.ceil(pull.batch_s * 1e3),
         )

@@ -1,8 +1,11 @@
 """Decides whether to pull pages that another worker holds or to compute them here. Pure: time is passed in.
 
 Both are priced in seconds: pulling by how long earlier pulls from that worker took, computing by how long this worker's
-own steps took, and each by the router's prediction until something is learned. A prompt never waits longer for a pull
-than the predicted time to compute the same pages, so a failed pull at most doubles that time.
+own steps took, and each by the router's prediction until something is learned.
+
+A pull that should end within one step of computing is waited for. Otherwise the prompt's first pages are computed while
+the last ones are pulled, until the two meet, which takes `p * c / (p + c)` if either alone takes p or c. A pull that is
+late, or whose source is gone, therefore costs at most the time of one step.
 
 The limits (`max_pulls`, `min_pull_tokens`) are in `penstock.config.TransferConfig`, and `prompts` obeys them. A router
 names a source only if `router.routing.policy.pulls` expects a pull to pay; pages travel in the batches of
@@ -13,15 +16,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from penstock.errors import TransferError
 from penstock.scheduling.linear_cost import LinearCost
 from penstock.types import Epoch, StepTotals, WorkerId
 from penstock.v1 import worker_pb2
 
-_ADVANTAGE = 0.8  # a pull pays if it takes less than this share of the time to compute
-_PATIENCE = 2.0  # a pull may take this many times its predicted time,
-_PATIENCE_S = 0.05  # or this much longer, whichever is more
+_ADVANTAGE = 0.8  # a pull pays if the pages are there after less than this share of the time to compute them
+_PATIENCE = 2.0  # a prompt waits for a pull this many times its predicted time,
+_PATIENCE_S = 0.05  # or this much longer, whichever is more,
+_UNKNOWN_SHARE = 0.5  # but not longer than one step, or this share of it for a source that nothing is known of
+_BATCHES = 2  # batches of pages that arrive during one step
+_TIMEOUT = 4.0  # a pull may take this many times the time to compute its pages,
+_TIMEOUT_S = 2.0  # or this long, whichever is more
 _LATENCY_S = 0.004
 _COMPUTE_PRIOR = (5e-3, 5e-4, 1e-8)  # seconds per step, per token, and per token of its context
 _MIN_STEPS_S = 0.02  # least step time in one observation
@@ -61,6 +69,14 @@ def source_from_wire(message: worker_pb2.PrefixSource) -> PrefixSource:
     )
 
 
+class PageArrival(Enum):
+    """The use that a prompt can make of pages before the last of them has arrived."""
+
+    LATEST_FIRST = auto()  # it is computed from the other end
+    IN_ORDER = auto()  # it is computed in the same order, and continues with what is already there
+    AT_ONCE = auto()  # not at all
+
+
 @dataclass(frozen=True, slots=True)
 class MissingPages:
     """The pages that a pull would bring."""
@@ -68,15 +84,21 @@ class MissingPages:
     num_tokens: int
     num_before: int  # tokens of the prompt before them
     num_bytes: int
+    arrival: PageArrival = PageArrival.LATEST_FIRST
 
 
 @dataclass(frozen=True, slots=True)
 class PullPlan:
     """A pull that pays, with times in seconds."""
 
-    pull_s: float
-    compute_s: float  # time to compute the same pages
-    patience_s: float  # how long a prompt waits for it
+    ready_s: float  # until the pages are here, pulled or computed
+    compute_s: float  # time to compute all of them
+    hold_s: float  # how long the prompt waits before it is computed beside the pull
+    batch_s: float = 0.0  # time that one batch should take; 0: the largest batches
+
+    @property
+    def timeout_s(self) -> float:
+        return max(_TIMEOUT * self.compute_s, self.hold_s, _TIMEOUT_S)
 
 
 @dataclass(slots=True)
@@ -109,10 +131,16 @@ class PullCosts:
             return None
         compute_s = self._compute_s(source, missing)
         pull_s = (known.cost if known else _link_prior(source, missing)).predict((1, missing.num_bytes))
-        if pull_s >= _ADVANTAGE * compute_s:
-            return None
-        patience_s = min(compute_s, max(_PATIENCE * pull_s, pull_s + _PATIENCE_S))
-        return PullPlan(pull_s, compute_s, patience_s)
+        step_s = compute_s
+        if missing.arrival is not PageArrival.AT_ONCE:
+            step_s *= min(1.0, self.chunk_tokens / missing.num_tokens)
+        batch_s = step_s / _BATCHES
+        longest_s = step_s if known is not None else _UNKNOWN_SHARE * step_s
+        if pull_s < _ADVANTAGE * longest_s:
+            hold_s = min(longest_s, max(_PATIENCE * pull_s, pull_s + _PATIENCE_S))
+            return PullPlan(pull_s, compute_s, hold_s, 0.0 if known is not None else batch_s)
+        ready_s = step_s + (_meet_s(pull_s, compute_s) if missing.arrival is PageArrival.LATEST_FIRST else pull_s)
+        return PullPlan(ready_s, compute_s, 0.0, batch_s) if ready_s < _ADVANTAGE * compute_s else None
 
     def on_pulled(self, source: PrefixSource, missing: MissingPages, seconds: float, now_s: float) -> None:
         """Learns from a pull that has succeeded."""
@@ -148,6 +176,11 @@ class PullCosts:
         known.cost.observe((1, missing.num_bytes), seconds)
         known.learned_s = now_s
         return known
+
+
+def _meet_s(pull_s: float, compute_s: float) -> float:
+    """Returns when the pull and the computation, each of which would take that long alone, meet."""
+    return pull_s * compute_s / (pull_s + compute_s) if compute_s else 0.0
 
 
 def _link_prior(source: PrefixSource, missing: MissingPages) -> LinearCost:

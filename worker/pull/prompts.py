@@ -1,8 +1,10 @@
-"""Holds prompts back while some of their pages are pulled from another worker or read from the shared store.
+"""Pulls some of a prompt's pages from another worker, or reads them from the shared store, for prompts that are about
+to be computed.
 
-Runs on the step loop. Meanwhile a prompt is in no queue and holds no pages. Once the pull has ended, successfully or
-not, the prompt finds the received pages in the prefix cache and the rest is computed. Prompts that lack the same pages
-share one pull.
+Runs on the step loop. A short pull is waited for: meanwhile the prompt is in no queue and holds no pages. Otherwise the
+prompt is queued at once, and the scheduler lets it continue with the pages that have arrived as soon as those before
+them are computed (`PrefixCache.await_pages`). A pull ends when its source has sent everything or has failed, or when no
+prompt needs its pages any more. Prompts that lack the same pages share one pull.
 """
 
 from __future__ import annotations
@@ -10,14 +12,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
 from engine.engine import Engine
 from engine.step.sequence import Sequence as TokenSequence
 from penstock.config import TransferConfig
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, TransferError
 from penstock.metrics.worker_metrics import (
     PULL_FAILURES,
     PULL_SECONDS,
@@ -29,11 +31,11 @@ from penstock.metrics.worker_metrics import (
 from penstock.types import PageHash, StepTotals
 from penstock.v1 import common_pb2
 from worker.pull.client import PullRequest, Stop
-from worker.pull.policy import MissingPages, PartlyPulled, PrefixSource, PullCosts, PullPlan
+from worker.pull.policy import MissingPages, PageArrival, PartlyPulled, PrefixSource, PullCosts, PullPlan
 
 log = logging.getLogger(__name__)
 
-Then = Callable[[common_pb2.Pull | None], None]
+Begin = Callable[[common_pb2.Pull | None], None]
 
 
 class SharedStore(Protocol):
@@ -71,13 +73,35 @@ class _Wanted:
     first: int  # first page to pull: earlier ones are here or behind the model's window
     missing: MissingPages
 
+    @property
+    def pages(self) -> Sequence[PageHash]:
+        return self.hashes[self.first :]
 
-@dataclass(slots=True)
+    @property
+    def awaited(self) -> Sequence[PageHash]:
+        """The pages that may arrive before their parents are computed."""
+        return () if self.missing.arrival is PageArrival.AT_ONCE else self.pages
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """A prompt that a pull brings pages for."""
+
+    wanted: _Wanted
+    joined_s: float
+    record: common_pb2.Pull
+    begin: Begin | None  # None once it was called
+
+
+@dataclass(slots=True, eq=False)
 class _Pull:
     wanted: _Wanted
+    plan: PullPlan
     started_s: float
     stop: Stop = lambda: None
-    waiting: dict[TokenSequence, Callable[[PenstockError | None], None]] = field(default_factory=dict)
+    prompts: dict[TokenSequence, _Prompt] = field(default_factory=dict)
+    ended_s: float | None = None
+    problem: PenstockError | None = None
 
 
 class PrefixPulls:
@@ -104,8 +128,8 @@ class PrefixPulls:
         self.recall = recall
         self._store = store
         self._page_size = engine.layout.page_size
-        self._open: dict[PageHash, _Pull] = {}  # by their first pages
-        self._waiting: dict[TokenSequence, _Pull] = {}
+        self._open: list[_Pull] = []
+        self._by_prompt: dict[TokenSequence, _Pull] = {}  # also pulls that have ended, until the prompt is computed
         self.costs = PullCosts(engine.saturating_tokens)
         self.metrics = WorkerMetrics()
 
@@ -118,54 +142,103 @@ class PrefixPulls:
         best = self._best(sequence, source)
         return (best[0].missing.num_tokens, best[1]) if best is not None else None
 
-    def bring(self, sequence: TokenSequence, source: PrefixSource | None, then: Then) -> None:
-        """Calls `then` once the prompt's pull has ended, or at once if no pull pays.
+    def bring(self, sequence: TokenSequence, source: PrefixSource | None, begin: Begin) -> None:
+        """Calls `begin` on the step loop when the prompt should be queued, which is now or shortly afterwards.
 
-        `then` receives a record of the pull, if there was one, and runs on the step loop. The prompt may have ended by
-        then; whoever ends it calls `leave`.
+        `begin` receives a record of the prompt's pull, if there is one, which changes until the prompt is computed. The
+        prompt may have ended by then; whoever ends it calls `leave`.
         """
+        self.leave(sequence)
         if self._store is not None:
             self._store.on_prompt(sequence)
-        wanted = next((each for each in self._choices(sequence, source) if each.hashes[each.first] in self._open), None)
-        if wanted is None:
-            best = self._best(sequence, source) if len(self._open) < self._config.max_pulls else None
-            if best is None:
-                then(None)
-                return
-            wanted, plan = best
-            self._begin(wanted, plan, sequence)
-        began_s = self._clock()
-        pull = self._waiting[sequence] = self._open[wanted.hashes[wanted.first]]
-        pull.waiting[sequence] = lambda problem: then(self._account(wanted, began_s, problem))
+        found = self._open_pull(sequence, source) or self._begin_pull(sequence, source)
+        if found is None:
+            begin(None)
+            return
+        pull, wanted = found
+        num_tokens = len(wanted.pages) * self._page_size
+        record = common_pb2.Pull(source=pull.wanted.source.worker_id, wanted_tokens=num_tokens)
+        pull.prompts[sequence] = _Prompt(wanted, self._clock(), record, begin)
+        self._by_prompt[sequence] = pull
+        self._begin_if_due(sequence, self._clock())
 
     def leave(self, sequence: TokenSequence) -> None:
-        """Forgets a prompt that has ended, and stops its pull if no other prompt waits for it. What has arrived stays
-        in the cache.
+        """Completes the record of a prompt that is computed or has ended, and stops its pull if no other prompt needs
+        the pages. Those that have arrived stay cached if they can be found.
         """
-        pull = self._waiting.pop(sequence, None)
+        pull = self._by_prompt.pop(sequence, None)
         if pull is None:
             return
-        pull.waiting.pop(sequence, None)
-        if not pull.waiting and self._is_open(pull):
+        prompt = pull.prompts.pop(sequence)
+        if not pull.prompts and pull.ended_s is None:
             self._close(pull)
-            self.metrics.add(PULLS_CANCELLED)
             pull.stop()
+            if self._is_past(sequence, prompt):
+                self._learn(pull)
+            else:
+                self.metrics.add(PULLS_CANCELLED)
+        self._fill(prompt, pull)
+        if not pull.prompts:
+            self._engine.prefix_cache.unawait(pull.wanted.awaited)
 
-    def _begin(self, wanted: _Wanted, plan: PullPlan, sequence: TokenSequence) -> None:
-        pull = self._open[wanted.hashes[wanted.first]] = _Pull(wanted, self._clock())
-        on_end = partial(self._on_end, pull)
+    def sweep(self, now_s: float) -> float | None:
+        """Queues the prompts that have waited long enough, and forgets those that need their pulls no more. Returns
+        when to sweep again.
+        """
+        for sequence, pull in list(self._by_prompt.items()):
+            prompt = pull.prompts.get(sequence)
+            if prompt is not None and prompt.begin is None and self._is_past(sequence, prompt):
+                self.leave(sequence)
+            elif prompt is not None:
+                self._begin_if_due(sequence, now_s)
+        held = (pull for pull in self._open if any(prompt.begin for prompt in pull.prompts.values()))
+        return min((_held_until_s(pull) for pull in held), default=None)
+
+    def _is_past(self, sequence: TokenSequence, prompt: _Prompt) -> bool:
+        """Returns whether a prompt has all the pages that it wanted."""
+        return sequence.num_computed_tokens >= len(prompt.wanted.hashes) * self._page_size
+
+    def _begin_if_due(self, sequence: TokenSequence, now_s: float) -> None:
+        """Queues a prompt unless it waits for its pull, or was queued before."""
+        pull = self._by_prompt[sequence]
+        prompt = pull.prompts[sequence]
+        if prompt.begin is not None and (pull.ended_s is not None or now_s >= _held_until_s(pull)):
+            begin, prompt.begin = prompt.begin, None
+            begin(prompt.record)
+
+    def _open_pull(self, sequence: TokenSequence, source: PrefixSource | None) -> tuple[_Pull, _Wanted] | None:
+        """Returns an open pull that brings pages of the prompt, and those that the prompt wants."""
+        for wanted in self._choices(sequence, source) if self._open else ():
+            for pull in self._open:
+                if wanted.pages[0] in pull.wanted.pages:
+                    return pull, wanted
+        return None
+
+    def _begin_pull(self, sequence: TokenSequence, source: PrefixSource | None) -> tuple[_Pull, _Wanted] | None:
+        """Begins a pull if one pays."""
+        best = self._best(sequence, source) if len(self._open) < self._config.max_pulls else None
+        if best is None:
+            return None
+        wanted, plan = best
+        pull = _Pull(wanted, plan, self._clock())
+        self._open.append(pull)
+        self._engine.prefix_cache.await_pages(wanted.awaited)
+        on_end, arrival = partial(self._on_end, pull), wanted.missing.arrival
+        timeout_s = plan.hold_s if arrival is PageArrival.AT_ONCE else plan.timeout_s
         if wanted.is_stored:
             assert self._store is not None
-            pull.stop = self._store.read(wanted.hashes, wanted.first, sequence.tenant, plan.patience_s, on_end)
+            pull.stop = self._store.read(wanted.hashes, wanted.first, sequence.tenant, timeout_s, on_end)
         else:
-            request = PullRequest(wanted.source, wanted.hashes[wanted.first :], sequence.lane, plan.patience_s)
+            latest_first = arrival is PageArrival.LATEST_FIRST
+            request = PullRequest(wanted.source, wanted.pages, sequence.lane, timeout_s, latest_first, plan.batch_s)
             pull.stop = self._start(request, on_end)
+        return pull, wanted
 
     def _best(self, sequence: TokenSequence, source: PrefixSource | None) -> tuple[_Wanted, PullPlan] | None:
         """Returns the pull that should save most time, and its plan."""
         plans = [(wanted, self._plan(wanted)) for wanted in self._choices(sequence, source)]
         paying = [(wanted, plan) for wanted, plan in plans if plan is not None]
-        return max(paying, key=lambda each: each[1].compute_s - each[1].pull_s, default=None)
+        return max(paying, key=lambda each: each[1].compute_s - each[1].ready_s, default=None)
 
     def _choices(self, sequence: TokenSequence, source: PrefixSource | None) -> list[_Wanted]:
         """Returns what could be pulled from the worker that the router names, and from the shared store."""
@@ -196,7 +269,10 @@ class PrefixPulls:
         num_bytes = (num_pages - first) * self._engine.model_layout.page_bytes
         if is_stored and self._store is not None:
             num_bytes = self._store.num_bytes(first, num_pages)
-        missing = MissingPages(num_spared * size, (num_pages - num_spared) * size, num_bytes)
+        arrival = PageArrival.IN_ORDER if is_stored else PageArrival.LATEST_FIRST
+        if cache.window.tokens is not None:
+            arrival = PageArrival.AT_ONCE  # only the last window is pulled
+        missing = MissingPages(num_spared * size, (num_pages - num_spared) * size, num_bytes, arrival)
         return _Wanted(source, is_stored, hashes, first, missing)
 
     def _plan(self, wanted: _Wanted) -> PullPlan | None:
@@ -204,44 +280,56 @@ class PrefixPulls:
         return self.costs.plan(wanted.source, wanted.missing, self._clock())
 
     def _on_end(self, pull: _Pull, problem: PenstockError | None) -> None:
-        if not self._is_open(pull):
+        if pull.ended_s is not None:
             return  # it was stopped
-        wanted, now_s = pull.wanted, self._clock()
-        seconds, num_pulled = now_s - pull.started_s, self._close(pull)
-        if num_pulled < len(wanted.hashes) - wanted.first:
-            self.metrics.add(PULL_FAILURES)
-            if not isinstance(problem, PartlyPulled):
-                self.costs.on_failed(wanted.source, wanted.missing, seconds, now_s)
-            log.info("pulled %d pages from %s: %s", num_pulled, wanted.source.worker_id, problem or "it sent no more")
-        else:
-            self.costs.on_pulled(wanted.source, wanted.missing, seconds, now_s)
-        waiting, pull.waiting = pull.waiting, {}
-        for sequence, resume in waiting.items():
-            if self._waiting.pop(sequence, None) is not None:
-                resume(problem)
+        if problem is None and self._num_absent(pull.wanted):
+            problem = TransferError("not all of them came")
+        pull.problem = problem
+        self._close(pull)
+        self._learn(pull)
+        for sequence, prompt in list(pull.prompts.items()):
+            self._fill(prompt, pull)
+            if sequence in pull.prompts:
+                self._begin_if_due(sequence, pull.started_s)
 
-    def _is_open(self, pull: _Pull) -> bool:
-        return self._open.get(pull.wanted.hashes[pull.wanted.first]) is pull
-
-    def _close(self, pull: _Pull) -> int:
-        """Counts a pull that brings no more pages. Returns how many it has brought."""
-        del self._open[pull.wanted.hashes[pull.wanted.first]]
-        num_pulled = self._num_pulled(pull.wanted)
+    def _close(self, pull: _Pull) -> None:
+        """Counts a pull that brings no more pages."""
+        pull.ended_s = self._clock()
+        self._open.remove(pull)
         self.metrics.add(PULLS)
-        self.metrics.add(PULLED_PAGES, num_pulled)
-        self.metrics.add(PULL_SECONDS, self._clock() - pull.started_s)
-        return num_pulled
+        self.metrics.add(PULLED_PAGES, self._num_pulled(pull.wanted))
+        self.metrics.add(PULL_SECONDS, pull.ended_s - pull.started_s)
+
+    def _learn(self, pull: _Pull) -> None:
+        """Learns from a pull that has ended, or that the prompts need no more because the rest is computed."""
+        wanted, now_s = pull.wanted, self._clock()
+        seconds, num_pulled, num_wanted = now_s - pull.started_s, self._num_pulled(wanted), len(wanted.pages)
+        if num_pulled < num_wanted and (num_pulled == 0 or self._num_absent(wanted)):
+            self.metrics.add(PULL_FAILURES)
+            if not isinstance(pull.problem, PartlyPulled):
+                self.costs.on_failed(wanted.source, wanted.missing, seconds, now_s)
+            problem = pull.problem or "they were computed sooner"
+            log.info("pulled %d of %d pages from %s: %s", num_pulled, num_wanted, wanted.source.worker_id, problem)
+        else:
+            num_bytes = wanted.missing.num_bytes * num_pulled // num_wanted
+            self.costs.on_pulled(wanted.source, replace(wanted.missing, num_bytes=num_bytes), seconds, now_s)
 
     def _num_pulled(self, wanted: _Wanted) -> int:
-        return max(0, self._engine.prefix_cache.num_on_device(wanted.hashes) - wanted.first)
+        return self._engine.prefix_cache.num_present(wanted.pages, only_grafted=True)
 
-    def _account(self, wanted: _Wanted, began_s: float, problem: PenstockError | None) -> common_pb2.Pull:
-        num_pulled, num_wanted = self._num_pulled(wanted), len(wanted.hashes) - wanted.first
-        reason = "" if num_pulled == num_wanted else (problem.message if problem else "not all of them came")
-        return common_pb2.Pull(
-            source=wanted.source.worker_id,
-            wanted_tokens=num_wanted * self._page_size,
-            pulled_tokens=num_pulled * self._page_size,
-            pull_ms=(self._clock() - began_s) * 1e3,
-            problem=reason,
-        )
+    def _num_absent(self, wanted: _Wanted) -> int:
+        """Returns how many of the wanted pages are neither pulled nor computed."""
+        return len(wanted.pages) - self._engine.prefix_cache.num_present(wanted.pages)
+
+    def _fill(self, prompt: _Prompt, pull: _Pull) -> None:
+        """Writes into a prompt's record what has become of its pull."""
+        record, wanted = prompt.record, prompt.wanted
+        ended_s = self._clock() if pull.ended_s is None else pull.ended_s
+        record.pulled_tokens = self._num_pulled(wanted) * self._page_size
+        record.pull_ms = max(0.0, ended_s - prompt.joined_s) * 1e3
+        is_whole = record.pulled_tokens == record.wanted_tokens
+        record.problem = "" if is_whole or pull.problem is None else pull.problem.message
+
+
+def _held_until_s(pull: _Pull) -> float:
+    return pull.started_s + pull.plan.hold_s

@@ -1,6 +1,6 @@
 """Learns what pulls cost, and how often workers carry out the expected pull. Pure.
 
-Nothing overlaps a pull, whereas a transfer overlaps its prefill, so their link costs are learned separately, and so are
+A transfer waits for its prefill and a pull waits for nothing, so their link costs are learned separately, and so are
 those of a shared store. A worker that knows better than the router may compute what it was expected to pull. If most
 pulls from workers, or from the store, end that way, only a few requests are still priced with one, to notice when that
 changes.
@@ -19,8 +19,11 @@ from router.routing.policy.interface import PlannedPull, PullOffer
 MIN_TOKENS = 512  # shorter prefixes are not worth a pull
 _SMOOTHING = 0.1
 _MIN_KEPT = 0.5  # share of expected pulls that happened; below it, requests are no longer priced with pulls
+_KEPT_SHARE = 0.5  # share of its tokens that must have been pulled
 _PROBE_EVERY = 16  # below `_MIN_KEPT`, one in this many requests is still priced with a pull
-_UNFINISHED = 2.0  # a failed pull counts as this many times its prediction or its duration, whichever is longer
+_UNFINISHED = (
+    2.0  # a pull that has brought nothing counts as this many times its prediction or its duration, whichever is longer
+)
 
 
 @dataclass(slots=True)
@@ -73,12 +76,13 @@ class PullBook:
         """Learns from a prompt that `worker` has computed: `plan` is the expected pull, `pull` the reported one."""
         if pull is not None and pull.wanted_tokens:
             seconds, source = pull.pull_ms / 1e3, WorkerId(pull.source)
-            links, num_bytes = self._record_of(source).links, pull.wanted_tokens * token_bytes
-            if pull.pulled_tokens < pull.wanted_tokens:
+            # A worker computes one end of a prompt while it pulls the other, so a part is what a slow link brings.
+            links, num_bytes = self._record_of(source).links, (pull.pulled_tokens or pull.wanted_tokens) * token_bytes
+            if not pull.pulled_tokens:
                 seconds = _UNFINISHED * max(seconds, links.cost(source, worker).transfer_s(num_bytes))
             links.observe(source, worker, int(num_bytes), seconds)
         if plan is not None:
-            is_kept = pull is not None and pull.pulled_tokens == pull.wanted_tokens
+            is_kept = pull is not None and pull.pulled_tokens >= _KEPT_SHARE * pull.wanted_tokens
             record = self._record_of(plan.source)
             record.kept += _SMOOTHING * (is_kept - record.kept)
 

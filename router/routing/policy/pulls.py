@@ -1,9 +1,10 @@
 """Prices pulling a prompt's prefix from another worker's cache instead of computing it. Pure.
 
-A prompt is queued after its pull: the pull delays the start and saves the worker from computing the pulled tokens. With
-a pull, a worker without the prefix costs little more than its holder, so load decides between them. In a full cache,
-the pages that a pull brings evict others, which have to be computed again; that time counts too. The worker decides in
-the end (`worker.pull.policy`), among the sources that routers name.
+A pull that is fast enough to be planned here delays the prompt's start and saves the worker from computing the pulled
+tokens; if it turns out to be slow, the worker computes the prompt's beginning meanwhile. With a pull, a worker without
+the prefix costs little more than its holder, so load decides between them. In a full cache, the pages that a pull
+brings evict others, which have to be computed again; that time counts too. The worker decides in the end
+(`worker.pull.policy`), among the sources that routers name.
 """
 
 from __future__ import annotations

@@ -79,9 +79,9 @@ def test_pulled_pages_wait_for_those_before_them() -> None:
         assert cache.graft(hashes[index], hashes[index - 1], page)
     pool.release(pulled)
     cache.check_integrity()
-    assert (cache.peek(hashes), cache.num_grafted(hashes), cache.num_lacking(hashes)) == (0, 3, 2)
+    assert (cache.peek(hashes), cache.num_present(hashes), cache.num_lacking(hashes)) == (0, 3, 2)
     pages = pool.allocate(6)  # evicts the first of them, and with it those that follow it
-    assert cache.num_grafted(hashes) == 0
+    assert cache.num_present(hashes) == 0
     cache.check_integrity()
     pool.release(pages)
 

@@ -171,6 +171,15 @@ def test_the_cost_of_a_link_follows_what_pulls_take() -> None:
     assert book.links.cost(HOLDER, OTHER).transfer_s(num_bytes) > 1.2 * learned_s
 
 
+def test_a_link_is_learned_from_the_part_that_came_while_the_rest_was_computed() -> None:
+    book, plan = PullBook(), PlannedPull(HOLDER, 2000, 0.01, 1.0)
+    part = common_pb2.Pull(source=HOLDER, wanted_tokens=2000, pulled_tokens=1200, pull_ms=3000.0)
+    for _ in range(40):
+        book.on_end(plan, OTHER, part, 4096.0)
+    assert book.links.cost(HOLDER, OTHER).transfer_s(1200 * 4096.0) == pytest.approx(3.0, rel=0.2)
+    assert all(book.offer({HOLDER: 2000}) is not None for _ in range(16))
+
+
 def replace_pull(pull: common_pb2.Pull, **changes: float) -> common_pb2.Pull:
     changed = common_pb2.Pull()
     changed.CopyFrom(pull)

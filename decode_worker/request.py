@@ -17,7 +17,7 @@ from penstock import wire
 from penstock.errors import PenstockError
 from penstock.types import FinishReason, TokenLogprob, TransferKey, WorkerId
 from penstock.v1 import common_pb2, worker_pb2
-from worker.hints.keeper import HintKeeper
+from worker.hints.hint_follower import HintFollower
 from worker.pull.policy import PrefixSource
 
 _MAX_PREEMPTIONS = 16  # preemptions whose times are kept
@@ -215,11 +215,11 @@ class DecodeRequest:
         self.times.part, self.times.reserved_s, self.times.landed_s = None, 0.0, 0.0
         self.prices = [_price_to_wire(priced) for priced in (decision.chosen, *decision.others)]
 
-    def follow_hints(self, keeper: HintKeeper | None, num_found_tokens: int) -> None:
+    def follow_hints(self, hints: HintFollower | None, num_found_tokens: int) -> None:
         """Follows its hints, once, while it holds its pages, and keeps the answers."""
-        if keeper is not None and not self.hints_followed:
+        if hints is not None and not self.hints_followed:
             self.hints_followed = True
-            self.hint_answers += map(wire.hint_answer_to_wire, keeper.follow(self.sequence, num_found_tokens))
+            self.hint_answers += map(wire.hint_answer_to_wire, hints.follow(self.sequence, num_found_tokens))
 
     def decoded(self, now_s: float) -> tuple[int, float] | None:
         """Returns the tokens decoded here after the first one, and the seconds they took; None if there are none or the

@@ -43,7 +43,7 @@ from penstock.errors import Cancelled, Overloaded, PenstockError
 from penstock.metrics.worker_metrics import HANDOFF_MISMATCHES
 from penstock.types import FinishReason, TransferKey, WorkerId, WorkerLoad
 from penstock.v1 import common_pb2, worker_pb2
-from worker.hints.keeper import HintKeeper
+from worker.hints.hint_follower import HintFollower
 from worker.pull.prompts import PrefixPulls
 from worker.sequence_message import check_token_ids
 
@@ -67,7 +67,7 @@ class DecodeWorker:
         adapters: AdapterQueue | None = None,
         draft: Draft | None = None,
         events: DecodeEvents | None = None,
-        hints: HintKeeper | None = None,
+        hints: HintFollower | None = None,
     ) -> None:
         """Requests with a grammar or adapter are refused without `grammars` or `adapters`. Without `pulls` nothing is
         pulled from other workers; without `draft` only repetitions are proposed; without `hints` none is followed.

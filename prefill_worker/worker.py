@@ -34,7 +34,7 @@ from penstock.v1 import common_pb2
 from prefill_worker.job import Closed, FirstToken, Heartbeat, PrefillJob, Pushed, ReservePages
 from prefill_worker.layerwise_push import LayerwisePush, LayerwiseStep
 from prefill_worker.scheduler import PrefillScheduler
-from worker.hints.keeper import HintKeeper
+from worker.hints.hint_follower import HintFollower
 from worker.pull.prompts import PrefixPulls
 from worker.sequence_message import check_token_ids
 
@@ -71,7 +71,7 @@ class PrefillWorker:
         pulls: PrefixPulls | None = None,
         adapters: AdapterQueue | None = None,
         on_step: Callable[[int, int, float], None] | None = None,
-        hints: HintKeeper | None = None,
+        hints: HintFollower | None = None,
     ) -> None:
         """`context_length` is the number of tokens that both the model and the pool can hold. Jobs with a grammar are
         refused without `grammars`, and jobs with an adapter without `adapters`; without `pulls` nothing is pulled from

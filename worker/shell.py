@@ -52,7 +52,7 @@ from worker.handover.client import HandoverClient
 from worker.handover.intake import PageIntake
 from worker.handover.service import HandoverService
 from worker.handover.source import PageSource
-from worker.hints.keeper import HintKeeper
+from worker.hints.hint_follower import HintFollower
 from worker.kv_publisher.publisher import KvPublisher
 from worker.kv_publisher.scopes import SharedScope
 from worker.metrics.collector import WorkerCollector
@@ -111,7 +111,7 @@ class WorkerShell:
     source: PageSource
     intake: PageIntake
     pulls: PrefixPulls
-    hints: HintKeeper
+    hints: HintFollower
     channels: Channels
     fences: FenceKeeper
     service: WorkerService
@@ -184,7 +184,7 @@ class WorkerShell:
             store=self._shared,
         )
         on_end = self._shared.on_end if self._shared is not None else lambda sequence: None
-        self.hints = HintKeeper(WorkerId(config.worker_id), engine, on_end=on_end)
+        self.hints = HintFollower(WorkerId(config.worker_id), engine, on_end=on_end)
         self.fences = FenceKeeper(
             self.channels.use, lambda key: post(partial(self._on_quiesced, key)), self.open_receiver
         )

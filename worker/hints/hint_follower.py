@@ -38,7 +38,7 @@ _MAX_TENANTS = 64  # tenants whose held pages are reported by name
 _PAGES_AT_ONCE = 256  # most pages copied between two steps
 
 
-class HintKeeper:
+class HintFollower:
     """Owns the prefetches that wait. The prefix cache owns sessions, holds and their quotas."""
 
     def __init__(

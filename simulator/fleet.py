@@ -173,7 +173,9 @@ class SimulatedFleet:
         if cores is None:
             self.sim.at(arrival_s + request_s, lambda: self._call(outcome, on_end, deadline_s))
         else:
-            self.sim.at(arrival_s, lambda: cores.handle(request_s, lambda: self._call(outcome, on_end, deadline_s)))
+            self.sim.at(
+                arrival_s, lambda: cores.take_request(request_s, lambda: self._call(outcome, on_end, deadline_s))
+            )
 
     def _call(self, outcome: Outcome, on_end: Callable[[Outcome], None], deadline_s: float) -> None:
         """Calls a router, as `penstock.client` does: clients spread over the routers that run, and try again later."""

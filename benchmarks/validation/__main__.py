@@ -14,17 +14,15 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from benchmarks.common.docs_tables import markdown_table, replace_between
 from benchmarks.common.process_group import ROOT
 from benchmarks.common.report import RESULTS, percentile, write_result
 from benchmarks.validation.measured import measure_shape
-from benchmarks.validation.predicted import drift_during, fit_profile, predict_shape
+from benchmarks.validation.predicted import fit_costs, predict_round
 from benchmarks.validation.runs import SHAPES, Latencies, Measurement, deployments, pool
 from simulator.costs.cost_file import write_costs
-from simulator.costs.machine import StepKind
 
 _DOCS = ROOT / "docs" / "simulator.md"
 _BEGIN, _END = "<!-- validation -->", "<!-- end of validation -->"
@@ -52,21 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             for round in args.round or range(_ROUNDS):
                 asyncio.run(measure_shape(shape, round, args.seconds, args.repeats)).save(args.build)
         rounds = Measurement.load_rounds(args.build, shape)
-        predicted, at_usual_speed = [], []
-        for one in rounds:
-            profile = fit_profile(one)
-            write_costs(profile, args.build / f"costs-{shape}-{one.round}.json")
-            predicted.append(predict_shape(one, profile))
-            at_usual_speed.append(predict_shape(one, profile, with_drift=False))
+        costs = fit_costs(rounds)
+        write_costs(costs, args.build / f"costs-{shape}.json")
+        predicted = [predict_round(one, costs) for one in rounds]
         first = rounds[0]
         compared = [run.name for _, runs in deployments(shape, first.seconds, 0) for run in runs if run.is_compared]
         rows = []
         for name in compared:
-            seen, expected, usual = (
-                pool([one[name] for one in each]) for each in ([one.runs for one in rounds], predicted, at_usual_speed)
-            )
-            drift = mean(drift_during(one, name)[StepKind.DECODE] for one in rounds)
-            rows += compare(shape, name, seen, expected, usual, drift)
+            seen = pool([one.runs[name] for one in rounds])
+            rows += compare(shape, name, seen, pool([each[name] for each in predicted]))
         publish(rows, first.machine, args.results, args.docs)
     return 0
 
@@ -82,17 +74,12 @@ def figures(found: Latencies) -> dict[str, float]:
     }
 
 
-def compare(
-    shape: str, workload: str, seen: Latencies, expected: Latencies, usual: Latencies, drift: float
-) -> list[dict[str, object]]:
-    """Returns a row for each figure, and prints it.
-
-    `expected` is predicted for a machine whose decode steps take `drift` times as long as usual, `usual` without drift.
-    """
+def compare(shape: str, workload: str, seen: Latencies, expected: Latencies) -> list[dict[str, object]]:
+    """Returns a row for each figure, and prints it."""
     rows: list[dict[str, object]] = []
-    wanted, wanted_usually = figures(expected), figures(usual)
+    wanted = figures(expected)
     for figure, value in figures(seen).items():
-        error, usual_error = (each[figure] / value - 1 if value else math.inf for each in (wanted, wanted_usually))
+        error = wanted[figure] / value - 1 if value else math.inf
         row = {
             "shape": shape,
             "workload": workload,
@@ -100,8 +87,6 @@ def compare(
             "measured": value,
             "predicted": wanted[figure],
             "error": error,
-            "error_without_drift": usual_error,
-            "drift": drift,
             "bound": _BOUNDS[figure],
             "others_share": seen.others_share,
             "num_requests": len(seen.ttft_s),
@@ -128,17 +113,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             cell = f"**{cell}**"
         share = row["others_share"]
         others = "not measured" if share is None else f"{100 * share:.0f} %"
-        line = lines.setdefault((row["shape"], row["workload"]), {"others": others, "drift": f"{row['drift']:.2f}"})
+        line = lines.setdefault((row["shape"], row["workload"]), {"others": others})
         line[row["figure"]] = cell
     header = [
         "",
         *(figure if figure.endswith("/s") else f"{figure}, ms" for figure in _BOUNDS),
-        "drift",
         "other programs",
     ]
-    body = [
-        [", ".join(key), *(cells[figure] for figure in (*_BOUNDS, "drift", "others"))] for key, cells in lines.items()
-    ]
+    body = [[", ".join(key), *(cells[figure] for figure in (*_BOUNDS, "others"))] for key, cells in lines.items()]
     return markdown_table(header, body)
 
 
@@ -155,18 +137,13 @@ def publish(
     shapes = list(dict.fromkeys(row["shape"] for row in [*kept, *rows]))
     rows = [row for row in kept if row["shape"] not in new_shapes] + rows
     rows.sort(key=lambda row: shapes.index(row["shape"]))
-    within, within_without_drift = (
-        sum(abs(float(str(row[error]))) <= float(str(row["bound"])) for row in rows)
-        for error in ("error", "error_without_drift")
-    )
+    within = sum(abs(float(str(row["error"]))) <= float(str(row["bound"])) for row in rows)
     write_result(
-        {"name": "validation"}
-        | dict(machine)
-        | {"num_within": within, "num_within_without_drift": within_without_drift, "rows": rows},
+        {"name": "validation"} | dict(machine) | {"num_within": within, "rows": rows},
         folder,
     )
     replace_between(docs, _BEGIN, _END, table(rows))
-    print(f"{within} of {len(rows)} figures within their bounds, {within_without_drift} without drift")
+    print(f"{within} of {len(rows)} figures within their bounds")
 
 
 if __name__ == "__main__":

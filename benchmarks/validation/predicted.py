@@ -49,10 +49,9 @@ class PredictedSystem:
         self._num_runs = 0
         self._rest()  # routers connect
 
-    def measure(self, run: PlannedRun, drift: Mapping[StepKind, float] | None = None) -> Latencies:
-        """Serves a run in virtual time on a machine as slow as `drift` says. Prompts of different runs differ."""
+    def measure(self, run: PlannedRun) -> Latencies:
+        """Serves a run in virtual time. Prompts of different runs differ."""
         fleet, start_s = self._fleet, self._fleet.sim.now_s
-        fleet.machine.set_drift(drift or {})
         outcomes = [fleet.submit(self._shifted(request, start_s)) for request in run.requests]
         if run.fault is not None:
             self._break_later(run.fault, start_s)
@@ -110,39 +109,36 @@ def fleet_spec(num_prefill: int, num_decode: int) -> FleetSpec:
     )
 
 
-def predict_shape(seen: Measurement, profile: CostProfile, *, with_drift: bool = True) -> dict[str, Latencies]:
-    """Returns what the costs predict for every run, at the speed of the machine then or at its usual speed."""
+def predict_round(seen: Measurement, costs: CostProfile) -> dict[str, Latencies]:
+    """Returns what the costs predict for every run of a round."""
     expected: dict[str, Latencies] = {}
     for sizes, runs in deployments(seen.shape, seen.seconds, seen.round):
-        system = PredictedSystem(fleet_spec(*sizes).with_costs(profile))
-        for run in runs:
-            expected[run.name] = system.measure(run, drift_during(seen, run.name) if with_drift else {})
+        system = PredictedSystem(fleet_spec(*sizes).with_costs(costs))
+        expected |= {run.name: system.measure(run) for run in runs}
     return expected
 
 
-def fit_profile(seen: Measurement) -> CostProfile:
-    """Fits the costs of steps and messages to the calibrations that other programs disturbed least, at the usual speed
-    of the machine.
+def fit_costs(rounds: Sequence[Measurement]) -> CostProfile:
+    """Fits costs to the calibrations of all rounds, at the usual speed of the machine, and to requests that were alone.
 
-    The time between steps, and that of requests outside of workers, is what the latencies of requests that were alone
-    have beyond their own steps and messages.
+    The usual speed is that of all requests that were alone, which were measured throughout each round. The time between
+    steps, and that of requests outside of workers, is what their latencies have beyond their own steps and messages.
     """
-    names = _calibrations(seen)
-    records = [record for name in names for record in _undrifted(seen.records[name], drift_during(seen, name))]
-    latency_s = _latency_s([hop_s for name in names for hop_s in seen.runs[name].hops_s])
-    references = _references(seen)
-    alone = pool([seen.runs[name] for name in references])
-    steps = [record for name in references for record in seen.records[name]]
-    cores = SharedCores(
-        seen.machine["hardware"]["cores"], num_threads(sum(SHAPES[seen.shape])), _frame_s(seen, [*names, *references])
-    )
-    between_s = max(0.0, median(alone.itl_s) - _step_s(steps, has_prompts=False))
-    first_s = _step_s(steps, has_prompts=True) + 2 * latency_s  # the calls go to the decode worker and back
+    usual_s = _alone_s([record for seen in rounds for name in _references(seen) for record in seen.records[name]])
+    runs = [(seen, name) for seen in rounds for name in CALIBRATIONS if not _is_disturbed(seen.runs[name])]
+    runs = runs or [(seen, name) for seen in rounds for name in CALIBRATIONS]
+    records = [record for seen, name in runs for record in _at_usual_speed(seen, name, usual_s)]
+    latency_s = _latency_s([hop_s for seen, name in runs for hop_s in seen.runs[name].hops_s])
+    alone = pool([seen.runs[name] for seen in rounds for name in _references(seen)])
+    shape, hardware = rounds[0].shape, rounds[0].machine["hardware"]
+    cores = SharedCores(hardware["cores"], num_threads(sum(SHAPES[shape])), _frame_s(rounds))
+    between_s = max(0.0, median(alone.itl_s) - usual_s[StepKind.DECODE])
+    first_s = usual_s[StepKind.CHUNK] + 2 * latency_s  # the calls go to the decode worker and back
     front_s = max(0.0, median(alone.ttft_s) - first_s - cores.frame_s)
     fitted = fit_steps(records, cores)
     token_bytes = int(find_shape(str(MODEL)).kv_token_bytes)
     return CostProfile(
-        seen.shape,
+        shape,
         f"fitted to {len(records)} reports of steps",
         fitted.prefill,
         replace(fitted.decode, step_s=fitted.decode.step_s + between_s),
@@ -159,54 +155,43 @@ def _references(seen: Measurement) -> list[str]:
     return [name for name in seen.runs if name.startswith(REFERENCE)]
 
 
-def drift_during(seen: Measurement, name: str) -> dict[StepKind, float]:
-    """Returns how slow the machine was during a run, relative to its usual speed, by kind of step.
+def _is_disturbed(run: Latencies) -> bool:
+    return (run.others_share or 0.0) > DISTURBED
 
-    The steps of requests that are alone before and after the run show it, and those of all such runs the usual speed.
-    """
+
+def _at_usual_speed(seen: Measurement, name: str, usual_s: Mapping[StepKind, float]) -> list[StepRecord]:
+    """Returns the records of a run as they would be if the requests alone before and after it had had usual steps."""
     names = list(seen.runs)
     place = names.index(name)
     near = [each for each in names[max(0, place - 1) : place + 2] if each in _references(seen)]
-    if not near:
-        return {}
-    drift: dict[StepKind, float] = {}
-    for kind in (StepKind.DECODE, StepKind.CHUNK):
-        has_prompts = kind is StepKind.CHUNK
-        usual_s = _step_s([record for each in _references(seen) for record in seen.records[each]], has_prompts)
-        drift[kind] = _step_s([record for each in near for record in seen.records[each]], has_prompts) / usual_s
-    return drift | {StepKind.PREFILL: drift[StepKind.CHUNK]}
-
-
-def _undrifted(records: Sequence[StepRecord], drift: Mapping[StepKind, float]) -> list[StepRecord]:
-    """Returns the records as they would be at the usual speed of the machine."""
+    near_s = _alone_s([record for each in near for record in seen.records[each]])
+    slowness = {kind: near_s[kind] / usual_s[kind] for kind in usual_s}
+    slowness[StepKind.PREFILL] = slowness[StepKind.CHUNK]
     return [
-        replace(record, totals=replace(record.totals, seconds=record.totals.seconds / drift.get(record.kind, 1.0)))
-        for record in records
+        replace(record, totals=replace(record.totals, seconds=record.totals.seconds / slowness[record.kind]))
+        for record in seen.records[name]
     ]
 
 
-def _calibrations(seen: Measurement) -> list[str]:
-    """Returns the calibrations that other programs did not disturb, or the one that they disturbed least."""
-    shares = {name: seen.runs[name].others_share or 0.0 for name in CALIBRATIONS}
-    return [name for name, share in shares.items() if share <= max(DISTURBED, min(shares.values()))]
+def _alone_s(records: Sequence[StepRecord]) -> dict[StepKind, float]:
+    """Returns the median times of steps by kind. Decode workers compute the prompts of requests that are alone."""
+    return {
+        kind: median(record.totals.seconds / record.totals.steps for record in records if record.kind is kind)
+        for kind in (StepKind.DECODE, StepKind.CHUNK)
+    }
 
 
-def _frame_s(seen: Measurement, names: Sequence[str]) -> float:
+def _frame_s(rounds: Sequence[Measurement]) -> float:
     """Returns the processor time of router and client for a message with tokens: what grows with the decode steps."""
     quantities, cpu_s = [], []
-    for name in names:
-        run = seen.runs[name]
-        num_steps = sum(record.totals.steps for record in seen.records[name] if record.role is Role.DECODE)
-        quantities.append((num_steps, len(run.ttft_s)))
-        cpu_s.append(run.cpu_s["client"] + run.cpu_s["router"])
+    for seen in rounds:
+        for name in (*CALIBRATIONS, *_references(seen)):
+            run = seen.runs[name]
+            num_steps = sum(record.totals.steps for record in seen.records[name] if record.role is Role.DECODE)
+            quantities.append((num_steps, len(run.ttft_s)))
+            cpu_s.append(run.cpu_s["client"] + run.cpu_s["router"])
     frame_s, _ = least_squares(np.array(quantities, float), np.array(cpu_s))
     return float(frame_s)
-
-
-def _step_s(records: Sequence[StepRecord], has_prompts: bool) -> float:
-    """Returns the median time of a step."""
-    totals = [record.totals for record in records if record.has_prompts is has_prompts]
-    return median(each.seconds / each.steps for each in totals)
 
 
 def _latency_s(hops_s: Sequence[float]) -> float:

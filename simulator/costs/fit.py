@@ -23,7 +23,7 @@ from simulator.costs.step_costs import DecodeCosts, PrefillCosts
 _LEAST_RECORDS = 4
 _ROUNDS = 3  # rounds of fitting, after each of which outliers lose weight
 _OUTLIER = 3.0  # times the median relative error
-_NUM_QUANTILES = 41
+_NUM_QUANTILES = 201  # few would give the largest time, which is rare, too much weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
 from functools import partial
 
 from simulator.costs.machine import SharedCores, StepKind, StepSpread
@@ -38,26 +37,26 @@ class CoresModel:
         self._sim = sim
         self._costs = costs
         self._works: dict[SharedWork, None] = {}
-        self._at_front: deque[tuple[float, Callback]] = deque()  # work of routers and clients, in one thread
+        self._frames: deque[Callback] = deque()  # messages at routers and clients, which one thread handles
 
     def start(self, work_s: float, on_end: Callback) -> SharedWork:
         """Begins a worker's step that takes `work_s` on cores of its own; `on_end` runs when it is done."""
         return self._start(work_s, self._costs.worker_threads, on_end)
 
+    def take_request(self, work_s: float, on_end: Callback) -> None:
+        """Begins work on a request before it is placed. Several requests share the cores."""
+        self._start(work_s, 1, on_end)
+
     def handle_frame(self, on_end: Callback) -> None:
-        """Lets routers and clients handle a worker's message."""
-        self.handle(self._costs.frame_s, on_end)
+        """Lets routers and clients handle a worker's message after those before."""
+        self._frames.append(on_end)
+        if len(self._frames) == 1:
+            self._start(self._costs.frame_s, 1, self._end_frame)
 
-    def handle(self, work_s: float, on_end: Callback) -> None:
-        """Lets routers and clients do this after what they were given before."""
-        self._at_front.append((work_s, on_end))
-        if len(self._at_front) == 1:
-            self._start(work_s, 1, self._handle_next)
-
-    def _handle_next(self) -> None:
-        _, on_end = self._at_front.popleft()
-        if self._at_front:
-            self._start(self._at_front[0][0], 1, self._handle_next)
+    def _end_frame(self) -> None:
+        on_end = self._frames.popleft()
+        if self._frames:
+            self._start(self._costs.frame_s, 1, self._end_frame)
         on_end()
 
     def _start(self, work_s: float, num_threads: int, on_end: Callback) -> SharedWork:
@@ -91,30 +90,24 @@ class MachineModel:
         self.cores = None if cores is None else CoresModel(sim, cores)
         self._sim = sim
         self._spread = spread
-        self._drift: Mapping[StepKind, float] = {}
         self._spells: dict[str, tuple[int, float]] = {}  # by worker: number and share of its present spell
-
-    def set_drift(self, drift: Mapping[StepKind, float]) -> None:
-        """Multiplies the times of steps that begin from now on, by kind; other programs may slow a machine so."""
-        self._drift = drift
 
     @property
     def is_steady(self) -> bool:
         """Returns whether steps take exactly what they cost."""
-        return self._spread is None and not self._drift
+        return self._spread is None
 
     def slowness(self, worker: str, kind: StepKind, at_s: float) -> float:
         """Returns the time of a worker's step that begins then, relative to its cost. Depends on the seed and the time
         only.
         """
-        slowness = self._drift.get(kind, 1.0)
         if self._spread is None:
-            return slowness
+            return 1.0
         number = math.floor(at_s / self._spread.spell_s)
         known = self._spells.get(worker)
         if known is None or known[0] != number:
             known = self._spells[worker] = (number, self._sim.rng(f"spell {worker} {number}").random())
-        return slowness * self._spread.slowness(kind, known[1])
+        return self._spread.slowness(kind, known[1])
 
     def slowed(self, worker: str, kind: StepKind, begin_s: float, steps_s: list[float]) -> list[float]:
         """Returns the times of steps in a row, given what they cost."""

@@ -39,10 +39,10 @@ def test_a_step_of_several_threads_slows_beside_a_message() -> None:
 def test_routers_handle_one_message_after_the_other() -> None:
     sim, ends = Simulation(), []
     cores = CoresModel(sim, SharedCores(num_cores=2, frame_s=0.5))
-    cores.handle(1.0, lambda: ends.append(sim.now_s))
+    cores.handle_frame(lambda: ends.append(sim.now_s))
     cores.handle_frame(lambda: ends.append(sim.now_s))
     sim.run()
-    assert ends == [1.0, 1.5]
+    assert ends == [0.5, 1.0]
 
 
 def test_the_spread_depends_on_seed_worker_and_time_only() -> None:
@@ -58,16 +58,6 @@ def test_the_spread_depends_on_seed_worker_and_time_only() -> None:
     assert seen != slowness(2, "decode-0", times_s)
     assert seen != slowness(1, "decode-1", times_s)
     assert all(0.5 <= each <= 2.0 for each in seen.values())
-
-
-def test_drift_multiplies_the_times_of_steps_that_begin_later() -> None:
-    machine = MachineModel(Simulation())
-    assert machine.is_steady
-    assert machine.slowness("decode-0", StepKind.DECODE, 0.0) == 1.0
-    machine.set_drift({StepKind.DECODE: 1.5})
-    assert not machine.is_steady
-    assert machine.slowness("decode-0", StepKind.DECODE, 0.0) == 1.5
-    assert machine.slowness("decode-0", StepKind.CHUNK, 0.0) == 1.0
 
 
 def test_faults_on_shared_cores_break_no_invariant(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,9 +82,11 @@ def parse_with_vllm(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace
         vllm = find_vllm(arguments.vllm_python)
     except NoVllm as error:
         parser.error(str(error))
-    description = vllm.describe() if vllm is not None else "no vLLM (--vllm-python, or make bench-vllm)"
-    print(f"compared with {description}", flush=True)
-    return arguments, vllm, description
+    if vllm is None:
+        print("not compared with vLLM; to do so, give --vllm-python, or run make bench-vllm", flush=True)
+        return arguments, None, "no vLLM"
+    print(f"compared with {vllm.describe()}", flush=True)
+    return arguments, vllm, vllm.describe()
 
 
 def find_vllm(named: str | None, environment: Mapping[str, str] = os.environ) -> Vllm | None:

@@ -309,7 +309,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("\n\n".join(parts[-3:]), flush=True)
     if options.docs:
         replace_between(Path(DOCS) / "modes.md", BEGIN, END, "\n\n".join(parts))
-        publish("modes_virtual", f"{options.requests} requests for each pair of workers, {options.seeds} seeds", rows)
+        seeds = "1 seed" if options.seeds == 1 else f"{options.seeds} seeds"
+        publish("modes_virtual", f"{options.requests} requests for each pair of workers, {seeds}", rows)
     return 0
 
 

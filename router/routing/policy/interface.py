@@ -79,7 +79,6 @@ class WorkerView:
     num_requests: int = field(init=False)  # decoding or waiting to
     kv_tokens: int = field(init=False)  # in used pages
     token_price: float = field(init=False)  # seconds, summed over all sequences, for each token that a new one decodes
-    context_price: float = field(init=False)  # what each token of the new one's context adds to `token_price`
 
     def __post_init__(self) -> None:
         load, sent = self.load, self.sent
@@ -91,7 +90,6 @@ class WorkerView:
         object.__setattr__(self, "kv_tokens", max(0, used_pages) * self.page_size)
         decode = self.costs.decode
         object.__setattr__(self, "token_price", self.step_s + self.num_requests * decode.token_s / 2)
-        object.__setattr__(self, "context_price", decode.context_s * (1 + self.num_requests / 2))
 
     @property
     def step_s(self) -> float:

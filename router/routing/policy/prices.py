@@ -70,19 +70,27 @@ def all_decode_s(
     """Returns the cost of decoding on each worker.
 
     It is the sum of `decode_queue_s`, of `weight` times the time to decode, harm included, and of `delay_weight` times
-    `page_delay_s`.
+    `page_delay_s`. On each worker the new context lengthens the steps of the mean number of sequences. With each
+    worker's own number, long contexts would gather where few sequences run, and such a worker keeps more prompts to
+    compute itself, beside which its sequences are slow.
     """
     output_tokens, num_tokens = demand.output_tokens * weight, demand.num_tokens
     cached = demand.cached_tokens.get
+    num_slowed = num_slowed_sequences(sum([view.num_requests for view in views]), len(views))
     costs = []
     for view in views:
-        seconds = output_tokens * (view.token_price + num_tokens * view.context_price)
+        seconds = output_tokens * (view.token_price + num_tokens * (view.costs.decode.context_s * num_slowed))
         free = view.load.free_pages - view.sent.num_pages
         missing = num_tokens - cached(view.worker_id, 0) or 1
         if missing > free * view.page_size or view.num_requests >= (view.limits.max_running or view.num_requests + 1):
             seconds += decode_queue_s(demand, view) + delay_weight * page_delay_s(demand, view)
         costs.append(seconds)
     return costs
+
+
+def num_slowed_sequences(num_requests: int, num_workers: int) -> float:
+    """Returns how many sequences a new context slows down: itself, and those of its worker for half its output."""
+    return 1 + num_requests / max(1, num_workers) / 2
 
 
 def adapter_waits_s(demand: PlacementDemand, views: Sequence[WorkerView]) -> list[float]:

@@ -48,7 +48,7 @@ class ViewColumns:
 
     def __init__(self, views: Sequence[WorkerView]) -> None:
         size = len(views)
-        self.queue_s, self.token_price, self.context_price = np.empty(size), np.empty(size), np.empty(size)
+        self.queue_s, self.token_price, self.decode_context_s = np.empty(size), np.empty(size), np.empty(size)
         self.prefill_fixed_s, self.prefill_token_s, self.prefill_context_s = (np.empty(size) for _ in range(3))
         self.num_requests, self.queued_tokens = np.empty(size, np.int64), np.empty(size, np.int64)
         self.chunk_tokens, self.step_tokens = np.empty(size, np.int64), np.empty(size, np.int64)
@@ -65,7 +65,7 @@ class ViewColumns:
         limits = view.limits
         self.queue_s[place] = view.queue_s
         self.token_price[place] = view.token_price
-        self.context_price[place] = view.context_price
+        self.decode_context_s[place] = view.costs.decode.context_s
         fixed_s, token_s, context_s = view.costs.prefill
         self.prefill_fixed_s[place], self.prefill_token_s[place] = fixed_s, token_s
         self.prefill_context_s[place] = context_s

@@ -78,7 +78,8 @@ class WideEndCosts:
         """Prices decoding on each worker, excluding the transfer."""
         columns, weights = views.columns, self._weights
         output_tokens, num_tokens = demand.output_tokens * weights.decode_weight, demand.num_tokens
-        cost_s = output_tokens * (columns.token_price + num_tokens * columns.context_price)
+        num_slowed = prices.num_slowed_sequences(int(columns.num_requests.sum()), len(views))
+        cost_s = output_tokens * (columns.token_price + num_tokens * (columns.decode_context_s * num_slowed))
         is_full = columns.num_requests >= columns.max_running
         uncached = _uncached(demand, views.tokens(demand.cached_tokens))
         for place in ((uncached > columns.free_tokens) | is_full).nonzero()[0].tolist():

@@ -219,8 +219,21 @@ def test_no_pair_is_cheaper_than_the_chosen_one(fleet, seed):
         limit = d.limits.max_local_tokens
         if not prefill or limit is None or demand.uncached_on(d.worker_id) <= limit:
             pairs.append((d, None))
-    least_s = min(prices.price(demand, d, p).total_s for d, p in pairs)
+    context_s = demand.output_tokens * demand.num_tokens * COSTS.decode.context_s / 2
+    mean = sum(d.num_requests for d in decode) / len(decode)
+    least_s = min(prices.price(demand, d, p).total_s + (mean - d.num_requests) * context_s for d, p in pairs)
     assert choice.score.total_s == pytest.approx(least_s, rel=1e-9, abs=1e-9)
+
+
+@given(
+    views=st.lists(st.builds(view, st.just("d"), num_running=st.integers(0, 50), free_pages=st.integers(500, 1000))),
+    tokens=st.tuples(st.integers(1, 8000), st.integers(1, 8000)),
+)
+@examples(75)
+def test_equal_decode_workers_with_pages_rank_alike_for_prompts_of_all_lengths(views, tokens):
+    """Long contexts do not gather where few sequences run."""
+    short, long = (prices.all_decode_s(replace(DEMAND, num_tokens=each), views, 0.5, 4.0) for each in tokens)
+    assert [a - short[0] for a in short] == pytest.approx([b - long[0] for b in long], abs=1e-9)
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -5,6 +5,9 @@ rank is fixed when it arrives, and later arrivals start further back (`penstock.
 starves: once four times its lane's handicap and its own length have been computed since it arrived, no new arrival goes
 ahead of it.
 
+A step ends early if the prompts that it completes gain more than the others lose (`prefill_worker.step_ends`). A prompt
+that is left out has not begun, so in the next step it finds the prefixes that this one computes.
+
 Bulk prompts are computed in steps without others, and in their turns (`penstock.scheduling.bulk_lane`) before others.
 They begin only while there are pages for all queued prompts of other lanes.
 
@@ -37,6 +40,7 @@ from engine.step.sequence import ScheduledSequence, Sequence, num_tokens_to_pull
 from penstock.scheduling.bulk_lane import BulkTurns
 from penstock.scheduling.lane_order import LaneOrder
 from penstock.types import Lane, PageHash, PageId
+from prefill_worker.step_ends import StepEnds
 
 # The rank that a lane starts with, in full steps. See `AGING`.
 HANDICAP_STEPS = {Lane.INTERACTIVE: 0, Lane.STANDARD: 8, Lane.BULK: 64}
@@ -91,6 +95,7 @@ class PrefillScheduler:
         self._running: list[_Entry] = []
         self._num_arrivals = 0
         self._turns = BulkTurns()
+        self.step_ends = StepEnds()
         self.num_bulk = 0  # bulk prompts, queued or running
         self._num_queued_bulk_tokens = 0
 
@@ -164,7 +169,7 @@ class PrefillScheduler:
         queued = (entry for entry in list(self._queue) if entry.is_bulk is is_bulk)
         waiting = itertools.takewhile(lambda _: may_begin, queued)
         for entry in heapq.merge(running, waiting, key=_Entry.rank):
-            if budget <= 0:
+            if budget <= 0 or (not is_bulk and self._ends_before(entry, chunks, budget)):
                 break
             if entry not in self._running:
                 may_begin = may_begin and (self._begin_after_others(entry) if is_bulk else self._begin(entry))
@@ -173,6 +178,22 @@ class PrefillScheduler:
             given = chunks.get(entry.sequence, 0)
             chunks[entry.sequence] = given + min(budget, self._next_tokens(entry.sequence) - given)
             budget -= chunks[entry.sequence] - given
+
+    def _ends_before(self, entry: _Entry, chunks: Mapping[Sequence, int], budget: int) -> bool:
+        """Returns whether the step should end before a chunk of the prompt."""
+        sequence = entry.sequence
+        if sequence in chunks:
+            return False
+        others = [(other, count) for other, count in chunks.items() if other.lane is not Lane.BULK]
+        num_complete = sum(count == other.num_uncomputed_tokens for other, count in others)
+        if not num_complete:
+            return False
+        num_before = sequence.num_computed_tokens
+        if entry not in self._running:
+            num_before = self._page_size * self._cache.peek(sequence.reusable_hashes(self._page_size))
+        num_tokens = min(budget, len(sequence.token_ids) - num_before)
+        num_others = len(self._queue) + len(self._running) - self.num_bulk - num_complete
+        return self.step_ends.ends_before(num_tokens, num_before, num_complete, num_others)
 
     def _next_tokens(self, sequence: Sequence) -> int:
         """Takes pulled pages that continue what is computed. Returns how many tokens to compute after them, limited by

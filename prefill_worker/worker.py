@@ -398,6 +398,7 @@ class PrefillWorker:
         if all(scheduled.sequence.lane is Lane.BULK for scheduled in work):
             self._bulk_limit.on_step(elapsed_s, now_s)
         self._totals = self._totals.plus(num_tokens, num_contexts, elapsed_s)
+        self.scheduler.step_ends.on_step(num_tokens, num_contexts, elapsed_s)
         rate = num_tokens / max(elapsed_s, 1e-6)
         self._tokens_per_s += (rate - self._tokens_per_s) * (_RATE_SMOOTHING if self._tokens_per_s else 1.0)
         if self._on_step is not None:

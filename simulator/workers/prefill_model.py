@@ -251,6 +251,7 @@ class PrefillModel:
         num_tokens = sum(item.num_tokens for item in work)
         self.num_computed_tokens += num_tokens
         self._totals = self._totals.plus(num_tokens, self._contexts, self._step_s)
+        self.scheduler.step_ends.on_step(num_tokens, self._contexts, self._step_s)
         self._tokens_per_s += (num_tokens / self._step_s - self._tokens_per_s) * (
             _SMOOTHING if self._tokens_per_s else 1.0
         )

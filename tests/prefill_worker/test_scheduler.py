@@ -46,6 +46,33 @@ def test_chunks_fill_the_budget_with_the_prompts_that_end_soonest() -> None:
     assert complete == ["b", "c", "a"]
 
 
+def test_a_step_ends_early_where_another_step_costs_the_others_less() -> None:
+    scheduler, _ = make_scheduler(20, max_batch_tokens=16)
+    for tokens in (1, 5, 10) * 5:
+        scheduler.step_ends.on_step(tokens, 0.0, 0.002 + 0.001 * tokens)
+    for name, first, length in (("a", 0, 3), ("b", 50, 10), ("c", 100, 11)):
+        scheduler.add(make_sequence(name, list(range(first, first + length))))
+    steps = []
+    while work := scheduler.schedule():
+        steps.append(shares(work))
+        scheduler.commit(work)
+    # The 10 tokens of "b" would cost "a" more than 2 ms for each of two prompts. So would those of "c" cost "b".
+    assert steps == [{"a": 3}, {"b": 10}, {"c": 11}]
+
+
+def test_a_prompt_that_waits_for_the_next_step_finds_the_prefix_that_this_step_computes() -> None:
+    scheduler, _ = make_scheduler(20, max_batch_tokens=32)
+    for tokens in (1, 5, 10) * 5:
+        scheduler.step_ends.on_step(tokens, 0.0, 0.002 + 0.001 * tokens)
+    for name, last in (("first", 50), ("second", 60)):
+        scheduler.add(make_sequence(name, [*range(12), last]))
+    steps = []
+    while work := scheduler.schedule():
+        steps.append(shares(work))
+        scheduler.commit(work)
+    assert steps == [{"first": 13}, {"second": 1}]
+
+
 def test_at_most_the_configured_number_of_prompts_run_in_a_step() -> None:
     scheduler, _ = make_scheduler(20, max_batch_tokens=100)
     for number in range(4):
@@ -236,6 +263,8 @@ def test_a_prompt_meets_the_pages_that_are_pulled_meanwhile() -> None:
 @given(data=st.data(), num_pages=st.integers(6, 16))
 def test_every_history_balances_pages_and_completes(data: st.DataObject, num_pages: int) -> None:
     scheduler, pool = make_scheduler(num_pages)
+    for tokens in range(data.draw(st.integers(0, 8))):  # steps without a fixed time, so that most end early
+        scheduler.step_ends.on_step(tokens, 0.0, 0.001 * tokens)
     live: list[Sequence] = []
     done: list[Sequence] = []
     for number in range(data.draw(st.integers(1, 30))):

@@ -49,6 +49,20 @@ class FakeAdmin:
         return response
 
 
+class VirtualTime:
+    """Stands in for `time`: looking at the clock takes a millisecond, and sleeping no real time."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def monotonic(self) -> float:
+        self._now_s += 1e-3
+        return self._now_s
+
+    def sleep(self, seconds: float) -> None:
+        self._now_s += seconds
+
+
 def call(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
     admin = FakeAdmin()
 
@@ -57,7 +71,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
         yield admin, None
 
     monkeypatch.setattr(fit, "admin_stub", stub)
-    monkeypatch.setattr(fit, "_POLL_S", 0.001)
+    monkeypatch.setattr(fit, "time", VirtualTime())
     parser = ArgumentParser()
     fit.add_arguments(parser)
     return fit.run(parser.parse_args(flags))
@@ -67,7 +81,7 @@ def test_fit_recovers_the_costs_behind_the_reports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "costs.json"
-    assert call(monkeypatch, str(path), "--seconds", "1", "--link-gbit", "8") == 0
+    assert call(monkeypatch, str(path), "--seconds", "60", "--link-gbit", "8") == 0
     found = read_costs(path)
     assert found.decode.decode_s(6, 3000) == pytest.approx(COSTS.decode_s(6, 3000), rel=1e-3)
     assert found.prefill.prompt_s(700, 256) == pytest.approx(COSTS.chunk.prompt_s(700, 256), rel=1e-3)

@@ -1,6 +1,6 @@
 """Decides whether the deployment can serve a request, and whether it ever will, by sending one through each router.
 
-A deployment without routers of its own is ready once its workers are: it knows no address to send a request to.
+A deployment without its own routers is ready once its workers are, because it has no router to send a request through.
 
 Owns which routers have served one, whether the deployment was ever ready, and why it never can be.
 """

@@ -2,9 +2,9 @@
 
 Routers stop choosing the worker because the controller removes it from the membership; they keep their open streams.
 A decode worker's running sequences migrate with their KV, round after round; a prefill worker's prompts end soon.
-Meanwhile the hottest pages of its cache go to the workers that stay, which receive its traffic at once, and when it is
-empty so do the pages cached since. A worker that is empty or out of time may be stopped; routers then serve what it
-still holds elsewhere.
+Meanwhile the hottest pages of its cache are handed over to the remaining workers, which receive its traffic at once;
+pages cached since then follow when it is empty. A worker that is empty or out of time may be stopped; routers then
+dispatch the requests that it still holds to other workers.
 
 Runs between the controller, which owns the pools, and the workers' own services; no Ray. Each round follows a load
 report, so nothing is polled.

@@ -15,7 +15,7 @@ _COMING = (WorkerState.WAITING, WorkerState.STARTING, WorkerState.LOST)
 def choose_workers_to_remove(
     slots: Sequence[Slot], loads: Mapping[WorkerId, worker_pb2.Load], count: int
 ) -> list[Slot]:
-    """Returns `count` workers, or fewer if fewer are not leaving already: first those that serve no request, then those
+    """Returns `count` workers, or as many as are not leaving already: first those that serve no request, then those
     with the least KV to migrate; among equals the highest numbers.
     """
 

@@ -3,8 +3,8 @@
 New workers are a cohort of their own, whether they differ by model revision or by code alone, and serve a share of the
 requests. Pages of two revisions have different hashes and never meet, and a request ends with the revision that it
 started with; pages of one revision may be used by both cohorts where their layouts agree. Nothing is removed before the
-gate has opened, and if new workers fail, before or after it, old ones come back first. Every worker that goes is
-drained first. No Ray.
+gate has opened; if new workers fail, before or after that, old ones come back first. Every worker is drained before it
+is removed. No Ray.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class WeightFleet(Protocol):
     """The part of the deployment that an update sees and changes. Implemented by `WeightsService`."""
 
     def outdated(self, version: int, *, answering: bool) -> Sequence[Incarnation]:
-        """Returns the workers that serve with weights of an older version; only those that answer, if so asked."""
+        """Returns the workers with weights of an older version; if `answering`, only those that answer."""
         ...
 
     async def digest_of(self, path: str) -> str:
@@ -141,7 +141,7 @@ class WeightUpdate:
         self._update(stage=WeightsStage.DONE, detail=replaced)
 
     async def _receive(self, broadcast: WeightsBroadcast) -> bool:
-        """Has every worker receive the weights, and the first write the folder. Returns whether the update goes on."""
+        """Has every worker receive the weights, and the first write the folder. Returns whether all could."""
         workers = list(self._fleet.outdated(self.plan.weights.version, answering=True))
         if not workers:
             self._update(stage=WeightsStage.FAILED, detail="no worker is ready to receive; broadcast again later")

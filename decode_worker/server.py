@@ -82,7 +82,9 @@ class DecodeServer:
         shell.description.transports.extend(receiver.transports)
         describe_limits(shell.description, config.decode)
 
-        self._prefill_calls = PrefillClient(shell.loop, receiver.offer, shell.channels, shell.fences)
+        self._prefill_calls = PrefillClient(
+            shell.loop, receiver.offer, shell.channels, shell.fences, receiver.window_slots
+        )
         transfers = TransferTable(engine, receiver, self._prefill_calls, self.epoch, config.transfer, shell.loop.post)
         self.worker = self._make_worker(engine, transfers)
         prompt_stream = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,16 +17,15 @@ import numpy as np
 import torch
 
 from engine.adapters.engine_adapters import EngineAdapters
-from engine.cache.disk_tier import DiskFile, DiskTier, SlotFile
-from engine.cache.host_tier import HostTier
 from engine.cache.kv_layout import KVLayout
 from engine.cache.pool_memory import zero_pages
 from engine.cache.prefix_cache import PrefixCache
-from engine.cache.tensor_parallel import AllRanksDiskFile, AllRanksHostTier, zero_on_all_ranks
-from engine.cache.tiers import CacheTiers
+from engine.cache.tensor_parallel import make_tiers, zero_on_all_ranks
+from engine.cache.windows.page_window import PageWindow
+from engine.cache.windows.window_parts import WindowParts
 from engine.graphs.cuda_graphs import capture_on_all_ranks
 from engine.graphs.warm_up import warm_up_batches
-from engine.memory.estimates import saturating_tokens, select_context
+from engine.memory.estimates import count_slots, saturating_tokens, select_context
 from engine.parallel.leader import Launch, RankLeader
 from engine.parallel.model_part import ModelPart
 from engine.parallel.next_weights import NextWeights, apply_weights, prepare_weights
@@ -36,7 +35,15 @@ from engine.sampling.grammar.masks import MaskThread, PendingMasks
 from engine.sampling.prompt_logprobs import score_prompts
 from engine.sampling.row_params import SamplingRows
 from engine.sampling.sampler import sample, sample_rows, warm_up_sampling
-from engine.step.batch import Batch, Forward, ForwardOutput, HostBatch, build_host_batch, to_device
+from engine.step.batch import (
+    Batch,
+    Forward,
+    ForwardOutput,
+    HostBatch,
+    add_windowed_parts,
+    build_host_batch,
+    to_device,
+)
 from engine.step.compute import (
     ForwardedStep,
     PreparedStep,
@@ -67,14 +74,25 @@ log = logging.getLogger(__name__)
 class Engine:
     """Created by `load`."""
 
-    def __init__(self, part: ModelPart, kv_pages: torch.Tensor, cache: PrefixCache, ranks: RankLeader | None) -> None:
-        """`kv_pages` is `layout.shape`, contiguous. `ranks` commands the other ranks of a split model."""
+    def __init__(
+        self,
+        part: ModelPart,
+        kv_pages: torch.Tensor,
+        cache: PrefixCache,
+        ranks: RankLeader | None,
+        window_kv: torch.Tensor | None = None,
+    ) -> None:
+        """`kv_pages` is `layout.shape`, contiguous. `ranks` commands the other ranks of a split model. `window_kv` has
+        the windowed layers' parts of pages, by slot (`WindowParts`), if pages have two parts; `layout` is then that of
+        the other part.
+        """
         self.model = part.model
-        self.layout = part.layout
+        self.layout = part.layout.full_part
         self.kv_pages = kv_pages
+        self.window_kv = window_kv
         self.pool = cache.pool
         self.prefix_cache = cache
-        self.runner = part.make_runner(kv_pages)
+        self.runner = part.make_runner(kv_pages, window_kv)
         self.ranks = ranks
         # Whether a decode step is given to the device before the previous steps are over.
         self.runs_ahead = kv_pages.is_cuda if part.config.run_ahead is None else part.config.run_ahead
@@ -136,18 +154,24 @@ class Engine:
             part = ModelPart.load(config, Shard.of(config, 0), ranks.join_group, on_progress)
             num_pages = min(part.count_pages(), *ranks.wait(answers))
             ranks.call_all("pool", num_pages)
-        kv_pages = part.make_pool(num_pages)
+        kv_pages, window_kv, parts = part.make_pool(num_pages), None, None
+        if part.layout.window_layers:
+            window_kv = part.make_window_pool(count_slots(config, num_pages))
+            window = PageWindow(part.model.widest_window, config.page_size)
+            on_free_slots = _make_eraser(window_kv, ranks) if config.zero_freed_pages else None
+            parts = WindowParts(num_pages, len(window_kv), window, on_free_slots)
         cache = PrefixCache(
             num_pages,
             config.page_size,
             on_event,
             config.prefix_caching,
-            tiers=_make_tiers(config, kv_pages, part.layout.page_bytes, ranks),
+            tiers=make_tiers(config, kv_pages, part.layout.page_bytes, ranks),
             window=part.model.page_window,
             on_free=_make_eraser(kv_pages, ranks) if config.zero_freed_pages else None,
             retention=config.retention,
+            parts=parts,
         )
-        engine = cls(part, kv_pages, cache, ranks)
+        engine = cls(part, kv_pages, cache, ranks, window_kv)
         _log_loaded(engine, part)
         return engine
 
@@ -158,7 +182,11 @@ class Engine:
     @property
     def model_layout(self) -> KVLayout:
         """The layout of the pages of all ranks together, which identifies a worker; `layout` is rank 0's own."""
-        return replace(self.layout, head_range=None)
+        return replace(self.layout, head_range=None, layer_range=None)
+
+    @property
+    def _slot_of_P(self) -> np.ndarray | None:
+        return None if self.pool.parts is None else self.pool.parts.slot_of_P
 
     @property
     def weights_version(self) -> int:
@@ -220,7 +248,7 @@ class Engine:
         self.runner.use(self._part.decoder)
         if self._prompt_stream is not None:
             self._prompt_stream.use(self._part.decoder)
-        self.layout = self._part.layout
+        self.layout = self._part.layout.full_part
         self.prefix_cache.clear()
 
     def when_lost(self, on_lost: Callable[[BaseException], None]) -> None:
@@ -256,7 +284,7 @@ class Engine:
         if not work:
             return StepOutput(())
         use_device(self.kv_pages.device)
-        host = build_host_batch(work, self.layout.page_size)
+        host = build_host_batch(work, self.layout.page_size, self._slot_of_P)
         places = host.sampled_places.tolist()
         pending = self._masks.prepare([work[place].sequence for place in places])
         tokens: list[SampledToken | None] = [None] * len(work)
@@ -298,8 +326,9 @@ class Engine:
 
     def prepare(self, work: Sequence[ScheduledSequence]) -> PreparedStep:
         """Returns all that `compute` needs of a step that is not empty; the sequences may change afterwards."""
-        taps_last = self.runner.taps_last
-        return prepare_step(work, self.layout.page_size, self.model.vocab_size, self.model.eos_token_ids, taps_last)
+        taps_last, model = self.runner.taps_last, self.model
+        page_size, slot_of_P = self.layout.page_size, self._slot_of_P
+        return prepare_step(work, page_size, model.vocab_size, model.eos_token_ids, taps_last, slot_of_P)
 
     def announce(self, step: PreparedStep) -> None:
         """Lets other ranks start on a step as soon as they can.
@@ -379,15 +408,25 @@ class Engine:
         keeps it; later calls return the same. Blocks until it has computed a first step. Raises ConfigError.
         """
         if self._prompt_stream is None:
-            runner = self._part.make_second_runner(self.kv_pages)
+            runner = self._part.make_second_runner(self.kv_pages, self.window_kv)
             stream = PromptStream(runner, self.kv_pages.device, self.model.vocab_size, sm_share)
-            [page] = self.pool.allocate(1)
-            try:
-                stream.warm_up(warm_up_batches(page, self.layout.page_size, self.max_context, 0))
-            finally:
-                self.pool.release([page])
+            with self._warm_up_batches(0) as batches:
+                stream.warm_up(batches)
             self._prompt_stream = stream
         return self._prompt_stream
+
+    @contextlib.contextmanager
+    def _warm_up_batches(self, most_tokens: int) -> Iterator[Iterator[HostBatch]]:
+        """Yields the steps of `warm_up_batches` over a page that is allocated meanwhile."""
+        pages = self.pool.allocate(1)
+        windowed = [] if self.pool.parts is None else pages
+        try:
+            if self.pool.parts is not None:
+                self.pool.parts.attach(pages)
+            batches = warm_up_batches(pages[0], self.layout.page_size, self.max_context, most_tokens)
+            yield (add_windowed_parts(batch, self._slot_of_P) for batch in batches)
+        finally:
+            self.pool.release(pages, windowed)
 
     def warm_up(self, *, for_grammars: bool = True) -> None:
         """Computes one step of each kind that kernels are compiled for, so that no request waits for a compiler, and
@@ -399,18 +438,15 @@ class Engine:
         use_device(self.kv_pages.device)
         if for_grammars:
             self._prepare_grammars()
-        [page] = self.pool.allocate(1)
-        try:
-            most_tokens = self.saturating_tokens if self.runner.compiles else 0
-            for batch in warm_up_batches(page, self.layout.page_size, self.max_context, most_tokens):
+        most_tokens = self.saturating_tokens if self.runner.compiles else 0
+        with self._warm_up_batches(most_tokens) as batches:
+            for batch in batches:
                 logits_1V = self._forward(batch)
                 if self.adapters is not None and self.runner.compiles:
                     self._forward(replace(batch, adapter_T=np.ones_like(batch.token_ids_T)))
             warm_up_sampling(logits_1V)
             if self.kv_pages.is_cuda:
                 torch.cuda.synchronize(self.kv_pages.device)
-        finally:
-            self.pool.release([page])
         if self.runner.compiles:
             log.info("compiled the kernels of every kind of step in %.1f s", time.monotonic() - started_s)
         if self.ranks is not None:
@@ -432,9 +468,10 @@ def _make_eraser(kv_pages: torch.Tensor, ranks: RankLeader | None) -> Callable[[
 def _log_loaded(engine: Engine, part: ModelPart) -> None:
     layout = engine.layout
     log.info(
-        "loaded %s: %d pages, %s, KV in %s, %s attention on %s%s",
+        "loaded %s: %d pages%s, %s, KV in %s, %s attention on %s%s",
         part.config.model,
         engine.pool.num_pages,
+        f", {engine.pool.parts.num_slots} with windowed layers" if engine.pool.parts is not None else "",
         layout.dtype,
         layout.kv_dtype if layout.is_quantized else layout.dtype,
         part.attention.name,
@@ -447,30 +484,3 @@ def _log_loaded(engine: Engine, part: ModelPart) -> None:
             part.config.model,
             part.model.num_prediction_layers,
         )
-
-
-def _make_tiers(
-    config: EngineConfig, kv_pages: torch.Tensor, page_bytes: int, ranks: RankLeader | None
-) -> CacheTiers | None:
-    if not config.host_memory_bytes:
-        return None
-    for name in ("host_memory_bytes", "disk_bytes"):
-        if 0 < getattr(config, name) < page_bytes:
-            raise ConfigError(
-                f"engine.{name} = {getattr(config, name)} is less than one page, {page_bytes} bytes; give more"
-            )
-    try:
-        host = HostTier(kv_pages, config.host_memory_bytes // page_bytes)
-    except RuntimeError as error:  # torch reports a lack of memory this way
-        raise ConfigError(
-            f"engine.host_memory_bytes = {config.host_memory_bytes} cannot be allocated; give less"
-        ) from error
-    host_pages = host if ranks is None else AllRanksHostTier(host, ranks)
-    if config.disk_path is None:
-        return CacheTiers(host_pages)
-    num_pages = config.disk_bytes // page_bytes
-    file: SlotFile
-    file = own = DiskFile(config.disk_path, num_pages, host)
-    if ranks is not None:
-        file = AllRanksDiskFile(own, ranks, config.disk_path, num_pages)
-    return CacheTiers(host_pages, DiskTier(file, num_pages))

@@ -28,7 +28,7 @@ def generate(
     adapter: AdapterRef | None = None,
 ) -> list[int]:
     """Returns the tokens after the prompt, including the one that ended the generation. Blocks. Releases every page
-    that it takes, but none between the first step and the end.
+    that it takes, but none between the first step and the end, except windowed parts of pages.
 
     `chunk_tokens` bounds what one step computes; None computes the prompt whole. `salt` must differ for each `adapter`.
     Raises CheckpointError for an adapter that cannot be loaded.
@@ -44,6 +44,9 @@ def generate(
         generation.pages = engine.prefix_cache.match(hashes)
         generation.num_computed_tokens = len(generation.pages) * page_size
         generation.num_dropped = engine.prefix_cache.first_needed(len(generation.pages))
+        if engine.pool.parts is not None:
+            generation.num_attached = len(generation.pages)
+            generation.num_stripped = engine.pool.parts.first_needed(len(generation.pages))
     try:
         if use_prefix_cache:
             _promote(engine, generation, hashes)
@@ -54,8 +57,11 @@ def generate(
                 num_full = generation.num_computed_tokens // page_size
                 hashes = generation.hash_full_pages(page_size)[:num_full]
                 engine.prefix_cache.insert(hashes, generation.pages[:num_full], start=generation.num_dropped)
+            if engine.pool.parts is not None:
+                num_behind = engine.pool.parts.window.num_behind(generation.num_computed_tokens)
+                engine.pool.release((), generation.strip_pages(num_behind))
     finally:
-        engine.pool.release(generation.held_pages)
+        engine.pool.release(generation.held_pages, generation.windowed_pages)
         if adapter is not None and engine.adapters is not None:
             engine.adapters.slots.release(adapter.revision)
     return generation.token_ids[len(token_ids) :]
@@ -105,6 +111,9 @@ def _step(engine: Engine, generation: Generation, chunk_tokens: int | None) -> N
     num_tokens = min(generation.num_uncomputed_tokens, chunk_tokens or generation.num_uncomputed_tokens)
     num_pages = -(-(generation.num_computed_tokens + num_tokens) // engine.layout.page_size)
     generation.pages += engine.pool.allocate(max(0, num_pages - len(generation.pages)))
+    if engine.pool.parts is not None:
+        engine.pool.parts.attach(generation.pages[generation.num_attached :])
+        generation.num_attached = len(generation.pages)
     (token,) = engine.step([ScheduledSequence(generation, num_tokens)]).tokens
     generation.num_computed_tokens += num_tokens
     if token is not None:

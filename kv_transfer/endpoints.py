@@ -22,7 +22,8 @@ from penstock.types import Epoch, Lane, PageId, TransferKey, WorkerId
 
 
 class KvSender(Protocol):
-    """Pushes pages of this worker. `TransferSender` documents its methods, and `RankedSender` documents `checksums`."""
+    """Pushes pages of this worker. `TransferSender` documents its methods, and `RankedSender` documents `checksums` and
+    `place`."""
 
     @property
     def transports(self) -> list[str]: ...
@@ -42,6 +43,10 @@ class KvSender(Protocol):
         layer_group: LayerGroup = ALL_LAYERS,
     ) -> None: ...
 
+    def place(
+        self, key: TransferKey, num_held: int, dst_pages: Sequence[PageId], window_slots: Sequence[int]
+    ) -> None: ...
+
     def num_layer_groups(self, key: TransferKey) -> int: ...
 
     def sent_checksums(self, key: TransferKey, tokens: range, src_pages: Sequence[PageId]) -> list[int]: ...
@@ -58,12 +63,15 @@ class KvSender(Protocol):
 
 
 class KvReceiver(Protocol):
-    """Takes pages into this worker's pool. `TransferReceiver` documents its methods."""
+    """Takes pages into this worker's pool. `TransferReceiver` documents its methods, and `RankedReceiver` documents
+    `window_slots`."""
 
     @property
     def transports(self) -> list[str]: ...
 
     def offer(self, peer_worker_id: WorkerId, peer_epoch: Epoch, num_ranks: int = 1) -> bytes: ...
+
+    def window_slots(self, pages: Sequence[PageId]) -> list[int]: ...
 
     def open(self, key: TransferKey, pages: Sequence[PageId], timeout_s: float | None = None) -> None: ...
 

@@ -21,7 +21,8 @@ wait forever.
 If every layer of the model has a window, a prompt takes only the most pages that it holds at once, and returns pages
 that fall behind the window as it takes the next ones. A returned page may still be used by another prompt that found it
 cached. The prompt then waits until others return pages, and no new prompt starts before. The prompt that started last
-lacks no pages, so it always progresses.
+lacks no pages, so it always progresses. The same holds for the windowed parts of pages if only some layers have a
+window (`engine.cache.windows.window_parts`); then a prompt takes all its pages, but few windowed parts at a time.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.cache.page_pool import OutOfPages, PagePool
-from engine.cache.page_window import PageWindow
 from engine.cache.prefix_cache import PrefixCache
+from engine.cache.windows.page_window import PageWindow
 from engine.step.sequence import ScheduledSequence, Sequence, num_tokens_to_pulled, take_pulled_pages
 from penstock.scheduling.bulk_lane import BulkTurns
 from penstock.scheduling.lane_order import LaneOrder
@@ -197,15 +198,18 @@ class PrefillScheduler:
 
     def _next_tokens(self, sequence: Sequence) -> int:
         """Takes pulled pages that continue what is computed. Returns how many tokens to compute after them, limited by
-        the sequence's pages.
+        the sequence's pages and their windowed parts.
         """
         take_pulled_pages(sequence, self._cache, self._page_size)
         start = sequence.num_computed_tokens
-        room = len(sequence.pages) * self._page_size - start
+        room = sequence.num_usable_pages * self._page_size - start
         return min(num_tokens_to_pulled(sequence, start, self._cache, self._page_size), room)
 
     def _extend_running(self) -> bool:
-        """Gives running prompts the next pages within the window. Returns whether none of them lacks pages."""
+        """Gives running prompts the next pages or windowed parts within the window. Returns whether none lacks any."""
+        if self._pool.parts is not None:
+            attached = [self._attach_next(entry) for entry in sorted(self._running, key=_Entry.rank)]
+            return all(attached)
         if self._cache.window.tokens is None:
             return True
         lacks_none = True
@@ -217,6 +221,27 @@ class PrefillScheduler:
             sequence.pages += self._pool.allocate(min(missing, self._pool.num_available))
             lacks_none = lacks_none and end <= len(sequence.pages)
         return lacks_none
+
+    def _attach_next(self, entry: _Entry) -> bool:
+        """Gives a running prompt its next windowed parts, as far as slots are available. Returns whether it lacks
+        none.
+        """
+        parts, sequence = self._pool.parts, entry.sequence
+        assert parts is not None
+        first = sequence.num_attached
+        end = self._windowed_end(entry, parts.window.num_behind(sequence.num_computed_tokens))
+        stop = min(end, first + parts.num_available)
+        if stop > first:
+            parts.attach(sequence.pages[first:stop])
+            sequence.num_attached = stop
+        return stop >= end
+
+    def _windowed_end(self, entry: _Entry, first: int) -> int:
+        """Returns the end of the pages that have windowed parts while a prompt reads those from `first` on."""
+        parts, num_tokens = self._pool.parts, len(entry.sequence.token_ids)
+        assert parts is not None
+        most = min(parts.window.max_pages(num_tokens, self._tokens_ahead), parts.num_slots)
+        return min(-(-num_tokens // self._page_size), first + most)
 
     def _max_held(self, entry: _Entry) -> int:
         """Returns the most pages that a prompt holds at once, excluding those it shares with others."""
@@ -255,7 +280,8 @@ class PrefillScheduler:
             return False
         hashes = entry.sequence.reusable_hashes(self._page_size)
         # A prompt fits by itself, but perhaps not together with the cached pages of its own prefix.
-        is_alone = self._cache.window.tokens is not None and not self._running
+        frees_pages = self._cache.window.tokens is not None or self._pool.parts is not None
+        is_alone = frees_pages and not self._running
         if not (self._take_pages(entry, hashes) or (is_alone and self._take_pages(entry, []))):
             return False
         self._dequeue(entry)
@@ -267,13 +293,21 @@ class PrefillScheduler:
         sequence, window = entry.sequence, entry.window
         cached = self._cache.match(hashes, window=window)
         num_dropped = self._cache.first_needed(len(cached), window=window)
+        windowed = self._cache.windowed(cached)
         num_pages = -(-len(sequence.token_ids) // self._page_size)
+        first = len(cached) - len(windowed)
+        end = len(cached) if self._pool.parts is None else self._windowed_end(entry, first)
         try:
+            if self._pool.parts is not None and end - len(cached) > self._pool.parts.num_available:
+                raise OutOfPages(end - len(cached), self._pool.parts.num_available)
             fresh = self._pool.allocate(min(num_pages - len(cached), self._max_held(entry)))
         except OutOfPages:
-            self._pool.release(cached[num_dropped:])
+            self._pool.release(cached[num_dropped:], windowed)
             return False
         sequence.pages, sequence.num_dropped = [*cached, *fresh], num_dropped
+        if self._pool.parts is not None:
+            self._pool.parts.attach(sequence.pages[len(cached) : end])
+            sequence.num_stripped, sequence.num_attached = first, end
         num_filled = self._cache.promote(hashes, sequence.pages, len(cached), window=window, owner=sequence.tenant)
         sequence.num_computed_tokens = num_filled * self._page_size
         self._cache.note_found_texts(sequence, hashes[:num_filled])
@@ -287,6 +321,16 @@ class PrefillScheduler:
             if entry is not None:
                 dropped += sequence.drop_pages(entry.window.num_behind(sequence.num_computed_tokens))
         return dropped
+
+    def strip_behind(self, sequences: Collection[Sequence]) -> list[PageId]:
+        """Takes the windowed parts that no later token reads from started prompts, and returns their pages; the caller
+        releases them.
+        """
+        stripped: list[PageId] = []
+        for sequence in sequences:
+            if self._pool.parts is not None and sequence in self._entries:
+                stripped += sequence.strip_pages(self._pool.parts.window.num_behind(sequence.num_computed_tokens))
+        return stripped
 
     def commit(self, work: Seq[ScheduledSequence]) -> list[Sequence]:
         """Records a computed step and caches its full pages. Returns the sequences whose prompts are complete."""

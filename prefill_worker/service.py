@@ -68,8 +68,8 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                 self._cancel(key, Cancelled("the decode worker cancelled the prefill"))
 
     def _set_destination(self, key: TransferKey, destination: worker_pb2.PrefillDestination) -> None:
-        pages = [PageId(page) for page in destination.pages]
-        self._loop.post(lambda: self._worker.set_destination(key, destination.num_pages_held, pages))
+        pages, slots = [PageId(page) for page in destination.pages], list(destination.window_slots)
+        self._loop.post(lambda: self._worker.set_destination(key, destination.num_pages_held, pages, slots))
 
 
 def _post(loop: asyncio.AbstractEventLoop, outcomes: asyncio.Queue[PrefillOutcome], outcome: PrefillOutcome) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -51,7 +52,8 @@ class _StepInFlight:
     tokens: SampledTokens
     started_s: float
     num_contexts: float  # sum of `ScheduledSequence.num_contexts`
-    parked: list[list[PageId]] = field(default_factory=list)  # returned pages that the step may still read or write
+    # Returned pages that the step may still read or write, and those whose windowed parts it may.
+    parked: list[tuple[list[PageId], list[PageId]]] = field(default_factory=list)
 
     def computes(self, sequence: Sequence) -> bool:
         return any(item.sequence is sequence for item in self.work)
@@ -162,7 +164,10 @@ class PrefillWorker:
             return
         self.scheduler.add(job.sequence, num_extra)
 
-    def set_destination(self, key: TransferKey, num_pages_held: int, pages: list[PageId]) -> None:
+    def set_destination(
+        self, key: TransferKey, num_pages_held: int, pages: list[PageId], window_slots: Seq[int] = ()
+    ) -> None:
+        """Takes the pages that the prompt's go to, and the slots of the last ones' windowed parts."""
         job = self._jobs.get(key)
         if job is None or job.error is not None:
             return
@@ -178,9 +183,23 @@ class PrefillWorker:
             problem = f"begins at page {num_pages_held}, which is behind the window and was released"
             self.cancel(key, InvalidInput("destination", problem))
             return
+        if not self._places_parts(job, num_pages_held, pages, window_slots):
+            problem = f"gives {len(window_slots)} window_slots for {len(pages)} pages; their parts are not all here"
+            self.cancel(key, InvalidInput("destination", problem))
+            return
         job.destination = pages
         job.num_pages_held = job.num_pages_pushed = num_pages_held
         self._push(job)
+
+    def _places_parts(self, job: PrefillJob, num_pages_held: int, pages: Seq[PageId], window_slots: Seq[int]) -> bool:
+        """Says where the windowed parts of the last pages go. Returns False if this worker does not have them."""
+        if self._engine.pool.parts is None:
+            return True
+        num_pages = num_pages_held + len(pages)
+        if not max(num_pages_held, job.sequence.num_stripped) <= num_pages - len(window_slots) < num_pages:
+            return False
+        self._sender.place(job.key, num_pages_held, pages, window_slots)
+        return True
 
     def cancel(self, key: TransferKey, error: PenstockError | None = None) -> None:
         """Stops a job; its `Closed` follows once its writes have ended."""
@@ -213,9 +232,9 @@ class PrefillWorker:
         del self._by_sequence[job.sequence]
         self._adapters.release(job.sequence)
         if self._in_flight is not None and self._in_flight.computes(job.sequence):
-            self._in_flight.parked.append(job.sequence.held_pages)
+            self._in_flight.parked.append((job.sequence.held_pages, job.sequence.windowed_pages))
         else:
-            self._engine.pool.release(job.sequence.held_pages)
+            self._engine.pool.release(job.sequence.held_pages, job.sequence.windowed_pages)
         job.emit(Closed(job.error))
 
     def on_failed(self, key: TransferKey, error: PenstockError) -> None:
@@ -304,8 +323,8 @@ class PrefillWorker:
             if job is not None and job.error is None and token_id is not None:
                 self._complete(job, SampledToken(token_id, tokens.logprobs.get(places[sequence])), now_s)
                 self._push(job)
-        for pages in step.parked:
-            self._engine.pool.release(pages)
+        for pages, windowed in step.parked:
+            self._engine.pool.release(pages, windowed)
 
     def _compute(
         self, work: list[ScheduledSequence], pushes: dict[PrefillJob, LayerwisePush], started_s: float
@@ -325,11 +344,14 @@ class PrefillWorker:
         for sequence, error in done.failed:
             self.cancel(self._by_sequence[sequence].key, error)
         self._push_batch(done.work, pushes)
-        self._engine.pool.release(self._dropped(done.work))
+        self._engine.pool.release(*self._dropped(done.work))
 
-    def _dropped(self, work: list[ScheduledSequence]) -> list[PageId]:
-        """Takes the pages behind the window from the prompts of a committed step; the caller releases them."""
-        return self.scheduler.drop_behind([scheduled.sequence for scheduled in work])
+    def _dropped(self, work: list[ScheduledSequence]) -> tuple[list[PageId], list[PageId]]:
+        """Takes the pages and the windowed parts behind the window from the prompts of a committed step; the caller
+        releases them.
+        """
+        sequences = [scheduled.sequence for scheduled in work]
+        return self.scheduler.drop_behind(sequences), self.scheduler.strip_behind(sequences)
 
     def _layerwise_pushes(self, work: list[ScheduledSequence]) -> dict[PrefillJob, LayerwisePush]:
         """Returns a layer-wise push of the pages that this step completes for each job whose destination is known and

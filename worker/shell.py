@@ -406,7 +406,7 @@ def describe(engine: Engine, config: WorkerConfig, epoch: Epoch) -> worker_pb2.W
         page_bytes=engine.model_layout.page_bytes,
         kv_digest=engine.model_layout.kv_digest(),
         num_ranks=engine.num_ranks,
-        pulls=config.engine.prefix_caching and config.transfer.pull,
+        pulls=config.engine.prefix_caching and config.transfer.pull and engine.pool.parts is None,
         silent_cache=config.engine.prefix_caching and not config.engine.kv_events,
         labels=wire.labels_to_wire(labels),
         adapter_slots=config.engine.max_adapters,
@@ -424,9 +424,24 @@ def _step_tokens(engine: Engine, config: WorkerConfig) -> int:
 def _context_that_fits(engine: Engine, config: WorkerConfig) -> int:
     """Returns how many tokens a sequence may have: it must fit into the pool by itself, or it could never finish."""
     context_length, num_pages = engine.model.context_length, engine.pool.num_pages
+    _check_slots(engine, config)
     if engine.prefix_cache.window.max_pages(context_length, _step_tokens(engine, config)) <= num_pages:
         return context_length
     return min(context_length, num_pages * engine.layout.page_size)
+
+
+def _check_slots(engine: Engine, config: WorkerConfig) -> None:
+    """Raises ConfigError if too few pages can have a windowed part for one sequence to make progress."""
+    parts, context_length = engine.pool.parts, engine.max_context
+    if parts is None:
+        return
+    needed = min(parts.window.max_pages(context_length, _step_tokens(engine, config)), engine.pool.num_pages)
+    if parts.num_slots < needed:
+        raise ConfigError(
+            f"engine.window_share = {config.engine.window_share:g}: {parts.num_slots} of {engine.pool.num_pages} pages "
+            f"have room for windowed layers, but a step of one prompt needs {needed}; give a larger share, more pages, "
+            f"or a smaller {config.role.value}.max_batch_tokens"
+        )
 
 
 def _max_held_tokens(engine: Engine, config: WorkerConfig) -> int:

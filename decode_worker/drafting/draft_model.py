@@ -106,6 +106,7 @@ class DraftModel:
                 "tensor_parallel": 1,
                 "expert_parallel": False,
                 "cuda_graphs": 0,
+                "window_share": 1.0,
             }
         )
         engine = Engine.load(config)

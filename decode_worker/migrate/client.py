@@ -45,7 +45,9 @@ class MigrationTarget:
 class TargetEvents(Protocol):
     """Receives the target's messages; called on the step loop."""
 
-    def on_destination(self, key: TransferKey, offer: bytes, num_held: int, pages: Sequence[PageId]) -> None: ...
+    def on_destination(
+        self, key: TransferKey, offer: bytes, num_held: int, pages: Sequence[PageId], window_slots: Sequence[int] = ()
+    ) -> None: ...
 
     def on_landed(self, key: TransferKey, num_pages: int) -> None: ...
 
@@ -184,9 +186,9 @@ class MigrationClient:
             case "destination":
                 call.stop_timer()
                 destination = event.destination
-                pages = [PageId(page) for page in destination.pages]
+                pages, slots = [PageId(page) for page in destination.pages], list(destination.window_slots)
                 self._loop.post(
-                    lambda: events.on_destination(key, destination.offer, destination.num_pages_held, pages)
+                    lambda: events.on_destination(key, destination.offer, destination.num_pages_held, pages, slots)
                 )
             case "landed":
                 self._loop.post(lambda: events.on_landed(key, event.landed.num_pages))

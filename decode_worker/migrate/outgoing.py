@@ -69,6 +69,8 @@ class OutgoingMigration:
     num_landed: int = 0
     checksums: list[int] = field(default_factory=list)
     shared: dict[int, PageId] = field(default_factory=dict)  # this worker's pages by index, referenced until sent
+    first_windowed: int | None = None  # the first page whose windowed part is sent; None: pages are whole
+    shared_parts: list[PageId] = field(default_factory=list)  # pages whose windowed part is held until sent
     token_s: float | None = None  # end of the last step before the pause, monotonic
     paused_s: float = 0.0  # start of the pause, monotonic; valid from PAUSED on
     accepted: bool = False
@@ -164,7 +166,9 @@ class OutgoingMigrations:
 
     # Events of the target (`TargetEvents`).
 
-    def on_destination(self, key: TransferKey, offer: bytes, num_held: int, pages: Sequence[PageId]) -> None:
+    def on_destination(
+        self, key: TransferKey, offer: bytes, num_held: int, pages: Sequence[PageId], window_slots: Sequence[int] = ()
+    ) -> None:
         migration = self._migrations.get(key)
         if migration is None or migration.is_settled or migration.plan is not None:
             return
@@ -182,6 +186,13 @@ class OutgoingMigrations:
                 migration, InvalidInput("num_pages_held", f"is {num_held}; pages from there on are dropped here")
             )
             return
+        first_windowed = num_held + len(pages) - len(window_slots)
+        if self._pool.parts is not None:
+            if not max(num_held, migration.sequence.num_stripped) <= first_windowed:
+                self._fail(migration, InvalidInput("window_slots", "are given for pages without windowed parts here"))
+                return
+            self._sender.place(key, num_held, pages, window_slots)
+            migration.first_windowed = first_windowed
         migration.num_held = migration.num_pushed = migration.num_landed = num_held
         self._advance(migration)
 
@@ -249,8 +260,8 @@ class OutgoingMigrations:
         migration = self._migrations.get(key)
         if migration is not None:
             migration.is_open = False
-            self._pool.release(list(migration.shared.values()))
-            migration.shared = {}
+            self._pool.release(list(migration.shared.values()), migration.shared_parts)
+            migration.shared, migration.shared_parts = {}, []
             self._close_if_over(migration)
 
     # Copying.
@@ -291,8 +302,12 @@ class OutgoingMigrations:
         tokens = range(first * size, min(end * size, migration.sequence.num_computed_tokens))
         indexes = range(tokens.start // self._page_size, -(-tokens.stop // self._page_size))
         fresh = {index: pages[index] for index in indexes if index not in migration.shared}
-        self._pool.share(list(fresh.values()))
+        windowed: list[PageId] = []
+        if migration.first_windowed is not None:
+            windowed = [page for index, page in fresh.items() if index >= migration.first_windowed]
+        self._pool.share(list(fresh.values()), windowed)
         migration.shared |= fresh
+        migration.shared_parts += windowed
         if self._checksums:
             migration.checksums += self._sender.sent_checksums(migration.key, tokens, pages)
         destination = migration.destination[first - held : end - held]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
 from decode_worker.migrate.client import MigrationTarget
@@ -31,12 +31,15 @@ ResultT = TypeVar("ResultT")
 class SourceStream(CallEvents[worker_pb2.MigrationEvent]):
     """Queues one call's events for the source. Implements `SourceCall`; thread-safe."""
 
-    def __init__(self, offer: bytes) -> None:
+    def __init__(self, offer: bytes, window_slots: Callable[[Sequence[PageId]], list[int]]) -> None:
         super().__init__()
         self._offer = offer
+        self._window_slots = window_slots
 
     def destination(self, num_pages_held: int, pages: list[PageId]) -> None:
-        destination = worker_pb2.MigrationDestination(num_pages_held=num_pages_held, pages=pages, offer=self._offer)
+        destination = worker_pb2.MigrationDestination(
+            num_pages_held=num_pages_held, pages=pages, offer=self._offer, window_slots=self._window_slots(pages)
+        )
         self._send(worker_pb2.MigrationEvent(destination=destination))
 
     def landed(self, num_pages: int) -> None:
@@ -130,7 +133,8 @@ class MigrationService:
         key = wire.transfer_key_from_wire(start.transfer)
         check_receiver(key, self._epoch)
         num_ranks = start.num_ranks or 1
-        call = SourceStream(self._receiver.offer(WorkerId(start.worker_id), key.sender_epoch, num_ranks))
+        offer = self._receiver.offer(WorkerId(start.worker_id), key.sender_epoch, num_ranks)
+        call = SourceStream(offer, self._receiver.window_slots)
         self._loop.post(lambda: self._incoming.on_start(key, start, call))
         reader = asyncio.create_task(self._follow(commands, key, call))
         try:

@@ -105,9 +105,12 @@ class PrefillClient:
         make_offer: Callable[[WorkerId, Epoch, int], bytes],
         channels: Channels,
         fences: FenceKeeper,
+        window_slots: Callable[[Sequence[PageId]], list[int]],
     ) -> None:
+        """`make_offer` and `window_slots` are the receiver's (`KvReceiver`)."""
         self._loop = loop
         self._make_offer = make_offer
+        self._window_slots = window_slots
         self._running = asyncio.get_running_loop()
         self._channels = channels
         self._fences = fences
@@ -120,7 +123,9 @@ class PrefillClient:
         self._running.call_soon_threadsafe(self._start, prefill, events)
 
     def send_destination(self, key: TransferKey, num_pages_held: int, pages: Sequence[PageId]) -> None:
-        destination = worker_pb2.PrefillDestination(num_pages_held=num_pages_held, pages=pages)
+        destination = worker_pb2.PrefillDestination(
+            num_pages_held=num_pages_held, pages=pages, window_slots=self._window_slots(pages)
+        )
         self._running.call_soon_threadsafe(self._send, key, worker_pb2.PrefillCommand(destination=destination))
 
     def cancel(self, key: TransferKey) -> None:

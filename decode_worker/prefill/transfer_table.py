@@ -284,8 +284,9 @@ class TransferTable:
         if reservation is None:
             return False
         request.times.reserved_s = time.monotonic()
-        request.sequence.pages = [*reservation.held, *reservation.fresh]
-        request.sequence.num_dropped = reservation.num_dropped
+        sequence = request.sequence
+        sequence.pages, sequence.num_dropped = [*reservation.held, *reservation.fresh], reservation.num_dropped
+        sequence.num_stripped, sequence.num_attached = reservation.num_stripped, reservation.num_attached
         num_fresh = -(-transfer.num_tokens // self._page_size) - len(reservation.held)
         key, fresh = transfer.session.key, reservation.fresh[:num_fresh]
         transfer.num_held = len(reservation.held)

@@ -257,7 +257,7 @@ class DecodeScheduler:
         )
         # First one token each (decode), then chunks, so that a long prompt does not delay running streams.
         without_room = self._table.without_room()
-        if len(without_room) <= self._pool.num_available:
+        if self._pages.has_room(without_room):
             self._pages.extend_rows(without_room)
         else:
             for entry in self._queues.by_rank(without_room):
@@ -316,14 +316,13 @@ class DecodeScheduler:
         if prompts is None or self._table.needs_text():
             return None
         budget = self._chunk_budget(max_chunk_tokens, 0 if is_shared else bulk.tokens_alone)
-        chunks, num_pages = [], len(without_room)
+        chunks = []
         for prompt in prompts:
             num_left = self._room.next_tokens(self._queues[prompt.sequence], prompt.fixed_start)
             if num_tokens := budget.take(prompt.sequence, num_left):
                 chunks.append(replace(prompt, num_tokens=num_tokens))
-                num_pages += self._pages.num_missing(chunks[-1])
         samples_by_text = any(chunk.is_sampled and chunk.sequence.sampling_needs_text for chunk in chunks)
-        if num_pages > self._pool.num_available or samples_by_text or self._first_waiting_needs_text():
+        if samples_by_text or self._first_waiting_needs_text() or not self._pages.has_room(without_room, chunks):
             return None
         self._pages.extend_rows(without_room)
         for chunk in chunks:
@@ -402,7 +401,8 @@ class DecodeScheduler:
                 continue
             num_spare = max(0, self._pool.num_available - self._room.watermark_pages)
             room = (len(sequence.pages) + num_spare) * self._page_size - len(sequence.token_ids)
-            chunk = ScheduledSequence(sequence, 1, proposed=proposed[sequence][: max(0, room)])
+            whole = ScheduledSequence(sequence, 1, proposed=proposed[sequence][: max(0, room)])
+            chunk = whole if self._pages.has_room((), [whole]) else ScheduledSequence(sequence, 1)
             self._pages.extend(chunk)
             chunks.append(chunk)
         return chunks

@@ -2,12 +2,15 @@
 
 The decode scheduler calls it. It knows how much of each sequence was offered to the prefix cache. The pool owns the
 pages, and `decode_worker.schedule.steps_in_flight` decides when they return to it.
+
+If pages have two parts (`engine.cache.windows.window_parts`), a sequence has all its pages, but the windowed parts of
+only those that its next chunk writes and those in the window before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 
 from engine.cache.page_pool import OutOfPages, PagePool
 from engine.cache.prefix_cache import PrefixCache
@@ -30,6 +33,8 @@ class PageGrant:
     num_filled: int  # leading pages that need not be computed
     num_dropped: int  # of these, entries without a page
     num_found: int  # of these, pages that the cache vouches for; pages that nothing will read are left out
+    num_stripped: int = 0  # leading entries without a windowed part, and `num_attached` those before its end
+    num_attached: int = 0
 
 
 class SequencePages:
@@ -75,16 +80,51 @@ class SequencePages:
         cached = self._cache.match(hashes, num_unneeded)
         num_dropped = self._cache.first_needed(len(cached), num_unneeded)
         num_fresh = self._num_at_first(num_tokens, len(cached), num_dropped, num_landing or 0) - len(cached)
-        if self._pool.num_available - num_fresh >= num_kept_back:
+        windowed = self._windowed_range(sequence, num_tokens, len(cached), num_landing)
+        first_found = len(cached) - len(self._cache.windowed(cached))
+        self._pool.release((), cached[first_found : windowed.start])
+        has_slots = self._has_slots(windowed, len(cached), num_kept_back)
+        if has_slots and self._pool.num_available - num_fresh >= num_kept_back:
             try:
                 pages = [*cached, *self._pool.allocate(num_fresh)]
                 grant = self._fill(sequence.tenant, hashes, pages, len(cached), num_dropped, num_unneeded)
                 self._cache.note_found_texts(sequence, hashes[: grant.num_filled])
-                return grant
+                return self._attach_first(grant, windowed)
             except OutOfPages:
                 pass  # the references on `cached` made evictable pages unavailable: too few again
-        self._pool.release(cached[num_dropped:])
+        self._pool.release(cached[num_dropped:], cached[windowed.start : windowed.stop])
         return None
+
+    def _windowed_range(self, sequence: Sequence, num_tokens: int, num_cached: int, num_landing: int | None) -> range:
+        """Returns the indexes of the pages that have a windowed part at first: those that later tokens read, and those
+        that the first chunk, or a transfer, writes.
+        """
+        parts = self._pool.parts
+        if parts is None:
+            return range(0)
+        total, landing = -(-num_tokens // self._page_size), 0
+        first = parts.first_needed(num_cached)
+        if num_landing is not None:
+            # A migrating sequence has fewer tokens so far, and computes its last one here.
+            first = parts.window.num_behind(min(num_landing, len(sequence.token_ids)) - 1)
+            landing = -(-num_landing // self._page_size)
+        most_held = parts.window.max_pages(num_tokens, self._max_chunk_tokens)
+        return range(first, max(landing, min(total, first + most_held)))
+
+    def _has_slots(self, windowed: range, num_cached: int, num_kept_back: int) -> bool:
+        parts = self._pool.parts
+        if parts is None:
+            return True
+        num_slots_kept_back = num_kept_back * parts.num_slots // self._pool.num_pages
+        num_fresh = windowed.stop - max(windowed.start, num_cached)
+        return parts.num_available - num_fresh >= num_slots_kept_back
+
+    def _attach_first(self, grant: PageGrant, windowed: range) -> PageGrant:
+        """Gives the grant the windowed parts of fresh pages in `windowed`, which is empty if pages are whole."""
+        if self._pool.parts is None:
+            return grant
+        self._pool.parts.attach(grant.pages[max(windowed.start, grant.num_filled) : windowed.stop])
+        return replace(grant, num_stripped=windowed.start, num_attached=windowed.stop)
 
     def _fill(
         self,
@@ -116,12 +156,14 @@ class SequencePages:
     def hold(self, sequence: Sequence, grant: PageGrant) -> None:
         """Gives allocated pages to the sequence; the rest of its tokens is computed next."""
         sequence.pages, sequence.num_dropped = grant.pages, grant.num_dropped
+        sequence.num_stripped, sequence.num_attached = grant.num_stripped, grant.num_attached
         sequence.num_computed_tokens = grant.num_filled * self._page_size
         self._num_shared[sequence] = grant.num_filled
 
     def drop(self, sequence: Sequence) -> None:
         """Takes the sequence's pages from it; the caller returns them to the pool."""
         sequence.pages, sequence.num_dropped = [], 0
+        sequence.num_stripped = sequence.num_attached = 0
         sequence.num_computed_tokens = 0
         self._num_shared.pop(sequence, None)
         self._whole.discard(sequence)
@@ -151,7 +193,9 @@ class SequencePages:
             self._whole.discard(sequence)
 
     def drop_behind(self, sequence: Sequence) -> list[PageId]:
-        """Takes the pages that no later token of the sequence reads; the caller returns them to the pool."""
+        """Takes the pages that no later token of the sequence reads; the caller returns them to the pool, like those of
+        `strip_behind`.
+        """
         stop = self._cache.window.num_behind(sequence.num_computed_tokens)
         first = sequence.num_dropped
         if stop <= first or sequence in self._whole:
@@ -159,27 +203,67 @@ class SequencePages:
         self._rows.drop_pages(sequence, first, stop)
         return sequence.drop_pages(stop)
 
+    def strip_behind(self, sequence: Sequence) -> list[PageId]:
+        """Takes the windowed parts that no later token of the sequence reads, and returns their pages."""
+        if self._pool.parts is None or sequence in self._whole:
+            return []
+        return sequence.strip_pages(self._pool.parts.window.num_behind(sequence.num_computed_tokens))
+
     # Growth.
 
     def num_missing(self, chunk: ScheduledSequence) -> int:
         """Returns how many more pages the sequence needs to compute the chunk."""
-        return max(0, -(-(chunk.start + chunk.num_positions) // self._page_size) - len(chunk.sequence.pages))
+        return max(0, self._num_pages(chunk) - len(chunk.sequence.pages))
+
+    def _num_pages(self, chunk: ScheduledSequence) -> int:
+        return -(-(chunk.start + chunk.num_positions) // self._page_size)
+
+    def _num_unattached(self, chunk: ScheduledSequence) -> int:
+        """Returns how many more windowed parts the sequence needs to compute the chunk."""
+        return max(0, self._num_pages(chunk) - chunk.sequence.num_attached) if self._pool.parts is not None else 0
+
+    def has_room(self, sequences: Collection[Sequence], chunks: Collection[ScheduledSequence] = ()) -> bool:
+        """Returns whether each of `sequences` can be extended by a page, and each of `chunks` by what it lacks."""
+        num_pages = sum([_needs_page(sequence) for sequence in sequences])
+        num_pages += sum([self.num_missing(chunk) for chunk in chunks])
+        parts = self._pool.parts
+        if num_pages > self._pool.num_available or parts is None:
+            return num_pages <= self._pool.num_available
+        return len(sequences) + sum([self._num_unattached(chunk) for chunk in chunks]) <= parts.num_available
 
     def extend(self, chunk: ScheduledSequence) -> None:
-        """Allocates the chunk's missing pages. Raises OutOfPages."""
-        missing = self.num_missing(chunk)
-        if missing and chunk.sequence in self._rows:
-            self.extend_rows([chunk.sequence])
-        elif missing:
-            chunk.sequence.pages += self._pool.allocate(missing)
+        """Allocates the chunk's missing pages and windowed parts. Raises OutOfPages, and then allocates nothing."""
+        sequence, missing, num_unattached = chunk.sequence, self.num_missing(chunk), self._num_unattached(chunk)
+        if (missing or num_unattached) and sequence in self._rows:
+            self.extend_rows([sequence])
+            return
+        if not self.has_room((), [chunk]):
+            raise OutOfPages(missing, self._pool.num_available)
+        if missing:
+            sequence.pages += self._pool.allocate(missing)
+        if num_unattached:
+            self._attach(sequence, num_unattached)
+
+    def _attach(self, sequence: Sequence, count: int) -> None:
+        """Gives the sequence's next `count` pages their windowed parts."""
+        assert self._pool.parts is not None
+        first = sequence.num_attached
+        self._pool.parts.attach(sequence.pages[first : first + count])
+        sequence.num_attached += count
 
     def extend_rows(self, sequences: list[Sequence]) -> None:
         """Allocates one page for each row, which is enough for one token per step. Raises OutOfPages."""
-        if sequences:
-            pages = self._pool.allocate(len(sequences))
-            for sequence, page in zip(sequences, pages, strict=True):
-                sequence.pages.append(page)
-            self._rows.add_pages(sequences, pages)
+        if not sequences:
+            return
+        if not self.has_room(sequences):
+            raise OutOfPages(len(sequences), self._pool.num_available)
+        lacking = [sequence for sequence in sequences if _needs_page(sequence)]
+        for sequence, page in zip(lacking, self._pool.allocate(len(lacking)), strict=True):
+            sequence.pages.append(page)
+        if self._pool.parts is not None:
+            for sequence in sequences:
+                self._attach(sequence, 1)
+        self._rows.add_pages(sequences, [sequence.pages[sequence.num_usable_pages - 1] for sequence in sequences])
 
     def extend_rows_by(self, num_steps: int) -> None:
         """Allocates the pages that rows lack for `num_steps` more steps. Raises OutOfPages."""
@@ -224,3 +308,8 @@ class SequencePages:
             for sequence in plain:
                 self._cache.note_texts(sequence, sequence.page_hashes, len(sequence.page_hashes) - 1)
             self._cache.insert_last([(sequence.page_hashes, sequence.pages, sequence.tenant) for sequence in plain])
+
+
+def _needs_page(sequence: Sequence) -> bool:
+    """Returns whether a row has no page after those that it may write, not even one without a windowed part."""
+    return sequence.num_usable_pages == len(sequence.pages)

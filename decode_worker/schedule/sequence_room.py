@@ -27,6 +27,8 @@ class Reservation:
     held: list[PageId]  # includes entries for pages that nothing will read
     fresh: list[PageId]
     num_dropped: int = 0  # number of such entries
+    num_stripped: int = 0  # entries before the first one with a windowed part; without parts 0, as below
+    num_attached: int = 0  # entries before the end of those with one
 
 
 class SequenceRoom:
@@ -95,7 +97,8 @@ class SequenceRoom:
         if grant is None:
             return None
         self._queues[sequence].num_cached_tokens = grant.num_found * self._page_size
-        return Reservation(grant.pages[: grant.num_filled], grant.pages[grant.num_filled :], grant.num_dropped)
+        held, fresh = grant.pages[: grant.num_filled], grant.pages[grant.num_filled :]
+        return Reservation(held, fresh, grant.num_dropped, grant.num_stripped, grant.num_attached)
 
     @property
     def is_full(self) -> bool:
@@ -130,14 +133,14 @@ class SequenceRoom:
 
     def has_pages(self, chunk: ScheduledSequence) -> bool:
         """Returns whether the chunk's missing pages can be allocated now."""
-        return self._pages.num_missing(chunk) <= self._pool.num_available
+        return self._pages.has_room((), [chunk])
 
     def num_tokens_within(self, entry: TrackedSequence) -> int:
         """Returns how many of its next tokens to compute, as far as the pages of a sequence hold them; see
         `next_tokens`.
         """
         num_tokens, sequence = self.next_tokens(entry), entry.sequence
-        return min(num_tokens, len(sequence.pages) * self._page_size - sequence.num_computed_tokens)
+        return min(num_tokens, sequence.num_usable_pages * self._page_size - sequence.num_computed_tokens)
 
     def next_tokens(self, entry: TrackedSequence, fixed_start: int | None = None) -> int:
         """Returns how many of its next tokens to compute: those before the pages that were pulled for it meanwhile.

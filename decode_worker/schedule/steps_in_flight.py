@@ -40,10 +40,12 @@ class StepsInFlight:
         self._dropped: dict[
             Sequence, int
         ] = {}  # sequences that lost their pages or changed: tokens up to this step are void
-        self._parked: deque[tuple[int, list[PageId]]] = deque()  # pages that are free once that step is over
+        # Pages that are free once that step is over, and those whose windowed parts are.
+        self._parked: deque[tuple[int, list[PageId], list[PageId]]] = deque()
         self._prompts: StepPlan | None = None  # the step of the prompt stream
         self._prompts_dropped: set[Sequence] = set()  # its sequences that have lost their pages
         self._prompts_parked: list[PageId] = []  # pages that are free once it is over
+        self._prompts_parked_parts: list[PageId] = []  # those whose windowed parts are
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -98,21 +100,24 @@ class StepsInFlight:
         if self._prefills(sequence):
             self._prompts_dropped.add(sequence)
             self._prompts_parked += sequence.held_pages
+            self._prompts_parked_parts += sequence.windowed_pages
             return
         if self._plans:
             self._dropped[sequence] = self._num_steps
-        self._give_back(sequence.held_pages)
+        self._give_back(sequence.held_pages, sequence.windowed_pages)
 
-    def _give_back(self, pages: list[PageId]) -> None:
+    def _give_back(self, pages: list[PageId], windowed: list[PageId]) -> None:
         if not self._plans:
-            self._pool.release(pages)
-        elif pages:
-            self._parked.append((self._num_steps, pages))
+            self._pool.release(pages, windowed)
+        elif pages or windowed:
+            self._parked.append((self._num_steps, pages, windowed))
 
     def drop_behind(self, sequences: Iterable[Sequence]) -> None:
-        """Returns pages of running sequences that are behind the window of every layer to the pool."""
+        """Returns pages of running sequences that are behind the window of every layer to the pool, and the windowed
+        parts of others.
+        """
         for sequence in sequences:
-            self._give_back(self._pages.drop_behind(sequence))
+            self._give_back(self._pages.drop_behind(sequence), self._pages.strip_behind(sequence))
 
     def record(
         self, plan: StepPlan, tokens_R: Seq[int] | np.ndarray, chunk_tokens: Seq[int | None]
@@ -169,7 +174,8 @@ class StepsInFlight:
         self._prompts = None
         discarded, self._prompts_dropped = self._prompts_dropped, set()
         parked, self._prompts_parked = self._prompts_parked, []
-        self._pool.release(parked)
+        parts, self._prompts_parked_parts = self._prompts_parked_parts, []
+        self._pool.release(parked, parts)
         if token_ids:
             self._record_each(plan.chunks, token_ids, discarded)
         return discarded
@@ -194,7 +200,8 @@ class StepsInFlight:
 
     def _free_parked(self, step: int) -> None:
         while self._parked and self._parked[0][0] <= step:
-            self._pool.release(self._parked.popleft()[1])
+            _, pages, windowed = self._parked.popleft()
+            self._pool.release(pages, windowed)
         if self._dropped:
             self._dropped = {sequence: last for sequence, last in self._dropped.items() if last > step}
 

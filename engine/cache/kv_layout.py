@@ -6,6 +6,10 @@ Quantized pages (`kv_dtype`) are rows of bytes, `[P, L, B]`: each layer's values
 by a float32 scale for each token of each head, `[2, K, S]`. So a run of layers and a run of heads remain runs of bytes,
 and one descriptor still moves a page with its scales. Each token has its own scale because its stored form must depend
 on the token alone, not on its chunk, the page's other tokens, or the page size.
+
+Pages with `window_layers` consist of two parts, each contiguous and in a tensor of its own: that of the layers without
+a window, and that of the windowed layers, which only the pages in some sequence's window have. A part's `layer_range`
+counts the layers in that order.
 """
 
 from __future__ import annotations
@@ -33,10 +37,22 @@ class KVLayout:
     quantization: str = "none"  # of weights that were quantized while loading
     hash_version: int = HASH_VERSION
     kv_dtype: str = "auto"  # of the values in pages: one of QUANTIZED_KV, or auto for `dtype`
+    window_layers: tuple[int, ...] = ()  # the layers whose part of a page is kept apart; empty: pages are whole
 
     @property
     def layers(self) -> range:
         return range(*(self.layer_range or (0, self.num_layers)))
+
+    @property
+    def full_part(self) -> KVLayout:
+        """The layout of the part that every page has; the page's own if pages are whole."""
+        num_full = self.num_layers - len(self.window_layers)
+        return replace(self, layer_range=(0, num_full)) if self.window_layers else self
+
+    @property
+    def windowed_part(self) -> KVLayout:
+        """The layout of the windowed layers' part; only if pages have two parts."""
+        return replace(self, layer_range=(self.num_layers - len(self.window_layers), self.num_layers))
 
     @property
     def heads(self) -> range:
@@ -73,7 +89,9 @@ class KVLayout:
         """Returns a digest, equal for two workers if and only if their pages are interchangeable."""
         layers, heads = self.layers, self.heads
         full = replace(self, layer_range=(layers.start, layers.stop), head_range=(heads.start, heads.stop))
-        return blake2b(repr(astuple(full)).encode(), digest_size=16, person=b"penstock-layout").hexdigest()
+        fields = astuple(full)
+        fields = fields if self.window_layers else fields[:-1]  # as releases without this field have it
+        return blake2b(repr(fields).encode(), digest_size=16, person=b"penstock-layout").hexdigest()
 
     def kv_digest(self) -> str:
         """Returns a digest, equal if KV can move between two workers, even into pages of another size or dtype."""

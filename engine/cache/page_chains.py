@@ -108,6 +108,12 @@ class PageChains:
                     orphan.parent = node
                     _add_child(node, orphan)
 
+    def replace(self, node: ChainNode, page: PageId) -> None:
+        """Makes a findable node stand for another page of the same content."""
+        del self.by_page[node.page]
+        node.page = page
+        self.by_page[page] = node
+
     def unlink(self, root: ChainNode) -> list[ChainNode]:
         """Makes the subtree unfindable and returns its nodes, children before parents.
 

@@ -5,6 +5,9 @@ touches. `engine.cache.retention` orders the eviction of unreferenced cached pag
 a page: hashes and chains belong to `engine.cache.prefix_cache`, which makes its pool and evicts pages when the pool
 asks for room.
 
+In models whose layers alternate between windowed and full attention, `parts` keeps where the windowed layers' part of
+a page is (`engine.cache.windows.window_parts`); the pool says when such a part is of no more use.
+
 A page is exactly one of: free, owned (one reference), shared (several), evictable (no reference, but the prefix cache
 holds it), or fenced. Fenced takes precedence: a transfer may still write the page, so only lifting the fence makes it
 available. Not thread-safe: the worker's step loop is the only caller.
@@ -18,6 +21,7 @@ from enum import StrEnum
 
 from engine.cache.retention.holds import Lost
 from engine.cache.retention.page_retention import PageRetention
+from engine.cache.windows.window_parts import WindowParts
 from penstock.config.retention import RetentionConfig
 from penstock.errors import InternalError
 from penstock.types import PageId
@@ -56,6 +60,7 @@ class PagePool:
         evict: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         retention: RetentionConfig | None = None,
+        parts: WindowParts | None = None,
     ) -> None:
         """`on_free` receives pages that have become free, before they can be allocated again; it may erase them.
         `evict(n)` must `forget` pages until at least n more are free.
@@ -64,6 +69,7 @@ class PagePool:
         if num_pages < 1:
             raise ValueError(f"num_pages: {num_pages} given; a pool needs at least 1 page")
         self.num_pages = num_pages
+        self.parts = parts
         self._free: list[PageId] = [PageId(page) for page in reversed(range(num_pages))]  # a stack: warm pages first
         self._refs: list[int] = [0] * num_pages
         self._cached = bytearray(num_pages)  # 1: the prefix cache holds the page
@@ -144,8 +150,10 @@ class PagePool:
         self.num_allocated += num_pages
         return pages
 
-    def share(self, pages: Sequence[PageId]) -> None:
-        """Adds a reference to each page; all must be referenced or cached."""
+    def share(self, pages: Sequence[PageId], windowed: Sequence[PageId] = ()) -> None:
+        """Adds a reference to each page, and a hold on the windowed part of each of `windowed`; all pages must be
+        referenced or cached.
+        """
         self._check_pages("share", pages)
         refs, cached, evictable = self._refs, self._cached, self._evictable
         for page in pages:
@@ -155,10 +163,13 @@ class PagePool:
             if refs[page] == 0:
                 del evictable[page]
             refs[page] += 1
+        if self.parts is not None:
+            self.parts.hold(windowed)
         self.retention.on_used(pages)
 
-    def release(self, pages: Sequence[PageId]) -> None:
-        """Drops a reference from each page. Pass a sequence's pages in order and in one call.
+    def release(self, pages: Sequence[PageId], windowed: Sequence[PageId] = ()) -> None:
+        """Drops a reference from each page, and a hold on the windowed part of each of `windowed`. Pass a sequence's
+        pages in order and in one call.
 
         Pages become evictable last page first, so that in a chain that is released together the leaf counts as the
         oldest.
@@ -168,6 +179,8 @@ class PagePool:
         for page in pages:
             if refs[page] == 0:
                 raise PageMisuse(f"release: page {page} is {self.state(page)} and has no reference")
+        if windowed:
+            self._release_parts(windowed)
         freed: list[PageId] = []
         evictable: list[PageId] = []
         for page in reversed(pages):
@@ -177,6 +190,14 @@ class PagePool:
         if evictable:
             self.retention.on_evictable(evictable, self._clock())
         self._set_free(freed)
+
+    def _release_parts(self, pages: Sequence[PageId]) -> None:
+        assert self.parts is not None
+        for page in self.parts.release(pages):
+            if self._cached[page]:
+                self.parts.idle(page)
+            elif page not in self._fences:  # otherwise a transfer may still write it, until the page is free
+                self.parts.drop([page])
 
     # ---- fences -------------------------------------------------------------------------------------------------
 
@@ -257,6 +278,8 @@ class PagePool:
             if refs[page] == 0:
                 del evictable[page]
                 freed.append(page)
+        if self.parts is not None:
+            self.parts.drop(pages)
         self._set_free(freed)
 
     def is_cached(self, page: PageId) -> bool:
@@ -300,8 +323,12 @@ class PagePool:
         self.retention.check_integrity([page for page in cached_pages if not self._refs[page]], cached_pages)
         total = len(free) + len(self._evictable) + len(self._fences) + num_held
         _demand(total == self.num_pages, f"{total} pages accounted for, {self.num_pages} in the pool")
+        if self.parts is not None:
+            self.parts.check_integrity(self.is_cached, lambda page: page not in free)
 
     def _set_free(self, pages: Sequence[PageId]) -> None:
+        if self.parts is not None:
+            self.parts.drop(pages)
         if pages and self._on_free is not None:
             self._on_free(pages)
         self._free += pages

@@ -11,7 +11,8 @@ page goes, all its descendants go. Referenced pages of that subtree keep their h
 findable.
 
 If every layer of the model has a window, only the pages of a prefix's last window are needed to find it
-(`engine.cache.page_window`). Pages are then evicted one by one, and children stay findable without their parents.
+(`engine.cache.windows`). Pages are then evicted one by one, and children stay findable without their parents. If only
+some layers have one, all pages of a prefix are needed and, in its last window, their windowed parts.
 
 In other models a page without its parent is cached only while somebody awaits it: pages may be pulled from another
 worker, the last ones first, while the prompt's beginning is computed here. The prompt takes them when it gets there.
@@ -23,27 +24,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from dataclasses import replace
 
 from engine.cache.page_chains import ChainNode, PageChains
 from engine.cache.page_pool import PageMisuse, PagePool
-from engine.cache.page_window import PageWindow
 from engine.cache.retention.holds import Lost
 from engine.cache.retention.session_hints import SessionHints
-from engine.cache.tiers import CacheSource, CacheTiers
+from engine.cache.tiers import CacheJournal, CacheSource, CacheTiers
+from engine.cache.windows.page_window import PageWindow
+from engine.cache.windows.window_parts import WindowParts
 from penstock.config.retention import RetentionConfig
 from penstock.kv.events import KvEventKind, KvEventLog
 from penstock.kv.page_places import ROOT
 from penstock.kv.page_texts import TextSource
 from penstock.types import CachedPage, CacheStats, PageHash, PageId
-
-
-class CacheJournal(Protocol):
-    """Implemented by `engine.cache.kept.pool_journal.PoolJournal`."""
-
-    def seal(self, run: Sequence[PageHash], pages: Sequence[PageId], parent: PageHash | None) -> None: ...
-
-    def unseal(self, pages: Sequence[PageId]) -> None: ...
 
 
 class PrefixCache:
@@ -60,14 +54,15 @@ class PrefixCache:
         on_free: Callable[[Sequence[PageId]], None] | None = None,
         retention: RetentionConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
+        parts: WindowParts | None = None,
     ) -> None:
         """`window` is how many tokens, including itself, a token reads in the layer that reads most; None: all.
-        `on_free`, `retention` and `clock` are the pool's.
+        `on_free`, `retention`, `clock` and `parts` are the pool's; with parts there are no tiers.
         """
         self.page_size = page_size
         self.window = PageWindow(window, page_size)
         self.enabled = enabled
-        self.pool = PagePool(num_pages, on_free, self._evict, clock, retention)
+        self.pool = PagePool(num_pages, on_free, self._evict, clock, retention, parts)
         self._events = events
         self._tiers = tiers
         self._journal: CacheJournal | None = None
@@ -81,19 +76,9 @@ class PrefixCache:
 
     @property
     def stats(self) -> CacheStats:
-        host, disk = (self._tiers.host, self._tiers.disk) if self._tiers else (None, None)
-        return CacheStats(
-            queries=self._num_queries,
-            device_hits=self._num_device_hits,
-            host_hits=self._tiers.num_host_hits if self._tiers else 0,
-            disk_hits=self._tiers.num_disk_hits if self._tiers else 0,
-            evictions=self._num_evictions,
-            spoiled_pages=disk.num_spoiled if disk else 0,
-            host_pages=len(host.slots) if host else 0,
-            total_host_pages=host.slots.num_slots if host else 0,
-            disk_pages=len(disk.slots) if disk else 0,
-            total_disk_pages=disk.slots.num_slots if disk else 0,
-        )
+        below = CacheStats() if self._tiers is None else self._tiers.stats
+        own = {"queries": self._num_queries, "device_hits": self._num_device_hits, "evictions": self._num_evictions}
+        return replace(below, **own)
 
     def match(
         self, hashes: Sequence[PageHash], num_unneeded: int = 0, window: PageWindow | None = None
@@ -101,8 +86,8 @@ class PrefixCache:
         """Returns the pages of the longest prefix on the device, with a reference on each for the caller to release.
 
         Pages behind the `window`, by default the model's, and the first `num_unneeded` pages, are neither looked for
-        nor referenced: their entries are 0 (`first_needed` counts them). Call `promote` next, once there are pages for
-        the rest.
+        nor referenced: their entries are 0 (`first_needed` counts them). The windowed parts of the last window's pages
+        are held too. Call `promote` next, once there are pages for the rest.
         """
         nodes, length = self._chains.nodes, self._num_leading(hashes, num_unneeded, window)
         first = self.first_needed(length, num_unneeded, window)
@@ -110,12 +95,16 @@ class PrefixCache:
         for node in found:
             node.num_uses += 1
         pages = [node.page for node in found]
-        self.pool.share(pages)
+        self.pool.share(pages, self.windowed(pages))
         if first:  # pages behind the window age with the rest of their text
             self.pool.touch([nodes[page_hash].page for page_hash in hashes[:first] if page_hash in nodes])
         if self._tiers is not None:  # allocating the rest evicts pages, but must not evict those about to be promoted
             self._tiers.touch(self._below(hashes[length:]))
         return [*[PageId(0)] * first, *pages]
+
+    def windowed(self, matched: Sequence[PageId]) -> Sequence[PageId]:
+        """Returns those of the pages that `match` returned whose windowed part it holds; none if pages are whole."""
+        return () if self.pool.parts is None else matched[self.pool.parts.first_needed(len(matched)) :]
 
     def first_needed(self, num_pages: int, num_unneeded: int = 0, window: PageWindow | None = None) -> int:
         """Returns how many leading pages of a prefix of `num_pages` are not needed by the tokens after it."""
@@ -123,9 +112,10 @@ class PrefixCache:
 
     def _num_leading(self, hashes: Sequence[PageHash], num_unneeded: int = 0, window: PageWindow | None = None) -> int:
         """Returns the length of the longest prefix on the device."""
+        nodes, parts = self._chains.nodes, self.pool.parts
         if self.window.tokens is None:
-            return len(self._chains.leading(hashes))
-        nodes = self._chains.nodes
+            leading = self._chains.leading(hashes)
+            return len(leading) if parts is None else parts.longest_prefix([node.page for node in leading])
         return (window or self.window).longest_prefix(len(hashes), num_unneeded, lambda index: hashes[index] in nodes)
 
     def _below(self, hashes: Sequence[PageHash]) -> list[PageHash]:
@@ -236,7 +226,7 @@ class PrefixCache:
         if self.window.tokens is not None:
             num_matched = self._num_leading(hashes)
             return num_matched if self._tiers is None else self._promotable(hashes, num_matched, 0, None)[1]
-        num_leading = len(self._chains.leading(hashes))
+        num_leading = self._num_leading(hashes)
         return num_leading + (len(self._tiers.leading(hashes[num_leading:])) if self._tiers else 0)
 
     def note_texts(self, source: TextSource, hashes: Sequence[PageHash], first: int = 0) -> None:
@@ -274,6 +264,7 @@ class PrefixCache:
         met: list[PageId] = []  # cached pages with the same content; they count as used
         while index < len(hashes):
             if (node := nodes.get(hashes[index])) is not None:
+                self._restore_part(node, pages[index], owner)
                 met.append(node.page)
                 index += 1
                 continue
@@ -309,6 +300,15 @@ class PrefixCache:
                 stored.append((run, parent.page_hash if parent else ROOT))
         self._report_stored(stored)
 
+    def _restore_part(self, node: ChainNode, page: PageId, owner: str) -> None:
+        """Caches `page`, with the same content, in place of a page that has lost its windowed part."""
+        parts = self.pool.parts
+        if parts is None or page == node.page or parts.has(node.page) or not parts.has(page):
+            return
+        self.pool.forget([node.page])
+        self._chains.replace(node, page)
+        self.pool.keep([page], owner)
+
     def _report_stored(self, runs: Sequence[tuple[Sequence[PageHash], PageHash]]) -> None:
         if self._events is not None and runs:
             self._events.stored_runs(runs)
@@ -340,9 +340,9 @@ class PrefixCache:
 
     def lacking(self, pages: Sequence[tuple[PageHash, PageHash | None]]) -> list[int]:
         """Returns the indexes of the (page, parent) pairs that are not cached here but could be, and touches the
-        others.
+        others. None could be if pages have two parts.
         """
-        if not self.enabled:
+        if not self.enabled or self.pool.parts is not None:
             return []
         met = [self._chains.nodes[page_hash].page for page_hash, _ in pages if page_hash in self._chains.nodes]
         self.pool.touch(met)

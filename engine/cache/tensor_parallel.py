@@ -13,10 +13,13 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.cache.disk_tier import DiskFile
+from engine.cache.disk_tier import DiskFile, DiskTier, SlotFile
 from engine.cache.host_tier import HostTier
 from engine.cache.pool_memory import zero_pages
+from engine.cache.tiers import CacheTiers
 from engine.parallel.leader import RankLeader
+from penstock.config import EngineConfig
+from penstock.errors import ConfigError
 from penstock.types import PageId
 
 
@@ -80,6 +83,34 @@ class AllRanksDiskFile:
 
     def close(self) -> None:
         self._own.close()  # the other ranks' files end with their processes
+
+
+def make_tiers(
+    config: EngineConfig, kv_pages: torch.Tensor, page_bytes: int, ranks: RankLeader | None
+) -> CacheTiers | None:
+    """Returns the tiers that the configuration asks for, on all ranks. Raises ConfigError if they cannot be made."""
+    if not config.host_memory_bytes:
+        return None
+    for name in ("host_memory_bytes", "disk_bytes"):
+        if 0 < getattr(config, name) < page_bytes:
+            raise ConfigError(
+                f"engine.{name} = {getattr(config, name)} is less than one page, {page_bytes} bytes; give more"
+            )
+    try:
+        host = HostTier(kv_pages, config.host_memory_bytes // page_bytes)
+    except RuntimeError as error:  # torch reports a lack of memory this way
+        raise ConfigError(
+            f"engine.host_memory_bytes = {config.host_memory_bytes} cannot be allocated; give less"
+        ) from error
+    host_pages = host if ranks is None else AllRanksHostTier(host, ranks)
+    if config.disk_path is None:
+        return CacheTiers(host_pages)
+    num_pages = config.disk_bytes // page_bytes
+    file: SlotFile
+    file = own = DiskFile(config.disk_path, num_pages, host)
+    if ranks is not None:
+        file = AllRanksDiskFile(own, ranks, config.disk_path, num_pages)
+    return CacheTiers(host_pages, DiskTier(file, num_pages))
 
 
 def zero_on_all_ranks(kv_pages: torch.Tensor, ranks: RankLeader, pages: Sequence[PageId]) -> None:

@@ -19,7 +19,7 @@ from typing import Protocol
 from engine.cache.disk_tier import DiskTier
 from engine.cache.page_slots import PageSlots
 from penstock.kv.events import KvEventKind
-from penstock.types import PageHash, PageId
+from penstock.types import CacheStats, PageHash, PageId
 
 
 class HostPages(Protocol):
@@ -47,6 +47,14 @@ class CacheSource(Protocol):
         """Fills `pages`, which only the caller holds, in order; returns how many were loaded."""
 
 
+class CacheJournal(Protocol):
+    """Implemented by `engine.cache.kept.pool_journal.PoolJournal`."""
+
+    def seal(self, run: Sequence[PageHash], pages: Sequence[PageId], parent: PageHash | None) -> None: ...
+
+    def unseal(self, pages: Sequence[PageId]) -> None: ...
+
+
 class CacheTiers:
     """Host memory and optionally a disk. Not thread-safe: the worker's step loop is the only caller."""
 
@@ -56,6 +64,20 @@ class CacheTiers:
         self.num_host_hits = 0  # pages loaded
         self.num_disk_hits = 0
         self._left: list[PageHash] = []  # pages that have left a tier since the last `take_left`
+
+    @property
+    def stats(self) -> CacheStats:
+        """The tiers' part of the counts."""
+        host, disk = self.host.slots, self.disk
+        return CacheStats(
+            host_hits=self.num_host_hits,
+            disk_hits=self.num_disk_hits,
+            spoiled_pages=disk.num_spoiled if disk else 0,
+            host_pages=len(host),
+            total_host_pages=host.num_slots,
+            disk_pages=len(disk.slots) if disk else 0,
+            total_disk_pages=disk.slots.num_slots if disk else 0,
+        )
 
     def holds(self, page_hash: PageHash) -> bool:
         return self.place(page_hash) is not KvEventKind.REMOVED

@@ -45,6 +45,16 @@ def layers_of(kv_pages: torch.Tensor, layout: KVLayout) -> list[KvLayer]:
     return [KvLayer(*views) for views in zip(values.unbind(1), scales.unbind(1), strict=True)]
 
 
+def layers_of_parts(kv_pages: torch.Tensor, window_kv: torch.Tensor | None, layout: KVLayout) -> list[KvLayer]:
+    """Returns the views of all layers, in the model's order. `window_kv` has the windowed layers' parts, [slots, ...],
+    if pages have two parts."""
+    if window_kv is None:
+        return layers_of(kv_pages, layout)
+    full = iter(layers_of(kv_pages, layout.full_part))
+    windowed = iter(layers_of(window_kv, layout.windowed_part))
+    return [next(windowed if layer in layout.window_layers else full) for layer in range(layout.num_layers)]
+
+
 def is_quantized(pool: torch.Tensor) -> bool:
     return pool.dtype in LARGEST
 

@@ -68,6 +68,7 @@ class AttentionMetadata:
     lengths: Lengths | None = None  # None inside a CUDA graph, which is captured once for all lengths
     # By window: what a backend has derived from these lengths on the device, for the layers that follow.
     plans: dict[int | None, Any] = field(default_factory=dict)
+    windowed: AttentionMetadata | None = None  # for windowed layers whose part of a page is elsewhere; None: this
 
     @property
     def num_sequences(self) -> int:

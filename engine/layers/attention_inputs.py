@@ -7,7 +7,7 @@ Shapes: `T` tokens, `C` positions, `H` head dim.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -51,6 +51,8 @@ class LayerInputs:
             return self._interleaved(self._irope, every, positions_T, page_size, dtype)
         if self.local_rope_C2H is not None:
             local = AttentionInputs(self.local_rope_C2H[positions_T], meta)
+        if meta.windowed is not None:
+            local = replace(local, meta=meta.windowed)
         return [local if has_window else every for has_window in self._has_window]
 
     def _interleaved(

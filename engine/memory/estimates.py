@@ -44,6 +44,7 @@ _SATURATING_TOKENS: dict[DeviceType, int] = {"cpu": 256, "cuda": 2048}
 # Prompt tokens of one step, over all sequences, whose log-probabilities are found: each takes a row of logits. 128 rows
 # of a vocabulary of 128 K are 64 MiB of float32, and chunks of 128 tokens cost a CPU 15 % more than longer ones.
 SCORED_TOKENS = 128
+_TWO_TABLES = ("auto", "torch", "triton")  # kinds of attention that may read another page table in windowed layers
 _FLOAT32_BYTES = 4
 _PAGE_ID_BYTES = 4
 # The rows of partial attention results that split contexts of latents leave to be joined: 132 multiprocessors with 4
@@ -108,7 +109,40 @@ def make_layout(config: EngineConfig, model: ModelConfig) -> KVLayout:
         model_revision=serving_revision(config, model),
         quantization=config.quantization,
         kv_dtype=config.kv_dtype,
+        window_layers=_window_layers(config, model),
     )
+
+
+def _window_layers(config: EngineConfig, model: ModelConfig) -> tuple[int, ...]:
+    """Returns the layers whose part of a page is kept apart. Raises ConfigError where that is not supported."""
+    if config.window_share == 1.0:
+        return ()
+    problems = (
+        (not model.window_layers, f"the layers of {config.model} do not alternate between windowed and full attention"),
+        (config.tensor_parallel > 1, f"engine.tensor_parallel = {config.tensor_parallel} splits pages"),
+        (config.host_memory_bytes > 0, "engine.host_memory_bytes keeps whole pages"),
+        (config.attention not in _TWO_TABLES, f"engine.attention = {config.attention!r} reads one page table"),
+    )
+    for is_present, problem in problems:
+        if is_present:
+            raise ConfigError(
+                f"engine.window_share = {config.window_share:g} keeps the KV of windowed layers apart, but {problem}; "
+                "set it to 1"
+            )
+    return model.window_layers
+
+
+def count_slots(config: EngineConfig, num_pages: int) -> int:
+    """Returns how many pages at once have the windowed layers' part."""
+    return max(1, math.ceil(config.window_share * num_pages))
+
+
+def pool_bytes(config: EngineConfig, layout: KVLayout, num_pages: int) -> int:
+    """Returns the size of a pool of that many pages."""
+    if not layout.window_layers:
+        return num_pages * layout.page_bytes
+    num_slots = count_slots(config, num_pages)
+    return num_pages * layout.full_part.page_bytes + num_slots * layout.windowed_part.page_bytes
 
 
 def count_pages(
@@ -125,6 +159,11 @@ def count_pages(
         on_gpu = min(int(free_bytes * _GPU_KV_SHARE), free_bytes - largest_step_bytes)
         budget = max(on_gpu, 0) if device_type == "cuda" else _CPU_KV_MEMORY_BYTES
     num_pages = budget // layout.page_bytes
+    if layout.window_layers:
+        mean_bytes = layout.full_part.page_bytes + config.window_share * layout.windowed_part.page_bytes
+        num_pages = int(budget / mean_bytes)
+        while num_pages and pool_bytes(config, layout, num_pages) > budget:  # slots are rounded up
+            num_pages -= 1
     if num_pages < 2:
         raise ConfigError(
             f"engine.kv_memory_bytes = {budget} holds {num_pages} pages of {layout.page_bytes} bytes; "
@@ -278,6 +317,12 @@ def workspace_bytes(
 def captures_graphs(config: EngineConfig, model: ModelConfig, device_type: DeviceType) -> bool:
     """Returns whether decode steps are replayed from CUDA graphs.
 
-    That takes attention that does not wait on the host, and plans nothing there, or only before a replay.
+    That takes attention that does not wait on the host, and plans nothing there, or only before a replay; and one page
+    table for all layers.
     """
-    return device_type == "cuda" and config.cuda_graphs > 0 and captures_decodes(config.attention)
+    return (
+        device_type == "cuda"
+        and config.window_share == 1.0
+        and config.cuda_graphs > 0
+        and captures_decodes(config.attention)
+    )

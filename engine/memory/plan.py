@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from engine.adapters.products import adapter_bytes
 from engine.cache.kv_layout import KVLayout
-from engine.cache.page_window import PageWindow
+from engine.cache.windows.page_window import PageWindow
 from engine.kernels.libraries.capabilities import check_library
 from engine.kernels.libraries.flashinfer_memory import WORKSPACE_BYTES
 from engine.memory import estimates
@@ -48,6 +48,7 @@ class MemoryPlan:
     num_pages: int
     max_context: int  # tokens that a request may have
     largest_batch: dict[int, int]  # by context in tokens: how many such sequences the pool holds at once
+    num_slots: int = 0  # pages that have room for windowed layers, if these are kept apart
     num_ranks: int = 1
     has_weights: bool = True  # False: there was no weight file to check against config.json
 
@@ -92,22 +93,24 @@ def plan_memory(
     free = device.total_bytes - needs.reserved - needs.weights - needs.graphs - needs.adapters
     _check_weights(config, model, device, layout, needs.weights, free - needs.step)
     num_pages = estimates.count_pages(config, layout, device.type, free, needs.step)
+    kv_bytes = estimates.pool_bytes(config, layout, num_pages)
     host_tier = config.host_memory_bytes // layout.page_bytes * layout.page_bytes
     left = free - needs.step - (host_tier if device.type == "cpu" else 0)
-    _check_pool(config, device, layout, num_pages * layout.page_bytes, left)
+    _check_pool(config, device, layout, kv_bytes, left)
     drafts = 0
     if draft_model is not None:
         drafts = draft_bytes(draft_model, config, model, layout, device, num_pages)
-        _check_draft(draft_model, drafts, device, left - num_pages * layout.page_bytes)
+        _check_draft(draft_model, drafts, device, left - kv_bytes)
     if context is not None:
         _check_context(config, context, num_pages, _held_pages(model, layout, context), layout, device, left)
+    num_slots = estimates.count_slots(config, num_pages) if layout.window_layers else 0
     contexts = sorted({*(size for size in _CONTEXTS if size < max_context), max_context, context or max_context})
     return MemoryPlan(
         device,
         model,
         layout,
         weight_bytes=needs.weights,
-        kv_bytes=num_pages * layout.page_bytes,
+        kv_bytes=kv_bytes,
         host_tier_bytes=host_tier,
         step_bytes=needs.step,
         graph_bytes=needs.graphs,
@@ -115,7 +118,8 @@ def plan_memory(
         draft_bytes=drafts,
         num_pages=num_pages,
         max_context=max_context,
-        largest_batch={tokens: num_pages // _held_pages(model, layout, tokens) for tokens in contexts},
+        largest_batch={tokens: _largest_batch(model, layout, num_pages, num_slots, tokens) for tokens in contexts},
+        num_slots=num_slots,
         num_ranks=shard.num_ranks,
         has_weights=has_weights,
     )
@@ -254,6 +258,15 @@ def _held_pages(model: ModelConfig, layout: KVLayout, num_tokens: int) -> int:
     return PageWindow(model.page_window, layout.page_size).max_pages(num_tokens, layout.page_size)
 
 
+def _largest_batch(model: ModelConfig, layout: KVLayout, num_pages: int, num_slots: int, num_tokens: int) -> int:
+    """Returns how many running sequences of that many tokens the pool holds at once."""
+    largest = num_pages // _held_pages(model, layout, num_tokens)
+    if not layout.window_layers:
+        return largest
+    window = PageWindow(model.widest_window, layout.page_size)
+    return min(largest, num_slots // window.max_pages(num_tokens, layout.page_size))
+
+
 def _check_context(
     config: EngineConfig,
     context: int,
@@ -265,7 +278,7 @@ def _check_context(
 ) -> None:
     if needed <= num_pages:
         return
-    needed_bytes = needed * layout.page_bytes
+    needed_bytes = estimates.pool_bytes(config, layout, needed)
     name, enough = ("num_pages", needed) if config.num_pages else ("kv_memory_bytes", needed_bytes)
     mend = f"give engine.{name} = {enough}, which it has room for," if needed_bytes <= left else "give a larger device"
     raise ConfigError(

@@ -70,6 +70,17 @@ class ModelConfig:
         return max(widths) if len(widths) == self.num_layers else None
 
     @property
+    def window_layers(self) -> tuple[int, ...]:
+        """The layers with a window, if others read all tokens before theirs. Chunked layers do not count."""
+        layers = tuple(layer for layer, window in enumerate(self.windows) if window is not None)
+        return layers if len(layers) < self.num_layers else ()
+
+    @property
+    def widest_window(self) -> int:
+        """The number of tokens that a token reads, including itself, in the windowed layer that reads most."""
+        return max(window for window in self.windows if window is not None)
+
+    @property
     def rope_dim(self) -> int:
         """The number of values of a head that the tables of the rotary embedding cover."""
         return self.head_dim if self.latent is None else self.latent.rope_dim

@@ -20,7 +20,7 @@ from engine.cache.pool_memory import allocate_pool
 from engine.cpu.cores import bind_to_cores
 from engine.graphs.cuda_graphs import SPARE_PAGES, GraphRunner, buckets_up_to
 from engine.kernels.backends import AttentionBackend, select_backend, select_ops
-from engine.kernels.kv_quantization import layers_of, reads_e4m3
+from engine.kernels.kv_quantization import layers_of_parts, reads_e4m3
 from engine.kernels.libraries.attention import LibraryAttention
 from engine.kernels.libraries.capabilities import captures_decodes, check_library
 from engine.memory.device_memory import DeviceType
@@ -119,9 +119,17 @@ class ModelPart:
         return step_bytes(own, self.layout.dtype, saturating_tokens("cuda"), rows)
 
     def make_pool(self, num_pages: int) -> torch.Tensor:
-        """Allocates the page tensor, with `SPARE_PAGES` more if graphs are to be captured."""
+        """Allocates the page tensor, with `SPARE_PAGES` more if graphs are to be captured. If pages have two parts, it
+        has those that every page has."""
         num_pages += SPARE_PAGES if self.captures_graphs else 0
-        return allocate_pool(self.layout.shape(num_pages), getattr(torch, self.layout.storage_dtype), self.device)
+        return self._allocate(self.layout.full_part, num_pages)
+
+    def make_window_pool(self, num_slots: int) -> torch.Tensor:
+        """Allocates the tensor of the windowed layers' parts."""
+        return self._allocate(self.layout.windowed_part, num_slots)
+
+    def _allocate(self, layout: KVLayout, num_rows: int) -> torch.Tensor:
+        return allocate_pool(layout.shape(num_rows), getattr(torch, layout.storage_dtype), self.device)
 
     def make_graphs(self, runner: ModelRunner, num_pages: int) -> GraphRunner | None:
         """Returns graphs to be captured over a pool of `num_pages`, or None if decode steps are not captured."""
@@ -138,17 +146,19 @@ class ModelPart:
         device_type: DeviceType = "cuda" if self.device.type == "cuda" else "cpu"
         return captures_graphs(self.config, self.model, device_type) and captures_decodes(self.attention.name)
 
-    def make_runner(self, kv_pages: torch.Tensor) -> ModelRunner:
-        return self._runner_with(self.attention, kv_pages)
+    def make_runner(self, kv_pages: torch.Tensor, window_kv: torch.Tensor | None = None) -> ModelRunner:
+        return self._runner_with(self.attention, kv_pages, window_kv)
 
-    def make_second_runner(self, kv_pages: torch.Tensor) -> ModelRunner:
+    def make_second_runner(self, kv_pages: torch.Tensor, window_kv: torch.Tensor | None = None) -> ModelRunner:
         """Returns a runner that may compute at the same time as the first one, because it shares no state of attention
         with it."""
-        return self._runner_with(select_backend(self.config.attention, self.device), kv_pages)
+        return self._runner_with(select_backend(self.config.attention, self.device), kv_pages, window_kv)
 
-    def _runner_with(self, attention: AttentionBackend, kv_pages: torch.Tensor) -> ModelRunner:
-        layers, ops = layers_of(kv_pages, self.layout), select_ops(attention)
-        return ModelRunner(self.decoder, layers, attention, ops, self.adapters)
+    def _runner_with(
+        self, attention: AttentionBackend, kv_pages: torch.Tensor, window_kv: torch.Tensor | None
+    ) -> ModelRunner:
+        layers, ops = layers_of_parts(kv_pages, window_kv, self.layout), select_ops(attention)
+        return ModelRunner(self.decoder, layers, attention, ops, self.adapters, is_whole=window_kv is None)
 
 
 def quantization_of(config: EngineConfig) -> Kind | None:

@@ -52,6 +52,9 @@ class HostBatch:
     all_rows: bool = False  # the last layer computes all tokens, not only the sampled ones
     # int64, for each leading row the number of its page table's latest edit (`DecodeRows.edits_R`).
     edits_R: np.ndarray | None = None
+    # Where the windowed layers' parts of these pages are, if they are kept apart; 0 where a sequence has none.
+    window_table_BW: np.ndarray | None = None  # int32
+    window_slot_T: np.ndarray | None = None  # int64
 
     @property
     def max_context_len(self) -> int:
@@ -93,9 +96,11 @@ class Forward(Protocol):
         ...
 
 
-def build_batch(work: Sequence[ScheduledSequence], page_size: int, device: torch.device) -> Batch:
+def build_batch(
+    work: Sequence[ScheduledSequence], page_size: int, device: torch.device, slot_of_P: np.ndarray | None = None
+) -> Batch:
     """See `build_host_batch`."""
-    return to_device(build_host_batch(work, page_size), device)
+    return to_device(build_host_batch(work, page_size, slot_of_P), device)
 
 
 def to_device(host: HostBatch, device: torch.device) -> Batch:
@@ -125,8 +130,10 @@ def upload_step(
         *(() if host.adapter_T is None else (host.adapter_T,)),
     )
     table = (host.page_table_BW,) if changes is None else (changes.places_C, changes.pages_C)
-    uploaded = upload_all((*table, *columns, *more), device)
+    apart = () if host.window_table_BW is None else (host.window_table_BW, host.window_slot_T)
+    uploaded = upload_all((*table, *columns, *apart, *more), device)
     on_table, on_columns = uploaded[: len(table)], uploaded[len(table) : len(table) + len(columns)]
+    others = uploaded[len(table) + len(columns) :]
     token_ids_T, positions_T, logit_rows_R, query_start_B1, context_B, page_T, offset_T, *adapter = on_columns
     table_BW = on_table[0] if tables is None or changes is None else tables.write(changes, *on_table)
     meta = AttentionMetadata(
@@ -140,12 +147,16 @@ def upload_step(
         slot_offset_T=offset_T,
         lengths=Lengths(host.context_B, host.query_start_B1),
     )
+    if apart:
+        window_table_BW, window_slot_T = others[:2]
+        windowed = replace(meta, page_table_BP=window_table_BW, slot_page_T=window_slot_T, plans={})
+        meta = replace(meta, windowed=windowed)
     places = tuple(host.sampled_places.tolist())
     adapter_T = adapter[0] if adapter else None
     batch = Batch(
         token_ids_T, positions_T, logit_rows_R, places, meta, adapter_T, host.taps, host.all_rows, changes is not None
     )
-    return UploadedStep(batch, uploaded[len(table) + len(columns) :])
+    return UploadedStep(batch, others[len(apart) :])
 
 
 def _edits_of(host: HostBatch) -> np.ndarray:
@@ -156,11 +167,29 @@ def _edits_of(host: HostBatch) -> np.ndarray:
     return edits_B
 
 
-def build_host_batch(work: Sequence[ScheduledSequence], page_size: int) -> HostBatch:
+def build_host_batch(
+    work: Sequence[ScheduledSequence], page_size: int, slot_of_P: np.ndarray | None = None
+) -> HostBatch:
     """Returns the arrays of a step; `work` is not empty, and every sequence has pages for the tokens to compute.
+    `slot_of_P` says where the windowed layers' part of each page is (`WindowParts`); None: pages are whole.
 
     The rows of a plan cost a few vector operations, all other sequences a Python loop.
     """
+    return add_windowed_parts(_host_batch(work, page_size), slot_of_P)
+
+
+def add_windowed_parts(host: HostBatch, slot_of_P: np.ndarray | None) -> HostBatch:
+    """Adds where the windowed layers' parts of a batch's pages are; see `build_host_batch`."""
+    if slot_of_P is None:
+        return host
+    window_slot_T = slot_of_P[host.slot_page_T].astype(np.int64)
+    if window_slot_T.min() < 0:
+        raise InternalError("a page of the tokens to compute has no room for windowed layers")
+    window_table_BW = np.maximum(slot_of_P[host.page_table_BW], 0)  # parts behind the window are masked
+    return replace(host, window_table_BW=window_table_BW, window_slot_T=window_slot_T)
+
+
+def _host_batch(work: Sequence[ScheduledSequence], page_size: int) -> HostBatch:
     if not isinstance(work, StepPlan) or not work.rows:
         return _items_batch(work, page_size)
     rows = _rows_batch(work.rows)

@@ -95,9 +95,12 @@ def prepare_step(
     vocab_size: int,
     eos_token_ids: Collection[int],
     taps_last: bool = False,
+    slot_of_P: np.ndarray | None = None,
 ) -> PreparedStep:
-    """`taps_last`: hidden states after the last layer are handed out, if the plan wants any."""
-    host = build_host_batch(work, page_size)
+    """`taps_last`: hidden states after the last layer are handed out, if the plan wants any. `slot_of_P`: see
+    `build_host_batch`.
+    """
+    host = build_host_batch(work, page_size, slot_of_P)
     awaited_rows = awaited_places = None
     if isinstance(work, StepPlan):
         awaited_rows, awaited_places = work.rows.awaited_rows, work.rows.awaited_places

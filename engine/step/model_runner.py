@@ -27,9 +27,13 @@ class ModelRunner:
         attention: AttentionBackend,
         ops: LayerOps,
         adapters: AdapterStore | None = None,
+        *,
+        is_whole: bool = True,
     ) -> None:
-        """`kv_layers` is the pool, layer by layer; `adapters` are required by batches that name any."""
+        """`kv_layers` is the pool, layer by layer; `adapters` are required by batches that name any. `is_whole` says
+        that all layers have the same page tables."""
         self._layer_pools = kv_layers
+        self._is_whole = is_whole
         self.attention = attention
         self.ops = ops
         self._adapters = adapters
@@ -40,7 +44,7 @@ class ModelRunner:
         """Computes with another model of the same shape from now on. No step may run meanwhile."""
         self._model = model
         adapters = None if self._adapters is None else self._adapters.by_layer
-        self.stack = model.fuse(self._layer_pools, self.attention, adapters)
+        self.stack = model.fuse(self._layer_pools, self.attention, adapters) if self._is_whole else None
 
     @property
     def compiles(self) -> bool:

@@ -97,7 +97,7 @@ class RowTable:
         self._position[row] = sequence.num_computed_tokens
         self._token[row] = sequence.token_ids[-1]
         self._awaited_step[row] = _KNOWN
-        self._room[row] = len(pages) * self._page_size
+        self._room[row] = sequence.num_usable_pages * self._page_size
         self._pages_RW[row, : len(pages)] = pages
         self._pages_RW[row, len(pages) :] = 0
         self._edit[row] = next(self._edits)
@@ -277,7 +277,7 @@ class RowTable:
             assert sequence.is_decoding, sequence.request_id
             assert self._position[row] == sequence.num_computed_tokens, sequence.request_id
             assert self._token[row] == sequence.token_ids[-1], sequence.request_id
-            assert self._room[row] == len(sequence.pages) * self._page_size, sequence.request_id
+            assert self._room[row] == sequence.num_usable_pages * self._page_size, sequence.request_id
             assert self._pages_RW[row, : len(sequence.pages)].tolist() == sequence.pages, sequence.request_id
 
 

@@ -30,6 +30,9 @@ class Sequence:
     `ceil(num_computed_tokens / page_size)` pages. The KV of token i is in `pages[i // page_size]`, except that the
     first `num_dropped` entries stand for pages that lie behind the model's window and were released: they are 0, as in
     a page table, and attention ignores what is there.
+
+    If pages have two parts (`engine.cache.windows.window_parts`), it holds the windowed part of `pages[num_stripped :
+    num_attached]`, which are those of all computed tokens that later ones read. Otherwise both are 0.
     """
 
     request_id: RequestId
@@ -39,6 +42,8 @@ class Sequence:
     salt: bytes  # root of the page hashes
     pages: list[PageId] = field(default_factory=list)
     num_dropped: int = 0
+    num_stripped: int = 0
+    num_attached: int = 0
     page_hashes: list[PageHash] = field(default_factory=list)  # of leading full pages, grown by `hash_full_pages`
     lane: Lane = Lane.STANDARD  # its priority class, for schedulers and links
     is_decoding: bool = False  # all tokens but the last have their KV; `_num_prefilled` is not kept while this holds
@@ -75,6 +80,24 @@ class Sequence:
     def held_pages(self) -> list[PageId]:
         """The pages that it holds a reference to, in order."""
         return self.pages[self.num_dropped :]
+
+    @property
+    def num_usable_pages(self) -> int:
+        """The number of leading entries of `pages` that a step may write, as far as it does not go back."""
+        return self.num_attached or len(self.pages)
+
+    @property
+    def windowed_pages(self) -> list[PageId]:
+        """The pages whose windowed part it holds, in order."""
+        return self.pages[self.num_stripped : self.num_attached]
+
+    def strip_pages(self, num_stripped: int) -> list[PageId]:
+        """Strips that many leading pages and returns those whose windowed part it still held; the caller releases
+        them.
+        """
+        stripped = self.pages[self.num_stripped : num_stripped]
+        self.num_stripped = max(self.num_stripped, num_stripped)
+        return stripped
 
     def drop_pages(self, num_dropped: int) -> list[PageId]:
         """Drops that many leading pages and returns those it still held; the caller releases them."""

@@ -47,3 +47,9 @@ def join_checksums(by_part: Sequence[Sequence[int]]) -> list[int]:
         xxhash.xxh3_64_intdigest(b"".join(checksum.to_bytes(8, "little") for checksum in parts))
         for parts in zip(*by_part, strict=True)
     ]
+
+
+def join_parts(full: Sequence[int], windowed: Sequence[int]) -> list[int]:
+    """Combines the checksums of pages with two parts, of which only the last ones have a windowed part."""
+    first = len(full) - len(windowed)
+    return [*full[:first], *join_checksums((full[first:], windowed))]

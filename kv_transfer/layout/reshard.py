@@ -28,6 +28,7 @@ _SHARED_FIELDS = (
     "dtype",
     "quantization",
     "hash_version",
+    "window_layers",
 )
 
 

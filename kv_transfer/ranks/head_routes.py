@@ -4,6 +4,9 @@ Either end of a transfer may be a group of tensor-parallel ranks that each hold 
 consists of routes. A route is the part that one sending rank writes into the pages of one receiving rank. Both ends
 derive the same routes from the two numbers of ranks. Between two single ranks there is one route, the transfer itself.
 
+If pages have two parts (`engine.cache.windows.window_parts`), each part has a route of its own, as if a second rank
+held the windowed layers; such pages are not split between ranks.
+
 Ranks have their own epochs and names, so that transports can distinguish them: a rank's epoch is its worker's plus its
 number.
 """
@@ -62,6 +65,12 @@ def plan_head_routes(num_kv_heads: int, num_senders: int, num_receivers: int) ->
             heads = [head for _, head in run]
             routes.append(HeadRoute(sender, receiver, range(heads[0], heads[-1] + 1)))
     return tuple(routes)
+
+
+def plan_part_routes(num_kv_heads: int) -> tuple[HeadRoute, HeadRoute]:
+    """Returns the routes of pages with two parts: that of the part that every page has, and that of windowed layers."""
+    heads = range(num_kv_heads)
+    return HeadRoute(0, 0, heads), HeadRoute(1, 1, heads)
 
 
 def check_ranks(num_kv_heads: int, num_ranks: int, end: str) -> None:

@@ -1,7 +1,8 @@
 """Receives a worker's transfers, with any number of ranks at either end. Implements `endpoints.KvReceiver`.
 
 A transfer between two workers of one rank each goes straight to the local `TransferReceiver`. Any other transfer is
-opened on every rank as its routes (head_routes.py); a page has arrived once every route has brought its part.
+opened on every rank as its routes (head_routes.py); a page has arrived once every route has brought its part. Pages
+with two parts have a receiver and a route for each part, and only the last pages of a transfer have both.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from engine.engine import Engine
-from kv_transfer.layout.checksum import join_checksums
+from kv_transfer.layout.checksum import join_checksums, join_parts
 from kv_transfer.ranks.head_routes import (
     MAX_RANKS,
     HeadRoute,
     check_ranks,
     join_offers,
     plan_head_routes,
+    plan_part_routes,
     rank_epoch,
     rank_name,
 )
@@ -34,15 +36,24 @@ from penstock.types import Epoch, PageId, TransferKey, WorkerId
 @dataclass(slots=True)
 class _RankedTransfer:
     routes: tuple[HeadRoute, ...]
+    full_epoch: Epoch  # of the sender of the part that every page has
+    first_windowed: int | None = None  # of its pages, the first one with a windowed part; None: pages are whole
     landed: dict[int, set[TransferKey]] = field(default_factory=dict)  # incomplete page: routes so far
     failed: bool = False
 
     def complete(self, first_index: int, num_pages: int, route_key: TransferKey) -> list[int]:
         """Records the pages that a route has brought. Returns the indexes of pages that are now complete."""
-        indexes = range(first_index, first_index + num_pages)
+        offset, first_windowed = 0, self.first_windowed
+        if first_windowed is not None and route_key.sender_epoch != self.full_epoch:
+            offset = first_windowed  # the other part's route counts from its first page
+        indexes = range(offset + first_index, offset + first_index + num_pages)
         for index in indexes:
             self.landed.setdefault(index, set()).add(route_key)
-        return [index for index in indexes if len(self.landed[index]) == len(self.routes)]
+        return [index for index in indexes if len(self.landed[index]) == self._num_routes(index)]
+
+    def _num_routes(self, index: int) -> int:
+        """Returns how many routes bring a part of the page."""
+        return 1 if self.first_windowed is not None and index < self.first_windowed else len(self.routes)
 
 
 class RankedReceiver:
@@ -54,6 +65,7 @@ class RankedReceiver:
         """Blocks while every rank creates its receiver. Raises ConfigError if the configured transport cannot be
         used."""
         self._num_ranks = engine.num_ranks
+        self._parts = engine.pool.parts
         self._num_kv_heads = engine.model_layout.num_kv_heads
         self._on_arrival = on_arrival
         self._on_failure = on_failure
@@ -73,6 +85,11 @@ class RankedReceiver:
             self._on_route_failure,
         )
         self._receivers: list[TransferReceiver | RemoteReceiver] = [self._local]  # by rank
+        self._windowed: TransferReceiver | None = None
+        if engine.window_kv is not None:
+            layout, callbacks = engine.model_layout.windowed_part, (self._on_route_arrival, self._on_route_failure)
+            self._windowed = TransferReceiver(engine.window_kv, layout, rank_epoch(epoch, 1), config, *callbacks)
+            self._receivers.append(self._windowed)
         self._remote: RemoteEnds | None = None
         if engine.ranks is not None:
             on_event = {
@@ -103,9 +120,23 @@ class RankedReceiver:
             self._receivers[route.receiver].offer(
                 rank_name(peer_worker_id, route.sender), rank_epoch(peer_epoch, route.sender), route.heads
             )
-            for route in plan_head_routes(self._num_kv_heads, num_ranks, self._num_ranks)
+            for route in self._plan(num_ranks)
         ]
+        if self._parts is not None:
+            return join_offers(len(offers), len(offers), offers)
         return join_offers(num_ranks, self._num_ranks, offers)
+
+    def _plan(self, num_ranks: int) -> tuple[HeadRoute, ...]:
+        """Returns the routes from a worker of `num_ranks` ranks."""
+        if self._parts is not None:
+            return plan_part_routes(self._num_kv_heads)
+        return plan_head_routes(self._num_kv_heads, num_ranks, self._num_ranks)
+
+    def window_slots(self, pages: Sequence[PageId]) -> list[int]:
+        """Returns where the windowed parts of the last of these pages go, if pages have two parts; see
+        `RankedSender.place`.
+        """
+        return [] if self._parts is None else self._parts.slots_of(pages)
 
     def open(self, key: TransferKey, pages: Sequence[PageId], timeout_s: float | None = None) -> None:
         """Opens a transfer like `TransferReceiver.open` on every rank. Raises TransferError for a sender that is
@@ -113,16 +144,19 @@ class RankedReceiver:
         """
         with self._lock:
             num_ranks = self._ranks_of(key)
-            is_ranked = num_ranks > 1 or self._num_ranks > 1
+            is_ranked = num_ranks > 1 or not self._is_single
+            slots = self.window_slots(pages)
             if is_ranked:
                 if key in self._ranked:
                     raise TransferError(f"transfer {key.transfer_id}: already open")
-                routes = plan_head_routes(self._num_kv_heads, num_ranks, self._num_ranks)
-                self._ranked[key] = _RankedTransfer(routes)
+                routes = self._plan(num_ranks)
+                first_windowed = None if self._parts is None else len(pages) - len(slots)
+                self._ranked[key] = _RankedTransfer(routes, key.sender_epoch, first_windowed)
                 self._transfer_of.update({route.key_of(key): key for route in routes})
         try:
             for receiver, route_key in self._routes(key):
-                receiver.open(route_key, pages, timeout_s)
+                own = [PageId(slot) for slot in slots] if receiver is self._windowed else pages
+                receiver.open(route_key, own, timeout_s)
         except TransferError:
             if is_ranked:
                 self.close(key)
@@ -142,7 +176,7 @@ class RankedReceiver:
         """Calls `then` once `TransferReceiver.after_stray_writes` has called back on every rank."""
         number = next(self._settle_numbers)
         with self._lock:
-            self._settling[number] = (self._num_ranks, then)
+            self._settling[number] = (len(self._receivers), then)
         for receiver in self._receivers:
             if isinstance(receiver, RemoteReceiver):
                 receiver.begin_settling(number)
@@ -164,7 +198,10 @@ class RankedReceiver:
         with self._lock:
             transfer = self._ranked.get(key)
             num_ranks = 1 if transfer else self._ranks_of(key)
-        routes = transfer.routes if transfer else plan_head_routes(self._num_kv_heads, num_ranks, self._num_ranks)
+        if self._windowed is not None:
+            slots, heads = [PageId(slot) for slot in self.window_slots(pages)], range(self._num_kv_heads)
+            return join_parts(self._local.checksums(pages, heads), self._windowed.checksums(slots, heads))
+        routes = transfer.routes if transfer else self._plan(num_ranks)
         return join_checksums([self._receivers[route.receiver].checksums(pages, route.heads) for route in routes])
 
     def forget(self, epoch: Epoch) -> None:
@@ -196,6 +233,8 @@ class RankedReceiver:
         """
         with self._lock:
             num_ranks = self._peer_ranks.get(epoch, MAX_RANKS)
+        if self._parts is not None:
+            num_ranks = len(self._receivers)
         return [(receiver, rank_epoch(epoch, rank)) for receiver in self._receivers for rank in range(num_ranks)]
 
     def _ranks_of(self, key: TransferKey) -> int:
@@ -209,6 +248,8 @@ class RankedReceiver:
     def shutdown(self) -> None:
         """Shuts down the receivers of all ranks; see `TransferReceiver.shutdown`."""
         self._local.shutdown()
+        if self._windowed is not None:
+            self._windowed.shutdown()
         if self._remote is not None:
             self._remote.close()
 
@@ -218,14 +259,19 @@ class RankedReceiver:
             transfer = self._ranked.get(key)
         if transfer is not None:
             return [(self._receivers[route.receiver], route.key_of(key)) for route in transfer.routes]
-        return [(self._local, key)] if self._num_ranks == 1 else []
+        return [(self._local, key)] if self._is_single else []
+
+    @property
+    def _is_single(self) -> bool:
+        """Returns whether one receiver takes all of a page."""
+        return len(self._receivers) == 1
 
     def _on_route_arrival(self, route_key: TransferKey, first_index: int, num_pages: int) -> None:
         with self._lock:
             key = self._transfer_of.get(route_key)
             transfer = self._ranked.get(key) if key is not None else None
             indexes = transfer.complete(first_index, num_pages, route_key) if transfer is not None else []
-        if key is None and self._num_ranks == 1:  # a transfer between single ranks; any other without a key is closed
+        if key is None and self._is_single:  # a transfer between single ranks; any other without a key is closed
             self._on_arrival(route_key, first_index, num_pages)
         if key is None:
             return
@@ -239,7 +285,7 @@ class RankedReceiver:
                 if self._ranked[key].failed:
                     return
                 self._ranked[key].failed = True
-        if key is not None or self._num_ranks == 1:
+        if key is not None or self._is_single:
             self._on_failure(key or route_key, error)
 
 

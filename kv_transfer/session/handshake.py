@@ -19,6 +19,7 @@ from penstock.types import Epoch, TransferKey
 OFFER_VERSION = 3
 MAX_OFFER_BYTES = 1 << 20  # NIXL's metadata grows with the host's network interfaces: 0.5 KB here, tens with RDMA
 MAX_TRANSPORTS = 16
+_MAX_LAYERS = 1024
 MAX_PAGE_SIZE = 1024  # in tokens, as in EngineConfig.page_size; bounds what is staged for a page
 
 ValueT = TypeVar("ValueT", int, str, bytes)
@@ -59,7 +60,7 @@ def parse_offer(data: bytes) -> Offer:
     if len(data) > MAX_OFFER_BYTES:
         raise TransferError(f"offer: {len(data)} bytes, at most {MAX_OFFER_BYTES} are read")
     try:
-        raw = msgpack.unpackb(data, max_map_len=64, max_array_len=64)
+        raw = msgpack.unpackb(data, max_map_len=64, max_array_len=_MAX_LAYERS)
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise TransferError(f"offer: not msgpack ({error})") from error
     if not isinstance(raw, dict):
@@ -102,6 +103,7 @@ def _layout_fields(layout: KVLayout) -> dict[str, object]:
     fields = asdict(layout)
     fields["layer_range"] = [layout.layers.start, layout.layers.stop]
     fields["head_range"] = [layout.heads.start, layout.heads.stop]
+    fields["window_layers"] = list(layout.window_layers)
     return fields
 
 
@@ -124,7 +126,16 @@ def _parse_layout(raw: object) -> KVLayout:
         quantization=take(raw, "quantization", str),
         hash_version=take(raw, "hash_version", int),
         kv_dtype=take(raw, "kv_dtype", str),
+        window_layers=_window_layers(raw.get("window_layers", []), num_layers),
     )
+
+
+def _window_layers(raw: object, num_layers: int) -> tuple[int, ...]:
+    layers = [layer for layer in raw if type(layer) is int] if isinstance(raw, list) else []
+    is_known = layers == raw == sorted(set(layers)) and len(layers) < num_layers
+    if not is_known or (layers and not 0 <= layers[0] <= layers[-1] < num_layers):
+        raise TransferError(f"offer.window_layers: {str(raw)[:80]!r}, want some of {num_layers} layers, in order")
+    return tuple(layers)
 
 
 def _share(raw: Mapping[str, object], field: str, whole: int) -> tuple[int, int] | None:

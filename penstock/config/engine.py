@@ -44,6 +44,10 @@ class EngineConfig(FrozenConfig):
     kv_memory_bytes: int | None = Field(None, ge=1)
     """Bytes of the page pool; by default 1 GiB on a CPU and 90 % of what a GPU has left after
     weights and graphs, less if a step needs more."""
+    window_share: float = Field(1.0, gt=0, le=1)
+    """Share of the pages that also have room for the KV of windowed layers, in models in which these alternate with
+    layers that read the whole context. Below 1, that KV is freed behind the window, and more pages fit into the same
+    memory."""
     max_context: int | None = Field(None, ge=2)
     """Longest prompt plus output, in tokens; by default the model's own limit."""
     attention: Literal["auto", "torch", "triton", "flashinfer", "varlen", "cudnn"] = "auto"

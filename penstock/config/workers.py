@@ -281,6 +281,16 @@ class WorkerConfig(FrozenConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_window_share(self) -> WorkerConfig:
+        for name in ("keeper", "kv_store"):
+            if self.engine.window_share < 1 and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} keeps whole pages, but engine.window_share = {self.engine.window_share:g} keeps the KV of "
+                    f"windowed layers apart; set it to 1, or leave {name} out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_trust(self) -> WorkerConfig:
         self.security.check_host("host", self.host)
         return self

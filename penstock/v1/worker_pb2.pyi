@@ -494,12 +494,14 @@ class PrefillStart(_message.Message):
     def __init__(self, transfer: _Optional[_Union[TransferKey, _Mapping]] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., salt: _Optional[bytes] = ..., timeout_ms: _Optional[int] = ..., offer: _Optional[bytes] = ..., lane: _Optional[_Union[_common_pb2.Lane, str]] = ..., prefix_source: _Optional[_Union[PrefixSource, _Mapping]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., tenant: _Optional[str] = ..., kv_hints: _Optional[_Union[_common_pb2.KvHints, _Mapping]] = ...) -> None: ...
 
 class PrefillDestination(_message.Message):
-    __slots__ = ("num_pages_held", "pages")
+    __slots__ = ("num_pages_held", "pages", "window_slots")
     NUM_PAGES_HELD_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_SLOTS_FIELD_NUMBER: _ClassVar[int]
     num_pages_held: int
     pages: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, num_pages_held: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ...) -> None: ...
+    window_slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_pages_held: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., window_slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefillCancel(_message.Message):
     __slots__ = ()
@@ -826,14 +828,16 @@ class MigrationCommand(_message.Message):
     def __init__(self, start: _Optional[_Union[MigrationStart, _Mapping]] = ..., finish: _Optional[_Union[MigrationFinish, _Mapping]] = ..., closed: _Optional[_Union[MigrationClosed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class MigrationDestination(_message.Message):
-    __slots__ = ("num_pages_held", "pages", "offer")
+    __slots__ = ("num_pages_held", "pages", "offer", "window_slots")
     NUM_PAGES_HELD_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_SLOTS_FIELD_NUMBER: _ClassVar[int]
     num_pages_held: int
     pages: _containers.RepeatedScalarFieldContainer[int]
     offer: bytes
-    def __init__(self, num_pages_held: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., offer: _Optional[bytes] = ...) -> None: ...
+    window_slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_pages_held: _Optional[int] = ..., pages: _Optional[_Iterable[int]] = ..., offer: _Optional[bytes] = ..., window_slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class MigrationLanded(_message.Message):
     __slots__ = ("num_pages",)

@@ -47,8 +47,10 @@ class PageSource:
 
     def pick(self, targets: Sequence[HandoverTarget], max_pages: int) -> dict[Epoch, list[CachedPage]]:
         """Chooses at most `max_pages` pages in total, the hottest first for each target; the caller must `release`
-        them.
+        them. Pages with two parts stay here, also in `take`.
         """
+        if self._engine.pool.parts is not None:
+            return {}
         found = self._engine.prefix_cache.hottest(max_pages)
         chosen = assign_pages([(page.page_hash, page.parent) for page in found], targets)
         picked: dict[Epoch, list[CachedPage]] = {}
@@ -60,7 +62,7 @@ class PageSource:
 
     def take(self, hashes: Sequence[PageHash]) -> list[CachedPage]:
         """Returns these consecutive pages up to the first one that is not cached; the caller must `release` them."""
-        found = self._engine.prefix_cache.find(hashes)
+        found = self._engine.prefix_cache.find(hashes) if self._engine.pool.parts is None else []
         self._engine.pool.share([page.page for page in found])
         return found
 

@@ -241,8 +241,10 @@ class PrefixPulls:
         return max(paying, key=lambda each: each[1].compute_s - each[1].ready_s, default=None)
 
     def _choices(self, sequence: TokenSequence, source: PrefixSource | None) -> list[_Wanted]:
-        """Returns what could be pulled from the worker that the router names, and from the shared store."""
-        if not self._engine.prefix_cache.enabled or sequence.scores_prompt:
+        """Returns what could be pulled from the worker that the router names, and from the shared store. Pages with two
+        parts are not pulled.
+        """
+        if not self._engine.prefix_cache.enabled or sequence.scores_prompt or self._engine.pool.parts is not None:
             return []
         if source is not None and not self._config.pull:
             source = None

@@ -124,7 +124,7 @@ def test_a_source_with_inconsistent_token_counts_is_refused_by_field(
     window: int | None, num_tokens: int, num_dropped_tokens: int, kind: type[PenstockError], why: str
 ) -> None:
     world = World(0)
-    world.window = window
+    world.window, world.alternates = window, False
     node = world.start_node(7)
     while node.page_size != 4:
         node = world.start_node(7)

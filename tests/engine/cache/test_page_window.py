@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.cache.page_pool import PagePool, PageState
-from engine.cache.page_window import PageWindow
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.tiers import CacheTiers
+from engine.cache.windows.page_window import PageWindow
 from penstock.kv.events import KvEventKind, KvEventLog
 from penstock.kv.page_hash import hash_pages
 from penstock.types import PageHash, PageId

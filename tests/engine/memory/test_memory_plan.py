@@ -95,6 +95,43 @@ def test_a_window_in_every_layer_bounds_the_pages_of_a_long_request(tmp_path: Pa
         plan("gemma2", sliding_window=100)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "olmo3"])
+def test_a_share_of_pages_with_windowed_layers_makes_room_for_more_pages(tmp_path: Path, family: str) -> None:
+    folder = make_checkpoint(family, tmp_path, max_position_embeddings=4096, sliding_window=100)
+    config = EngineConfig(model=str(folder), kv_memory_bytes=1 << 20, num_threads=1)
+    whole = plan_memory(config, HOST)
+    shared = plan_memory(config.model_copy(update={"window_share": 0.25}), HOST)
+    assert (whole.num_pages, shared.num_pages, shared.num_slots) == (128, 204, 51)  # half of the layers have a window
+    assert shared.kv_bytes == shared.num_pages * 4096 + shared.num_slots * 4096 <= 1 << 20
+    assert shared.largest_batch[4096] == 0  # 256 pages
+    assert shared.largest_batch[1024] == min(204 // 64, 51 // (-(-99 // 16) + 2))
+    engine = Engine.load(config.model_copy(update={"window_share": 0.25}))
+    assert engine.window_kv is not None
+    assert engine.pool.parts is not None
+    assert (engine.pool.num_pages, engine.pool.parts.num_slots) == (shared.num_pages, shared.num_slots)
+    assert engine.kv_pages.nbytes + engine.window_kv.nbytes == shared.kv_bytes
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "problem"),
+    [
+        ("llama", {}, "do not alternate between windowed and full attention"),
+        ("mistral", {}, "do not alternate between windowed and full attention"),
+        ("llama4_text", {}, "do not alternate between windowed and full attention"),
+        ("gemma2", {"tensor_parallel": 2}, r"engine\.tensor_parallel = 2 splits pages"),
+        ("gemma2", {"host_memory_bytes": 1 << 20}, r"engine\.host_memory_bytes keeps whole pages"),
+        ("gpt_oss", {"attention": "flashinfer"}, "reads one page table"),
+    ],
+)
+def test_a_window_share_is_refused_where_pages_stay_whole(
+    tmp_path: Path, family: str, settings: dict[str, Any], problem: str
+) -> None:
+    folder = make_checkpoint(family, tmp_path)
+    config = EngineConfig.model_validate({"model": str(folder), "num_pages": 8, "window_share": 0.5} | settings)
+    with pytest.raises(ConfigError, match=rf"engine\.window_share = 0\.5 keeps .*{problem}.*; set it to 1"):
+        make_layout(config, ModelConfig.from_folder(folder))
+
+
 # The published shapes, with parameters and KV bytes per token as their authors give them.
 MIXTRAL_8X7B: dict[str, Any] = {
     "architectures": ["MixtralForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 32000,

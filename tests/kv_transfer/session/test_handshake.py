@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgpack
 import pytest
 from hypothesis import given
@@ -69,6 +71,10 @@ def test_an_offer_survives_its_wire_format() -> None:
         (relaid(head_range=[4, 4]), r"head_range: '\[4, 4\]', want \[first, end\] within 0 to 8"),
         (relaid(head_range=[0, 9]), r"head_range: '\[0, 9\]'"),
         (relaid(layer_range=None), "layer_range: 'None'"),
+        (relaid(window_layers=3), "window_layers: '3', want some of"),
+        (relaid(window_layers=[1, 0]), "window_layers"),
+        (relaid(window_layers=[0, 10**9]), "window_layers"),
+        (relaid(window_layers=[True]), "window_layers"),
         (changed(transports=[]), "transports"),
         (changed(transports=[["torch"]]), r"want \[name, details\]"),
         (changed(transports=[["torch", {1: 2}]]), "."),
@@ -122,3 +128,9 @@ def test_a_notice_survives_its_wire_format_and_a_malformed_one_is_refused() -> N
             parse_notice([*good[:position], value, *good[position + 1 :]])
     with pytest.raises(TransferError, match="notice"):
         parse_notice(good[:4])
+
+
+def test_an_offer_of_pages_with_two_parts_survives_its_encoding() -> None:
+    layout = replace(LAYOUT, window_layers=(0, 1)).windowed_part
+    assert parse_offer(replace(OFFER, layout=layout).encode()).layout == layout
+    assert layout.digest() != LAYOUT.digest()

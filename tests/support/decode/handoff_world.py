@@ -16,6 +16,7 @@ from decode_worker.prefill.client import PrefillCandidate, RemoteFirstToken, Rem
 from decode_worker.prefill.transfer_table import TransferTable
 from decode_worker.request import DecodeRequest, Delta, TokenDelta, split_plain
 from decode_worker.worker import DecodeWorker
+from engine.cache.windows.page_window import PageWindow
 from engine.step.sequence import Sequence
 from kv_transfer.layout.reshard import plan_reshard
 from kv_transfer.session.transfer_session import Manifest
@@ -26,7 +27,7 @@ from prefill_worker.job import Closed, FirstToken, Heartbeat, PrefillJob, Prefil
 from prefill_worker.worker import PrefillWorker
 from tests.support.decode.split_steps import SplitSteps
 from tests.support.engine.fake_engine import CONTEXT, FakeEngine
-from tests.support.transfer.fake_transport import LAYOUT, FakeReceiver, FakeSender, Link
+from tests.support.transfer.fake_transport import LAYOUT, Content, FakeReceiver, FakeSender, Link, Write
 
 LEASE_S = 10.0
 SHORT = TransferConfig(timeout_s=LEASE_S, checksums=False)  # pages have no bytes here
@@ -42,7 +43,10 @@ class World:
         self.decode_size = self.rng.choice([4, 4, 2, 6])
         self.prefill_size = self.decode_size if self.rng.random() < 0.5 else self.rng.choice([2, 3, 4, 8])
         self.window = random.Random(seed).choice([None, None, 2, 3, 7, 12])  # of every layer
-        self.decode_engine = FakeEngine(*self.pool_sizes(self.decode_size), self.window)
+        self.alternates = random.Random(seed + 1).random() < 0.4  # whether only some layers have the window
+        if self.alternates:
+            self.window, self.prefill_size = self.window or 5, self.decode_size
+        self.decode_engine = self.make_engine(self.decode_size, 8)
         self.receiver = FakeReceiver()
         self.now_s = 0.0
         self.frozen: object = (
@@ -82,11 +86,19 @@ class World:
         """Returns the sizes of a pool that is often too small for all prefixes, of a page, and of the host memory."""
         return self.rng.randint(44, 100) // page_size, page_size, self.rng.choice([0, 8, 100])
 
+    def make_engine(self, page_size: int, step_tokens: int) -> FakeEngine:
+        """Returns an engine of a worker that computes at most `step_tokens` of a prompt while it holds earlier ones."""
+        num_slots = None
+        if self.alternates:
+            needed = PageWindow(self.window, page_size).max_pages(CONTEXT, step_tokens)
+            num_slots = self.rng.randint(needed, 3 * needed)
+        return FakeEngine(*self.pool_sizes(page_size), self.window, num_slots)
+
     def start_prefill_worker(self) -> None:
-        self.prefill_engine = FakeEngine(*self.pool_sizes(self.prefill_size), self.window)
+        self.prefill_engine = self.make_engine(self.prefill_size, 16)
         self.prefill_engine.runs_ahead = self.runs_ahead
         source, target = (replace(LAYOUT, page_size=size) for size in (self.prefill_size, self.decode_size))
-        self.sender = FakeSender(plan_reshard(source, target))
+        self.sender = FakeSender(plan_reshard(source, target), self.prefill_engine)
         config = WorkerConfig(
             worker_id="p",
             role=Role.PREFILL,
@@ -117,9 +129,10 @@ class World:
         self.to_prefill[key].append(lambda: worker.submit(job, b""))
 
     def send_destination(self, key: TransferKey, num_pages_held: int, pages: list[PageId]) -> None:
-        worker = self.prefill
+        worker, parts = self.prefill, self.decode_engine.pool.parts
+        slots = parts.slots_of(pages) if parts is not None else []
         if key in self.to_prefill:
-            self.to_prefill[key].append(lambda: worker.set_destination(key, num_pages_held, list(pages)))
+            self.to_prefill[key].append(lambda: worker.set_destination(key, num_pages_held, list(pages), slots))
 
     def cancel(self, key: TransferKey) -> None:
         worker = self.prefill
@@ -182,7 +195,7 @@ class World:
     def complete_write(self) -> None:
         key = self.rng.choice([key for key, link in self.sender.links.items() if link.writes])
         write = self.sender.links[key].writes.popleft()
-        self.decode_engine.kv_pages[write.dst] = write.content(self.prefill_engine, self.decode_size)
+        write.land(self.decode_engine, write.read(self.prefill_engine, self.decode_size))
         if key in self.receiver.open_keys:
             self.decode.on_arrival(key, write.index, 1)
 
@@ -198,11 +211,11 @@ class World:
     def leave_behind(self, link: Link) -> None:
         """Keeps writes that were in flight when their sender gave up or died; they may still land for a while."""
         for write in list(link.writes)[:1]:
-            content = write.content(self.prefill_engine, self.decode_size)
+            content = write.read(self.prefill_engine, self.decode_size)
 
-            def land(dst: PageId = write.dst, content: list[int | None] = content) -> None:
-                assert dst in self.decode_engine.pool._fences, "a page is written that others may use"
-                self.decode_engine.kv_pages[dst] = content
+            def land(write: Write = write, content: Content = content) -> None:
+                assert write.dst in self.decode_engine.pool._fences, "a page is written that others may use"
+                write.land(self.decode_engine, content)
 
             self.receiver.late.append(land)
 

@@ -139,7 +139,10 @@ class SourceCall:
             call.to_source.append(event)
 
     def destination(self, num_pages_held: int, pages: list[PageId]) -> None:
-        self._send(lambda: self.source.outgoing.on_destination(self.key, b"", num_pages_held, list(pages)))
+        target = self.network.alive(self.key.receiver_epoch)
+        parts = target.engine.pool.parts if target is not None else None
+        slots = parts.slots_of(pages) if parts is not None else []
+        self._send(lambda: self.source.outgoing.on_destination(self.key, b"", num_pages_held, list(pages), slots))
 
     def landed(self, num_pages: int) -> None:
         self._send(lambda: self.source.outgoing.on_landed(self.key, num_pages))

@@ -20,6 +20,7 @@ from decode_worker.prefill.client import PrefillClient
 from decode_worker.prefill.transfer_table import TransferTable
 from decode_worker.request import DecodeRequest, Delta, TokenDelta, split_plain
 from decode_worker.worker import DecodeWorker
+from engine.cache.windows.page_window import PageWindow
 from engine.step.sequence import Sequence
 from penstock.config import DecodeConfig, TransferConfig
 from penstock.errors import DeadlineExceeded, PenstockError, TransferError
@@ -43,13 +44,19 @@ class Node:
         # Half of the time both ends have one page size; the pools hold about as many tokens whatever the sizes.
         size = self.page_size = 4 if world.rng.random() < 0.7 else world.rng.choice([2, 3, 6])
         num_host_pages = world.rng.choice([0, 8, 100])
-        self.engine = FakeEngine(world.rng.randint(72, 160) // size, size, num_host_pages, world.window)
+        num_slots = None
+        if world.alternates:
+            size = self.page_size = 4
+            needed = PageWindow(world.window, size).max_pages(CONTEXT, 8)
+            num_slots = world.rng.randint(needed, 3 * needed)
+        num_pages = world.rng.randint(72, 160) // size
+        self.engine = FakeEngine(num_pages, size, num_host_pages, world.window, num_slots)
         self.receiver = FakeReceiver()
 
         def clock() -> float:
             return world.now_s
 
-        self.wire = BreakableSender(size, world.page_size)
+        self.wire = BreakableSender(size, world.page_size, self.engine)
         no_prefills = cast(PrefillClient, None)  # every prompt is computed locally
         transfers = TransferTable(
             self.engine,  # type: ignore[arg-type]
@@ -136,6 +143,9 @@ class World:
         self.seed, self.rng = seed, random.Random(seed)
         self.now_s = 0.0
         self.window = random.Random(seed).choice([None, None, 2, 3, 7, 12])  # of every layer
+        self.alternates = random.Random(seed + 1).random() < 0.4  # whether only some layers have the window
+        if self.alternates:
+            self.window = self.window or 5
         self.network = MigrationNetwork(self.alive)
         self.streams: list[Stream] = []
         self.sizes: dict[int, int] = {}  # page sizes by epoch, including dead epochs
@@ -233,7 +243,7 @@ class World:
         write = node.wire.links[key].writes.popleft()
         target = self.alive(key.receiver_epoch)
         assert target is not None
-        target.engine.kv_pages[write.dst] = write.content(node.engine, target.page_size)
+        write.land(target.engine, write.read(node.engine, target.page_size))
         if key in target.receiver.open_keys:
             target.worker.on_arrival(key, write.index, 1)
 

@@ -14,10 +14,9 @@ from engine.step.compute import StepTokens
 from engine.step.plan import StepPlan
 from engine.step.sequence import Sequence
 from penstock.errors import InternalError, PenstockError
-from penstock.types import PageId
 from tests.support.engine.fake_engine import FakeEngine, next_token
 
-Place = tuple[PageId, int]  # a page and the place in it
+Place = tuple[int, int]  # a page, or the inverted slot of a windowed part, and the place in it
 
 
 @dataclass
@@ -117,25 +116,25 @@ class SplitSteps:
             self._in_flight.append(self._lay_out(plan))
 
     def _lay_out(self, plan: StepPlan) -> _Computed:
-        size, done = self._engine.layout.page_size, _Computed(plan, {}, {}, [])
+        done = _Computed(plan, {}, {}, [])
         for place, item in enumerate(plan):
             text, start, is_sampled = list(item.sequence.token_ids), item.start, item.is_sampled
             if place < len(plan.rows):
                 start, is_sampled = int(plan.rows.positions_R[place]), True
                 if start == len(text):
                     text.append(self._in_flight[-1].token_of(item.sequence))
-            for position in range(self._engine.first_read(start), start + item.num_tokens):
-                where = item.sequence.pages[position // size], position % size
-                (done.reads if position < start else done.writes)[where] = hash(tuple(text[: position + 1]))
+            for position, page, offset in self._engine.places(item.sequence, start, item.num_tokens):
+                places = done.reads if position < start else done.writes
+                places[page, offset] = hash(tuple(text[: position + 1]))
             done.sampled.append(next_token(text) if is_sampled else None)
         return done
 
     def _compute(self, done: _Computed) -> None:
-        pages = self._engine.kv_pages
+        content = self._engine.content
         for (page, offset), digest in done.reads.items():
-            assert pages[page][offset] == digest, f"page {page} holds another KV at {offset}"
+            assert content(page)[offset] == digest, f"page {page} holds another KV at {offset}"
         for (page, offset), digest in done.writes.items():
-            pages[page][offset] = digest
+            content(page)[offset] = digest
 
     def end(self) -> None:
         """Ends the oldest step in flight."""
@@ -151,7 +150,7 @@ class SplitSteps:
         self._compute(done)
         for discarded in self._in_flight:
             for page, offset in discarded.writes:
-                self._engine.kv_pages[page][offset] = None
+                self._engine.content(page)[offset] = None
         self._in_flight.clear()
         self._worker.scheduler.cancel_ahead()
         self._worker.recompute_step(done.plan)

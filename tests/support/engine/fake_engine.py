@@ -2,12 +2,14 @@
 
 `FakeEngine.step` fails on any page that does not match its sequence's tokens, so a stale, reused or half-written page
 is noticed. The next token depends only on the tokens, as with a real model. With a window, pages behind it are not
-checked, and `most_held` records the most pages that a sequence has held.
+checked, and `most_held` records the most pages that a sequence has held. With slots, only windowed layers have that
+window: each position also has a digest in its page's windowed part, and only there those behind the window are not
+checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -16,8 +18,10 @@ import numpy as np
 from engine.cache.page_slots import PageSlots
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.tiers import CacheTiers
+from engine.cache.windows.page_window import PageWindow
+from engine.cache.windows.window_parts import WindowParts
 from engine.step.compute import StepTokens
-from engine.step.sequence import SampledToken, ScheduledSequence, StepOutput
+from engine.step.sequence import SampledToken, ScheduledSequence, Sequence, StepOutput
 from penstock.types import FinishReason, PageId
 
 VOCAB_SIZE = 500
@@ -98,14 +102,28 @@ class PendingStep:
 class FakeEngine:
     """Stands in for `engine.engine.Engine` in tests of the workers' control flow."""
 
-    def __init__(self, num_pages: int, page_size: int, num_host_pages: int = 0, window: int | None = None) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_host_pages: int = 0,
+        window: int | None = None,
+        num_slots: int | None = None,
+    ) -> None:
         self.layout = FakeLayout(page_size)
         self.model = FakeModel()
         self.runs_ahead = False
         self.in_flight: list[set[PageId]] = []
         self.kv_pages: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
         tiers = CacheTiers(FakeHost(self.kv_pages, num_host_pages)) if num_host_pages else None
-        self.prefix_cache = PrefixCache(num_pages, page_size, tiers=tiers, window=window)
+        self.window_kv: list[list[int | None]] = []
+        parts = None
+        if num_slots is not None:
+            assert window is not None
+            parts = WindowParts(num_pages, num_slots, PageWindow(window, page_size))
+            self.window_kv, tiers = [[None] * page_size for _ in range(num_slots)], None
+        window = window if parts is None else None
+        self.prefix_cache = PrefixCache(num_pages, page_size, tiers=tiers, window=window, parts=parts)
         self.pool = self.prefix_cache.pool
         self._allocate, self.pool.allocate = self.pool.allocate, self.allocate  # type: ignore[method-assign]
         self.window = window
@@ -128,15 +146,31 @@ class FakeEngine:
             start = sequence.num_computed_tokens
             self.most_held = max(self.most_held, len(sequence.held_pages))
             assert len(set(sequence.held_pages)) == len(sequence.held_pages)
-            for position in range(self.first_read(start), start + scheduled.num_tokens):
-                digest = hash(tuple(sequence.token_ids[: position + 1]))
-                page, offset = sequence.pages[position // self.layout.page_size], position % self.layout.page_size
+            for position, page, offset in self.places(sequence, start, scheduled.num_tokens):
+                digest, held = hash(tuple(sequence.token_ids[: position + 1])), self.content(page)
                 if position < start:
-                    assert self.kv_pages[page][offset] == digest, f"page {page} holds another KV at {position}"
+                    assert held[offset] == digest, f"page {page} holds another KV at {position}"
                 else:
-                    self.kv_pages[page][offset] = digest
+                    held[offset] = digest
             tokens.append(SampledToken(next_token(sequence.token_ids)) if scheduled.is_sampled else None)
         return StepOutput(tuple(tokens))
+
+    def places(self, sequence: Sequence, start: int, num_tokens: int) -> Iterator[tuple[int, int, int]]:
+        """Yields the positions that a chunk reads and writes, each with its page, or the inverted slot of that page's
+        windowed part, and its place there.
+        """
+        size, parts = self.layout.page_size, self.pool.parts
+        for position in range(self.first_read(start), start + num_tokens):
+            yield position, sequence.pages[position // size], position % size
+        if parts is not None:
+            for position in range(max(0, start - parts.window.tokens + 1), start + num_tokens):
+                slot = int(parts.slot_of_P[sequence.pages[position // size]])
+                assert slot >= 0, f"{sequence.request_id} lacks a windowed part at {position} of {start}"
+                yield position, ~slot, position % size
+
+    def content(self, page: int) -> list[int | None]:
+        """Returns what a page holds or, for an inverted slot, a windowed part."""
+        return self.kv_pages[page] if page >= 0 else self.window_kv[~page]
 
     def first_read(self, position: int) -> int:
         """Returns the first position that a token at `position` reads."""

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+
 from penstock.client.results import build_request
 from penstock.config import RouterConfig
 from penstock.kv.adapter_files import AdapterRef
@@ -102,6 +104,7 @@ class Feature:
     is_chat: bool = False  # over HTTP: `CHAT` is the prompt
     end_is_late: bool = False  # at a stop string from the second half of its own text
     is_windowed: bool = False  # served by `windowed_model`
+    is_alternating: bool = False  # served by `alternating_model`
     is_mtp: bool = False  # served by `mtp_model`
     num_prompt_tokens: int = PROMPT_TOKENS
     kv_hints: KvHints = NO_KV_HINTS
@@ -127,6 +130,8 @@ class Feature:
 
     @property
     def model(self) -> Path:
+        if self.is_alternating:
+            return alternating_model()
         return windowed_model() if self.is_windowed else mtp_model() if self.is_mtp else MODEL
 
     @property
@@ -161,6 +166,7 @@ FEATURES = {
         Feature("adapter", adapter=ADAPTER),
         Feature("speculation", {"allowed_token_ids": [300, 301, 302]}),  # a text that often repeats what came before
         Feature("window", is_windowed=True),  # pages behind the window are freed
+        Feature("window_share", is_alternating=True),  # only the windowed layers' KV behind the window is freed
         Feature("mtp", is_mtp=True),  # the model's own layer behind the last one drafts
         Feature("mtp_greedy", {"temperature": 0.0}, is_mtp=True),
         Feature("kv_hints", kv_hints=KvHints(session="s", pin_s=60.0, priority=3, prefetch_s=1.0)),
@@ -190,6 +196,34 @@ def windowed_model() -> Path:
     left_out = ("attention_bias", "mlp_bias")
     (folder / "config.json").unlink()
     kept = {key: value for key, value in config.items() if key not in left_out}
+    (folder / "config.json").write_text(json.dumps(kept | changed))
+    return folder
+
+
+@functools.cache
+def alternating_model() -> Path:
+    """Returns the model with the same weights, biases of zero, and a window in every layer but the first."""
+    folder = Path(tempfile.mkdtemp(prefix="penstock-alternating-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    config = json.loads((MODEL / "config.json").read_text())
+    for file in MODEL.iterdir():
+        if file.name != "config.json" and file.suffix != ".safetensors":
+            (folder / file.name).symlink_to(file)
+    [weights] = MODEL.glob("*.safetensors")
+    tensors = load_file(weights)
+    for layer in range(config["num_hidden_layers"]):
+        for name in "qkv":
+            rows = tensors[f"model.layers.{layer}.self_attn.{name}_proj.weight"]
+            tensors[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = rows.new_zeros(rows.shape[0])
+    save_file(tensors, folder / weights.name, {"format": "pt"})
+    changed = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "max_window_layers": 1,
+    }
+    kept = {key: value for key, value in config.items() if key not in ("attention_bias", "mlp_bias")}
     (folder / "config.json").write_text(json.dumps(kept | changed))
     return folder
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from decode_worker.server import DecodeServer
 from engine.step.prompt_stream import PromptStream
@@ -64,6 +65,7 @@ class Group:
     first: Feature  # ranks before those that starve
     max_batch_tokens: int  # in the hand-off with few pages
     draft: Path  # proposes tokens at every decode worker
+    window_share: float = 1.0
 
     @property
     def model(self) -> Path:
@@ -74,8 +76,13 @@ class Group:
         return [feature for feature in self.features if feature.over_grpc]
 
 
-_PLAIN = tuple(each for each in FEATURES.values() if not each.is_windowed and not each.is_batched and not each.is_mtp)
+_PLAIN = tuple(
+    each
+    for each in FEATURES.values()
+    if not (each.is_windowed or each.is_alternating or each.is_batched or each.is_mtp)
+)
 _WINDOWED = tuple(each for each in FEATURES.values() if each.is_windowed)
+_ALTERNATING = tuple(each for each in FEATURES.values() if each.is_alternating)
 _BATCHED = tuple(each for each in FEATURES.values() if each.is_batched)  # alone: they yield to all others
 _WITH_MTP = tuple(each for each in FEATURES.values() if each.is_mtp)
 _PROPOSERS = {DRAFT: "draft_model", HEAD: "eagle3", MTP: "mtp"}  # in metrics
@@ -95,6 +102,15 @@ GROUPS = (
         first=Feature("first", is_windowed=True, num_prompt_tokens=17),
         max_batch_tokens=25,  # both prompts start at once; a preempted sequence fits when it resumes
         draft=DRAFT,
+    ),
+    Group(
+        _ALTERNATING,
+        starved=tuple(replace(each, num_prompt_tokens=17) for each in _ALTERNATING),
+        few_pages=8,  # both prompts have two pages; both sequences grow to eight
+        first=Feature("first", is_alternating=True, num_prompt_tokens=17),
+        max_batch_tokens=25,
+        draft=DRAFT,
+        window_share=0.5,
     ),
     Group(
         _BATCHED,
@@ -119,7 +135,7 @@ def _config(
     group: Group, role: Role, number: int = 0, engine: dict[str, object] | None = None, **parts: Any
 ) -> WorkerConfig:
     """Returns the configuration of a worker; one that decodes verifies every proposed token."""
-    settings = {"num_pages": 512, "dtype": "float32"} | ENGINE | (engine or {})
+    settings = {"num_pages": 512, "dtype": "float32", "window_share": group.window_share} | ENGINE | (engine or {})
     if role is Role.DECODE:
         decode = {"speculation": "always"} | parts.get("decode", {})
         if "prompt_sm_share" not in decode:  # a draft model and a prompt stream exclude each other
@@ -269,7 +285,8 @@ async def pulled(group: Group) -> Results:
         await wait_until_empty(*servers)
     for stream, timing in _timings(results):
         if timing is stream.timings[0]:  # a second completion may find the first one's pages
-            assert (timing.pull is not None) != stream.feature.scores_prompt, stream.feature.name
+            is_whole = stream.feature.scores_prompt or stream.feature.is_alternating
+            assert (timing.pull is not None) != is_whole, stream.feature.name
         assert timing.pull is None or (timing.pull.pulled_tokens > 0 and not timing.pull.problem)
     return results
 
@@ -283,6 +300,12 @@ def _count_objects(folder: str) -> int:
 async def stored(group: Group) -> Results:
     """Puts each prompt's pages into a store, where a worker that has ended has left them."""
     settings: dict[str, Any] = {"decode": _LOCAL, "transfer": {"min_pull_tokens": 16, "max_pulls": 64}}
+    if group.window_share < 1:
+        with pytest.raises(ValidationError, match="kv_store keeps whole pages"):
+            WorkerConfig.model_validate(
+                _config(group, Role.DECODE).model_dump() | {"kv_store": KvStoreConfig(url="file:///tmp").model_dump()}
+            )
+        return {}
     settings["engine"] = {"page_size": 4, "num_pages": 4096}  # a prompt has one run of pages, and none is evicted
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(PullCosts, "plan", lambda *_: PullPlan(0.001, _TIMEOUT_S, _TIMEOUT_S))

@@ -18,6 +18,7 @@ SAME = "same"
 WHOLE = "same, computed whole"  # the decode worker computes every token of the prompt
 BREAKS = "breaks"  # the client's connection ends without `[DONE]`
 ABSENT = "absent"  # such a request does not exist
+REFUSED = "refused"  # the workers' configuration is refused by name
 _CACHED_OR_REMOTE = ("disaggregated", "split", "split, prompts apart", "prefix hit", "pulled", "stored", "lookaside")
 _OVER_HTTP = {"lookaside": ABSENT, "router killed": BREAKS}
 
@@ -28,6 +29,8 @@ def cell(feature: str, hand_off: str) -> str:
         return _OVER_HTTP[hand_off]
     if FEATURES[feature].is_batched and hand_off == "lookaside":
         return ABSENT
+    if FEATURES[feature].is_alternating and hand_off in ("pulled", "stored"):
+        return WHOLE if hand_off == "pulled" else REFUSED
     if FEATURES[feature].scores_prompt and hand_off in _CACHED_OR_REMOTE:
         return WHOLE
     return SAME

@@ -18,7 +18,7 @@ from tests.support.router.parsed_outputs import parse_whole
 from tests.system.matrix.features import FEATURES, TOOL, Feature, parser_choice, spelling
 from tests.system.matrix.hand_offs import Runs
 from tests.system.matrix.reference import options_of, single_process, without_window
-from tests.system.matrix.table import ABSENT, BREAKS, CELLS, PAGE, with_table
+from tests.system.matrix.table import ABSENT, BREAKS, CELLS, PAGE, REFUSED, with_table
 
 pytestmark = pytest.mark.processes
 
@@ -40,7 +40,7 @@ def runs() -> Iterator[Runs]:
 @pytest.mark.parametrize(("hand_off", "feature"), sorted((hand_off, feature) for feature, hand_off in CELLS))
 def test_the_answer_is_that_of_a_single_process(runs: Runs, hand_off: str, feature: str) -> None:
     results, state = runs[hand_off], CELLS[feature, hand_off]
-    if state == ABSENT:
+    if state in (ABSENT, REFUSED):
         assert feature not in results
     elif state == BREAKS:
         assert results[feature].is_broken
@@ -63,7 +63,7 @@ def test_a_feature_changes_the_answer_of_a_single_process(feature: Feature) -> N
         assert answers[0].token_ids != without.token_ids
     elif feature.is_mtp:
         assert answers[0].token_ids != single_process(FEATURES["seed"])[0].token_ids
-    elif feature.is_windowed:
+    elif feature.is_windowed or feature.is_alternating:
         assert answers[0].token_ids != without_window(feature)[0].token_ids
     elif feature.end_is_late:
         assert answers[0].finish_reason == "stop"

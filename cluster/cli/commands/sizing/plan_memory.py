@@ -79,6 +79,7 @@ def as_json(plan: MemoryPlan) -> dict[str, Any]:
         "page_size": layout.page_size,
         "page_bytes": layout.page_bytes,
         "num_pages": plan.num_pages,
+        "num_slots": plan.num_slots,
         "kv_bytes": plan.kv_bytes,
         "host_tier_bytes": plan.host_tier_bytes,
         "max_context": plan.max_context,
@@ -108,6 +109,8 @@ def describe(plan: MemoryPlan, max_sequences: int, columns: int | None = None) -
         ),
         ("pages", f"{plan.num_pages:,} in {in_units(plan.kv_bytes)}: {tokens:,} tokens"),
     ]
+    if plan.num_slots:
+        rows.append(("windowed layers", f"room in {plan.num_slots:,} of the pages"))
     if plan.host_tier_bytes:
         rows.append(
             ("host tier", f"{plan.host_tier_bytes // layout.page_bytes:,} pages in {in_units(plan.host_tier_bytes)}")

@@ -1,0 +1,6 @@
+"""Sliding windows over pages: which pages a token still reads (`page_window`), and where the windowed layers' part of a
+page is in models that also have other layers (`window_parts`).
+
+Others in `engine.cache` and the schedulers take `PageWindow` and `WindowParts`. Pure bookkeeping; it must not know
+hashes, sequences or tensors.
+"""

@@ -7,7 +7,8 @@ of a closed loop, of which the loads are shares. Decode workers get the middle S
 
 A whole sweep takes most of an hour on two cores. `--workload`, `--mode` and `--loads` name a part of it; earlier
 measurements stay in `build/modes` and appear in the tables. `--rounds` measures everything again and pools the
-requests. `--page-only` measures nothing and writes the tables of earlier measurements.
+requests. `--page-only` measures nothing and writes the tables of earlier measurements. `--quick` only shows that every
+mode runs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shutil
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +38,7 @@ from penstock.bench.workloads.schedule import Arrivals
 
 BUILD = ROOT / "build" / "modes"
 LOADS = (0.3, 0.5, 0.7, 0.85, 1.0)  # shares of the capacity of two colocated workers
+_QUICK_REQUESTS, _QUICK_LOAD = 4, 0.7
 _IDLE_REQUESTS, _CAPACITY_REQUESTS, _CAPACITY_CLIENTS = 8, 32, 16
 
 
@@ -117,10 +120,16 @@ def main() -> None:
     add("--rounds", type=int, default=1)
     add("--seed", type=int, default=0)
     add("--fresh", action="store_true", help="forget what was measured before")
+    add("--quick", action="store_true", help="send 4 requests at one load in each mode, and write no result")
     add("--page-only", action="store_true", help="write the tables of what was measured before")
     add("--results", type=Path, default=RESULTS, help="folder of modes.json and modes.html")
     add("--no-docs", action="store_true", help="leave docs/modes.md as it is")
     options, vllm, peer = parse_with_vllm(parser)
+    if options.quick:
+        options.requests, options.loads = _QUICK_REQUESTS, [_QUICK_LOAD]
+        with tempfile.TemporaryDirectory() as folder:
+            measure_all([WorkloadStudy(name, Path(folder) / name) for name in options.workload], options, vllm)
+        return
     if options.fresh:
         shutil.rmtree(BUILD, ignore_errors=True)
     started_s = time.perf_counter()

@@ -134,7 +134,7 @@ def fit_costs(rounds: Sequence[Measurement]) -> CostProfile:
     cores = SharedCores(hardware["cores"], num_threads(sum(SHAPES[shape])), _frame_s(rounds))
     between_s = max(0.0, median(alone.itl_s) - usual_s[StepKind.DECODE])
     first_s = usual_s[StepKind.CHUNK] + 2 * latency_s  # the calls go to the decode worker and back
-    front_s = max(0.0, median(alone.ttft_s) - first_s - cores.frame_s)
+    front_s = max(0.0, median(alone.ttft_s) - first_s)
     fitted = fit_steps(records, cores)
     token_bytes = int(find_shape(str(MODEL)).kv_token_bytes)
     return CostProfile(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import cast
 
 import numpy as np
@@ -487,7 +486,6 @@ class DecodeModel(TransferOwner):
         """Sends one frame to each router."""
         outbox, self._outbox = self._outbox, {}
         for send, deltas in outbox.items():
-            if self._machine.cores is None:
-                send(deltas)
-            else:
-                self._machine.cores.handle_frame(partial(send, deltas))
+            send(deltas)
+            if self._machine.cores is not None:
+                self._machine.cores.handle_frame()

@@ -6,7 +6,6 @@ A deployment without such costs has neither: each worker computes on hardware of
 from __future__ import annotations
 
 import math
-from collections import deque
 from functools import partial
 
 from simulator.costs.machine import SharedCores, StepKind, StepSpread
@@ -37,7 +36,7 @@ class CoresModel:
         self._sim = sim
         self._costs = costs
         self._works: dict[SharedWork, None] = {}
-        self._frames: deque[Callback] = deque()  # messages at routers and clients, which one thread handles
+        self._num_frames = 0  # messages that routers and clients handle, in one thread
 
     def start(self, work_s: float, on_end: Callback) -> SharedWork:
         """Begins a worker's step that takes `work_s` on cores of its own; `on_end` runs when it is done."""
@@ -47,17 +46,16 @@ class CoresModel:
         """Begins work on a request before it is placed. Several requests share the cores."""
         self._start(work_s, 1, on_end)
 
-    def handle_frame(self, on_end: Callback) -> None:
-        """Lets routers and clients handle a worker's message after those before."""
-        self._frames.append(on_end)
-        if len(self._frames) == 1:
+    def handle_frame(self) -> None:
+        """Lets routers and clients handle a worker's message after those before. It does not delay the message."""
+        self._num_frames += 1
+        if self._num_frames == 1:
             self._start(self._costs.frame_s, 1, self._end_frame)
 
     def _end_frame(self) -> None:
-        on_end = self._frames.popleft()
-        if self._frames:
+        self._num_frames -= 1
+        if self._num_frames:
             self._start(self._costs.frame_s, 1, self._end_frame)
-        on_end()
 
     def _start(self, work_s: float, num_threads: int, on_end: Callback) -> SharedWork:
         work = SharedWork(work_s, num_threads, on_end, self._sim.now_s)

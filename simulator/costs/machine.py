@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from penstock.errors import InvalidInput
+
 
 class StepKind(StrEnum):
     """Kinds of steps whose times spread differently."""
@@ -26,6 +28,12 @@ class SharedCores:
     worker_threads: int = 1  # threads that compute a step
     frame_s: float = 0.0  # processor time of routers and clients for a message of a worker
 
+    def __post_init__(self) -> None:
+        if self.num_cores < 1 or self.worker_threads < 1:
+            raise InvalidInput(
+                "cores", f"{self.num_cores} cores, {self.worker_threads} threads; give at least one of each"
+            )
+
     def slowness(self, num_threads: float) -> float:
         """Returns the time of work relative to that on a core of its own."""
         return max(1.0, num_threads / self.num_cores)
@@ -40,6 +48,15 @@ class StepSpread:
 
     quantiles: Mapping[str, Sequence[float]]
     spell_s: float
+
+    def __post_init__(self) -> None:
+        if not self.spell_s > 0:
+            raise InvalidInput("spread", f"spell_s = {self.spell_s}; give a time above 0")
+        for kind in StepKind:
+            if len(self.quantiles.get(kind, ())) < 2:
+                raise InvalidInput(
+                    "spread", f"fewer than two quantiles of {kind} steps; write the file with `penstock fit`"
+                )
 
     def slowness(self, kind: StepKind, share: float) -> float:
         """Returns the quantile of that share, between 0 and 1."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.errors import InvalidInput
 from simulator import check
 from simulator.check import random_spec
 from simulator.costs.machine import SharedCores, StepKind, StepSpread
@@ -38,7 +39,7 @@ def test_a_step_of_several_threads_slows_beside_messages() -> None:
 
 
 def test_the_spread_depends_on_seed_worker_and_time_only() -> None:
-    spread = StepSpread({StepKind.DECODE: (0.5, 1.0, 2.0)}, spell_s=0.1)
+    spread = StepSpread(dict.fromkeys(StepKind, (0.5, 1.0, 2.0)), spell_s=0.1)
     times_s = [number / 30 for number in range(60)]
 
     def slowness(seed: int, worker: str, order: list[float]) -> dict[float, float]:
@@ -50,6 +51,15 @@ def test_the_spread_depends_on_seed_worker_and_time_only() -> None:
     assert seen != slowness(2, "decode-0", times_s)
     assert seen != slowness(1, "decode-1", times_s)
     assert all(0.5 <= each <= 2.0 for each in seen.values())
+
+
+def test_a_spread_and_cores_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="fewer than two quantiles of prefill steps"):
+        StepSpread({StepKind.DECODE: (0.5, 1.0)}, spell_s=0.1)
+    with pytest.raises(InvalidInput, match=r"spell_s = 0\.0; give a time above 0"):
+        StepSpread(dict.fromkeys(StepKind, (1.0, 1.0)), spell_s=0.0)
+    with pytest.raises(InvalidInput, match="0 cores"):
+        SharedCores(num_cores=0)
 
 
 def test_faults_on_shared_cores_break_no_invariant(monkeypatch: pytest.MonkeyPatch) -> None:

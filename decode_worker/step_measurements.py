@@ -48,7 +48,7 @@ class StepMeasurements:
         """Takes the same step once its tokens are delivered; `elapsed_s` includes that."""
         if plan.is_apart:
             return
-        if self._speculator is not None and all(chunk.num_tokens == 1 for chunk in plan.chunks):
+        if self._speculator is not None and (not plan.chunks or all(chunk.num_tokens == 1 for chunk in plan.chunks)):
             num_proposed = plan.num_tokens - len(plan)
             self._speculator.on_step(len(plan), num_proposed, num_further, elapsed_s, plan.taps)
 

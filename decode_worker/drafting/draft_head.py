@@ -123,7 +123,7 @@ class DraftHead:
 
     def observe(self, sequence: Sequence, states: HiddenStates) -> None:
         """Takes the hidden states of tokens that a step has computed for a sequence, once the step is recorded."""
-        if sequence.sampling.grammar is not None:  # nothing is proposed for it
+        if sequence.sampling.grammar is not None or sequence.sampling.no_speculation:
             return
         draft = self._drafts.get(sequence)
         if draft is None:

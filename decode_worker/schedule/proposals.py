@@ -48,7 +48,7 @@ class StepProposals:
     def wants_states(self, chunks: Iterable[ScheduledSequence]) -> bool:
         """Returns whether the next step, with these sequences beside the rows, should hand out its hidden states if
         layers are tapped."""
-        if self._speculator is None:
+        if self._speculator is None or not self._speculator.reads_states:
             return True
         num_tokens = [chunk.num_tokens for chunk in chunks]
         return self._speculator.wants_states(len(self._rows) + len(num_tokens), max(num_tokens, default=1) > 1)

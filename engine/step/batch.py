@@ -192,11 +192,11 @@ def add_windowed_parts(host: HostBatch, slot_of_P: np.ndarray | None) -> HostBat
 def _host_batch(work: Sequence[ScheduledSequence], page_size: int) -> HostBatch:
     if not isinstance(work, StepPlan) or not work.rows:
         return _items_batch(work, page_size)
-    rows = _rows_batch(work.rows)
+    rows = _rows_batch(work.rows, work.taps)
     return _concatenate(rows, _items_batch(work.chunks, page_size)) if work.chunks else rows
 
 
-def _rows_batch(rows: DecodeRows) -> HostBatch:
+def _rows_batch(rows: DecodeRows, taps: bool) -> HostBatch:
     places = rows.members.places_R
     return HostBatch(
         token_ids_T=rows.token_ids_R.copy(),  # awaited tokens are written into it
@@ -211,6 +211,7 @@ def _rows_batch(rows: DecodeRows) -> HostBatch:
         sampled_places=places,
         logit_rows_R=places,
         adapter_T=rows.members.adapters,
+        taps=taps,
         edits_R=rows.edits_R,
     )
 

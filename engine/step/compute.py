@@ -105,7 +105,7 @@ def prepare_step(
     if isinstance(work, StepPlan):
         awaited_rows, awaited_places = work.rows.awaited_rows, work.rows.awaited_places
     taps = not isinstance(work, StepPlan) or work.taps
-    if not taps or taps_last:
+    if host.taps != taps or (taps and taps_last):
         host = replace(host, taps=taps, all_rows=taps)
     rows, special = _sampling_rows(work, host)
     sampling = StepSampling.at(rows, special, vocab_size, eos_token_ids, awaited_rows)

@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from engine.step.speculation.step_cost_table import SpeculationCosts
 
 _LEAST_GAIN = 1.05  # least gain in expected tokens per second; a smaller one is within the prediction's error
-_ALLOWANCE = 0.004  # share of the time that failed attempts may cost
-_FIRST_CREDIT_STEPS = 8.0  # in plain steps: what may be lost before anything was gained
-_MAX_CREDIT_STEPS = 32.0  # in plain steps: the gains that may be lost again
 _HOPEFUL_RATE = 0.95  # if no proposal would pay even at this rate, nothing is proposed
 
 
@@ -82,36 +79,3 @@ def choose_lengths(num_sequences: int, candidates: Sequence[Candidate], costs: S
     for place in order[best:]:
         lengths[place] -= 1
     return lengths
-
-
-class SpeculationLedger:
-    """Keeps account of the seconds that speculation has saved and cost, so that it cannot cost more than a small share
-    of the time even if predictions are wrong.
-    """
-
-    def __init__(self) -> None:
-        self._credit_s = 0.0
-        self._has_begun = False
-
-    @property
-    def is_open(self) -> bool:
-        """Returns whether speculation may be tried."""
-        return self._has_begun and self._credit_s > 0
-
-    def on_steps(self, num_steps: int, plain_s: float) -> None:
-        """Records that steps have ended; `plain_s` is the time of a step with as many sequences and one token each."""
-        if not self._has_begun:
-            self._has_begun, self._credit_s = True, _FIRST_CREDIT_STEPS * plain_s
-        self.add(_ALLOWANCE * num_steps * plain_s, plain_s)
-
-    def on_verified(self, cost_s: float, num_plain: float, plain_s: float) -> None:
-        """Records a step that has verified proposals, and whose tokens would have taken `num_plain` steps of `plain_s`.
-
-        `cost_s` is the mean time of such a step, not the time of this one: both sides are means of the same kind, so
-        other load on the machine counts as neither gain nor loss.
-        """
-        self.add(num_plain * plain_s - cost_s, plain_s)
-
-    def add(self, gain_s: float, plain_s: float) -> None:
-        """Records seconds that were gained, or lost if negative."""
-        self._credit_s = min(self._credit_s + gain_s, _MAX_CREDIT_STEPS * plain_s)

@@ -16,12 +16,12 @@ from engine.step.speculation.prompt_lookup import PromptLookups
 from engine.step.speculation.proposal import DraftProposer, Proposal, ProposalKind, Proposer
 from engine.step.speculation.speculation_policy import (
     Candidate,
-    SpeculationLedger,
     choose_draft_length,
     choose_lengths,
     could_pay,
 )
 from engine.step.speculation.step_cost_table import SpeculationCosts
+from engine.step.speculation.turns import SpeculationMode, SpeculationTurns
 
 # The rate assumed for each kind until one was observed.
 _FIRST_RATES = {
@@ -33,10 +33,7 @@ _FIRST_RATES = {
 }
 _FLEET_DECAY = 0.98  # factor by which earlier observations of all sequences shrink with each proposal
 _GATE_STEPS = 16  # for this many steps, the answer to whether proposals could pay at all is reused
-_SETTLING_STEPS = 8  # so many steps after one that verified are slower than other plain ones: caches are colder
-_PLAIN_STEPS = 512  # in this many steps a few in a row propose nothing, so that the cost of plain steps stays known
-_PLAIN_WINDOW = _SETTLING_STEPS + 4
-_IDLE_STEPS = 8  # while nothing is proposed, one in this many steps is measured
+_IDLE_STEPS = 8  # while speculation has no turns, one in this many steps is measured
 _DRAFT_PROBE_STEPS = 128  # after that many steps a few tokens are drafted even if it should not pay, as texts change
 _PROBE_TOKENS = 2  # tokens drafted, or verified for each sequence, to learn what that costs
 _AWAKE_STEPS = 16  # for this many steps after drafts have paid, hidden states are handed out
@@ -91,17 +88,23 @@ class Speculator:
         self._draft = draft
         self._states: dict[Sequence, _State] = {}
         self._costs = SpeculationCosts()
-        self._ledger = SpeculationLedger()
+        self._turns = SpeculationTurns(
+            [SpeculationMode.LOOKUPS] if draft is None else [SpeculationMode.LOOKUPS, SpeculationMode.DRAFTS]
+        )
         self._rates = {kind: AcceptanceRate(decay=_FLEET_DECAY) for kind in ProposalKind}
         self._gates: dict[int, _Gate] = {}  # by number of sequences
         self._num_steps = 0
-        self._num_unnoted = 0  # steps that the ledger has not recorded yet
-        self._num_plain = _SETTLING_STEPS  # plain steps since proposals were verified
+        self._num_unnoted = 0  # steps that have not been recorded yet
         self._drafted_at = 0  # the step for which tokens were drafted last
         self._rests_from = _DRAFT_PROBE_STEPS  # the step from which on no hidden states are handed out
         self._looked_s = 0.0  # seconds spent looking for proposals since the last step ended
 
     # Proposals.
+
+    @property
+    def reads_states(self) -> bool:
+        """Returns whether drafts are made from hidden states, which steps then hand out."""
+        return self._draft is not None and self._draft.reads_states
 
     def wants_states(self, num_sequences: int, has_chunks: bool) -> bool:
         """Returns whether a step of that many sequences should hand out its hidden states: because drafts paid a short
@@ -109,8 +112,10 @@ class Speculator:
 
         `has_chunks`: whether the step computes chunks of prompts.
         """
-        if self._draft is None or not self._draft.reads_states or self._always:
+        if not self.reads_states or self._always:
             return True
+        if self._turns.mode(num_sequences) is not SpeculationMode.DRAFTS:
+            return False
         is_awake = self._num_steps < self._rests_from
         if has_chunks:
             return is_awake
@@ -123,9 +128,7 @@ class Speculator:
         """Returns whether looking for proposals is worthwhile in a step of that many sequences."""
         if self._always:
             return True
-        if not self._ledger.is_open or not self._costs.knows(num_sequences):
-            return False
-        if self._num_steps % _PLAIN_STEPS < _PLAIN_WINDOW:
+        if self._turns.mode(num_sequences) is SpeculationMode.PLAIN or not self._costs.knows(num_sequences):
             return False
         gate = self._gates.get(num_sequences)
         if gate is None or gate.until_step <= self._num_steps:
@@ -135,11 +138,14 @@ class Speculator:
             gate = self._gates[num_sequences] = _Gate(pays, self._num_steps + _GATE_STEPS)
         return gate.pays
 
+    def _may_draft(self, num_sequences: int) -> bool:
+        return self._always or self._turns.mode(num_sequences) is SpeculationMode.DRAFTS
+
     def would_propose(self, sequences: Collection[Sequence], num_left: Callable[[Sequence], int]) -> bool:
         """Returns whether `propose` would find anything worthwhile; drafts nothing."""
         if self._propose(sequences, num_left, 1 << 30, drafts=False):
             return True
-        if self._draft is None:
+        if self._draft is None or not self._may_draft(len(sequences)):
             return False
         counts = self._most_tokens(sequences, num_left, 1 << 30)
         return bool(self._draft_counts(self._draft, len(sequences), counts))
@@ -163,7 +169,7 @@ class Speculator:
         for sequence in counts:
             self._judge_unverified(sequence, self._states.setdefault(sequence, _State()))
         found = {sequence: one for sequence, one in self._lookups.propose(counts).items() if one.token_ids}
-        if self._draft is not None and drafts:
+        if self._draft is not None and drafts and self._may_draft(len(sequences)):
             found |= self._drafted(
                 self._draft, len(sequences), {one: counts[one] for one in counts if one not in found}
             )
@@ -270,37 +276,28 @@ class Speculator:
         `elapsed_s` is the whole time from the end of the step before, or from when there was something to do.
         """
         self._num_steps += 1
-        self._num_unnoted += 1
-        self._num_plain = 0 if num_proposed else self._num_plain + 1
-        is_known = self._costs.knows(num_sequences)
-        is_tapped = tapped and is_known and not num_proposed and self._draft is not None and self._draft.reads_states
-        is_idle = self._num_plain > _PLAIN_WINDOW and not self._looked_s and not is_tapped
-        if is_idle and self._num_unnoted < _IDLE_STEPS and is_known:
+        if self._always:
             return
+        self._num_unnoted += 1
+        turns, costs = self._turns, self._costs
+        if turns.is_resting(num_sequences) and self._num_unnoted < _IDLE_STEPS and costs.knows(num_sequences):
+            return
+        taps = tapped and self.reads_states
         looked_s, self._looked_s = self._looked_s, 0.0
-        if num_proposed and self._costs.is_empty:
-            return  # the cost of a plain step is not known yet
         computed_s = max(elapsed_s - looked_s, 1e-9)
-        is_late = 0 < self._num_plain <= _SETTLING_STEPS and not self._costs.is_empty
-        if is_late:
-            self._costs.observe_late(num_sequences, computed_s)
-        elif is_tapped:
-            self._costs.observe_tapped(num_sequences, computed_s)
-        else:
-            self._costs.observe(num_sequences, num_proposed, computed_s)
-        plain_s = self._costs.predict(num_sequences)
-        self._ledger.on_steps(self._num_unnoted, plain_s)
-        self._num_unnoted = 0
+        is_measured = turns.is_settled and not (num_proposed or looked_s or taps)
         if num_proposed:
-            cost_s = looked_s + self._costs.predict(num_sequences, num_proposed)
-            self._ledger.on_verified(cost_s, 1 + num_further / num_sequences, plain_s)
+            costs.observe(num_sequences, num_proposed, computed_s)
+        elif is_measured or costs.is_empty:
+            costs.observe(num_sequences, 0, computed_s)
+        plain_s = costs.predict(num_sequences)
+        if num_proposed:
+            num_plain, width = 1 + num_further / num_sequences, 1 + num_proposed / num_sequences
+            turns.on_verified(num_sequences, computed_s, looked_s, num_plain, width, plain_s)
         else:
-            slower_s = 0.0
-            if is_late:
-                slower_s = self._costs.predict_lateness(num_sequences)
-            elif is_tapped:
-                slower_s = self._costs.predict_taps(num_sequences)
-            self._ledger.add(-looked_s - slower_s, plain_s)
+            turns.on_plain(num_sequences, computed_s, looked_s, plain_s, tapped=taps)
+        turns.on_steps(num_sequences, self._num_unnoted, plain_s, measured=is_measured)
+        self._num_unnoted = 0
 
     def forget(self, sequence: Sequence) -> None:
         self._states.pop(sequence, None)

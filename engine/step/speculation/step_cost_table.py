@@ -6,6 +6,7 @@ import bisect
 import statistics
 
 _SMOOTHING = 0.1  # weight of the newest measurement
+_PLAIN_SMOOTHING = 0.2  # of plain steps: the few that are measured between two turns replace most of what was known
 _FIRST = 8  # until there are more measurements than this, their median counts: the first ones are often slow
 _OUTLIER = 3.0  # times the known cost: a longer step counts as this long, since something else used the machine
 _DOUBT = 0.0005  # share of an untested cost that is forgotten at a time
@@ -17,7 +18,8 @@ class StepCostTable:
     Beyond them each token lengthens a step as much as it does among them, but at most by its proportional share.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, smoothing: float = _SMOOTHING) -> None:
+        self._smoothing = smoothing
         self._tokens: list[int] = []  # ascending
         self._seconds: list[float] = []
         self._first: dict[int, list[float]] = {}  # the first measurements, by number of tokens
@@ -38,7 +40,7 @@ class StepCostTable:
                 first.append(elapsed_s)
                 self._seconds[place] = statistics.median(first)
             else:
-                self._seconds[place] += (min(elapsed_s, _OUTLIER * mean_s) - mean_s) * _SMOOTHING
+                self._seconds[place] += (min(elapsed_s, _OUTLIER * mean_s) - mean_s) * self._smoothing
         else:
             self._tokens.insert(place, num_tokens)
             self._seconds.insert(place, elapsed_s)
@@ -71,14 +73,11 @@ class SpeculationCosts:
     """Keeps plain steps, which compute one token for each sequence, apart from those that verify proposals.
 
     The latter cost more than plain ones of as many tokens: their sequences have no rows, and their tokens are delivered
-    one by one. The first plain steps after one of those count as neither: they find colder caches. Nor does a step that
-    verifies nothing but hands out hidden states.
+    one by one.
     """
 
     def __init__(self) -> None:
-        self._plain = StepCostTable()
-        self._late = StepCostTable()  # the first plain steps after verification
-        self._tapped = StepCostTable()  # other steps that verify nothing and hand out hidden states
+        self._plain = StepCostTable(_PLAIN_SMOOTHING)
         self._verifying: dict[int, StepCostTable] = {}  # by bits of the number of sequences
 
     def observe(self, num_sequences: int, num_proposed: int, elapsed_s: float) -> None:
@@ -88,22 +87,6 @@ class SpeculationCosts:
             table.observe(num_proposed, min(highest, elapsed_s / self._plain.predict(num_sequences)))
         else:
             self._plain.observe(num_sequences, elapsed_s)
-
-    def observe_late(self, num_sequences: int, elapsed_s: float) -> None:
-        """Records one of the first plain steps after one that verified proposals."""
-        self._late.observe(num_sequences, elapsed_s)
-
-    def predict_lateness(self, num_sequences: int) -> float:
-        """Returns by how many seconds the first plain steps after verification are slower than others."""
-        return max(0.0, self._late.predict(num_sequences) - self._plain.predict(num_sequences))
-
-    def observe_tapped(self, num_sequences: int, elapsed_s: float) -> None:
-        """Records a step that has verified nothing and handed out hidden states."""
-        self._tapped.observe(num_sequences, elapsed_s)
-
-    def predict_taps(self, num_sequences: int) -> float:
-        """Returns by how many seconds a step is slower that hands out hidden states."""
-        return max(0.0, self._tapped.predict(num_sequences) - self._plain.predict(num_sequences))
 
     @property
     def is_empty(self) -> bool:

@@ -1,10 +1,11 @@
 """Measures the prefix lengths and links for which pulling a prefix beats computing it (`make bench-pull`).
 
 Two colocated workers of the 135M shape (bf16) with one thread each: the first has cached a prompt, the second is asked
-for its first token, with its own cache cleared. It computes the prompt, always pulls it, or decides by what it has
-learned; the three take turns on the same prompt. A slower link is emulated at the source, which holds each batch back
-for as long as its bytes would take; the transport is shared memory. The last row of each link shows the first decision
-of a worker that has not yet learned how slow that link is.
+for its first token, with its own cache cleared. It computes the prompt, waits until all of it is pulled, or decides by
+what it has learned, which includes computing the beginning while the rest is pulled; the three take turns on the same
+prompt. A slower link is emulated at the source, which holds each batch back for as long as its bytes would take; the
+transport is shared memory. The last row of each link shows the first decision of a worker that has not yet learned how
+slow that link is.
 """
 
 from __future__ import annotations

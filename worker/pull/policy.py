@@ -136,7 +136,7 @@ class PullCosts:
             step_s *= min(1.0, self.chunk_tokens / missing.num_tokens)
         batch_s = step_s / _BATCHES
         longest_s = step_s if known is not None else _UNKNOWN_SHARE * step_s
-        if pull_s < _ADVANTAGE * longest_s:
+        if pull_s < min(longest_s, _ADVANTAGE * compute_s):
             hold_s = min(longest_s, max(_PATIENCE * pull_s, pull_s + _PATIENCE_S))
             return PullPlan(pull_s, compute_s, hold_s, 0.0 if known is not None else batch_s)
         ready_s = step_s + (_meet_s(pull_s, compute_s) if missing.arrival is PageArrival.LATEST_FIRST else pull_s)

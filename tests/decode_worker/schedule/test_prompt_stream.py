@@ -262,14 +262,17 @@ async def test_a_stream_goes_on_while_a_prompt_is_computed_and_the_prompt_may_be
 
 @pytest.mark.processes
 async def test_a_preempted_prompt_resumes_if_the_stream_that_preempted_it_ends_with_its_step() -> None:
-    """The stream waits for the pages of the prompt that it has preempted in mid-step, and is cancelled as they come."""
-    engine = {"num_pages": 10, "prefix_caching": False}
+    """The stream waits for the pages of the prompt that it has preempted in mid-step, and is cancelled as they come.
+
+    The prompt has the time of some 500 tokens of the stream to be admitted before the stream needs its pages.
+    """
+    engine = {"num_pages": 40, "prefix_caching": False}
     decode = {"prompt_sm_share": 0.3, "watermark": 0.0}
     with held_prompts(100) as (begun, may_end):
         async with workers(worker_config(Role.DECODE, MODEL, "d", engine=engine, decode=decode)) as [server]:
             assert isinstance(server, DecodeServer)
             async with caller(server) as client:
-                client.submit([3, 4, 5], SamplingParams(max_tokens=110, temperature=0.0, ignore_eos=True))
+                client.submit([3, 4, 5], SamplingParams(max_tokens=620, temperature=0.0, ignore_eos=True))
                 prompt = client.submit(list(range(20, 120)))  # seven pages
                 await until(begun.is_set)
                 await until(lambda: server.worker.scheduler._room.is_owed_pages)

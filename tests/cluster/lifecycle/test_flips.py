@@ -32,6 +32,7 @@ def config(prefill: int, decode: int, **settings: object) -> ServeConfig:
             "prefill_pool": {"replicas": prefill},
             "decode_pool": {"replicas": decode},
             "start_timeout_s": 60,
+            **dict.fromkeys(("http_port", "grpc_port", "admin_port"), 0),
             **settings,
         }
     )

@@ -32,7 +32,7 @@ class MendedFleet:
 
     def mend(self) -> None:
         """Restarts each dead or frozen worker, and starts another router."""
-        for process in filter(_is_frozen, self._workers.values()):
+        for process in filter(_needs_kill, self._workers.values()):
             process.kill()
         gone = {name: config for name, config in self._configs.items() if not self._runs(name)}
         self._workers |= zip(gone, self._deployment.start_workers(list(gone.values())), strict=True)
@@ -52,7 +52,12 @@ class MendedFleet:
         return name in self._workers and self._workers[name].popen.poll() is None
 
 
-def _is_frozen(process: Process) -> bool:
+def _needs_kill(process: Process) -> bool:
+    """Returns whether a process has to be killed before it counts as gone."""
     if process.popen.poll() is not None:
         return False
-    return Path(f"/proc/{process.popen.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    try:
+        status = Path(f"/proc/{process.popen.pid}/stat").read_text()
+    except FileNotFoundError:  # it has just ended, which `poll` does not say yet
+        return True
+    return status.rpartition(")")[2].split()[0] == "T"

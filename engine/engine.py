@@ -194,7 +194,7 @@ class Engine:
 
     @property
     def weights_folder(self) -> str:
-        """The folder of the weights in force."""
+        """Returns the folder of the weights in force."""
         return self._part.config.weights_folder
 
     def receive_weights(self, broadcast: WeightsBroadcast, member: BroadcastMember) -> None:

@@ -63,7 +63,7 @@ class RunQueues:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """The number of tokens of prompts and preempted sequences that this worker has yet to compute."""
+        """Returns how many tokens of prompts and preempted sequences this worker has yet to compute."""
         return self.num_uncomputed_tokens_of_others + self.num_uncomputed_bulk_tokens
 
     @property
@@ -90,7 +90,7 @@ class RunQueues:
 
     @property
     def num_holding(self) -> int:
-        """The number of sequences that hold pages: running, paused, or with a transfer in flight."""
+        """Returns how many sequences hold pages: running, paused, or with a transfer in flight."""
         return len(self.running) + sum(1 for entry in self._detached if entry.sequence.pages)
 
     @property

@@ -45,13 +45,13 @@ class KVLayout:
 
     @property
     def full_part(self) -> KVLayout:
-        """The layout of the part that every page has; the page's own if pages are whole."""
+        """Returns the layout of the part that every page has, which is the whole page unless it has two parts."""
         num_full = self.num_layers - len(self.window_layers)
         return replace(self, layer_range=(0, num_full)) if self.window_layers else self
 
     @property
     def windowed_part(self) -> KVLayout:
-        """The layout of the windowed layers' part; only if pages have two parts."""
+        """Returns the layout of the windowed layers' part. Only for pages with two parts."""
         return replace(self, layer_range=(self.num_layers - len(self.window_layers), self.num_layers))
 
     @property

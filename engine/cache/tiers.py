@@ -67,7 +67,7 @@ class CacheTiers:
 
     @property
     def stats(self) -> CacheStats:
-        """The tiers' part of the counts."""
+        """Returns the tiers' part of the counts."""
         host, disk = self.host.slots, self.disk
         return CacheStats(
             host_hits=self.num_host_hits,

@@ -71,13 +71,13 @@ class ModelConfig:
 
     @property
     def window_layers(self) -> tuple[int, ...]:
-        """The layers with a window, if others read all tokens before theirs. Chunked layers do not count."""
+        """Returns the layers with a window, if others read all tokens before theirs. Chunked layers do not count."""
         layers = tuple(layer for layer, window in enumerate(self.windows) if window is not None)
         return layers if len(layers) < self.num_layers else ()
 
     @property
     def widest_window(self) -> int:
-        """The number of tokens that a token reads, including itself, in the windowed layer that reads most."""
+        """Returns how many tokens a token reads, including itself, in the windowed layer that reads most."""
         return max(window for window in self.windows if window is not None)
 
     @property

@@ -83,12 +83,12 @@ class Sequence:
 
     @property
     def num_usable_pages(self) -> int:
-        """The number of leading entries of `pages` that a step may write, as far as it does not go back."""
+        """Returns how many leading entries of `pages` have room for tokens in every layer, or lie behind the window."""
         return self.num_attached or len(self.pages)
 
     @property
     def windowed_pages(self) -> list[PageId]:
-        """The pages whose windowed part it holds, in order."""
+        """Returns the pages whose windowed part it holds, in order."""
         return self.pages[self.num_stripped : self.num_attached]
 
     def strip_pages(self, num_stripped: int) -> list[PageId]:

@@ -26,7 +26,7 @@ class OutOfSlots(Exception):
 
 
 class WindowParts:
-    """The slots of a pool of `num_pages` pages. Methods cost O(pages named)."""
+    """Owns the slots of a pool of `num_pages` pages. Methods cost O(pages named)."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class WindowParts:
 
     @property
     def num_available(self) -> int:
-        """Slots that `attach` can give now."""
+        """Returns how many slots `attach` can give now."""
         return len(self._free) + len(self._idle)
 
     @property

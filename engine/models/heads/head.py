@@ -19,7 +19,7 @@ Project = Callable[[torch.Tensor], torch.Tensor]  # hidden states [R, D] -> logi
 
 
 class Head(Protocol):
-    """A layer over a target's hidden states. Implemented by `Eagle3Head` and `MtpHead`.
+    """Predicts further tokens from a target's hidden states. Implemented by `Eagle3Head` and `MtpHead`.
 
     Attention sees the entries in the order in which they were stored, so some may be missing.
     """

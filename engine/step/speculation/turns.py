@@ -36,7 +36,7 @@ class SpeculationMode(Enum):
 
 
 class _Account:
-    """The seconds that one mode may still lose."""
+    """Keeps how many seconds one mode may still lose."""
 
     def __init__(self) -> None:
         self._credit_s = 0.0
@@ -59,7 +59,7 @@ class _Account:
 
 
 class _BatchTurns:
-    """The turns of steps with one number of sequences."""
+    """Keeps the turns of steps with one number of sequences."""
 
     def __init__(self, modes: Sequence[SpeculationMode]) -> None:
         self.mode = SpeculationMode.PLAIN

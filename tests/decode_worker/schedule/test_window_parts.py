@@ -12,19 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from decode_worker.schedule.scheduler import DecodeScheduler
 from engine.cache.windows.window_parts import WindowParts
 from engine.engine import Engine
 from engine.generate import generate
-from engine.step.row_table import RowTable
 from engine.step.sequence import ScheduledSequence, Sequence
-from penstock.config import DecodeConfig, EngineConfig
-from penstock.types import Lane, RequestId, SamplingParams
-from tests.support.engine.checkpoints import VOCAB_SIZE, make_checkpoint
+from penstock.config import EngineConfig
+from penstock.types import RequestId
+from tests.decode_worker.schedule import test_windows
+from tests.decode_worker.schedule.test_windows import PAGE_SIZE, SALT, WINDOW, prompt_of, sampling
+from tests.support.engine.checkpoints import make_checkpoint
 
-WINDOW, PAGE_SIZE, CHUNK = 40, 16, 24
 BOUND = 6  # in slots: a window, a chunk, and one partly read page at either end
-SALT = b"salt"
 NUM_PAGES = 64
 
 
@@ -54,49 +52,11 @@ def parts_of(engine: Engine) -> WindowParts:
     return engine.pool.parts
 
 
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return [(7 * i + 13 * seed) % (VOCAB_SIZE - 2) + 2 for i in range(length)]
+class Streams(test_windows.Streams):
+    """Counts the windowed parts that sequences hold, which are slots, and not their pages."""
 
-
-def sampling(max_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-
-
-class Streams:
-    """Runs sequences with one scheduler over one engine."""
-
-    def __init__(self, engine: Engine, **config: object) -> None:
-        self.engine = engine
-        defaults: dict[str, object] = {"max_batch_tokens": CHUNK, "max_batch_sequences": 4, "watermark": 0.0}
-        settings = DecodeConfig.model_validate(defaults | config)
-        self.scheduler = DecodeScheduler(engine.pool, engine.prefix_cache, PAGE_SIZE, settings, RowTable(PAGE_SIZE))
-        self.running: list[Sequence] = []
-        self.most_held = 0  # slots
-
-    def submit(self, prompt: list[int], max_tokens: int, lane: Lane = Lane.STANDARD) -> Sequence:
-        name = RequestId(f"r{len(self.running)}")
-        sequence = Sequence(name, list(prompt), len(prompt), sampling(max_tokens), SALT, lane=lane)
-        self.scheduler.track(sequence)
-        self.scheduler.compute_here(sequence)
-        self.running.append(sequence)
-        return sequence
-
-    def step(self) -> None:
-        plan = self.scheduler.schedule()
-        self.most_held = max(self.most_held, *(len(item.sequence.windowed_pages) for item in plan))
-        self.scheduler.commit(plan, self.engine.step(plan))
-        self.check()
-
-    def check(self) -> None:
-        self.scheduler.check_integrity()
-        self.engine.prefix_cache.check_integrity()
-
-    def run(self, sequence: Sequence) -> list[int]:
-        """Steps until the sequence has its whole output, and returns it."""
-        while sequence.num_output_tokens < sequence.sampling.max_tokens:
-            self.step()
-        self.scheduler.forget(sequence)
-        return sequence.token_ids[sequence.num_prompt_tokens :]
+    def num_held(self, sequence: Sequence) -> int:
+        return len(sequence.windowed_pages)
 
 
 def check_unused(engine: Engine) -> None:

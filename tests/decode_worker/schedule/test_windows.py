@@ -66,7 +66,10 @@ class Streams:
         settings = DecodeConfig.model_validate(defaults | config)
         self.scheduler = DecodeScheduler(engine.pool, engine.prefix_cache, PAGE_SIZE, settings, RowTable(PAGE_SIZE))
         self.running: list[Sequence] = []
-        self.most_held = 0
+        self.most_held = 0  # by one sequence
+
+    def num_held(self, sequence: Sequence) -> int:
+        return len(sequence.held_pages)
 
     def submit(self, prompt: list[int], max_tokens: int, lane: Lane = Lane.STANDARD) -> Sequence:
         name = RequestId(f"r{len(self.running)}")
@@ -78,8 +81,11 @@ class Streams:
 
     def step(self) -> None:
         plan = self.scheduler.schedule()
-        self.most_held = max(self.most_held, *(len(item.sequence.held_pages) for item in plan))
+        self.most_held = max(self.most_held, *(self.num_held(item.sequence) for item in plan))
         self.scheduler.commit(plan, self.engine.step(plan))
+        self.check()
+
+    def check(self) -> None:
         self.scheduler.check_integrity()
         self.engine.prefix_cache.check_integrity()
 

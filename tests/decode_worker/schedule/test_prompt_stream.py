@@ -262,27 +262,31 @@ async def test_a_stream_goes_on_while_a_prompt_is_computed_and_the_prompt_may_be
 
 @pytest.mark.processes
 async def test_a_preempted_prompt_resumes_if_the_stream_that_preempted_it_ends_with_its_step() -> None:
-    """The stream waits for the pages of the prompt that it has preempted in mid-step, and is cancelled as they come.
-
-    The prompt has the time of some 500 tokens of the stream to be admitted before the stream needs its pages.
-    """
+    """The stream waits for the pages of the prompt that it has preempted in mid-step, and is cancelled as they come."""
     engine = {"num_pages": 40, "prefix_caching": False}
     decode = {"prompt_sm_share": 0.3, "watermark": 0.0}
     with held_prompts(100) as (begun, may_end):
         async with workers(worker_config(Role.DECODE, MODEL, "d", engine=engine, decode=decode)) as [server]:
             assert isinstance(server, DecodeServer)
             async with caller(server) as client:
-                client.submit([3, 4, 5], SamplingParams(max_tokens=620, temperature=0.0, ignore_eos=True))
-                prompt = client.submit(list(range(20, 120)))  # seven pages
+                loop = server.shell.loop
+
+                def wait_for_call() -> None:
+                    while loop._inbox.empty():
+                        time.sleep(0.001)
+
+                stream = client.submit([3, 4, 5], SamplingParams(max_tokens=620, temperature=0.0, ignore_eos=True))
+                await client.next_delta(stream)
+                loop.post(wait_for_call)  # the next call is the prompt's, so the stream needs no page before it
+                prompt = client.submit(list(range(20, 120)))  # seven pages, and a step of its own
                 await until(begun.is_set)
                 await until(lambda: server.worker.scheduler._room.is_owed_pages)
-                loop, [request, _] = server.shell.loop, server.worker.requests
+                [request, _] = server.worker.requests
 
                 def cancel() -> None:
                     server.worker.cancel(request)
                     may_end.set()
-                    while loop._inbox.empty():  # the end of the prompt's step is the loop's next call
-                        time.sleep(0.001)
+                    wait_for_call()  # the next call is the end of the prompt's step
 
                 loop.post(cancel)
                 answer = await client.answer(prompt)

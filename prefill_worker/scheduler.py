@@ -37,11 +37,12 @@ from dataclasses import dataclass
 from engine.cache.page_pool import OutOfPages, PagePool
 from engine.cache.prefix_cache import PrefixCache
 from engine.cache.windows.page_window import PageWindow
-from engine.step.sequence import ScheduledSequence, Sequence, num_tokens_to_pulled, take_pulled_pages
+from engine.step.sequence import ScheduledSequence, Sequence
 from penstock.scheduling.bulk_lane import BulkTurns
 from penstock.scheduling.lane_order import LaneOrder
 from penstock.types import Lane, PageHash, PageId
 from prefill_worker.step_ends import StepEnds
+from worker.pull.pulled_pages import num_tokens_to_pulled, take_pulled_pages
 
 # The rank that a lane starts with, in full steps. See `AGING`.
 HANDICAP_STEPS = {Lane.INTERACTIVE: 0, Lane.STANDARD: 8, Lane.BULK: 64}

@@ -15,14 +15,9 @@ from dataclasses import dataclass, replace
 from engine.cache.page_pool import OutOfPages, PagePool
 from engine.cache.prefix_cache import PrefixCache
 from engine.step.row_table import RowTable
-from engine.step.sequence import (
-    ScheduledSequence,
-    Sequence,
-    hash_one_more_page,
-    num_tokens_to_pulled,
-    take_pulled_pages,
-)
+from engine.step.sequence import ScheduledSequence, Sequence, hash_one_more_page
 from penstock.types import PageHash, PageId
+from worker.pull.pulled_pages import num_tokens_to_pulled, take_pulled_pages
 
 
 @dataclass(frozen=True, slots=True)

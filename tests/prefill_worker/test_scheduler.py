@@ -22,8 +22,15 @@ PAGE_SIZE = 4
 def make_scheduler(
     num_pages: int, max_batch_tokens: int = 8, reserved: dict[Lane, float] | None = None
 ) -> tuple[PrefillScheduler, PagePool]:
+    scheduler, cache = make_scheduler_and_cache(num_pages, max_batch_tokens, reserved)
+    return scheduler, cache.pool
+
+
+def make_scheduler_and_cache(
+    num_pages: int, max_batch_tokens: int = 8, reserved: dict[Lane, float] | None = None
+) -> tuple[PrefillScheduler, PrefixCache]:
     cache = PrefixCache(num_pages, PAGE_SIZE)
-    return PrefillScheduler(cache.pool, cache, PAGE_SIZE, max_batch_tokens, 3, reserved), cache.pool
+    return PrefillScheduler(cache.pool, cache, PAGE_SIZE, max_batch_tokens, 3, reserved), cache
 
 
 def make_sequence(name: str, tokens: list[int], lane: Lane = Lane.STANDARD) -> Sequence:
@@ -239,8 +246,7 @@ def test_a_cached_prefix_is_not_recomputed_except_for_its_last_token() -> None:
 
 
 def test_a_prompt_meets_the_pages_that_are_pulled_meanwhile() -> None:
-    cache = PrefixCache(20, PAGE_SIZE)
-    scheduler, pool = PrefillScheduler(cache.pool, cache, PAGE_SIZE, 7, 3), cache.pool
+    scheduler, cache = make_scheduler_and_cache(20, max_batch_tokens=7)
     prompt = make_sequence("prompt", list(range(30)))
     hashes = prompt.hash_full_pages(PAGE_SIZE)
     cache.await_pages(hashes)
@@ -254,21 +260,21 @@ def test_a_prompt_meets_the_pages_that_are_pulled_meanwhile() -> None:
     assert steps == [(0, 7), (7, 5), (28, 2)]
     assert complete == [prompt]
     cache.unawait(hashes)
-    pool.release(prompt.pages)
-    pool.check_integrity()
+    cache.pool.release(prompt.pages)
     cache.check_integrity()
 
 
 @examples(60)
 @given(data=st.data(), num_pages=st.integers(6, 16))
 def test_every_history_balances_pages_and_completes(data: st.DataObject, num_pages: int) -> None:
-    scheduler, pool = make_scheduler(num_pages)
+    scheduler, cache = make_scheduler_and_cache(num_pages)
+    pool, awaited = cache.pool, []
     for tokens in range(data.draw(st.integers(0, 8))):  # steps without a fixed time, so that most end early
         scheduler.step_ends.on_step(tokens, 0.0, 0.001 * tokens)
     live: list[Sequence] = []
     done: list[Sequence] = []
     for number in range(data.draw(st.integers(1, 30))):
-        action = data.draw(st.sampled_from(["add", "cancel", "finish", "step", "step"]))
+        action = data.draw(st.sampled_from(["add", "cancel", "finish", "pull", "step", "step"]))
         if action == "add":
             start = data.draw(st.sampled_from([0, 100]))  # few beginnings, so that prefixes repeat
             length = data.draw(st.integers(1, num_pages * PAGE_SIZE))
@@ -282,18 +288,25 @@ def test_every_history_balances_pages_and_completes(data: st.DataObject, num_pag
         elif action == "finish" and done:
             sent = done.pop()
             pool.release(sent.pages)
+        elif action == "pull" and live:
+            hashes = data.draw(st.sampled_from(live)).hash_full_pages(PAGE_SIZE)
+            cache.await_pages(hashes)
+            awaited.append(list(hashes))
+            pull(cache, hashes, range(data.draw(st.integers(0, len(hashes))), data.draw(st.integers(0, len(hashes)))))
         else:
             complete = scheduler.commit(scheduler.schedule())
             done += complete
             live = [sequence for sequence in live if sequence not in complete]
-        pool.check_integrity()
+        cache.check_integrity()
     for _ in range(200):
         for sent in done:
             pool.release(sent.pages)
         done = scheduler.commit(scheduler.schedule())
         live = [sequence for sequence in live if sequence not in done]
     assert live == []
-    pool.check_integrity()
+    for hashes in awaited:
+        cache.unawait(hashes)
+    cache.check_integrity()
     assert pool.num_available == pool.num_pages
 
 

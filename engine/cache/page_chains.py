@@ -3,7 +3,8 @@
 Only `engine.cache.prefix_cache` changes it, and keeps the pool consistent with it. This module knows nothing of pools,
 tiers or events. A page is in the map only while its parent is, with two exceptions: in models in which every layer has
 a window a parent may be detached, and its children become orphans; and a pulled page may arrive before its parent is
-computed. An orphan becomes its parent's child as soon as that is in the map.
+computed. An orphan becomes its parent's child as soon as that is in the map. A page is *rooted* if a prefix can be
+found by it: pulled orphans and their descendants are not, until the orphan has its parent.
 """
 
 from __future__ import annotations
@@ -19,12 +20,18 @@ class ChainNode:
     """A cached page and its place in the chain."""
 
     __slots__ = (
-        "first_child", "is_grafted", "next_sibling", "num_uses", "page", "page_hash", "parent", "parent_hash",
-        "previous_sibling",
+        "first_child", "is_grafted", "is_rooted", "next_sibling", "num_uses", "page", "page_hash", "parent",
+        "parent_hash", "previous_sibling",
     )  # fmt: skip
 
     def __init__(
-        self, page_hash: PageHash, page: PageId, parent: ChainNode | None, parent_hash: PageHash | None
+        self,
+        page_hash: PageHash,
+        page: PageId,
+        parent: ChainNode | None,
+        parent_hash: PageHash | None,
+        *,
+        is_rooted: bool,
     ) -> None:
         self.page_hash = page_hash
         self.page = page
@@ -36,6 +43,7 @@ class ChainNode:
         self.previous_sibling: ChainNode | None = None
         self.num_uses = 0  # by requests after the one that computed it
         self.is_grafted = False  # whether it came from elsewhere
+        self.is_rooted = is_rooted
 
     @property
     def is_orphan(self) -> bool:
@@ -52,7 +60,9 @@ class ChainNode:
 class PageChains:
     """Owns the nodes. The prefix cache reads the maps; only this class changes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_orphans: bool = False) -> None:
+        """With `keeps_orphans`, as every layer of the model has a window, prefixes can be found by orphans."""
+        self._keeps_orphans = keeps_orphans
         self.nodes: dict[PageHash, ChainNode] = {}
         self.by_page: dict[PageId, ChainNode] = {}
         self.awaited: Counter[PageHash] = Counter()  # pages that may arrive before their parents
@@ -88,15 +98,24 @@ class PageChains:
             chosen.update((added.page_hash, added) for added in reversed(fresh))
         return [CachedPage(page_hash, node.parent_hash, node.page) for page_hash, node in chosen.items()]
 
-    def link(self, run: Sequence[PageHash], pages: Sequence[PageId], parent_hash: PageHash | None) -> None:
-        """Makes a run of pages findable, each the child of the previous one.
+    def is_rooted(self, page_hash: PageHash) -> bool:
+        node = self.nodes.get(page_hash)
+        return node is not None and node.is_rooted
 
-        The first is a child of the page `parent_hash`, or an orphan if that page is not cached.
+    def link(
+        self, run: Sequence[PageHash], pages: Sequence[PageId], parent_hash: PageHash | None
+    ) -> list[tuple[Sequence[PageHash], PageHash | None]]:
+        """Adds a run of pages, each the child of the previous one. Returns the runs of pages, each with its parent,
+        that become rooted thereby.
+
+        The first page is a child of the page `parent_hash`, or an orphan if that page is not cached.
         """
         nodes, by_page = self.nodes, self.by_page
         parent = nodes.get(parent_hash) if parent_hash is not None else None
+        is_rooted = parent.is_rooted if parent is not None else parent_hash is None or self._keeps_orphans
+        rooted: list[tuple[Sequence[PageHash], PageHash | None]] = [(run, parent_hash)] if is_rooted else []
         for page_hash, page in zip(run, pages, strict=True):
-            node = ChainNode(page_hash, page, parent, parent_hash)
+            node = ChainNode(page_hash, page, parent, parent_hash, is_rooted=is_rooted)
             if parent is not None:
                 _add_child(parent, node)
             elif parent_hash is not None:
@@ -107,6 +126,9 @@ class PageChains:
                 for orphan in self._orphans.pop(page_hash, ()):
                     orphan.parent = node
                     _add_child(node, orphan)
+                    if is_rooted and not orphan.is_rooted:
+                        rooted += _root(orphan)
+        return rooted
 
     def replace(self, node: ChainNode, page: PageId) -> None:
         """Makes a findable node stand for another page of the same content."""
@@ -151,7 +173,7 @@ class PageChains:
                 del self._orphans[node.parent_hash]
         del self.nodes[node.page_hash], self.by_page[node.page]
 
-    def unawait(self, hashes: Iterable[PageHash], *, keeps_orphans: bool) -> list[ChainNode]:
+    def unawait(self, hashes: Iterable[PageHash]) -> list[ChainNode]:
         """Counts these pages as awaited once less. Unlinks and returns orphans that nobody awaits any more, with their
         descendants.
         """
@@ -162,12 +184,9 @@ class PageChains:
                 continue
             del self.awaited[page_hash]
             node = self.nodes.get(page_hash)
-            if not keeps_orphans and node is not None and node.is_orphan:
+            if not self._keeps_orphans and node is not None and node.is_orphan:
                 gone += self.unlink(node)
         return gone
-
-    def has_unawaited_orphans(self) -> bool:
-        return any(node.page_hash not in self.awaited for node in self._all_orphans())
 
     def _all_orphans(self) -> Iterator[ChainNode]:
         return itertools.chain.from_iterable(self._orphans.values())
@@ -191,6 +210,21 @@ class PageChains:
         parentless = {node for node in self.nodes.values() if node.is_orphan}
         if parentless != set(self._all_orphans()) or not self.nodes.keys().isdisjoint(self._orphans):
             raise AssertionError("a page is not its parent's child although both are cached")
+        if not self._keeps_orphans and any(node.page_hash not in self.awaited for node in parentless):
+            raise AssertionError("a page is cached without its parent, and no prefix can be found by it")
+        for node in self.nodes.values():
+            above = node.parent.is_rooted if node.parent is not None else not node.is_orphan
+            if node.is_rooted != (above or self._keeps_orphans):
+                raise AssertionError(f"page {node.page}: is_rooted is {node.is_rooted}")
+
+
+def _root(orphan: ChainNode) -> list[tuple[Sequence[PageHash], PageHash | None]]:
+    """Marks a subtree as rooted. Returns its pages, each with its parent, parents first."""
+    subtree = [orphan]
+    for node in subtree:  # grows while it is walked
+        node.is_rooted = True
+        subtree.extend(node.children())
+    return [((node.page_hash,), node.parent_hash) for node in subtree]
 
 
 def _add_child(parent: ChainNode, node: ChainNode) -> None:

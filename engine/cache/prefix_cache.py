@@ -17,7 +17,8 @@ some layers have one, all pages of a prefix are needed and, in its last window, 
 In other models a page without its parent is cached only while somebody awaits it: pages may be pulled from another
 worker, the last ones first, while the prompt's beginning is computed here. The prompt takes them when it gets there.
 
-Routers receive an event for each page that moves: to the device, to the best lower tier that has it, or to nowhere.
+Routers receive an event for each page that moves: to the device, to the best lower tier that has it, or to nowhere. A
+pulled page is reported once its parent is.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class PrefixCache:
         self._tiers = tiers
         self._journal: CacheJournal | None = None
         self._num_queries = self._num_device_hits = self._num_evictions = 0  # pages
-        self._chains = PageChains()
+        self._chains = PageChains(keeps_orphans=window is not None)
         self.hints = SessionHints(self._chains, self.pool.retention, self.pool.num_references)
 
     @property
@@ -256,11 +257,11 @@ class PrefixCache:
         if len(pages) < len(hashes):
             raise PageMisuse(f"insert: {len(hashes)} hashes for {len(pages)} pages")
         start = min(start, len(hashes))
-        while self.window.tokens is None and start > 0 and hashes[start - 1] not in self._chains.nodes:
+        while self.window.tokens is None and start > 0 and not self._chains.is_rooted(hashes[start - 1]):
             start -= 1  # the parent has been evicted: begin where the chain is intact
         self._check_insertable(hashes[start:], pages[start : len(hashes)])
         nodes, index, num_stored = self._chains.nodes, start, 0
-        stored: list[tuple[Sequence[PageHash], PageHash]] = []  # runs of new pages, each with its parent
+        stored: list[tuple[Sequence[PageHash], PageHash | None]] = []  # runs of pages, each with its parent
         met: list[PageId] = []  # cached pages with the same content; they count as used
         while index < len(hashes):
             if (node := nodes.get(hashes[index])) is not None:
@@ -271,10 +272,8 @@ class PrefixCache:
             first, parent = index, hashes[index - 1] if index else None
             while index < len(hashes) and hashes[index] not in nodes:
                 index += 1
-            run = hashes[first:index]
-            self._link(run, pages[first:index], parent, owner)
-            stored.append((run, parent or ROOT))
-            num_stored += len(run)
+            stored += self._link(hashes[first:index], pages[first:index], parent, owner)
+            num_stored += index - first
         self.pool.touch(met)
         self._report_stored(stored)
         return num_stored
@@ -286,18 +285,15 @@ class PrefixCache:
         if not self.enabled:
             return
         nodes = self._chains.nodes
-        stored: list[tuple[Sequence[PageHash], PageHash]] = []
+        stored: list[tuple[Sequence[PageHash], PageHash | None]] = []
         for hashes, pages, owner in chains:
             last = len(hashes) - 1
-            parent = nodes.get(hashes[last - 1]) if last else None
-            if hashes[last] in nodes or (last and parent is None):
+            if hashes[last] in nodes or (last and not self._chains.is_rooted(hashes[last - 1])):
                 self._report_stored(stored)
                 stored = []
                 self.insert(hashes, pages, last, owner)
             else:
-                run = (hashes[last],)
-                self._link(run, (pages[last],), hashes[last - 1] if last else None, owner)
-                stored.append((run, parent.page_hash if parent else ROOT))
+                stored += self._link((hashes[last],), (pages[last],), hashes[last - 1] if last else None, owner)
         self._report_stored(stored)
 
     def _restore_part(self, node: ChainNode, page: PageId, owner: str) -> None:
@@ -309,9 +305,9 @@ class PrefixCache:
         self._chains.replace(node, page)
         self.pool.keep([page], owner)
 
-    def _report_stored(self, runs: Sequence[tuple[Sequence[PageHash], PageHash]]) -> None:
+    def _report_stored(self, runs: Sequence[tuple[Sequence[PageHash], PageHash | None]]) -> None:
         if self._events is not None and runs:
-            self._events.stored_runs(runs)
+            self._events.stored_runs([(run, ROOT if parent is None else parent) for run, parent in runs])
 
     # Pages exchanged with another worker's cache.
 
@@ -359,10 +355,9 @@ class PrefixCache:
         """
         if not self.enabled or page_hash in self._chains.nodes or not self._may_enter(page_hash, parent):
             return False
-        self._link((page_hash,), (page,), parent, owner)
+        stored = self._link((page_hash,), (page,), parent, owner)
         self._chains.nodes[page_hash].is_grafted = True
-        if self._events is not None:
-            self._events.stored([page_hash], parent if parent is not None else ROOT)
+        self._report_stored(stored)
         return True
 
     def _may_enter(self, page_hash: PageHash, parent: PageHash | None) -> bool:
@@ -382,9 +377,7 @@ class PrefixCache:
 
     def unawait(self, hashes: Sequence[PageHash]) -> None:
         """Ends what `await_pages` began, and forgets those of the pages that no prefix can be found by."""
-        gone = self._chains.unawait(hashes, keeps_orphans=self.window.tokens is not None)
-        self._forget(gone, Lost.PRESSURE)
-        self._report_moved([node.page_hash for node in gone])
+        self._forget(self._chains.unawait(hashes), Lost.PRESSURE)
 
     def num_present(self, hashes: Sequence[PageHash], *, only_grafted: bool = False) -> int:
         """Returns how many of these pages are on the device, or how many of them came from elsewhere."""
@@ -430,8 +423,6 @@ class PrefixCache:
                 f"pool and prefix cache differ on pages {sorted(cached ^ self._chains.by_page.keys())}"
             )
         self._chains.check_integrity()
-        if self.window.tokens is None and self._chains.has_unawaited_orphans():
-            raise AssertionError("a page is cached without its parent, and no prefix can be found by it")
 
     def _check_insertable(self, hashes: Sequence[PageHash], pages: Sequence[PageId]) -> None:
         """Runs all checks before the first change, so that a refused insert changes nothing."""
@@ -446,12 +437,14 @@ class PrefixCache:
         if (refused := self.pool.first_to_refuse(uncached)) is not None:
             raise PageMisuse(f"insert: page {refused} is {self.pool.state(refused)}")
 
-    def _link(self, run: Sequence[PageHash], pages: Sequence[PageId], parent: PageHash | None, owner: str = "") -> None:
-        """Makes a run of pages of a tenant findable, each the child of the previous one."""
+    def _link(
+        self, run: Sequence[PageHash], pages: Sequence[PageId], parent: PageHash | None, owner: str = ""
+    ) -> list[tuple[Sequence[PageHash], PageHash | None]]:
+        """Caches a run of pages of a tenant, each the child of the previous one. Returns the runs to be reported."""
         self.pool.keep(pages, owner)
-        self._chains.link(run, pages, parent)
         if self._journal is not None:
             self._journal.seal(run, pages, parent)
+        return self._chains.link(run, pages, parent)
 
     def _evict(self, num_pages: int) -> None:
         """Frees at least `num_pages` pages, which the pool has counted as evictable."""
@@ -472,9 +465,10 @@ class PrefixCache:
                 break
         if num_freed < num_pages:
             raise PageMisuse(f"evict: {num_freed} of {num_pages} pages found; the pool counted more as evictable")
-        hashes = [node.page_hash for node in gone]
+        found = [node for node in gone if node.is_rooted]
+        hashes = [node.page_hash for node in found]
         if self._tiers is not None:  # before the pool may erase them or hand them out
-            self._tiers.store(hashes, [node.page for node in gone])
+            self._tiers.store(hashes, [node.page for node in found])
         self._forget(gone, Lost.PRESSURE)
         self._num_evictions += len(gone)
         self._report_moved(hashes)

@@ -16,7 +16,6 @@ from statistics import median
 from typing import TypeVar
 
 from benchmarks.common.report import Row, percentile, publish
-from penstock.config import KvAwareConfig
 from penstock.kv.events import KvEvent, KvEventBatch, KvEventKind
 from penstock.kv.page_hash import hash_pages, make_salt
 from penstock.types import Labels, PageHash, WorkerId, WorkerLoad
@@ -26,6 +25,7 @@ from router.routing.costs.link_costs import LinkBook
 from router.routing.index.prefix_index import PrefixIndex
 from router.routing.placement_core import LearnedLinkPricing, PlacementCore
 from router.routing.policy import prices
+from router.routing.policy.cost_terms import DEFAULT_WEIGHTS, EndCosts
 from router.routing.policy.interface import PairChoice, PlacementDemand, PlacementPolicy, WorkerLimits, WorkerView
 from router.routing.policy.kv_aware import KvAwarePolicy
 from router.routing.policy.policies import make_policy
@@ -167,17 +167,21 @@ def _time_us(call: Callable[[], ResultT]) -> tuple[float, ResultT]:
 
 
 def _cheapest(fleet: BusyFleet, prompt: Cached) -> float:
-    """Returns the lowest price of all pairs."""
-    demand = fleet.demand(prompt, 0.0)
-    prefill = fleet.views(_PREFILL)
-    return min(prices.price(demand, decode, other).total_s for decode in fleet.views(_DECODE) for other in prefill)
+    """Returns the lowest cost of all pairs, by the terms of a policy that has not seen a queue yet."""
+    demand, costs = fleet.demand(prompt, 0.0), EndCosts(DEFAULT_WEIGHTS)
+    senders = costs.prefill(demand, fleet.views(_PREFILL), fleet.rng)
+    return min(
+        receiver[0] + sender[0] + prices.transfer_between_s(demand, sender[2].worker_id, receiver[2])
+        for receiver in costs.decode(demand, fleet.views(_DECODE), fleet.rng)
+        for sender in senders
+    )
 
 
 def _check(fleet: BusyFleet) -> None:
     """Asserts that the pruned search finds the cheapest pair."""
     for pages in fleet.prompts[:8]:
         prompt = fleet.match(pages)
-        choice, _ = fleet.choose(KvAwarePolicy(KvAwareConfig(decode_weight=1.0)), prompt, 0.0)
+        choice, _ = fleet.choose(KvAwarePolicy(), prompt, 0.0)
         assert choice.score.total_s <= _cheapest(fleet, prompt) + 1e-9
 
 

@@ -61,7 +61,7 @@ class PrefillServer:
             on_step=shell.step_metrics.observe,
             hints=shell.hints,
         )
-        service = PrefillService(worker, shell.loop)
+        service = self._service = PrefillService(worker, shell.loop)
         core = RoleCore(
             step=worker.step,
             sweep=lambda now_s: earliest(worker.sweep(now_s), adapters.sweep(now_s)),
@@ -92,6 +92,7 @@ class PrefillServer:
     async def stop(self) -> None:
         """Ends every prefill while the step loop still runs, then closes the other parts."""
         shell = self.shell
+        self._service.close()
         await shell.close_port()
         await shell.close_channels()
         await shell.stop_loop()

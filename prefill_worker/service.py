@@ -10,7 +10,7 @@ import grpc.aio
 
 from engine.step.loop import StepLoop
 from penstock import wire
-from penstock.errors import Cancelled, DeadlineExceeded, to_status
+from penstock.errors import Cancelled, DeadlineExceeded, Unavailable, to_status
 from penstock.rpc.server import read_start, typed_errors
 from penstock.types import PageId, TransferKey
 from penstock.v1 import worker_pb2, worker_pb2_grpc
@@ -24,12 +24,22 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
     def __init__(self, worker: PrefillWorker, loop: StepLoop) -> None:
         self._worker = worker
         self._loop = loop
+        self._waiting: set[asyncio.Timeout] = set()  # of the calls without a start command
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Ends the calls that decode workers have opened in advance, so that the server's shutdown does not wait for
+        them.
+        """
+        self._is_closed = True
+        for waiting in self._waiting:
+            waiting.reschedule(asyncio.get_running_loop().time())
 
     async def Prefill(
         self, request_iterator: AsyncIterator[worker_pb2.PrefillCommand], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.PrefillEvent]:
         async with typed_errors(context):
-            start = (await read_start(request_iterator)).start
+            start = (await self._read_start(request_iterator)).start
             outcomes: asyncio.Queue[PrefillOutcome] = asyncio.Queue()
             event_loop = asyncio.get_running_loop()
             job = PrefillJob(
@@ -53,6 +63,18 @@ class PrefillService(worker_pb2_grpc.PrefillWorkerServicer):
                 timer.cancel()
                 reader.cancel()
                 self._cancel(job.key, Cancelled("the decode worker ended the call"))
+
+    async def _read_start(self, commands: AsyncIterator[worker_pb2.PrefillCommand]) -> worker_pb2.PrefillCommand:
+        """Reads the first command. Raises as `read_start`, and Unavailable once the service is closed."""
+        try:
+            async with asyncio.timeout(0.0 if self._is_closed else None) as waiting:
+                self._waiting.add(waiting)
+                try:
+                    return await read_start(commands)
+                finally:
+                    self._waiting.discard(waiting)
+        except TimeoutError:
+            raise Unavailable("the prefill worker is closing; ask another") from None
 
     def _cancel(self, key: TransferKey, error: Cancelled | DeadlineExceeded) -> None:
         self._loop.post(lambda: self._worker.cancel(key, error))

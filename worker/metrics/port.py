@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 _IDLE_S = 5.0  # idle connections are closed after this long
+_POLL_S = 0.05  # how often the thread looks whether it is to end: a flip and a restart wait for it
 
 
 class MetricsPort:
@@ -46,11 +47,11 @@ class MetricsPort:
                         f"metrics_port = {ports}: cannot listen on {host}: {error.strerror}; give another"
                     ) from error
         self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), name="metrics", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stops listening. Blocks for at most half a second."""
+        """Stops listening. Blocks for at most `_POLL_S`."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

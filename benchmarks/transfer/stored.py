@@ -40,6 +40,7 @@ STORAGES = {  # seconds for each object, and its bytes a second
     "folder": None,
     "10 ms, 500 MB/s a call": (0.010, 5e8),
     "50 ms, 100 MB/s a call": (0.050, 1e8),
+    "50 ms, 10 MB/s a call": (0.050, 1e7),
 }
 WAYS = ("compute", "read", "decide")
 _PATIENCE_S = 60.0

@@ -42,7 +42,7 @@ from tests.support.serving import (
 from worker.handover import client as handover_client
 from worker.handover import policy as handover_policy
 from worker.pull.client import PullRequest
-from worker.pull.policy import MissingPages, PageArrival, PrefixSource, PullCosts, PullPlan
+from worker.pull.policy import MissingPages, PrefixSource, PullCosts, PullPlan
 from worker.pull.prompts import PrefixPulls
 
 PAGE = 16
@@ -104,21 +104,20 @@ def test_the_routers_prediction_counts_until_something_is_learned(
 
 
 @pytest.mark.parametrize(
-    ("pull_s", "arrival", "ready_s"),
+    ("pull_s", "needs_all", "ready_s"),
     [
-        (0.1, PageArrival.LATEST_FIRST, 0.1),  # shorter than a step: the prompt waits for it
-        (1.0, PageArrival.LATEST_FIRST, 0.5 + 0.256),  # both ends meet after half the time, give or take a step
-        (1.0, PageArrival.IN_ORDER, None),
-        (0.4, PageArrival.IN_ORDER, 0.4 + 0.256),
-        (0.3, PageArrival.AT_ONCE, 0.3),
-        (1.0, PageArrival.AT_ONCE, None),
-        (9.0, PageArrival.LATEST_FIRST, None),
+        (0.1, False, 0.1),  # shorter than a step: the prompt waits for it
+        (1.0, False, 0.5 + 0.256),  # both ends meet after half the time, give or take a step
+        (0.3, True, 0.3),
+        (1.0, True, None),
+        (9.0, False, None),
     ],
 )
-def test_the_gain_depends_on_how_the_prompt_can_use_what_has_arrived(
-    pull_s: float, arrival: PageArrival, ready_s: float | None
+def test_the_gain_depends_on_whether_the_prompt_needs_all_pages(
+    pull_s: float, needs_all: bool, ready_s: float | None
 ) -> None:
-    plan = PullCosts(256).plan(replace(SOURCE, pull_s=pull_s, compute_s=1.0), replace(MISSING, arrival=arrival), 0.0)
+    source, missing = replace(SOURCE, pull_s=pull_s, compute_s=1.0), replace(MISSING, needs_all=needs_all)
+    plan = PullCosts(256).plan(source, missing, 0.0)
     assert (plan.ready_s if plan else None) == (ready_s if ready_s is None else pytest.approx(ready_s, rel=0.01))
     if plan is not None:
         assert (plan.hold_s > 0.0) == (plan.ready_s < 0.5)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from penstock.errors import TransferError
 from penstock.scheduling.linear_cost import LinearCost
@@ -69,22 +68,14 @@ def source_from_wire(message: worker_pb2.PrefixSource) -> PrefixSource:
     )
 
 
-class PageArrival(Enum):
-    """The use that a prompt can make of pages before the last of them has arrived."""
-
-    LATEST_FIRST = auto()  # it is computed from the other end
-    IN_ORDER = auto()  # it is computed in the same order, and continues with what is already there
-    AT_ONCE = auto()  # not at all
-
-
 @dataclass(frozen=True, slots=True)
 class MissingPages:
-    """The pages that a pull would bring."""
+    """The pages that a pull would bring, the last ones first, while the prompt may be computed from the other end."""
 
     num_tokens: int
     num_before: int  # tokens of the prompt before them
     num_bytes: int
-    arrival: PageArrival = PageArrival.LATEST_FIRST
+    needs_all: bool = False  # whether the prompt can use none before the last of them has arrived
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +122,13 @@ class PullCosts:
             return None
         compute_s = self._compute_s(source, missing)
         pull_s = (known.cost if known else _link_prior(source, missing)).predict((1, missing.num_bytes))
-        step_s = compute_s
-        if missing.arrival is not PageArrival.AT_ONCE:
-            step_s *= min(1.0, self.chunk_tokens / missing.num_tokens)
+        step_s = compute_s * (1.0 if missing.needs_all else min(1.0, self.chunk_tokens / missing.num_tokens))
         batch_s = step_s / _BATCHES
         longest_s = step_s if known is not None else _UNKNOWN_SHARE * step_s
         if pull_s < min(longest_s, _ADVANTAGE * compute_s):
             hold_s = min(longest_s, max(_PATIENCE * pull_s, pull_s + _PATIENCE_S))
             return PullPlan(pull_s, compute_s, hold_s, 0.0 if known is not None else batch_s)
-        ready_s = step_s + (_meet_s(pull_s, compute_s) if missing.arrival is PageArrival.LATEST_FIRST else pull_s)
+        ready_s = step_s + _meet_s(pull_s, compute_s)
         return PullPlan(ready_s, compute_s, 0.0, batch_s) if ready_s < _ADVANTAGE * compute_s else None
 
     def on_pulled(self, source: PrefixSource, missing: MissingPages, seconds: float, now_s: float) -> None:

@@ -31,7 +31,7 @@ from penstock.metrics.worker_metrics import (
 from penstock.types import PageHash, StepTotals
 from penstock.v1 import common_pb2
 from worker.pull.client import PullRequest, Stop
-from worker.pull.policy import MissingPages, PageArrival, PartlyPulled, PrefixSource, PullCosts, PullPlan
+from worker.pull.policy import MissingPages, PartlyPulled, PrefixSource, PullCosts, PullPlan
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +57,11 @@ class SharedStore(Protocol):
         tenant: str,
         timeout_s: float,
         on_end: Callable[[PenstockError | None], None],
+        *,
+        latest_first: bool,
     ) -> Stop:
         """Caches `hashes[first:]` as they arrive, and calls `on_end` by the deadline. Returns a function that ends the
-        read early.
+        read early. Unless read `latest_first`, the pages are of use only as a whole.
         """
 
 
@@ -80,7 +82,7 @@ class _Wanted:
     @property
     def awaited(self) -> Sequence[PageHash]:
         """The pages that may arrive before their parents are computed."""
-        return () if self.missing.arrival is PageArrival.AT_ONCE else self.pages
+        return () if self.missing.needs_all else self.pages
 
 
 @dataclass(slots=True, eq=False)
@@ -223,13 +225,14 @@ class PrefixPulls:
         pull = _Pull(wanted, plan, self._clock())
         self._open.append(pull)
         self._engine.prefix_cache.await_pages(wanted.awaited)
-        on_end, arrival = partial(self._on_end, pull), wanted.missing.arrival
-        timeout_s = plan.hold_s if arrival is PageArrival.AT_ONCE else plan.timeout_s
+        on_end, latest_first = partial(self._on_end, pull), not wanted.missing.needs_all
+        timeout_s = plan.timeout_s if latest_first else plan.hold_s
         if wanted.is_stored:
             assert self._store is not None
-            pull.stop = self._store.read(wanted.hashes, wanted.first, sequence.tenant, timeout_s, on_end)
+            pull.stop = self._store.read(
+                wanted.hashes, wanted.first, sequence.tenant, timeout_s, on_end, latest_first=latest_first
+            )
         else:
-            latest_first = arrival is PageArrival.LATEST_FIRST
             request = PullRequest(wanted.source, wanted.pages, sequence.lane, timeout_s, latest_first, plan.batch_s)
             pull.stop = self._start(request, on_end)
         return pull, wanted
@@ -271,10 +274,8 @@ class PrefixPulls:
         num_bytes = (num_pages - first) * self._engine.model_layout.page_bytes
         if is_stored and self._store is not None:
             num_bytes = self._store.num_bytes(first, num_pages)
-        arrival = PageArrival.IN_ORDER if is_stored else PageArrival.LATEST_FIRST
-        if cache.window.tokens is not None:
-            arrival = PageArrival.AT_ONCE  # only the last window is pulled
-        missing = MissingPages(num_spared * size, (num_pages - num_spared) * size, num_bytes, arrival)
+        needs_all = cache.window.tokens is not None  # then only the last window is pulled
+        missing = MissingPages(num_spared * size, (num_pages - num_spared) * size, num_bytes, needs_all)
         return _Wanted(source, is_stored, hashes, first, missing)
 
     def _plan(self, wanted: _Wanted) -> PullPlan | None:

@@ -1,8 +1,8 @@
 """Reads pages from the shared store and writes pages into it. Runs on the step loop.
 
 Listings and this worker's own writes show what the store holds, so looking for a missing page costs nothing. A page
-that has been deleted since costs a failed read, and is computed. Objects that have arrived are copied into the pool
-between steps, a few megabytes at a time. Pages to be written are held only until another thread has copied them.
+that has been deleted since costs a failed read, and is computed. Objects are copied into the pool between steps as they
+arrive, a few megabytes at a time. Pages to be written are held only until another thread has copied them.
 """
 
 from __future__ import annotations
@@ -64,26 +64,39 @@ OnEnd = Callable[[PenstockError | None], None]
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """Objects of one prompt, from run `next_run` to before run `stop_run`."""
+    """Objects of one prompt. Each is a run of pages, known by its place in the prompt."""
 
     form: RunFormat
     hashes: Sequence[PageHash]
     first: int  # first page that is wanted
     tenant: str
     deadline_s: float
+    needs_all: bool  # whether nothing is of use without the rest
     on_end: OnEnd
-    next_run: int  # the next to be copied
-    asked_run: int  # the next to be asked for
-    stop_run: int
-    problem: PenstockError | None = None
+    to_ask: deque[int]  # runs in the order in which they are read
+    asked: set[int] = field(default_factory=set)
     arrived: dict[int, memoryview] = field(default_factory=dict)
+    problem: PenstockError | None = None
 
     def run_hashes(self, run: int) -> Sequence[PageHash]:
         return self.hashes[run * self.form.run_pages : (run + 1) * self.form.run_pages]
 
-    def stop_at(self, run: int, problem: PenstockError) -> None:
-        if run < self.stop_run:
-            self.stop_run, self.problem = run, problem
+    @property
+    def is_over(self) -> bool:
+        return not (self.to_ask or self.asked or self.arrived)
+
+    def lose(self, problem: PenstockError) -> None:
+        """Does without one object."""
+        self.problem = self.problem or problem
+        if self.needs_all:
+            self.stop(problem)
+
+    def stop(self, problem: PenstockError) -> None:
+        """Reads nothing more, and drops what is still to come."""
+        self.problem = self.problem or problem
+        self.to_ask.clear()
+        self.asked.clear()
+        self.arrived.clear()
 
 
 class SharedPages:
@@ -176,10 +189,20 @@ class SharedPages:
         form = self._form()
         return (-(-stop // form.run_pages) - first // form.run_pages) * form.run_bytes
 
-    def read(self, hashes: Sequence[PageHash], first: int, tenant: str, timeout_s: float, on_end: OnEnd) -> Stop:
+    def read(
+        self,
+        hashes: Sequence[PageHash],
+        first: int,
+        tenant: str,
+        timeout_s: float,
+        on_end: OnEnd,
+        *,
+        latest_first: bool = False,
+    ) -> Stop:
         form = self._form()
-        run, stop = first // form.run_pages, len(hashes) // form.run_pages
-        reading = _Reading(form, hashes, first, tenant, self._clock() + timeout_s, on_end, run, run, stop)
+        runs = range(first // form.run_pages, len(hashes) // form.run_pages)
+        to_ask, deadline_s = deque(reversed(runs) if latest_first else runs), self._clock() + timeout_s
+        reading = _Reading(form, hashes, first, tenant, deadline_s, not latest_first, on_end, to_ask)
         self._readings.append(reading)
         self._ask(reading)
         return partial(self._stop, reading)
@@ -191,35 +214,41 @@ class SharedPages:
 
     def _ask(self, reading: _Reading) -> None:
         ahead = max(NUM_READERS, min(_AHEAD_BYTES // reading.form.run_bytes, 4 * NUM_READERS))
-        while reading.asked_run < min(reading.stop_run, reading.next_run + ahead):
-            run, reading.asked_run = reading.asked_run, reading.asked_run + 1
+        while reading.to_ask and len(reading.asked) + len(reading.arrived) < ahead:
+            run = reading.to_ask.popleft()
+            reading.asked.add(run)
             on_read = partial(self._on_read, reading, run)
             self._threads.read(
                 Reader(
                     reading.form,
                     reading.run_hashes(run),
-                    lambda: self._clock() < reading.deadline_s,
+                    partial(self._is_wanted, reading, run),
                     lambda read, on_read=on_read: self._post(partial(on_read, read)),  # type: ignore[misc]
                 )
             )
 
+    def _is_wanted(self, reading: _Reading, run: int) -> bool:
+        return run in reading.asked and self._clock() < reading.deadline_s
+
     def _on_read(self, reading: _Reading, run: int, read: RunRead) -> None:
         self.metrics.add(STORE_READ_SECONDS, read.seconds)
-        name = reading.run_hashes(run)[-1]
+        name, is_wanted = reading.run_hashes(run)[-1], run in reading.asked
+        reading.asked.discard(run)
         if read.pages is not None:
             self.metrics.add(STORE_READS)
             self.metrics.add(STORE_READ_BYTES, len(read.pages))
             self._costs.observe(len(read.pages), read.seconds, self._clock())
-            reading.arrived[run] = read.pages
+            if is_wanted:
+                reading.arrived[run] = read.pages
         elif read.is_refused:
             self.metrics.add(STORE_REFUSED)
             self._known.refuse(name)
-            reading.stop_at(run, PartlyPulled(f"an object {read.problem}"))
+            reading.lose(PartlyPulled(f"an object {read.problem}"))
         elif read.problem:
-            reading.stop_at(run, TransferError(f"the shared store failed: {read.problem}"))
+            reading.stop(TransferError(f"the shared store failed: {read.problem}"))
         else:
             self._known.discard(name)
-            reading.stop_at(run, PartlyPulled("an object is no longer in the shared store"))
+            reading.lose(PartlyPulled("an object is no longer in the shared store"))
 
     def sweep(self, now_s: float) -> float | None:
         """Copies what has arrived, a little at a time, and ends reads. Returns when to sweep again.
@@ -228,13 +257,13 @@ class SharedPages:
         """
         budget, num_readings = _BYTES_AT_ONCE, len(self._readings)
         for reading in list(self._readings):
-            while budget > 0 and reading.next_run < reading.stop_run and reading.next_run in reading.arrived:
-                run = reading.arrived.pop(reading.next_run)
-                self._land(reading, run)
-                budget -= len(run)
-                reading.next_run += 1
+            while budget > 0 and reading.arrived:
+                run = next(iter(reading.arrived))
+                content = reading.arrived.pop(run)
+                self._land(reading, run, content)
+                budget -= len(content)
             self._ask(reading)
-            if reading.next_run >= reading.stop_run:
+            if reading.is_over:
                 self._end(reading, reading.problem)
             elif now_s >= reading.deadline_s:
                 self._end(reading, DeadlineExceeded("the shared store did not deliver the pages in time"))
@@ -242,32 +271,29 @@ class SharedPages:
             return now_s
         return min((reading.deadline_s for reading in self._readings), default=None)
 
-    def _land(self, reading: _Reading, run: memoryview) -> None:
-        """Caches the pages of the next object that are not cached yet."""
+    def _land(self, reading: _Reading, run: int, content: memoryview) -> None:
+        """Caches the pages of an object that are not cached yet."""
         cache, pool = self._engine.prefix_cache, self._engine.pool
-        begin = reading.next_run * reading.form.run_pages
+        begin = run * reading.form.run_pages
         start, stop = max(begin, reading.first), begin + reading.form.run_pages
         pages = [(reading.hashes[index], reading.hashes[index - 1] if index else None) for index in range(start, stop)]
         lacking = cache.lacking(pages)
         if len(lacking) > pool.num_available:
-            reading.stop_at(reading.next_run, PartlyPulled("no page is free for more"))
+            reading.stop(PartlyPulled("no page is free for more"))
             return
         taken = pool.allocate(len(lacking))
         if taken:
-            self._pool_bytes.fill(taken, run, [start - begin + index for index in lacking])
+            self._pool_bytes.fill(taken, content, [start - begin + index for index in lacking])
         num_cached = 0
         for index, page in zip(lacking, taken, strict=True):
             num_cached += cache.graft(*pages[index], page, reading.tenant)
         pool.release(taken)
         self.metrics.add(STORE_READ_PAGES, num_cached)
-        if len(cache.find(reading.hashes[start:stop])) < stop - start:
-            reading.stop_at(reading.next_run, PartlyPulled("pages before these were evicted"))
 
     def _end(self, reading: _Reading, problem: PenstockError | None) -> None:
         self._readings.remove(reading)
-        reading.deadline_s = 0.0
-        reading.arrived.clear()
-        reading.stop_run = 0  # anything that arrives from now on is dropped
+        if problem is not None:
+            reading.stop(problem)
         reading.on_end(problem)
 
     # Writing.

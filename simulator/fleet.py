@@ -172,10 +172,13 @@ class SimulatedFleet:
         deadline_s, cores = arrival_s + request_s + self.spec.timeout_s, self.machine.cores
         if cores is None:
             self.sim.at(arrival_s + request_s, lambda: self._call(outcome, on_end, deadline_s))
-        else:
-            self.sim.at(
-                arrival_s, lambda: cores.take_request(request_s, lambda: self._call(outcome, on_end, deadline_s))
-            )
+            return
+        waiting_s = max(0.0, request_s - cores.request_s)  # without a core
+
+        def place() -> None:
+            self.sim.after(waiting_s, lambda: self._call(outcome, on_end, deadline_s))
+
+        self.sim.at(arrival_s, lambda: cores.take_request(place))
 
     def _call(self, outcome: Outcome, on_end: Callable[[Outcome], None], deadline_s: float) -> None:
         """Calls a router, as `penstock.client` does: clients spread over the routers that run, and try again later."""

@@ -7,18 +7,19 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc.aio
 
 from benchmarks.common.report import hardware, today, versions
+from benchmarks.validation.cpu_clocks import CpuTimes, cpu_seconds
 from benchmarks.validation.runs import (
     DISTURBED,
     MODEL,
     NUM_PAGES,
+    REFERENCES,
     Fault,
     Latencies,
     Measurement,
@@ -49,6 +50,11 @@ class RealSystem:
     router: Process
     workers: dict[str, Process]
     roles: dict[str, Role]
+
+    def pids(self) -> dict[str, int]:
+        """Returns the processes of the benchmark, by name; the load generator is "client"."""
+        pids = {"client": os.getpid(), "router": self.router.popen.pid}
+        return pids | {name: process.popen.pid for name, process in self.workers.items()}
 
 
 @contextmanager
@@ -102,52 +108,19 @@ class _Try:
 
 
 async def _try(system: RealSystem, run: PlannedRun, salt: str) -> _Try:
-    before = CpuTimes.now(system)
+    before = CpuTimes.now(system.pids())
     async with _recording(system) as recorder:
         found = await measure(system, run, salt)
-    after = CpuTimes.now(system)
+    after = CpuTimes.now(system.pids())
     return _Try(found, recorder.records, after.others_share(before), after.seconds_since(before))
 
 
-@dataclass(frozen=True, slots=True)
-class CpuTimes:
-    """Processor times in clock ticks since boot: of the whole machine, idle or not, and of the benchmark."""
-
-    whole: int
-    idle: int
-    ours: Mapping[str, int]  # by process
-
-    @classmethod
-    def now(cls, system: RealSystem) -> CpuTimes:
-        times = [int(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-        pids = {"client": os.getpid(), "router": system.router.popen.pid}
-        pids |= {name: process.popen.pid for name, process in system.workers.items()}
-        return cls(sum(times), times[3] + times[4], {name: _ticks(pid) for name, pid in pids.items()})
-
-    def others_share(self, before: CpuTimes) -> float:
-        """Returns the share of all cores that other programs, and the host of a virtual machine, have taken since."""
-        whole, idle = self.whole - before.whole, self.idle - before.idle
-        ours = sum(self.ours.values()) - sum(before.ours.values())
-        return max(0.0, whole - idle - ours) / max(1, whole)
-
-    def seconds_since(self, before: CpuTimes) -> dict[str, float]:
-        """Returns the processor time of each process since."""
-        ticks_per_s = os.sysconf("SC_CLK_TCK")
-        return {name: (ticks - before.ours[name]) / ticks_per_s for name, ticks in self.ours.items()}
-
-
-def _ticks(pid: int) -> int:
-    """Returns the processor time of a process; 0 if it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return int(fields[11]) + int(fields[12])  # in user and in system mode
-
-
 async def measure(system: RealSystem, run: PlannedRun, salt: str) -> Latencies:
-    """Sends the requests at their times. `salt` makes the prompts of each run different."""
-    found = Latencies()
+    """Sends the requests at their times. `salt` makes the prompts of each run different.
+
+    In a run of requests that are alone, also reads the processor time of each process at its first and last token.
+    """
+    found, pids = Latencies(), system.pids() if run.name.startswith(REFERENCES) else {}
     prompts = {request.number: spell_prompt(request, _VOCAB_SIZE, salt) for request in run.requests}
     async with AsyncClient(system.router.address, timeout_s=_TIMEOUT_S) as client:
         started_s = time.perf_counter()
@@ -155,6 +128,7 @@ async def measure(system: RealSystem, run: PlannedRun, salt: str) -> Latencies:
         async def send(request: TraceRequest) -> None:
             await asyncio.sleep(max(0.0, started_s + request.arrival_s - time.perf_counter()))
             sent_s, first_s, last_s, num_tokens = time.perf_counter(), 0.0, 0.0, 0
+            cpu_s = [cpu_seconds(pids)]
             try:
                 stream = client.generate(
                     prompts[request.number],
@@ -167,6 +141,7 @@ async def measure(system: RealSystem, run: PlannedRun, salt: str) -> Latencies:
                         last_s = time.perf_counter()
                         first_s = first_s or last_s
                         num_tokens += len(chunk.token_ids)
+                        cpu_s = [*cpu_s[:2], cpu_seconds(pids)] if pids else cpu_s
                     if chunk.timing is not None:
                         _note_place(found, chunk.timing)
             except PenstockError:
@@ -176,6 +151,8 @@ async def measure(system: RealSystem, run: PlannedRun, salt: str) -> Latencies:
             found.num_tokens += num_tokens
             if num_tokens > 1:
                 found.itl_s.append((last_s - first_s) / (num_tokens - 1))
+                if len(cpu_s) == 3:
+                    found.note_cpu(cpu_s, num_tokens - 1)
 
         acting = asyncio.create_task(_break(system, run.fault)) if run.fault else None
         await asyncio.gather(*map(send, run.requests))

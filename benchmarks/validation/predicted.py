@@ -11,16 +11,15 @@ import numpy as np
 from benchmarks.validation.runs import (
     CALIBRATIONS,
     DISTURBED,
+    LONG_REFERENCE,
     MODEL,
     NUM_PAGES,
     REFERENCE,
-    SHAPES,
     Fault,
     Latencies,
     Measurement,
     PlannedRun,
     deployments,
-    num_threads,
     pool,
 )
 from engine.memory.estimates import saturating_tokens
@@ -29,7 +28,7 @@ from penstock.sizing.model_shape import find_shape
 from penstock.types import Role
 from simulator.costs.cost_file import CostProfile, FrontCosts
 from simulator.costs.fit import fit_steps, least_squares
-from simulator.costs.machine import SharedCores, StepKind
+from simulator.costs.machine import FrontThread, SharedCores, StepKind
 from simulator.costs.records import StepRecord
 from simulator.costs.step_costs import LinkCosts
 from simulator.fleet import FleetSpec, SimulatedFleet
@@ -130,8 +129,7 @@ def fit_costs(rounds: Sequence[Measurement]) -> CostProfile:
     records = [record for seen, name in runs for record in _at_usual_speed(seen, name, usual_s)]
     latency_s = _latency_s([hop_s for seen, name in runs for hop_s in seen.runs[name].hops_s])
     alone = pool([seen.runs[name] for seen in rounds for name in _references(seen)])
-    shape, hardware = rounds[0].shape, rounds[0].machine["hardware"]
-    cores = SharedCores(hardware["cores"], num_threads(sum(SHAPES[shape])), _frame_s(rounds))
+    shape, cores = rounds[0].shape, _shared_cores(rounds)
     between_s = max(0.0, median(alone.itl_s) - usual_s[StepKind.DECODE])
     first_s = usual_s[StepKind.CHUNK] + 2 * latency_s  # the calls go to the decode worker and back
     front_s = max(0.0, median(alone.ttft_s) - first_s)
@@ -181,17 +179,46 @@ def _alone_s(records: Sequence[StepRecord]) -> dict[StepKind, float]:
     }
 
 
-def _frame_s(rounds: Sequence[Measurement]) -> float:
-    """Returns the processor time of router and client for a message with tokens: what grows with the decode steps."""
+def _shared_cores(rounds: Sequence[Measurement]) -> SharedCores:
+    """Returns how many threads and how much processor time steps, requests and messages need.
+
+    Worker threads come from requests that are alone: for decode steps from the processor time of each later token over
+    the time between two, for prompts from what long ones need beyond short ones until the first token.
+    """
+    short = pool([seen.runs[name] for seen in rounds for name in _references(seen)])
+    long = pool([seen.runs[LONG_REFERENCE] for seen in rounds])
+    extra_s = median(long.ttft_s) - median(short.ttft_s)
+    extra_cpu_s = _worker_cpu_s(long.first_cpu_s) - _worker_cpu_s(short.first_cpu_s)
+    router, client = (_front_thread(rounds, short, name) for name in ("router", "client"))
+    return SharedCores(
+        rounds[0].machine["hardware"]["cores"],
+        decode_threads=_worker_cpu_s(short.later_cpu_s) / median(short.itl_s),
+        prompt_threads=extra_cpu_s / extra_s,
+        router=router,
+        client=client,
+    )
+
+
+def _worker_cpu_s(found: Sequence[Mapping[str, float]]) -> float:
+    """Returns the median of the processor time of all workers together."""
+    return median(sum(cpu_s for name, cpu_s in one.items() if name not in ("client", "router")) for one in found)
+
+
+def _front_thread(rounds: Sequence[Measurement], alone: Latencies, process: str) -> FrontThread:
+    """Returns what the router or the client needs: for messages what grows with decode steps and their tokens, and for
+    requests what one that is alone needs until its first token, without that message.
+    """
     quantities, cpu_s = [], []
     for seen in rounds:
         for name in (*CALIBRATIONS, *_references(seen)):
-            run = seen.runs[name]
-            num_steps = sum(record.totals.steps for record in seen.records[name] if record.role is Role.DECODE)
-            quantities.append((num_steps, len(run.ttft_s)))
-            cpu_s.append(run.cpu_s["client"] + run.cpu_s["router"])
-    frame_s, _ = least_squares(np.array(quantities, float), np.array(cpu_s))
-    return float(frame_s)
+            steps = [each.totals for each in seen.records[name] if each.role is Role.DECODE and not each.has_prompts]
+            quantities.append(
+                (sum(each.steps for each in steps), sum(each.tokens for each in steps), len(seen.runs[name].ttft_s))
+            )
+            cpu_s.append(seen.runs[name].cpu_s[process])
+    frame_s, token_s, _ = least_squares(np.array(quantities, float), np.array(cpu_s))
+    first_s = median(one[process] for one in alone.first_cpu_s)
+    return FrontThread(max(0.0, first_s - frame_s - token_s), float(frame_s), float(token_s))
 
 
 def _latency_s(hops_s: Sequence[float]) -> float:

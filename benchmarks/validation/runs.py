@@ -20,7 +20,10 @@ CALIBRATIONS = (
     "calibration",
     "calibration again",
 )  # the first and the last run, as the speed of a machine drifts
-REFERENCE = "alone"  # begins the names of runs of requests that are alone
+REFERENCE = "alone"  # begins the names of runs of short requests that are alone
+LONG_REFERENCE = "long alone"
+REFERENCES = (REFERENCE, LONG_REFERENCE)
+_LONG_PROMPT = 640  # tokens
 DISTURBED = 0.03  # share of the cores that other programs may take during a run
 _SEEDS_A_ROUND = 100
 
@@ -57,6 +60,16 @@ class Latencies:
     others_share: float | None = None  # share of the cores that other programs took meanwhile, if it was measured
     hops_s: list[float] = field(default_factory=list)  # calls to the prefill worker and back, of such whole prompts
     cpu_s: dict[str, float] = field(default_factory=dict)  # processor time by process, also of the client
+    first_cpu_s: list[dict[str, float]] = field(default_factory=list)  # until the first token, by request and process
+    later_cpu_s: list[dict[str, float]] = field(default_factory=list)  # for each later token
+
+    def note_cpu(self, clocks_s: Sequence[dict[str, float]], num_later: int) -> None:
+        """Takes the processor times of all processes as a request that is alone is sent, and at its first and last
+        token.
+        """
+        sent_s, first_s, last_s = clocks_s
+        self.first_cpu_s.append({name: first_s[name] - sent_s[name] for name in sent_s})
+        self.later_cpu_s.append({name: (last_s[name] - first_s[name]) / num_later for name in sent_s})
 
     @property
     def tokens_per_s(self) -> float:
@@ -75,6 +88,8 @@ def pool(rounds: Sequence[Latencies]) -> Latencies:
         pooled.ttft_s += one.ttft_s
         pooled.itl_s += one.itl_s
         pooled.hops_s += one.hops_s
+        pooled.first_cpu_s += one.first_cpu_s
+        pooled.later_cpu_s += one.later_cpu_s
         pooled.num_tokens += one.num_tokens
         pooled.num_failed += one.num_failed
         pooled.num_elsewhere += one.num_elsewhere
@@ -127,6 +142,7 @@ def fitted_runs(seconds: float, round: int = 0) -> list[PlannedRun]:
     seed = round * _SEEDS_A_ROUND
     return [
         PlannedRun("warm-up", sequential(6, seed + 90), is_compared=False),
+        PlannedRun(LONG_REFERENCE, sequential(8, seed + 91, _LONG_PROMPT), is_compared=False),
         PlannedRun(CALIBRATIONS[0], make_calibration(seconds, seed + 92), is_compared=False),
         PlannedRun(CALIBRATIONS[1], make_calibration(seconds, seed + 94), is_compared=False),
     ]
@@ -154,8 +170,9 @@ def deployments(shape: str, seconds: float, round: int) -> Iterator[tuple[tuple[
     if num_prefill:  # the link to the decode worker carries nothing while the prefill worker is stopped
         stalled = Fault("prefill-0", seconds / 2, stall_s=1.0)
         runs.append(PlannedRun("stalled link", make_workload("long prompts", seconds, seed + 7), stalled))
-    warm_up, before, after = fitted_runs(seconds, round)
-    yield (num_prefill, num_decode), [warm_up, *with_references([before, *runs, after], seed + 50)]
+    warm_up, long_alone, before, after = fitted_runs(seconds, round)
+    planned = with_references([before, *runs, after], seed + 50)
+    yield (num_prefill, num_decode), [warm_up, long_alone, *planned]
     if num_prefill:  # streams of the killed worker continue at the other one
         killed = Fault("decode-1", seconds / 2)
         kill = PlannedRun("kill", make_workload("steady short", seconds, seed + 8), killed)

@@ -115,11 +115,11 @@ def make_calibration(duration_s: float, seed: int) -> list[TraceRequest]:
     return in_order(maker.requests)
 
 
-def sequential(num_requests: int, seed: int) -> list[TraceRequest]:
-    """Returns short requests far apart, none of which meets another."""
+def sequential(num_requests: int, seed: int, num_tokens: int = 64) -> list[TraceRequest]:
+    """Returns requests far apart, none of which meets another, with prompts of that many tokens."""
     maker = _Maker(seed)
     for number in range(num_requests):
-        maker.add(number * 0.5, maker.blocks(64), 16)
+        maker.add(number * 0.5, maker.blocks(num_tokens), 16)
     return maker.requests
 
 

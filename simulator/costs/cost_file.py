@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import InvalidInput
-from simulator.costs.machine import SharedCores, StepSpread
+from simulator.costs.machine import FrontThread, SharedCores, StepSpread
 from simulator.costs.step_costs import DecodeCosts, LinkCosts, PrefillCosts
 
 _FORMAT = 1
@@ -56,6 +56,8 @@ def read_costs(path: str | Path) -> CostProfile:
         decode = dict(data.get("decode", {}))
         chunk = PrefillCosts(**decode.pop("chunk", {}))
         spread, cores = data.get("spread"), data.get("cores")
+        if cores is not None:
+            cores = cores | {name: FrontThread(**cores.get(name, {})) for name in ("router", "client")}
         profile = CostProfile(
             **{
                 **data,

@@ -18,6 +18,15 @@ class StepKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class FrontThread:
+    """Processor time of the one thread in which a router, or a client, does its work."""
+
+    request_s: float = 0.0  # for a request until it is placed
+    frame_s: float = 0.0  # for a message of a worker
+    token_s: float = 0.0  # for each sequence in the message
+
+
+@dataclass(frozen=True, slots=True)
 class SharedCores:
     """Cores that all workers share with routers and clients.
 
@@ -25,14 +34,22 @@ class SharedCores:
     """
 
     num_cores: int
-    worker_threads: int = 1  # threads that compute a step
-    frame_s: float = 0.0  # processor time of routers and clients for a message of a worker
+    decode_threads: float = 1.0  # mean number of a worker's busy threads in a decode step
+    prompt_threads: float = 1.0  # in a step with prompts
+    router: FrontThread = FrontThread()
+    client: FrontThread = FrontThread()
 
     def __post_init__(self) -> None:
-        if self.num_cores < 1 or self.worker_threads < 1:
+        if self.num_cores < 1 or not min(self.decode_threads, self.prompt_threads) > 0:
             raise InvalidInput(
-                "cores", f"{self.num_cores} cores, {self.worker_threads} threads; give at least one of each"
+                "cores",
+                f"{self.num_cores} cores, {self.decode_threads} and {self.prompt_threads} threads; "
+                "give at least one core and more than no thread",
             )
+
+    def step_threads(self, kind: StepKind) -> float:
+        """Returns the mean number of busy threads of a worker during such a step."""
+        return self.decode_threads if kind is StepKind.DECODE else self.prompt_threads
 
     def slowness(self, num_threads: float) -> float:
         """Returns the time of work relative to that on a core of its own."""

@@ -43,6 +43,7 @@ class _StepRun:
     """The steps in flight: one, or several that are simulated at once because nothing happens between them."""
 
     plan: StepPlan | None = None  # None once its first step is committed
+    kind: StepKind = StepKind.DECODE
     steps_s: list[float] = field(default_factory=list)  # times of the steps that are not measured
     rows: DecodeRows | None = None  # None until the first step is committed, or if no more follow
     num_committed: int = 0
@@ -87,7 +88,7 @@ class DecodeModel(TransferOwner):
             self._end_steps,
             lambda: self.before_change(),
             self._serve_during_step,
-            machine.cores,
+            machine.step_starter(lambda: self._run.kind),
         )
         self.on_change: Callable[[], None] = lambda: None
         self.before_change: Callable[[], None] = lambda: None
@@ -312,13 +313,13 @@ class DecodeModel(TransferOwner):
         if not plan:
             return []
         self._run.plan, now_s, ends_s = plan, self.node.sim.now_s, []
+        self._run.kind = StepKind.CHUNK if plan.chunks else StepKind.DECODE
         num_steps, awaits_pages = 1, self.transfers.awaits_pages
         if not self._awaits_first_token(plan):
             num_steps = self.scheduler.num_steps_alike(plan, self._max_run, awaits_pages=awaits_pages)
         waiting_s = self.host.take_waiting_s() if self.host is not None else 0.0
         if num_steps == 1:
-            kind = StepKind.CHUNK if plan.chunks else StepKind.DECODE
-            slowness = self._machine.slowness(self.worker_id, kind, now_s)
+            slowness = self._machine.slowness(self.worker_id, self._run.kind, now_s)
             self._run.steps_s = [(self._costs.work_s(plan) + waiting_s) * slowness]
             return [now_s + self._run.steps_s[0]]
         costs, num_rows, contexts = self._costs, len(plan.rows), int(plan.rows.positions_R.sum())
@@ -488,4 +489,4 @@ class DecodeModel(TransferOwner):
         for send, deltas in outbox.items():
             send(deltas)
             if self._machine.cores is not None:
-                self._machine.cores.handle_frame()
+                self._machine.cores.handle_frame(len(deltas))

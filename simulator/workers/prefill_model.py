@@ -107,7 +107,11 @@ class PrefillModel:
         step_tokens = config.max_batch_tokens or 2048
         self.scheduler = PrefillScheduler(self.pool, self.cache, page_size, step_tokens, config.max_batch_sequences)
         self.loop = VirtualStepLoop(
-            node, self._begin_step, self._end_step, lambda: self.before_change(), cores=machine.cores
+            node,
+            self._begin_step,
+            self._end_step,
+            lambda: self.before_change(),
+            start_shared=machine.step_starter(lambda: StepKind.PREFILL),
         )
         self.pulls = PullModel(
             node,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-from simulator.world.machine_model import CoresModel, SharedWork
+from simulator.world.machine_model import SharedWork
 from simulator.world.network import Node
 from simulator.world.virtual_time import Callback, Timer
 
@@ -24,21 +24,22 @@ class VirtualStepLoop:
         end: Callable[[int], None],
         before_change: Callable[[], None] = lambda: None,
         serve: Callable[[Callback], None] | None = None,
-        cores: CoresModel | None = None,
+        start_shared: Callable[[float, Callback], SharedWork] | None = None,
     ) -> None:
         """`begin` schedules steps and returns the end of each, or nothing without work; `end` commits that many.
 
         `before_change` is called before steps that have ended or posted calls change the worker. `serve` runs a call
         during a step; without it, calls wait for the end of the step.
 
-        On shared `cores`, `begin` returns the end of a single step as it would be on a core of its own.
+        With `start_shared`, steps share cores: it begins the time of a step, and `begin` returns the end of a single
+        step as it would be on cores of its own.
         """
         self._node = node
         self._before_change = before_change
         self._begin = begin
         self._end = end
         self._serve = serve
-        self._cores = cores
+        self._start_shared = start_shared
         self._computing = False
         self._serving = False
         self._inbox: list[Callback] = []
@@ -115,10 +116,10 @@ class VirtualStepLoop:
                 return
 
     def _start(self) -> Timer | SharedWork:
-        if self._cores is None:
+        if self._start_shared is None:
             return self._node.at(self._ends_s[-1], self._finish)
         assert len(self._ends_s) == 1
-        return self._cores.start(self._ends_s[0] - self._since_s, self._end_shared)
+        return self._start_shared(self._ends_s[0] - self._since_s, self._end_shared)
 
     def _end_shared(self) -> None:
         self._ends_s = [self._node.sim.now_s]

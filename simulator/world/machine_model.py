@@ -6,6 +6,8 @@ A deployment without such costs has neither: each worker computes on hardware of
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 from simulator.costs.machine import SharedCores, StepKind, StepSpread
@@ -13,11 +15,11 @@ from simulator.world.virtual_time import Callback, Simulation, Timer
 
 
 class SharedWork:
-    """Work of some threads: a step, or a message at routers and clients."""
+    """Work of some threads: a step, or that of a router or client on a request or a message."""
 
     __slots__ = ("left_s", "num_threads", "on_end", "since_s", "slowness", "timer")
 
-    def __init__(self, left_s: float, num_threads: int, on_end: Callback, now_s: float) -> None:
+    def __init__(self, left_s: float, num_threads: float, on_end: Callback, now_s: float) -> None:
         self.left_s = left_s  # on a core of its own, counted from `since_s`
         self.num_threads = num_threads
         self.on_end = on_end
@@ -36,32 +38,35 @@ class CoresModel:
         self._sim = sim
         self._costs = costs
         self._works: dict[SharedWork, None] = {}
-        self._num_frames = 0  # messages that routers and clients handle, in one thread
+        self._router, self._client = SerialThread(self), SerialThread(self)
 
-    def start(self, work_s: float, on_end: Callback) -> SharedWork:
-        """Begins a worker's step that takes `work_s` on cores of its own; `on_end` runs when it is done."""
-        return self._start(work_s, self._costs.worker_threads, on_end)
-
-    def take_request(self, work_s: float, on_end: Callback) -> None:
-        """Begins work on a request before it is placed. Several requests share the cores."""
-        self._start(work_s, 1, on_end)
-
-    def handle_frame(self) -> None:
-        """Lets routers and clients handle a worker's message after those before. It does not delay the message."""
-        self._num_frames += 1
-        if self._num_frames == 1:
-            self._start(self._costs.frame_s, 1, self._end_frame)
-
-    def _end_frame(self) -> None:
-        self._num_frames -= 1
-        if self._num_frames:
-            self._start(self._costs.frame_s, 1, self._end_frame)
-
-    def _start(self, work_s: float, num_threads: int, on_end: Callback) -> SharedWork:
+    def start(self, work_s: float, num_threads: float, on_end: Callback) -> SharedWork:
+        """Begins work that takes `work_s` on cores of its own; `on_end` runs when it is done."""
         work = SharedWork(work_s, num_threads, on_end, self._sim.now_s)
         self._works[work] = None
         self._set_ends()
         return work
+
+    def start_step(self, work_s: float, kind: StepKind, on_end: Callback) -> SharedWork:
+        """Begins a worker's step."""
+        return self.start(work_s, self._costs.step_threads(kind), on_end)
+
+    @property
+    def request_s(self) -> float:
+        """Processor time of a request before it is placed."""
+        return self._costs.client.request_s + self._costs.router.request_s
+
+    def take_request(self, on_end: Callback) -> None:
+        """Begins the work of a client and then of a router on a request before it is placed."""
+        client, router = self._costs.client, self._costs.router
+        self._client.take(client.request_s, lambda: self._router.take(router.request_s, on_end))
+
+    def handle_frame(self, num_sequences: int) -> None:
+        """Lets routers and then clients handle a worker's message. It does not delay the message."""
+        router_s, client_s = (
+            thread.frame_s + num_sequences * thread.token_s for thread in (self._costs.router, self._costs.client)
+        )
+        self._router.take(router_s, lambda: self._client.take(client_s, lambda: None))
 
     def _end(self, work: SharedWork) -> None:
         del self._works[work]
@@ -81,6 +86,26 @@ class CoresModel:
             work.timer = self._sim.after(max(0.0, work.left_s) * slowness, partial(self._end, work))
 
 
+class SerialThread:
+    """A thread that does its work in order. All routers of a deployment share one, and so do all clients."""
+
+    def __init__(self, cores: CoresModel) -> None:
+        self._cores = cores
+        self._waiting: deque[tuple[float, Callback]] = deque()  # the first is in flight
+
+    def take(self, work_s: float, on_end: Callback) -> None:
+        """Does some work after all that it was given before, and then runs `on_end`."""
+        self._waiting.append((work_s, on_end))
+        if len(self._waiting) == 1:
+            self._cores.start(work_s, 1, self._end)
+
+    def _end(self) -> None:
+        _, on_end = self._waiting.popleft()
+        if self._waiting:
+            self._cores.start(self._waiting[0][0], 1, self._end)
+        on_end()
+
+
 class MachineModel:
     """The machine of a deployment. `cores` is None if each worker has cores of its own."""
 
@@ -89,6 +114,11 @@ class MachineModel:
         self._sim = sim
         self._spread = spread
         self._spells: dict[str, tuple[int, float]] = {}  # by worker: number and share of its present spell
+
+    def step_starter(self, kind: Callable[[], StepKind]) -> Callable[[float, Callback], SharedWork] | None:
+        """Returns what begins a worker's step, of the present `kind`, on shared cores; None without such cores."""
+        cores = self.cores
+        return None if cores is None else lambda work_s, on_end: cores.start_step(work_s, kind(), on_end)
 
     @property
     def is_steady(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
@@ -11,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.validation.__main__ import compare, publish
-from benchmarks.validation.measured import CpuTimes
+from benchmarks.validation.cpu_clocks import CpuTimes, cpu_seconds
 from benchmarks.validation.predicted import PredictedSystem, fit_costs
 from benchmarks.validation.runs import (
     Latencies,
@@ -25,7 +26,7 @@ from benchmarks.validation.runs import (
 from benchmarks.validation.workloads import WORKLOADS, make_workload, spell_prompt
 from penstock.types import Role
 from simulator.costs.cost_file import CostProfile, FrontCosts
-from simulator.costs.machine import SharedCores, StepKind, StepSpread
+from simulator.costs.machine import FrontThread, SharedCores, StepKind, StepSpread
 from simulator.costs.records import StepRecord, StepRecorder
 from simulator.costs.step_costs import DecodeCosts, LinkCosts, PrefillCosts
 from simulator.fleet import FleetSpec, SimulatedFleet
@@ -33,7 +34,7 @@ from simulator.request import TraceRequest
 
 SPEC = FleetSpec(1, 1, prefill_pages=4000, decode_pages=4000)
 PREFILL = PrefillCosts(0.004, 0.0001, 1e-8)
-CORES = SharedCores(num_cores=2, frame_s=0.002)
+CORES = SharedCores(num_cores=2, router=FrontThread(request_s=0.002, frame_s=0.002))
 SPREAD = StepSpread(dict.fromkeys(StepKind, (0.9, 1.0, 1.2)), 0.02)
 TRUTH = CostProfile(
     "here", "made up", PREFILL, DecodeCosts(0.006, 0.0004, 1e-6, PREFILL), LinkCosts(3e9, token_bytes=3072),
@@ -88,15 +89,19 @@ def test_a_fit_to_a_run_predicts_another_run_of_the_same_system() -> None:
             recorded_steps(real, run.requests),
             system.measure(run),
         )
-        steps = [record.totals for record in records[run.name] if record.role is Role.DECODE]
-        runs[run.name].cpu_s = {
-            "client": CORES.frame_s * sum(each.steps for each in steps),
-            "router": 0.0,
-        }
+        found, router = runs[run.name], CORES.router
+        num_steps = sum(each.totals.steps for each in records[run.name] if each.kind is StepKind.DECODE)
+        found.cpu_s = {"client": 0.0, "router": router.frame_s * num_steps + router.request_s * len(found.ttft_s)}
+        first_s = router.request_s + router.frame_s
+        found.first_cpu_s = [{"client": 0.0, "router": first_s, "decode-0": ttft_s} for ttft_s in found.ttft_s]
+        found.later_cpu_s = [{"client": 0.0, "router": 0.0, "decode-0": itl_s} for itl_s in found.itl_s]
     machine = {"hardware": {"cores": CORES.num_cores}}
     profile = fit_costs([Measurement("disaggregated", 0, 15.0, machine, records, runs)])
     assert profile.cores is not None
-    assert profile.cores.frame_s == pytest.approx(CORES.frame_s, rel=0.01)
+    assert profile.cores.router.frame_s == pytest.approx(CORES.router.frame_s, rel=0.01)
+    assert profile.cores.router.request_s == pytest.approx(CORES.router.request_s, rel=0.01)
+    assert profile.cores.decode_threads == pytest.approx(1.0)
+    assert profile.cores.prompt_threads == pytest.approx(1.0)
     bursts = [PlannedRun("bursts", make_workload("bursts", 15.0, seed)) for seed in range(3, 9)]
     seen, expected = (
         pool([PredictedSystem(spec).measure(run) for run in bursts]) for spec in (real, SPEC.with_costs(profile))
@@ -148,8 +153,16 @@ def test_results_of_another_shape_are_kept_and_charted(tmp_path: Path) -> None:
 
 
 def test_processor_time_that_is_neither_idle_nor_ours_was_taken_by_others() -> None:
-    before = CpuTimes(whole=1000, idle=600, ours={"router": 60, "client": 40})
-    assert CpuTimes(whole=1200, idle=700, ours={"router": 90, "client": 60}).others_share(before) == 0.25
-    after = CpuTimes(whole=1200, idle=780, ours={"router": 90, "client": 60})
+    before = CpuTimes(whole_s=10.0, idle_s=6.0, ours_s={"router": 0.6, "client": 0.4})
+    assert CpuTimes(12.0, 7.0, {"router": 0.9, "client": 0.6}).others_share(before) == pytest.approx(0.25)
+    after = CpuTimes(12.0, 7.8, {"router": 0.9, "client": 0.6})
     assert after.others_share(before) == 0.0  # ticks are coarse
-    assert after.seconds_since(before)["router"] == pytest.approx(30 / os.sysconf("SC_CLK_TCK"))
+    assert after.seconds_since(before)["router"] == pytest.approx(0.3)
+
+
+def test_the_processor_time_of_a_process_grows_with_its_work() -> None:
+    pids = {"here": os.getpid()}
+    before, own_s = cpu_seconds(pids), time.process_time()
+    while time.process_time() < own_s + 0.02:
+        pass
+    assert cpu_seconds(pids)["here"] - before["here"] >= 0.02

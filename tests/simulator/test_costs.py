@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
+from itertools import product
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -14,8 +17,9 @@ from penstock.sizing.model_shape import MODEL_SHAPES, find_shape
 from penstock.types import Role, StepTotals
 from simulator.costs.accelerators import find_accelerator
 from simulator.costs.cost_file import read_costs, write_costs
+from simulator.costs.crowding import crowded_slowness
 from simulator.costs.fit import fit_steps
-from simulator.costs.machine import SharedCores, StepKind, StepSpread
+from simulator.costs.machine import FrontThread, SharedCores, StepKind, StepSpread
 from simulator.costs.records import StepRecord
 from simulator.costs.roofline import num_kv_tokens, ridge_batch, roofline_costs
 from simulator.costs.step_costs import DecodeCosts, PrefillCosts
@@ -132,7 +136,7 @@ def test_a_fit_finds_the_spread_of_times() -> None:
 
 def test_a_fit_on_shared_cores_finds_the_costs_of_steps_alone() -> None:
     """Two workers compute together half of the time, and routers and clients need a core whenever one of them does."""
-    cores, found = SharedCores(num_cores=2, frame_s=0.3), []
+    cores, found = SharedCores(2, router=FrontThread(frame_s=0.3)), []
     for number in range(40):
         at_s, batch, is_together = number * 1.0, 1 + number % 5, number % 2
         seconds = (0.1 + 0.02 * batch) * (1.5 if is_together else 1.0)
@@ -143,6 +147,22 @@ def test_a_fit_on_shared_cores_finds_the_costs_of_steps_alone() -> None:
             found.append(StepRecord(Role.PREFILL, True, prompt, "prefill", at_s))
     assert fit_steps(found, cores).decode.batch_s(4) == pytest.approx(0.18, rel=0.1)
     assert fit_steps(found).decode.batch_s(4) > 0.2
+
+
+def test_slowness_beside_several_workers_is_the_mean_over_which_of_them_compute() -> None:
+    """Each other worker computes during a given share of a record's time, independently of the rest."""
+    cores, rng = SharedCores(2, 1.5, 1.5), random.Random(1)
+    others = {f"decode-{number}": rng.random() for number in range(4)}
+    found = [StepRecord(Role.DECODE, False, StepTotals(1, 1, 1, 1.0), "decode", 1.0)]
+    found += [
+        StepRecord(Role.PREFILL, True, StepTotals(1, 1, 1, share * 1.0), name, 0.5 + share / 2)
+        for name, share in others.items()
+    ]
+    expected = 0.0
+    for are_busy in product((False, True), repeat=len(others)):
+        chance = prod(share if is_busy else 1 - share for share, is_busy in zip(others.values(), are_busy, strict=True))
+        expected += chance * max(1.0, 1.5 * (1 + sum(are_busy)) / 2)
+    assert crowded_slowness(found, cores)[0] == pytest.approx(expected)
 
 
 def test_too_few_records_are_refused_by_kind() -> None:
@@ -156,7 +176,9 @@ def test_a_cost_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_costs(profile, path)
     assert read_costs(path) == profile
     spread = StepSpread({str(kind): [0.9, 1.0, 1.5] for kind in StepKind}, spell_s=0.02)
-    profile = replace(profile, spread=spread, cores=SharedCores(num_cores=2, frame_s=0.001))
+    profile = replace(
+        profile, spread=spread, cores=SharedCores(2, 1.5, 1.8, FrontThread(0.003, 0.001, 0.0001), FrontThread(0.002))
+    )
     write_costs(profile, path)
     assert read_costs(path) == profile
     path.write_text(path.read_text().replace('"token_bytes": ', '"token_bytes": -'))

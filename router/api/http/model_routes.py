@@ -20,7 +20,7 @@ from router.api.http.generation import identify
 from router.api.http.openapi.document import described_call, described_reading
 from router.api.identity import read_authorization
 from router.api.openai.fields import check_fields
-from router.api.openai.json_bodies import SMALL_BODY_BYTES, read_json
+from router.api.openai.json_bodies import SMALL_BODY_BYTES, Integer, read_json
 from router.api.openai.requests import validate_fields
 from router.api.prepare import RequestPreparer
 from router.fleet.adapters.adapter_file import AdapterFile
@@ -67,7 +67,7 @@ class UnloadAdapterBody(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     lora_name: str
-    lora_int_id: int | None = None  # has no effect
+    lora_int_id: Integer | None = None  # has no effect
 
 
 ChangeT = TypeVar("ChangeT", LoadAdapterBody, UnloadAdapterBody)

@@ -19,6 +19,7 @@ from penstock.kv.kv_hints import MAX_PRIORITY, Hint, HintOutcome, KvHints
 from penstock.text.completions import Output
 from penstock.wire import hint_outcome_from_wire
 from router.api.dialect import Json
+from router.api.openai.json_bodies import Integer, Number
 
 _DAY_S = 86_400.0
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -32,10 +33,10 @@ class KvHintsFields(BaseModel):
 
     session: str = ""
     fork_of: str = ""
-    pin_s: float = 0.0
-    priority: int = 0
+    pin_s: Number = 0.0
+    priority: Integer = 0
     demote: StrictBool = False
-    prefetch_s: float | None = None
+    prefetch_s: Number | None = None
     end_session: StrictBool = False
     only: StrictBool = False
 
@@ -45,10 +46,10 @@ class AgentHints(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    priority: float | None = None
-    strict_priority: float | None = None
-    latency_sensitivity: float | None = None
-    osl: int | None = None
+    priority: Number | None = None
+    strict_priority: Number | None = None
+    latency_sensitivity: Number | None = None
+    osl: Integer | None = None
     speculative_prefill: StrictBool | None = None
 
 

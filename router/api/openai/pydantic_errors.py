@@ -12,12 +12,9 @@ from router.api.openai.json_bodies import shown
 
 # What the field expects, by pydantic's type of error.
 _WANTED: Mapping[str, str] = {
-    "bool_parsing": "true or false",
     "bool_type": "true or false",
     "dict_type": "an object",
-    "float_parsing": "a number",
     "float_type": "a number",
-    "int_from_float": "an integer",
     "int_parsing": "an integer",
     "int_parsing_size": "an integer with fewer digits",
     "int_type": "an integer",

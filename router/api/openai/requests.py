@@ -21,7 +21,7 @@ from router.api.dialect import PLAIN_TEXT, OutputFormat
 from router.api.limits import check_count
 from router.api.openai.chat_prompt import FIRST_ERROR, PARTS, TEXT, ChatPrompt
 from router.api.openai.fields import check_fields
-from router.api.openai.json_bodies import read_json, shown
+from router.api.openai.json_bodies import Integer, Number, TokenId, read_json, shown
 from router.api.openai.kv_hints import DynamoExtension, KvHintsFields, combined_hints
 from router.api.openai.pydantic_errors import explain
 from router.api.openai.structured import StructuredFields
@@ -52,9 +52,9 @@ _TIERS: Mapping[str, Lane | None] = {
 }
 
 _JSON_TYPES: Mapping[int, Any] = {
-    FieldDescriptor.CPPTYPE_UINT32: int,
-    FieldDescriptor.CPPTYPE_UINT64: int,
-    FieldDescriptor.CPPTYPE_FLOAT: float,
+    FieldDescriptor.CPPTYPE_UINT32: Integer,
+    FieldDescriptor.CPPTYPE_UINT64: Integer,
+    FieldDescriptor.CPPTYPE_FLOAT: Number,
     FieldDescriptor.CPPTYPE_BOOL: StrictBool,  # otherwise pydantic reads "off", "no", 0 and others as false
     FieldDescriptor.CPPTYPE_STRING: str,
 }
@@ -82,13 +82,15 @@ _NORMALIZED: Mapping[str, Callable[[Any], Any]] = {
 def _json_type(field: Any) -> Any:
     """Returns the type in a body of a field of the message `SamplingParams`. An absent field is None."""
     if field.message_type is not None:
-        key, value = (_JSON_TYPES[field.message_type.fields_by_name[name].cpp_type] for name in ("key", "value"))
-        return Annotated[dict[key, value], FIRST_ERROR] | None  # type: ignore[valid-type]
+        value = _JSON_TYPES[field.message_type.fields_by_name["value"].cpp_type]
+        # The keys of a JSON object are texts, such as "50256".
+        return Annotated[dict[int, value], FIRST_ERROR] | None  # type: ignore[valid-type]
     element = _JSON_TYPES[field.cpp_type]
     if not field.is_repeated:
         return element | None
-    elements = Annotated[list[element], FIRST_ERROR]  # type: ignore[valid-type]
-    return str | elements | None if element is str else elements | None
+    if element is str:
+        return str | Annotated[list[str], FIRST_ERROR] | None
+    return Annotated[list[TokenId], FIRST_ERROR] | None
 
 
 # Fields of `SamplingParams` that bodies declare differently or not at all: `logprobs` is a number for completions and a
@@ -131,9 +133,9 @@ class _CommonFields(StructuredFields):
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     service_tier: str | None = None
-    priority: int | None = None
+    priority: Integer | None = None
     cache_salt: str | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Integer | None = None
     add_special_tokens: StrictBool | None = None
     skip_special_tokens: StrictBool | None = None
     include_stop_str_in_output: StrictBool | None = None
@@ -230,7 +232,7 @@ def _prompt_form(prompt: object) -> str | None:
     return _IDS if isinstance(first, int | float) else None
 
 
-_Ids = Annotated[list[int], FIRST_ERROR]
+_Ids = Annotated[list[TokenId], FIRST_ERROR]
 
 
 class CompletionBody(_SamplingBody):
@@ -243,7 +245,7 @@ class CompletionBody(_SamplingBody):
         | Annotated[list[_Ids], FIRST_ERROR, Tag(_ID_LISTS)],
         Discriminator(_prompt_form, "prompt_form", "is of another form"),
     ]
-    logprobs: int | None = None
+    logprobs: Integer | None = None
     echo: StrictBool | None = None
 
     @property
@@ -293,9 +295,9 @@ class CompletionBody(_SamplingBody):
 class ChatBody(_SamplingBody, ChatPrompt):
     """The body of POST /v1/chat/completions."""
 
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Integer | None = None
     logprobs: StrictBool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Integer | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: StrictBool | None = None
     include_reasoning: StrictBool | None = None

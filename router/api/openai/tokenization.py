@@ -13,7 +13,7 @@ from penstock.v1 import inference_pb2
 from router.api.dialect import Json
 from router.api.openai.chat_prompt import FIRST_ERROR, ChatPrompt
 from router.api.openai.fields import check_fields
-from router.api.openai.json_bodies import read_json
+from router.api.openai.json_bodies import TokenId, read_json
 from router.api.openai.requests import validate_fields
 
 _REFUSED = {"chat_template": (), "mm_processor_kwargs": ({},), "media_io_kwargs": ({},), "return_offsets": (False,)}
@@ -60,7 +60,7 @@ class DetokenizeBody(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    tokens: Annotated[list[int], FIRST_ERROR]
+    tokens: Annotated[list[TokenId], FIRST_ERROR]
 
 
 TokenizeBody = TokenizeTextBody | TokenizeChatBody

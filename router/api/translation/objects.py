@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.errors import InvalidInput
 from router.api.openai.fields import check_fields
-from router.api.openai.json_bodies import shown
+from router.api.openai.json_bodies import as_integer, shown
 
 _NONE: frozenset[str] = frozenset()
 _NOTHING: Mapping[str, tuple[object, ...]] = {}
@@ -54,8 +54,8 @@ class JsonObject:
         return self._read(name, bool, "true or false")
 
     def integer(self, name: str) -> int | None:
-        value = self._read(name, int, "an integer")
-        if isinstance(value, bool):
+        value = as_integer(self._rest.pop(name, None))
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise self.error(name, f"is {shown(value)}; give an integer")
         return value
 

@@ -84,6 +84,18 @@ CHAT: Table = [
     ({"temperature": "hot"}, "temperature: is 'hot'; give a number"),
     ({"temperature": -1}, "temperature: is -1; give a value from 0 to 100"),
     ({"max_completion_tokens": 1 << 40}, f"max_completion_tokens: is {1 << 40}; give at most {(1 << 32) - 1}"),
+    ({"max_tokens": "5"}, "max_tokens: is '5'; give an integer"),
+    ({"max_completion_tokens": True}, "max_completion_tokens: is True; give an integer"),
+    ({"n": "2"}, "n: is '2'; give an integer"),
+    ({"seed": False}, "seed: is False; give an integer"),
+    ({"logprobs": True, "top_logprobs": "2"}, "top_logprobs: is '2'; give an integer"),
+    ({"priority": "1"}, "priority: is '1'; give an integer"),
+    ({"temperature": "1"}, "temperature: is '1'; give a number"),
+    ({"top_p": True}, "top_p: is True; give a number"),
+    ({"logit_bias": {"1": "2"}}, "logit_bias[1]: is '2'; give a number"),
+    ({"kv_hints": {"pin_s": "5"}}, "kv_hints.pin_s: is '5'; give a number"),
+    ({"kv_hints": {"priority": True}}, "kv_hints.priority: is True; give an integer"),
+    ({"nvext": {"agent_hints": {"osl": "5"}}}, "nvext.agent_hints.osl: is '5'; give an integer"),
     ({"logit_bias": {"1": "x"}}, "logit_bias[1]: is 'x'; give a number"),
     ({"stream_options": {"include_usage": "x"}}, "stream_options.include_usage: is 'x'; give true or false"),
     ({"stream": "off"}, "stream: is 'off'; give true or false"),
@@ -99,16 +111,26 @@ CHAT: Table = [
 COMPLETIONS: Table = [
     ({"echo": "off"}, "echo: is 'off'; give true or false"),
     ({"return_token_ids": "false"}, "return_token_ids: is 'false'; give true or false"),
+    ({"logprobs": True}, "logprobs: is True; give an integer"),
+    ({"truncate_prompt_tokens": "5"}, "truncate_prompt_tokens: is '5'; give an integer"),
     ({"logprobs": -1}, "logprobs: is -1; give 0 or more"),
     ({"logprobs": 21}, "logprobs: is 21; give a value from 0 to 20"),
     ({"prompt": {}}, "prompt: is {}; give text, token ids, or a list of either"),
     ({"prompt": [1, "a"]}, "prompt[1]: is 'a'; give an integer"),
+    ({"prompt": [1, "2"]}, "prompt[1]: is '2'; give an integer"),
+    ({"prompt": [True]}, "prompt[0]: is True; give an integer"),
+    ({"prompt": [[1], [2.0]]}, "prompt[1][0]: is 2.0; give an integer"),
+    ({"stop_token_ids": ["1"]}, "stop_token_ids[0]: is '1'; give an integer"),
     ({"stop_token_ids": [-1]}, "stop_token_ids: is [-1]; give 0 or more"),
     ({"bad_words": [1]}, "bad_words: is [1]; give a string or a list of strings"),
 ]
 MESSAGES: Table = [
     ({"stream": "off"}, "stream: is 'off'; give true or false"),
     ({"max_tokens": None}, "max_tokens: is missing; add it"),
+    ({"max_tokens": "5"}, "max_tokens: is '5'; give an integer"),
+    ({"max_tokens": True}, "max_tokens: is True; give an integer"),
+    ({"top_k": "5"}, "top_k: is '5'; give an integer"),
+    ({"temperature": "1"}, "temperature: is '1'; give a number"),
     ({"max_tokens": 0}, "max_tokens: is 0; give 1 or more"),
     ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content: is 1; give text or a list of blocks"),
     ({"messages": [{"role": "wizard", "content": "a"}]}, "messages[0].role: is 'wizard'; give one of user, assistant"),
@@ -130,6 +152,8 @@ RESPONSES: Table = [
     ({"text": 1}, "text: is 1; give an object"),
     ({"text": {"format": {}}}, "text.format.type: is missing; add it"),
     ({"text": {"format": {"type": "json_schema", "name": "a", "schema": 1}}}, "text.format.schema: is 1; give an obj"),
+    ({"max_output_tokens": "5"}, "max_output_tokens: is '5'; give an integer"),
+    ({"max_output_tokens": 5.5}, "max_output_tokens: is 5.5; give an integer"),
     ({"max_output_tokens": 0}, "max_output_tokens: is 0; give 1 or more"),
     ({"reasoning": {"effort": "x"}}, "reasoning.effort: is 'x'; give one of none, minimal"),
     ({"temperature": -1}, "temperature: is -1; give a value from 0 to 100"),
@@ -160,3 +184,22 @@ async def test_a_wrong_value_is_a_400_with_field_value_and_fix(path: str) -> Non
                 assert body["type"] == "error", fields
             else:
                 assert error["param"] == message.partition(":")[0], fields
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"max_tokens": 5.0, "n": 1.0, "temperature": 1, "logit_bias": {"7": 1}}),
+        ("/v1/completions", {"top_k": -1.0, "logprobs": 1.0, "kv_hints": {"priority": 1.0, "pin_s": 1}}),
+        ("/v1/messages", {"max_tokens": 5.0, "top_k": 5.0, "temperature": 1}),
+        ("/v1/responses", {"max_output_tokens": 5.0, "top_p": 1}),
+    ],
+)
+async def test_numbers_without_a_fraction_are_integers(path: str, fields: Fields) -> None:
+    plain, _ = APIS[path]
+    async with (
+        running_router(await FakeWorker().start()) as router,
+        httpx.AsyncClient(base_url=router.http_url, timeout=60) as http,
+    ):
+        answer = await http.post(path, json={**plain, **fields})
+        assert answer.status_code == 200, answer.text

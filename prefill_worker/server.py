@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 
 from engine.adapters.queue import AdapterQueue
 from engine.parallel.leader import Launch
 from engine.replica import Replica
 from engine.sampling.grammar.queue import GrammarQueue
+from engine.step.isolation import IsolatedOutput
+from engine.step.job_thread import JobThread
 from kv_transfer.session.lease import earliest
 from penstock.config import WorkerConfig
 from penstock.errors import PenstockError
@@ -25,6 +28,7 @@ class PrefillServer:
 
     role = Role.PREFILL
     worker: PrefillWorker  # set by `start`
+    _steps: JobThread | None = None  # on a CPU
 
     def __init__(self, config: WorkerConfig, replica: Replica | None = None, launch: Launch | None = None) -> None:
         """Takes the arguments of `WorkerShell`."""
@@ -50,6 +54,8 @@ class PrefillServer:
         self._grammars = GrammarQueue(engine.grammars, engine.model.eos_token_ids, shell.loop.post)
         adapters = self._adapters = AdapterQueue(engine.adapters, shell.loop.post)
         context_length = shell.description.context_length
+        if not engine.kv_pages.is_cuda:
+            self._steps = JobThread(f"{config.worker_id} steps")
         worker = self.worker = PrefillWorker(
             engine,
             shell.sender,
@@ -60,6 +66,7 @@ class PrefillServer:
             adapters=adapters,
             on_step=shell.step_metrics.observe,
             hints=shell.hints,
+            run=self._run,
         )
         service = self._service = PrefillService(worker, shell.loop)
         core = RoleCore(
@@ -73,6 +80,12 @@ class PrefillServer:
         )
         shell.attach(core, "PrefillWorker", [partial(add_PrefillWorkerServicer_to_server, service)])
         await shell.serve()
+
+    def _run(self, compute: Callable[[], IsolatedOutput]) -> IsolatedOutput:
+        """Computes a step. On a CPU another thread does, so that pages are pulled and handed over meanwhile; a GPU
+        computes beside the step loop anyway.
+        """
+        return compute() if self._steps is None else self.shell.loop.run_beside(self._steps.post, compute)
 
     async def leave(self) -> None:
         """Asks routers to send no more requests; running prefills continue."""
@@ -98,4 +111,6 @@ class PrefillServer:
         await shell.stop_loop()
         self._grammars.close()
         self._adapters.close()
+        if self._steps is not None:
+            self._steps.close()
         await shell.stop_receiver()

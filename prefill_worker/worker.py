@@ -22,7 +22,7 @@ from engine.adapters.queue import AdapterQueue
 from engine.engine import Engine
 from engine.sampling.grammar.queue import GrammarQueue
 from engine.step.compute import SampledTokens
-from engine.step.isolation import step_isolated
+from engine.step.isolation import IsolatedOutput, step_isolated
 from engine.step.sequence import SampledToken, ScheduledSequence, Sequence
 from kv_transfer.endpoints import KvSender
 from kv_transfer.session.lease import Lease, Sweeper, earliest, heartbeat_s
@@ -74,13 +74,15 @@ class PrefillWorker:
         adapters: AdapterQueue | None = None,
         on_step: Callable[[int, int, float], None] | None = None,
         hints: HintFollower | None = None,
+        run: Callable[[Callable[[], IsolatedOutput]], IsolatedOutput] = lambda compute: compute(),
     ) -> None:
         """`context_length` is the number of tokens that both the model and the pool can hold. Jobs with a grammar are
         refused without `grammars`, and jobs with an adapter without `adapters`; without `pulls` nothing is pulled from
         other workers. `on_step` is called with the sequences, tokens and seconds of each step. Without `hints` none is
-        followed.
+        followed. `run` computes a step, by default on the step loop.
         """
         self._engine = engine
+        self._run = run
         self._grammars = grammars
         self._adapters = adapters or AdapterQueue(None, lambda call: None)
         self._pulls = pulls
@@ -335,7 +337,7 @@ class PrefillWorker:
             num_layers = len(self._engine.layout.layers)
             done = step_isolated(LayerwiseStep(self._engine.step, num_layers, list(pushes.values())), work)
         else:
-            done = step_isolated(self._engine.step, work)
+            done = self._run(lambda: step_isolated(self._engine.step, work))
         now_s = time.monotonic()
         self._measure(work, num_contexts, now_s - started_s, now_s)
         sampled = {item.sequence: token for item, token in zip(done.work, done.output.tokens, strict=True) if token}

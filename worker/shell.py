@@ -165,8 +165,8 @@ class WorkerShell:
             engine,
             self.epoch,
             config.transfer,
-            on_done=lambda key: post(lambda: self._owner_of_outgoing(key).on_sent(key)),
-            on_failure=lambda key, error: post(lambda: self._owner_of_outgoing(key).on_failed(key, error)),
+            on_done=lambda key: self._post_outgoing(key, lambda owner: owner.on_sent(key)),
+            on_failure=lambda key, error: self._post_outgoing(key, lambda owner: owner.on_failed(key, error)),
         )
         self.source = PageSource(engine, self.sender)
         self.intake = PageIntake(engine, self.open_receiver, config.transfer.timeout_s, post)
@@ -200,7 +200,7 @@ class WorkerShell:
 
     def open_receiver(self) -> KvReceiver:
         """Returns the receiver, which the first call opens. Blocks, so it must not be called on the step loop."""
-        post = self.loop.post
+        post = self.loop.post_beside  # only prefill workers compute beside the loop, and they get no prompts' pages
         with self._opening_receiver:
             if self._receiver is None:
                 self._receiver = open_receiver(
@@ -242,7 +242,7 @@ class WorkerShell:
             add(self.rpc.server)
 
     def _handover_service(self) -> HandoverService:
-        post = self.loop.post
+        post = self.loop.post_beside  # pages are handed over and pulled while a step computes
         client = HandoverClient(self.source, post, self.channels, WorkerId(self.config.worker_id), self.epoch)
         max_pulls = self.config.transfer.max_pulls if self.description.pulls else 0
         return HandoverService(client, self.intake, post, self.fences, self.epoch, lambda: self.address, max_pulls)
@@ -327,8 +327,16 @@ class WorkerShell:
             None if self._shared is None else self._shared.sweep(now_s),
         )
 
-    def _owner_of_outgoing(self, key: TransferKey) -> OutgoingTransfers:
-        return self.source if self.source.owns(key) else self._core.outgoing
+    def _post_outgoing(self, key: TransferKey, report: Callable[[OutgoingTransfers], None]) -> None:
+        """Reports to the owner of a transfer on the step loop; the role's core hears of it only between steps."""
+
+        def run() -> None:
+            if self.source.owns(key):
+                report(self.source)
+            else:
+                self.loop.post(lambda: report(self._core.outgoing))
+
+        self.loop.post_beside(run)
 
     def _owner_of_incoming(self, key: TransferKey) -> IncomingTransfers:
         return self.intake if self._core.incoming is None or self.intake.owns(key) else self._core.incoming

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -493,6 +494,52 @@ async def test_a_prompt_meets_the_pages_that_are_pulled_meanwhile(
         await until(lambda: holder.shell.handover._num_pulls == 0)  # it has stopped sending
         assert not puller.shell._engine.prefix_cache.is_awaiting
         puller.shell._engine.prefix_cache.check_integrity()
+
+
+def hold_step(server: PrefillServer, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Lets the worker's next step begin and then wait. Returns the events of its beginning and of going on."""
+    engine, begun, goes_on = server.shell._engine, threading.Event(), threading.Event()
+    step = engine.step
+
+    def wait(*arguments: Any) -> Any:
+        begun.set()
+        goes_on.wait(TIMEOUT_S)
+        return step(*arguments)
+
+    monkeypatch.setattr(engine, "step", wait)
+    return begun, goes_on
+
+
+async def test_pages_arrive_while_a_prefill_worker_computes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PullCosts, "plan", lambda *_: PullPlan(0.001, 20.0, 0.0))
+    roles = (Role.PREFILL, Role.PREFILL, Role.DECODE)
+    async with fleet(model, *roles, decode={"placement": "remote"}) as (holder, puller, decode):
+        await ask(decode, prefill=candidate(holder))
+        decode.shell.loop.post(decode.shell._engine.prefix_cache.clear)
+        begun, goes_on = hold_step(puller, monkeypatch)
+        async with caller(decode) as to_it:
+            stream = to_it.submit(PROMPT, GREEDY, [candidate(puller, source(holder, puller))])
+            await until(begun.is_set)
+            await until(lambda: puller.shell._engine.prefix_cache.num_cached == PULLED // PAGE)
+            goes_on.set()
+            answer = await to_it.answer(stream)
+        assert (answer.token_ids, pull_of(answer).pulled_tokens) == (expected(model), PULLED)
+
+
+async def test_a_prefill_worker_sends_pages_while_it_computes(
+    model: Path, always: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with fleet(model, Role.PREFILL, Role.DECODE, decode={"placement": "remote"}) as (holder, puller):
+        await ask(puller, prefill=candidate(holder))
+        puller.shell.loop.post(puller.shell._engine.prefix_cache.clear)
+        begun, goes_on = hold_step(holder, monkeypatch)
+        async with caller(puller) as to_it:
+            busy = to_it.submit([1, *PROMPT], GREEDY, [candidate(holder)])
+            await until(begun.is_set)
+            answer = await ask(puller, source(holder, puller))
+            goes_on.set()
+            assert (await to_it.answer(busy)).error is None
+        assert (answer.token_ids, pull_of(answer).pulled_tokens) == (expected(model), PULLED)
 
 
 async def test_damaged_pages_are_dropped_and_computed(

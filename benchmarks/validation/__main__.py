@@ -57,10 +57,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         compared = [run.name for _, runs in deployments(shape, first.seconds, 0) for run in runs if run.is_compared]
         rows = []
         for name in compared:
-            seen = pool([one.runs[name] for one in rounds])
-            rows += compare(shape, name, seen, pool([each[name] for each in predicted]))
+            rows += compare(
+                shape, name, *judged([one.runs[name] for one in rounds], [each[name] for each in predicted])
+            )
         publish(rows, first.machine, args.results, args.docs)
     return 0
+
+
+def judged(seen: Sequence[Latencies], predicted: Sequence[Latencies]) -> tuple[Latencies, Latencies]:
+    """Returns what the rounds of a run saw, and what was predicted for them, without those that other programs
+    disturbed if any other is left.
+    """
+    quiet = [number for number, one in enumerate(seen) if not one.is_disturbed] or range(len(seen))
+    return pool([seen[number] for number in quiet]), pool([predicted[number] for number in quiet])
 
 
 def figures(found: Latencies) -> dict[str, float]:
@@ -89,6 +98,7 @@ def compare(shape: str, workload: str, seen: Latencies, expected: Latencies) -> 
             "error": error,
             "bound": _BOUNDS[figure],
             "others_share": seen.others_share,
+            "is_disturbed": seen.is_disturbed,
             "num_requests": len(seen.ttft_s),
             "num_failed": seen.num_failed,
             "num_failed_predicted": expected.num_failed,
@@ -113,6 +123,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             cell = f"**{cell}**"
         share = row["others_share"]
         others = "not measured" if share is None else f"{100 * share:.0f} %"
+        if row["is_disturbed"]:
+            others = f"**{others}**"
         line = lines.setdefault((row["shape"], row["workload"]), {"others": others})
         line[row["figure"]] = cell
     header = [

@@ -10,7 +10,6 @@ import numpy as np
 
 from benchmarks.validation.runs import (
     CALIBRATIONS,
-    DISTURBED,
     LONG_REFERENCE,
     MODEL,
     NUM_PAGES,
@@ -124,7 +123,7 @@ def fit_costs(rounds: Sequence[Measurement]) -> CostProfile:
     steps, and that of requests outside of workers, is what their latencies have beyond their own steps and messages.
     """
     usual_s = _alone_s([record for seen in rounds for name in _references(seen) for record in seen.records[name]])
-    runs = [(seen, name) for seen in rounds for name in CALIBRATIONS if not _is_disturbed(seen.runs[name])]
+    runs = [(seen, name) for seen in rounds for name in CALIBRATIONS if not seen.runs[name].is_disturbed]
     runs = runs or [(seen, name) for seen in rounds for name in CALIBRATIONS]
     records = [record for seen, name in runs for record in _at_usual_speed(seen, name, usual_s)]
     latency_s = _latency_s([hop_s for seen, name in runs for hop_s in seen.runs[name].hops_s])
@@ -149,12 +148,9 @@ def fit_costs(rounds: Sequence[Measurement]) -> CostProfile:
 
 
 def _references(seen: Measurement) -> list[str]:
-    """Returns the names of the runs of requests that were alone."""
-    return [name for name in seen.runs if name.startswith(REFERENCE)]
-
-
-def _is_disturbed(run: Latencies) -> bool:
-    return (run.others_share or 0.0) > DISTURBED
+    """Returns the names of the runs of short requests that were alone, without disturbed ones if possible."""
+    names = [name for name in seen.runs if name.startswith(REFERENCE)]
+    return [name for name in names if not seen.runs[name].is_disturbed] or names
 
 
 def _at_usual_speed(seen: Measurement, name: str, usual_s: Mapping[StepKind, float]) -> list[StepRecord]:
@@ -205,20 +201,24 @@ def _worker_cpu_s(found: Sequence[Mapping[str, float]]) -> float:
 
 
 def _front_thread(rounds: Sequence[Measurement], alone: Latencies, process: str) -> FrontThread:
-    """Returns what the router or the client needs: for messages what grows with decode steps and their tokens, and for
-    requests what one that is alone needs until its first token, without that message.
+    """Returns what the router or the client needs.
+
+    Requests that are alone show what a request and a message with one token need; the calibrations, what further tokens
+    of a message do.
     """
-    quantities, cpu_s = [], []
+    message_s = median(one[process] for one in alone.later_cpu_s)
+    request_s = max(0.0, median(one[process] for one in alone.first_cpu_s) - message_s)
+    further, further_s = [], []
     for seen in rounds:
-        for name in (*CALIBRATIONS, *_references(seen)):
-            steps = [each.totals for each in seen.records[name] if each.role is Role.DECODE and not each.has_prompts]
-            quantities.append(
-                (sum(each.steps for each in steps), sum(each.tokens for each in steps), len(seen.runs[name].ttft_s))
-            )
-            cpu_s.append(seen.runs[name].cpu_s[process])
-    frame_s, token_s, _ = least_squares(np.array(quantities, float), np.array(cpu_s))
-    first_s = median(one[process] for one in alone.first_cpu_s)
-    return FrontThread(max(0.0, first_s - frame_s - token_s), float(frame_s), float(token_s))
+        for name in CALIBRATIONS:
+            steps = [(each.has_prompts, each.totals) for each in seen.records[name] if each.role is Role.DECODE]
+            further.append(sum(each.tokens - each.steps for has_prompts, each in steps if not has_prompts))
+            num_messages = sum(each.steps for _, each in steps)
+            run = seen.runs[name]
+            further_s.append(run.cpu_s[process] - request_s * len(run.ttft_s) - message_s * num_messages)
+    token_s, *_ = least_squares(np.array(further, float)[:, None], np.array(further_s))
+    token_s = min(float(token_s), message_s)
+    return FrontThread(request_s, message_s - token_s, token_s)
 
 
 def _latency_s(hops_s: Sequence[float]) -> float:

@@ -24,7 +24,7 @@ REFERENCE = "alone"  # begins the names of runs of short requests that are alone
 LONG_REFERENCE = "long alone"
 REFERENCES = (REFERENCE, LONG_REFERENCE)
 _LONG_PROMPT = 640  # tokens
-DISTURBED = 0.03  # share of the cores that other programs may take during a run
+DISTURBED = 0.05  # share of the cores that other programs may take during a run
 _SEEDS_A_ROUND = 100
 
 
@@ -70,6 +70,10 @@ class Latencies:
         sent_s, first_s, last_s = clocks_s
         self.first_cpu_s.append({name: first_s[name] - sent_s[name] for name in sent_s})
         self.later_cpu_s.append({name: (last_s[name] - first_s[name]) / num_later for name in sent_s})
+
+    @property
+    def is_disturbed(self) -> bool:
+        return (self.others_share or 0.0) > DISTURBED
 
     @property
     def tokens_per_s(self) -> float:

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.validation.__main__ import compare, publish
+from benchmarks.validation.__main__ import compare, judged, publish
 from benchmarks.validation.cpu_clocks import CpuTimes, cpu_seconds
 from benchmarks.validation.predicted import PredictedSystem, fit_costs
 from benchmarks.validation.runs import (
@@ -90,11 +90,11 @@ def test_a_fit_to_a_run_predicts_another_run_of_the_same_system() -> None:
             system.measure(run),
         )
         found, router = runs[run.name], CORES.router
-        num_steps = sum(each.totals.steps for each in records[run.name] if each.kind is StepKind.DECODE)
+        num_steps = sum(each.totals.steps for each in records[run.name] if each.role is Role.DECODE)
         found.cpu_s = {"client": 0.0, "router": router.frame_s * num_steps + router.request_s * len(found.ttft_s)}
         first_s = router.request_s + router.frame_s
         found.first_cpu_s = [{"client": 0.0, "router": first_s, "decode-0": ttft_s} for ttft_s in found.ttft_s]
-        found.later_cpu_s = [{"client": 0.0, "router": 0.0, "decode-0": itl_s} for itl_s in found.itl_s]
+        found.later_cpu_s = [{"client": 0.0, "router": router.frame_s, "decode-0": itl_s} for itl_s in found.itl_s]
     machine = {"hardware": {"cores": CORES.num_cores}}
     profile = fit_costs([Measurement("disaggregated", 0, 15.0, machine, records, runs)])
     assert profile.cores is not None
@@ -126,6 +126,18 @@ def test_rounds_have_requests_of_their_own_and_are_judged_together(tmp_path: Pat
         for round in range(2)
     ]
     assert all(one.name == other.name and one.requests != other.requests for one, other in zip(*planned, strict=True))
+
+
+def test_disturbed_rounds_are_judged_only_without_others_and_marked(tmp_path: Path) -> None:
+    quiet, disturbed = (Latencies([0.1], [0.01], 2, 0, 1.0, 0, share) for share in (0.02, 0.28))
+    other = Latencies([0.3], [0.03], 2, 0, 1.0)
+    assert judged([disturbed, quiet], [other, quiet])[1] == pool([quiet])
+    seen, expected = judged([disturbed, disturbed], [other, other])
+    assert seen.ttft_s == [0.1, 0.1]
+    docs = tmp_path / "page.md"
+    docs.write_text("<!-- validation -->\n<!-- end of validation -->\n")
+    publish(compare("one", "w", seen, expected), {}, tmp_path, docs)
+    assert "| **28 %** |" in docs.read_text()
 
 
 def test_results_of_another_shape_are_kept_and_charted(tmp_path: Path) -> None:

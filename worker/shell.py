@@ -47,7 +47,7 @@ from penstock.types import Epoch, Labels, Role, TransferKey, WorkerId, WorkerLoa
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from worker.channels import Channels
 from worker.checkup import check_up, device_name
-from worker.fence_keeper import FenceKeeper
+from worker.fence_monitor import FenceMonitor
 from worker.handover.client import HandoverClient
 from worker.handover.intake import PageIntake
 from worker.handover.service import HandoverService
@@ -113,7 +113,7 @@ class WorkerShell:
     pulls: PrefixPulls
     hints: HintFollower
     channels: Channels
-    fences: FenceKeeper
+    fences: FenceMonitor
     service: WorkerService
     handover: HandoverService
     rpc: GrpcServer
@@ -185,7 +185,7 @@ class WorkerShell:
         )
         on_end = self._shared.on_end if self._shared is not None else lambda sequence: None
         self.hints = HintFollower(WorkerId(config.worker_id), engine, on_end=on_end)
-        self.fences = FenceKeeper(
+        self.fences = FenceMonitor(
             self.channels.use, lambda key: post(partial(self._on_quiesced, key)), self.open_receiver
         )
 

@@ -1,7 +1,7 @@
 """Informs workers that the machine of a lost worker is dead, so that they can reuse pages which it might have written.
 
 That a worker was lost proves nothing: its process may still run, out of reach. So its node is watched until it is known
-to be dead; then every worker that serves is informed until it answers. `worker.fence_keeper` acts on it there.
+to be dead; then every worker that serves is informed until it answers. `worker.fence_monitor` acts on it there.
 """
 
 from __future__ import annotations

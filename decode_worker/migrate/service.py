@@ -21,7 +21,7 @@ from penstock.rpc.server import read_start
 from penstock.types import Epoch, PageHash, PageId, RequestId, TransferKey, WorkerId
 from penstock.v1 import worker_pb2
 from worker.call_events import CallEvents
-from worker.fence_keeper import FenceKeeper
+from worker.fence_monitor import FenceMonitor
 
 _MAX_CONCURRENT = 4  # migrations at a time; more would share the link, and each would take longer
 
@@ -64,7 +64,7 @@ class MigrationService:
         incoming: IncomingMigrations,
         receiver: KvReceiver,
         loop: StepLoop,
-        fences: FenceKeeper,
+        fences: FenceMonitor,
         epoch: Epoch,
         address: Callable[[], str],
     ) -> None:

@@ -1,7 +1,7 @@
 """Calls prefill workers: one call per transfer, with its events posted to the step loop.
 
 Runs on the server's event loop. A call ends with the prefill worker's `closed`, which says that the transfer's last
-write is over. A broken call leaves that open, so `FenceKeeper` asks the worker until it knows.
+write is over. A broken call leaves that open, so `FenceMonitor` asks the worker until it knows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.rpc.measured import MAX_STAGE_MS, drop_false_figures
 from penstock.types import Epoch, Lane, PageHash, PageId, SamplingParams, TransferKey, WorkerId
 from penstock.v1 import common_pb2, worker_pb2
 from worker.channels import Channels
-from worker.fence_keeper import FenceKeeper
+from worker.fence_monitor import FenceMonitor
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class PrefillClient:
         loop: StepLoop,
         make_offer: Callable[[WorkerId, Epoch, int], bytes],
         channels: Channels,
-        fences: FenceKeeper,
+        fences: FenceMonitor,
         window_slots: Callable[[Sequence[PageId]], list[int]],
     ) -> None:
         """`make_offer` and `window_slots` are the receiver's (`KvReceiver`)."""

@@ -63,23 +63,21 @@ class StepCosts:
         self.num_chunk_steps = 0  # steps with a chunk that were learned from
         self._row_contexts = 0.0  # mean context of a row in the newest step
 
-    def skips(self, chunk_tokens: int) -> bool:
-        """Counts a step. Returns whether to skip it, that is, not to call `on_step`."""
+    def count_step(self, chunk_tokens: int) -> bool:
+        """Counts a step. Returns whether to learn from it, that is, to call `on_step`."""
         if chunk_tokens:
             self.num_chunk_steps += 1
-            return False
+            return True
         self._num_decode_steps += 1
-        return self._num_decode_steps % _DECODE_STRIDE != 1
+        return self._num_decode_steps % _DECODE_STRIDE == 1
 
-    def learned_of(self, num_steps: int) -> range:
-        """Counts consecutive decode steps like as many calls of `skips`. Returns which of them not to skip, counting
-        from 0.
-        """
+    def count_decode_steps(self, num_steps: int) -> range:
+        """Counts consecutive steps without chunks. Returns the numbers of those to learn from, counting from 0."""
         first, self._num_decode_steps = -self._num_decode_steps % _DECODE_STRIDE, self._num_decode_steps + num_steps
         return range(first, num_steps, _DECODE_STRIDE)
 
     def on_plan(self, plan: StepPlan, elapsed_s: float, *, is_beside_prompts: bool = False) -> None:
-        """Counts a step, and learns from it unless it is skipped. Call it before the step is recorded.
+        """Counts a step, and learns from it if `count_step` says so. Call it before the step is recorded.
 
         `is_beside_prompts` says that the prompt stream computes too, which slows down a decode step.
         """
@@ -92,7 +90,7 @@ class StepCosts:
                 self.on_beside(num_rows, elapsed_s)
             return
         chunk_tokens = plan.num_tokens - num_rows
-        if self.skips(chunk_tokens):
+        if not self.count_step(chunk_tokens):
             return
         pairs = sum(chunk.num_contexts for chunk in plan.chunks)
         self.on_step(StepWork(chunk_tokens, pairs, num_rows, plan.rows.num_contexts), elapsed_s)

@@ -214,8 +214,8 @@ class RankedReceiver:
             receiver.forget(rank)
 
     def cut_off(self, epoch: Epoch) -> bool:
-        """Cuts an incarnation off like `TransferReceiver.cut_off` on every rank. Returns whether it has no way left
-        into any rank's pool.
+        """Cuts an incarnation off like `TransferReceiver.cut_off` on every rank. Returns whether it surely
+        writes no more into any rank's pool.
         """
         answers = [receiver.cut_off(rank) for receiver, rank in self._ends_of(epoch)]
         return all(answers)

@@ -76,6 +76,6 @@ class PromptPlacement:
 
     def on_decode_steps(self, num_rows: int, num_contexts: float, steps_s: list[float]) -> None:
         """Learns from steps of the same sequences, whose contexts grow by a token a step."""
-        for number in self._policy.steps.learned_of(len(steps_s)):
+        for number in self._policy.steps.count_decode_steps(len(steps_s)):
             work = StepWork(0, 0.0, num_rows, num_contexts + number * num_rows)
             self._policy.steps.on_step(work, steps_s[number])

@@ -1,6 +1,6 @@
 """Models transfers into a decode worker's pool in virtual time, with the real transfer session and the real fences.
 
-Follows `decode_worker.prefill.transfer_table` and `worker.fence_keeper`: pages are fenced from their reservation until
+Follows `decode_worker.prefill.transfer_table` and `worker.fence_monitor`: pages are fenced from their reservation until
 the sender can no longer write them, which elapsed time never proves.
 """
 

@@ -37,7 +37,7 @@ from tests.support.serving import (
     worker_config,
     workers,
 )
-from worker import fence_keeper
+from worker import fence_monitor
 
 PROMPT = [(5 * i) % 300 + 2 for i in range(50)]
 LEASE_S = 1.0  # several times as long as a busy machine may delay the event loop that sends heartbeats
@@ -106,7 +106,7 @@ async def test_a_silent_sender_that_never_connected_holds_no_page_forever(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sender's machine has gone, so nothing answers. Waiting proves nothing, but it cannot write into the pool."""
-    monkeypatch.setattr(fence_keeper, "_CALL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(fence_monitor, "_CALL_TIMEOUT_S", 0.2)
     silent = SilentPrefill()
     server = GrpcServer([worker_pb2.DESCRIPTOR.services_by_name["PrefillWorker"]])
     worker_pb2_grpc.add_PrefillWorkerServicer_to_server(silent, server.server)

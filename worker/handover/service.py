@@ -30,7 +30,7 @@ from penstock.rpc.server import read_start, typed_errors
 from penstock.types import Epoch, HandoverTarget, PageHash, PageId, TransferKey, WorkerId
 from penstock.v1 import worker_pb2, worker_pb2_grpc
 from worker.call_events import CallEvents
-from worker.fence_keeper import FenceKeeper
+from worker.fence_monitor import FenceMonitor
 from worker.handover.client import HandoverClient, Post, SendOrder
 from worker.handover.intake import PageIntake
 
@@ -79,7 +79,7 @@ class HandoverService(worker_pb2_grpc.PageHandoverServicer):
         client: HandoverClient,
         intake: PageIntake,
         post: Post,
-        fences: FenceKeeper,
+        fences: FenceMonitor,
         epoch: Epoch,
         address: Callable[[], str],
         max_pulls: int,

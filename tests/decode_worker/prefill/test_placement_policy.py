@@ -61,7 +61,7 @@ class TrueCosts:
             elapsed_s = self.step_s(chunk, rows) * (1 + noise * rng.random())
             if rng.random() < noise / 10:
                 elapsed_s *= 50  # another process held the core
-            policy.steps.skips(chunk)
+            policy.steps.count_step(chunk)
             policy.steps.on_step(StepWork(chunk, chunk * 100.0, rows, rows * 200.0), elapsed_s)
 
 
@@ -202,7 +202,7 @@ def test_rows_are_not_blamed_for_chunks_that_fill_every_step_up_to_a_target(seed
         rows = rng.randint(2, 8)
         tokens = rng.choice([0, 650 - 10 * rows, 700 - 10 * rows])
         work = StepWork(tokens, tokens * rng.uniform(0.0, 8000.0), rows, rows * 8000.0)
-        if not costs.skips(tokens):
+        if costs.count_step(tokens):
             costs.on_step(work, step_s(tokens, rows))
     for rows in (2, 8):
         assert costs.step_s(rows) == pytest.approx(decode_s(rows), rel=0.1)
@@ -254,7 +254,7 @@ def test_a_choice_is_feasible_finite_and_never_costlier_than_another(data: st.Da
     policy = PrefillPlacement(DecodeConfig(placement=mode, ttft_target_s=target_s, itl_target_s=itl_target_s))
     for _ in range(data.draw(st.integers(0, 5))):
         work = StepWork(*(data.draw(st.integers(0, 500)) for _ in range(4)))
-        policy.steps.skips(work.chunk_tokens)
+        policy.steps.count_step(work.chunk_tokens)
         policy.steps.on_step(work, data.draw(seconds))
         policy.remote.on_first_token(
             "0", RemoteTimes(*(data.draw(seconds) for _ in range(4)), 1 + data.draw(number)), data.draw(seconds)

@@ -17,8 +17,8 @@ from penstock import wire
 from penstock.errors import TransferError
 from penstock.types import Epoch, TransferId, TransferKey
 from penstock.v1 import worker_pb2
-from worker import fence_keeper
-from worker.fence_keeper import MAX_GONE, FenceKeeper
+from worker import fence_monitor
+from worker.fence_monitor import MAX_GONE, FenceMonitor
 
 SENDER = Epoch(1 << 40)
 KEY = TransferKey(TransferId("t"), SENDER, Epoch(2))
@@ -66,23 +66,23 @@ def _refuses(answer: grpc.StatusCode) -> bool:
     return answer is grpc.StatusCode.UNAVAILABLE
 
 
-class FakeWays:
+class FakeAccess:
     def __init__(self, *, is_open: bool) -> None:
         self.is_open = is_open
-        self.closes_by_tearing = False
+        self.ends_by_tearing_down = False
         self.error: TransferError | None = None
-        self.num_cut = self.num_torn = 0
+        self.num_cut_off = self.num_torn_down = 0
         self.threads: set[int] = set()
 
     def cut_off(self, epoch: Epoch) -> bool:
-        self.num_cut += 1
+        self.num_cut_off += 1
         return self._answer(epoch)
 
     def tear_down(self, epoch: Epoch) -> bool:
-        self.num_torn += 1
+        self.num_torn_down += 1
         if self.error is not None:
             raise self.error
-        self.is_open = self.is_open and not self.closes_by_tearing
+        self.is_open = self.is_open and not self.ends_by_tearing_down
         return self._answer(epoch)
 
     def _answer(self, epoch: Epoch) -> bool:
@@ -91,18 +91,18 @@ class FakeWays:
         return not self.is_open
 
 
-class Kept:
-    """Holds a keeper that watches one transfer."""
+class Watched:
+    """Holds a monitor that watches one transfer."""
 
-    def __init__(self, sender: FakeSender, ways: FakeWays, pause_s: float = 0.001) -> None:
+    def __init__(self, sender: FakeSender, access: FakeAccess, pause_s: float = 0.001) -> None:
         self.quiet = asyncio.Event()
-        self.keeper = FenceKeeper(sender.use, lambda key: self.quiet.set(), lambda: ways, pause_s)
-        self.keeper.watch(KEY, "sender:1")
+        self.monitor = FenceMonitor(sender.use, lambda key: self.quiet.set(), lambda: access, pause_s)
+        self.monitor.watch(KEY, "sender:1")
 
     async def is_lifted(self) -> None:
         async with asyncio.timeout(WAIT_S):
             await self.quiet.wait()
-        await until(lambda: not self.keeper.num_watched)
+        await until(lambda: not self.monitor.num_watched)
 
 
 SILENT = grpc.StatusCode.DEADLINE_EXCEEDED
@@ -114,75 +114,75 @@ def state(epoch: Epoch = SENDER, *, is_open: bool = True) -> worker_pb2.Transfer
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fence_keeper, "_LONGEST_PAUSE_S", 0.005)
+    monkeypatch.setattr(fence_monitor, "_LONGEST_PAUSE_S", 0.005)
 
 
 @pytest.mark.parametrize("last", [state(is_open=False), state(Epoch(7))])
 async def test_an_answer_lifts_the_fence_and_disconnects_nobody(last: Answer) -> None:
-    ways, sender = FakeWays(is_open=False), FakeSender(state(), SILENT, SILENT, state(), SILENT, SILENT, last)
-    await Kept(sender, ways).is_lifted()
-    assert (sender.num_asked, ways.num_cut) == (7, 0)
+    access, sender = FakeAccess(is_open=False), FakeSender(state(), SILENT, SILENT, state(), SILENT, SILENT, last)
+    await Watched(sender, access).is_lifted()
+    assert (sender.num_asked, access.num_cut_off) == (7, 0)
 
 
 async def test_a_silent_sender_that_cannot_write_loses_its_fence() -> None:
-    ways, sender = FakeWays(is_open=False), FakeSender(SILENT)
-    await Kept(sender, ways).is_lifted()
-    assert (sender.num_asked, ways.num_cut, ways.num_torn) == (3, 1, 0)
-    assert ways.threads.isdisjoint({threading.get_ident()}), "ranks answer over a channel: the event loop must not wait"
+    access, sender = FakeAccess(is_open=False), FakeSender(SILENT)
+    await Watched(sender, access).is_lifted()
+    assert (sender.num_asked, access.num_cut_off, access.num_torn_down) == (3, 1, 0)
+    assert access.threads.isdisjoint({threading.get_ident()}), "the event loop waits for answers of ranks"
 
 
 async def test_a_silent_sender_that_can_write_keeps_its_fence_until_it_cannot() -> None:
-    ways, sender = FakeWays(is_open=True), FakeSender(SILENT)
-    kept = Kept(sender, ways)
-    await until(lambda: ways.num_cut >= 20)
-    assert not kept.quiet.is_set()
-    assert ways.num_torn == 0, "nobody has said that its machine is dead"
-    ways.is_open = False  # its kernel has closed the connection
-    await kept.is_lifted()
+    access, sender = FakeAccess(is_open=True), FakeSender(SILENT)
+    watched = Watched(sender, access)
+    await until(lambda: access.num_cut_off >= 20)
+    assert not watched.quiet.is_set()
+    assert access.num_torn_down == 0, "nobody has said that its machine is dead"
+    access.is_open = False  # its kernel has closed the connection
+    await watched.is_lifted()
 
 
 async def test_a_dead_machine_is_disconnected_at_once_and_a_failure_keeps_the_fence() -> None:
-    ways, sender = FakeWays(is_open=True), FakeSender(SILENT)
-    ways.closes_by_tearing, ways.error = True, TransferError("the memory cannot be withdrawn")
-    kept = Kept(sender, ways, pause_s=3600.0)  # only the news of its death ends this pause
+    access, sender = FakeAccess(is_open=True), FakeSender(SILENT)
+    access.ends_by_tearing_down, access.error = True, TransferError("the memory cannot be withdrawn")
+    watched = Watched(sender, access, pause_s=3600.0)  # only the news of its death ends this pause
     await until(lambda: sender.num_asked == 1)
-    kept.keeper.on_gone([Epoch(5)])
+    watched.monitor.on_gone([Epoch(5)])
     await until(lambda: sender.num_asked == 2)
-    assert ways.num_torn == 0
-    kept.keeper.on_gone([SENDER])
-    await until(lambda: ways.num_torn == 1)
-    assert not kept.quiet.is_set()
-    ways.error = None
-    kept.keeper.on_gone([SENDER])  # another notice makes it try again
-    await kept.is_lifted()
+    assert access.num_torn_down == 0
+    watched.monitor.on_gone([SENDER])
+    await until(lambda: access.num_torn_down == 1)
+    assert not watched.quiet.is_set()
+    access.error = None
+    watched.monitor.on_gone([SENDER])  # another notice makes it try again
+    await watched.is_lifted()
 
 
 async def test_news_from_before_the_loss_counts_too() -> None:
-    ways = FakeWays(is_open=True)
-    ways.closes_by_tearing = True
+    access = FakeAccess(is_open=True)
+    access.ends_by_tearing_down = True
     sender = FakeSender(SILENT)
-    keeper = FenceKeeper(sender.use, lambda key: lifted.set(), lambda: ways)
+    monitor = FenceMonitor(sender.use, lambda key: lifted.set(), lambda: access)
     lifted = asyncio.Event()
-    keeper.on_gone([SENDER])
-    keeper.watch(KEY, "sender:1")
+    monitor.on_gone([SENDER])
+    monitor.watch(KEY, "sender:1")
     async with asyncio.timeout(WAIT_S):
         await lifted.wait()
     assert sender.num_asked == 0
-    keeper.on_gone(map(Epoch, range(3 * MAX_GONE)))
-    assert len(keeper._gone) == MAX_GONE
+    monitor.on_gone(map(Epoch, range(3 * MAX_GONE)))
+    assert len(monitor._gone) == MAX_GONE
 
 
 async def test_two_refusals_follow_without_the_long_pause_of_a_silent_sender(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fence_keeper, "_LONGEST_PAUSE_S", 3600.0)
-    ways, pauses = FakeWays(is_open=True), list[float]()
+    monkeypatch.setattr(fence_monitor, "_LONGEST_PAUSE_S", 3600.0)
+    access, pauses = FakeAccess(is_open=True), list[float]()
     sender = FakeSender(*[SILENT] * 12, grpc.StatusCode.UNAVAILABLE)
 
     async def wait(event: asyncio.Event, timeout_s: float) -> None:
         pauses.append(timeout_s)
 
-    monkeypatch.setattr(fence_keeper, "_wait", wait)
-    await Kept(sender, ways, pause_s=1.0).is_lifted()
+    monkeypatch.setattr(fence_monitor, "_wait", wait)
+    await Watched(sender, access, pause_s=1.0).is_lifted()
     assert max(pauses) > 1000.0
     assert pauses[-1] == 1.0, "a refusal is looked at again soon"

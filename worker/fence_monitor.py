@@ -41,27 +41,29 @@ _NUM_SILENT = 3  # the sender is cut off after this many attempts in a row witho
 UseChannel = Callable[[str], AbstractAsyncContextManager[grpc.aio.Channel]]
 
 
-class WaysIn(Protocol):
-    """Ends other workers' ways to write into this worker's pool; `KvReceiver` implements it. Calls may block."""
+class WriteAccess(Protocol):
+    """Ends other workers' access to this worker's pool; `KvReceiver` implements it. Calls may block, and return whether
+    the incarnation surely writes no more.
+    """
 
     def cut_off(self, epoch: Epoch) -> bool: ...
 
     def tear_down(self, epoch: Epoch) -> bool: ...
 
 
-class FenceKeeper:
+class FenceMonitor:
     """Runs one task for each lost transfer and calls `on_quiesced` once for each. Runs on the server's event loop."""
 
     def __init__(
         self,
         use_channel: UseChannel,
         on_quiesced: Callable[[TransferKey], None],
-        ways_in: Callable[[], WaysIn],
+        write_access: Callable[[], WriteAccess],
         first_pause_s: float = _FIRST_PAUSE_S,
     ) -> None:
         self._use_channel = use_channel
         self._on_quiesced = on_quiesced
-        self._ways_in = ways_in
+        self._write_access = write_access
         self._first_pause_s = first_pause_s
         self._tasks = TaskSet()
         self._gone: OrderedDict[Epoch, None] = OrderedDict()
@@ -95,10 +97,11 @@ class FenceKeeper:
 
     async def _find_proof(self, key: TransferKey, address: str) -> str:
         """Waits for proof that the transfer can no longer write, and returns it."""
+        epoch = key.sender_epoch
         pause_s, num_refusals, num_silent = self._first_pause_s, 0, 0
         while True:
             news = self._news
-            if key.sender_epoch in self._gone and await self._has_no_way(self._ways_in().tear_down, key.sender_epoch):
+            if epoch in self._gone and await self._ends_access(self._write_access().tear_down, epoch):
                 return "its sender's machine is dead, and has no connection to this pool"
             try:
                 if not await self._may_write(key, address):
@@ -111,15 +114,15 @@ class FenceKeeper:
                     return "nothing listens at its sender's address"
                 if num_refusals:
                     pause_s = self._first_pause_s
-            if num_silent >= _NUM_SILENT and await self._has_no_way(self._ways_in().cut_off, key.sender_epoch):
+            if num_silent >= _NUM_SILENT and await self._ends_access(self._write_access().cut_off, epoch):
                 return "its sender is silent, and has no connection to this pool"
             await _wait(news, pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _has_no_way(self, end_ways: Callable[[Epoch], bool], epoch: Epoch) -> bool:
-        """Returns whether `end_ways`, called on another thread, leaves the epoch no way in; False if it fails."""
+    async def _ends_access(self, end_access: Callable[[Epoch], bool], epoch: Epoch) -> bool:
+        """Calls `end_access` on another thread. Returns whether the epoch surely writes no more; False if it fails."""
         try:
-            return await asyncio.to_thread(end_ways, epoch)
+            return await asyncio.to_thread(end_access, epoch)
         except PenstockError as error:
             log.error("epoch %d may still write to this pool: its connections could not be closed: %s", epoch, error)
             return False

@@ -5,7 +5,7 @@ The decode scheduler asks it before each step, and gives the proposed tokens to 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from decode_worker.schedule.run_queues import RunQueues
 from engine.memory.estimates import SCORED_TOKENS
@@ -45,13 +45,13 @@ class StepProposals:
             self._asked = step, pays
         return self._asked[1]
 
-    def wants_states(self, chunks: Iterable[ScheduledSequence]) -> bool:
+    def wants_states(self, chunks: Collection[ScheduledSequence]) -> bool:
         """Returns whether the next step, with these sequences beside the rows, should hand out its hidden states if
         layers are tapped."""
         if self._speculator is None or not self._speculator.reads_states:
             return True
-        num_tokens = [chunk.num_tokens for chunk in chunks]
-        return self._speculator.wants_states(len(self._rows) + len(num_tokens), max(num_tokens, default=1) > 1)
+        has_chunks = bool(chunks) and any(chunk.num_tokens > 1 for chunk in chunks)
+        return self._speculator.wants_states(len(self._rows) + len(chunks), has_chunks)
 
     def _decoding(self) -> list[Sequence]:
         """Returns the sequences that get one token each in the next step. Returns none if proposals for so many cannot

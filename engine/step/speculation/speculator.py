@@ -32,8 +32,9 @@ _FIRST_RATES = {
     ProposalKind.MTP: 0.7,
 }
 _FLEET_DECAY = 0.98  # factor by which earlier observations of all sequences shrink with each proposal
-_GATE_STEPS = 16  # for this many steps, the answer to whether proposals could pay at all is reused
-_IDLE_STEPS = 8  # while speculation has no turns, one in this many steps is measured
+_OPEN_STEPS = 16  # for this many steps, the answer that proposals could pay is reused
+_CLOSED_STEPS = 64  # and the answer that they could not
+_IDLE_STEPS = 16  # while nothing may be proposed, one in this many steps is measured
 _DRAFT_PROBE_STEPS = 128  # after that many steps a few tokens are drafted even if it should not pay, as texts change
 _PROBE_TOKENS = 2  # tokens drafted, or verified for each sequence, to learn what that costs
 _AWAKE_STEPS = 16  # for this many steps after drafts have paid, hidden states are handed out
@@ -93,6 +94,8 @@ class Speculator:
         )
         self._rates = {kind: AcceptanceRate(decay=_FLEET_DECAY) for kind in ProposalKind}
         self._gates: dict[int, _Gate] = {}  # by number of sequences
+        # Until that step, steps of this many sequences propose nothing, and next to nothing is computed for them.
+        self._idle_size = self._idle_until = 0
         self._num_steps = 0
         self._num_unnoted = 0  # steps that have not been recorded yet
         self._drafted_at = 0  # the step for which tokens were drafted last
@@ -114,6 +117,8 @@ class Speculator:
         """
         if not self.reads_states or self._always:
             return True
+        if self._is_idle(num_sequences):
+            return False
         if self._turns.mode(num_sequences) is not SpeculationMode.DRAFTS:
             return False
         is_awake = self._num_steps < self._rests_from
@@ -128,6 +133,8 @@ class Speculator:
         """Returns whether looking for proposals is worthwhile in a step of that many sequences."""
         if self._always:
             return True
+        if self._is_idle(num_sequences):
+            return False
         if self._turns.mode(num_sequences) is SpeculationMode.PLAIN or not self._costs.knows(num_sequences):
             return False
         gate = self._gates.get(num_sequences)
@@ -135,8 +142,14 @@ class Speculator:
             pays = could_pay(num_sequences, self._num_tokens, self._costs)
             if not pays:
                 self._costs.doubt(num_sequences)
-            gate = self._gates[num_sequences] = _Gate(pays, self._num_steps + _GATE_STEPS)
+            until_step = self._num_steps + (_OPEN_STEPS if pays else _CLOSED_STEPS)
+            gate = self._gates[num_sequences] = _Gate(pays, until_step)
+        if not gate.pays and self._turns.is_settled:
+            self._idle_size, self._idle_until = num_sequences, gate.until_step
         return gate.pays
+
+    def _is_idle(self, num_sequences: int) -> bool:
+        return num_sequences == self._idle_size and self._num_steps < self._idle_until
 
     def _may_draft(self, num_sequences: int) -> bool:
         return self._always or self._turns.mode(num_sequences) is SpeculationMode.DRAFTS
@@ -279,9 +292,9 @@ class Speculator:
         if self._always:
             return
         self._num_unnoted += 1
-        turns, costs = self._turns, self._costs
-        if turns.is_resting(num_sequences) and self._num_unnoted < _IDLE_STEPS and costs.knows(num_sequences):
+        if self._num_unnoted < _IDLE_STEPS and self._is_idle(num_sequences):
             return
+        turns, costs = self._turns, self._costs
         taps = tapped and self.reads_states
         looked_s, self._looked_s = self._looked_s, 0.0
         computed_s = max(elapsed_s - looked_s, 1e-9)
@@ -298,6 +311,8 @@ class Speculator:
             turns.on_plain(num_sequences, computed_s, looked_s, plain_s, tapped=taps)
         turns.on_steps(num_sequences, self._num_unnoted, plain_s, measured=is_measured)
         self._num_unnoted = 0
+        if turns.is_resting(num_sequences) and costs.knows(num_sequences):
+            self._idle_size, self._idle_until = num_sequences, self._num_steps + _IDLE_STEPS
 
     def forget(self, sequence: Sequence) -> None:
         self._states.pop(sequence, None)

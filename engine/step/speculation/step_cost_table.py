@@ -9,7 +9,7 @@ _SMOOTHING = 0.1  # weight of the newest measurement
 _PLAIN_SMOOTHING = 0.2  # of plain steps: the few that are measured between two turns replace most of what was known
 _FIRST = 8  # until there are more measurements than this, their median counts: the first ones are often slow
 _OUTLIER = 3.0  # times the known cost: a longer step counts as this long, since something else used the machine
-_DOUBT = 0.0005  # share of an untested cost that is forgotten at a time
+_DOUBT = 0.002  # share of an untested cost that is forgotten at a time
 _ASSUMED_SLOPE = 0.02  # share of a step by which one more token is assumed to lengthen it, until two sizes are known
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
-_ALLOWANCE = 0.004  # share of the time that an account may lose
+_ALLOWANCE = 0.004  # share of the time that all accounts together may lose
 _TRIAL_STEPS = 8.0  # in plain steps: what may be lost at first, and the credit at which a closed account opens again
 _MAX_CREDIT_STEPS = 32.0  # in plain steps: the gains that may be lost again
 _PRICE = 0.97  # share of a plain step that a saved one counts for, since its cost is not known exactly
@@ -43,11 +43,11 @@ class _Account:
         self._has_begun = False
         self.is_open = False
 
-    def allow(self, num_steps: int, plain_s: float) -> None:
-        """Adds the allowance of steps that have ended; a plain one takes `plain_s`."""
+    def allow(self, seconds: float, plain_s: float) -> None:
+        """Adds to what may be lost; a plain step takes `plain_s`."""
         first_s = 0.0 if self._has_begun else _TRIAL_STEPS * plain_s
         self._has_begun = True
-        self.add(first_s + _ALLOWANCE * num_steps * plain_s, plain_s)
+        self.add(first_s + seconds, plain_s)
 
     def add(self, gain_s: float, plain_s: float) -> None:
         """Records seconds that were gained, or lost if negative."""
@@ -161,7 +161,7 @@ class SpeculationTurns:
         `measured`: the last one showed what plain ones cost.
         """
         for account in self._accounts.values():
-            account.allow(num_steps, plain_s)
+            account.allow(_ALLOWANCE * num_steps * plain_s / len(self._accounts), plain_s)
         batch = self._batch(num_sequences)
         if batch.mode is not SpeculationMode.PLAIN:
             batch.num_left -= 1

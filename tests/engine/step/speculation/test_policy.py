@@ -19,6 +19,7 @@ from engine.step.speculation.speculation_policy import (
 )
 from engine.step.speculation.speculator import Speculator
 from engine.step.speculation.step_cost_table import SpeculationCosts, StepCostTable
+from engine.step.speculation.turns import SpeculationTurns
 from penstock.types import Grammar, GrammarKind, RequestId, SamplingParams
 
 
@@ -276,6 +277,30 @@ def test_plain_steps_that_settle_slowly_make_no_loss_look_like_a_gain(num_sequen
     """Only the ninth plain step after one that verified is as fast as without speculation."""
     gain, _ = run(num_sequences, 0.5, 0.005, 0.0005, 6000, verify_s=verify_s, after_s=0.006, num_after=8)
     assert gain > 0.99
+
+
+def test_a_speculator_that_cannot_gain_looks_at_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verifying is so dear that no proposal could pay, though the account is open. What it computes after each of these
+    steps would be a visible part of short ones."""
+    num_looked = 0
+    on_steps = SpeculationTurns.on_steps
+
+    def count(turns: SpeculationTurns, num_sequences: int, num_steps: int, plain_s: float, *, measured: bool) -> None:
+        nonlocal num_looked
+        num_looked += 1
+        on_steps(turns, num_sequences, num_steps, plain_s, measured=measured)
+
+    speculator = Speculator(8, Clock(), lookups=Silent())
+    while not speculator.may_pay(1):
+        speculator.on_step(1, 0, 0, 0.01)
+    speculator.on_step(1, 2, 0, 0.04)
+    while speculator.may_pay(1):
+        speculator.on_step(1, 0, 0, 0.01)
+    monkeypatch.setattr(SpeculationTurns, "on_steps", count)
+    for _ in range(1600):
+        assert not speculator.may_pay(1)
+        speculator.on_step(1, 0, 0, 0.01)
+    assert 0 < num_looked <= 200
 
 
 def test_the_first_plain_step_may_come_after_verification() -> None:

@@ -21,7 +21,7 @@ from benchmarks.common.process_group import ROOT
 from benchmarks.common.report import RESULTS, percentile, write_result
 from benchmarks.validation.measured import measure_shape
 from benchmarks.validation.predicted import fit_costs, predict_round
-from benchmarks.validation.runs import SHAPES, Latencies, Measurement, deployments, pool
+from benchmarks.validation.runs import DISTURBED, SHAPES, Latencies, Measurement, deployments, pool
 from simulator.costs.cost_file import write_costs
 
 _DOCS = ROOT / "docs" / "simulator.md"
@@ -98,7 +98,6 @@ def compare(shape: str, workload: str, seen: Latencies, expected: Latencies) -> 
             "error": error,
             "bound": _BOUNDS[figure],
             "others_share": seen.others_share,
-            "is_disturbed": seen.is_disturbed,
             "num_requests": len(seen.ttft_s),
             "num_failed": seen.num_failed,
             "num_failed_predicted": expected.num_failed,
@@ -123,7 +122,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             cell = f"**{cell}**"
         share = row["others_share"]
         others = "not measured" if share is None else f"{100 * share:.0f} %"
-        if row["is_disturbed"]:
+        if share is not None and share > DISTURBED:
             others = f"**{others}**"
         line = lines.setdefault((row["shape"], row["workload"]), {"others": others})
         line[row["figure"]] = cell

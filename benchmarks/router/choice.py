@@ -60,11 +60,12 @@ class IndexedWorker:
 class BusyFleet:
     """A fleet under load as a router sees it."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, num_pages: int = NUM_PAGES) -> None:
+        """The workers cache `num_pages` together."""
         self.rng = rng
         self.index = PrefixIndex()
         self.prompts = [_pages(rng) for _ in range(_NUM_PROMPTS)]
-        self._fill()
+        self._fill(num_pages // (2 * NUM_EACH))
         self.ledger, self.costs, book = InflightLedger(), CostBook(), LinkBook()
         for number, (prefill, decode) in enumerate(zip(_PREFILL, _DECODE, strict=True)):
             for worker_id in (prefill, decode):
@@ -78,9 +79,9 @@ class BusyFleet:
         worker_id = self.rng.choice(_DECODE)
         self.workers[worker_id] = IndexedWorker(worker_id, self._load(worker_id))
 
-    def _fill(self) -> None:
+    def _fill(self, per_worker: int) -> None:
         """Gives about half of the workers a part of each prompt, and all of them pages that no prompt needs."""
-        rng, per_worker = self.rng, NUM_PAGES // (2 * NUM_EACH)
+        rng = self.rng
         for worker_id in (*_PREFILL, *_DECODE):
             held = [page for prompt in rng.sample(self.prompts, 28) for page in prompt[: rng.randint(1, PROMPT_PAGES)]]
             others = [PageHash(rng.randbytes(16)) for _ in range(per_worker - len(held))]
@@ -125,7 +126,7 @@ class BusyFleet:
 
 def measure() -> list[Row]:
     fleet = BusyFleet(random.Random(0))
-    _check(fleet)
+    check(fleet)
     policies = {name: make_policy(name) for name in ("kv-aware", "consistent-hash", "least-loaded", "round-robin")}
     matching: list[float] = []
     choosing: dict[str, list[float]] = {name: [] for name in policies}
@@ -177,7 +178,7 @@ def _cheapest(fleet: BusyFleet, prompt: Cached) -> float:
     )
 
 
-def _check(fleet: BusyFleet) -> None:
+def check(fleet: BusyFleet) -> None:
     """Asserts that the pruned search finds the cheapest pair."""
     for pages in fleet.prompts[:8]:
         prompt = fleet.match(pages)

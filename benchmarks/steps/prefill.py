@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from benchmarks.steps.null_engine import PAGE_SIZE, PREFILL_STEP_TOKENS, VOCAB_S
 from engine.step.sequence import Sequence
 from penstock.config import PrefillConfig, TransferConfig
 from penstock.types import Epoch, PageId, RequestId, SamplingParams, TransferId, TransferKey
-from prefill_worker.job import PrefillJob, PrefillOutcome
+from prefill_worker.job import PrefillJob, PrefillOutcome, ReservePages
 from prefill_worker.service import _outcome_to_wire
 from prefill_worker.worker import PrefillWorker
 
@@ -56,12 +57,12 @@ class BusyPrefillWorker:
         self._num_tokens = num_tokens
         self._num_open = num_open
         self._open: dict[TransferKey, PrefillJob] = {}
-        self._outcomes: deque[PrefillOutcome] = deque()
+        self._outcomes: deque[tuple[TransferKey, PrefillOutcome]] = deque()
         self._count = 0
         self._num_bytes = 0
 
     def fill(self) -> None:
-        """Replaces sent prompts by new ones, whose decode workers have pages for them at once."""
+        """Replaces sent prompts by new ones."""
         for key in self.sender.finished:
             self.worker.on_sent(key)
             del self._open[key]
@@ -72,16 +73,21 @@ class BusyPrefillWorker:
             sampling = SamplingParams(max_tokens=1, temperature=0.0)
             sequence = Sequence(RequestId(str(self._count)), tokens, len(tokens), sampling, b"salt")
             key = TransferKey(TransferId(str(self._count)), Epoch(1), Epoch(2))
-            job = self._open[key] = PrefillJob(key, sequence, self._outcomes.append, time.monotonic())
+            job = self._open[key] = PrefillJob(key, sequence, partial(self._emit, key), time.monotonic())
             self.worker.submit(job, b"")
-            self.worker.set_destination(key, 0, [PageId(page) for page in range(job.num_pages)])
+
+    def _emit(self, key: TransferKey, outcome: PrefillOutcome) -> None:
+        self._outcomes.append((key, outcome))
 
     def step(self) -> float:
-        """Runs one step and returns its microseconds."""
+        """Runs one step, after which decode workers name pages at once, and returns its microseconds."""
         started_s = time.thread_time()
         self.worker.step()
         while self._outcomes:
-            self._num_bytes += len(_outcome_to_wire(self._outcomes.popleft()).SerializeToString())
+            key, outcome = self._outcomes.popleft()
+            self._num_bytes += len(_outcome_to_wire(outcome).SerializeToString())
+            if isinstance(outcome, ReservePages):
+                self.worker.set_destination(key, 0, [PageId(page) for page in range(outcome.num_pages)])
         return (time.thread_time() - started_s) * 1e6
 
 

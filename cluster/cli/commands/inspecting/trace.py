@@ -26,7 +26,7 @@ _SHORTEST_BAR, _LONGEST_BAR = 10, 60
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("request", help="its id, as the answer, the log and the live page name it")
+    add("request", help="the `id` in the body of its answer, as the live page names it; not its x-request-id")
     add(
         "--router",
         metavar="URL",
@@ -89,7 +89,8 @@ def _find(urls: Sequence[str], request_id: str, routers: RouterHttp) -> dict[str
     raise InvalidInput(
         "request",
         f"{request_id!r} is not among the last completions of {' or '.join(urls)}; "
-        "a router keeps 1,000, and none that was refused or cancelled",
+        "give the `id` in the body of its answer, not its x-request-id; a router keeps 1,000 completions that have "
+        "ended, and none that was refused or cancelled",
     )
 
 

@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
 
 from penstock.config.limits import LimitsConfig
 from penstock.errors import DeadlineExceeded, InvalidInput, ModelNotFound, Overloaded, Quarantined, Unavailable
@@ -26,39 +25,29 @@ from penstock.types import Lane, RequestId, SamplingParams
 from penstock.v1 import common_pb2, inference_pb2
 from penstock.wire import grammar_from_wire, kv_hints_from_wire
 from router.api import sampling_fields
-from router.api.conversations import read_conversation
 from router.api.dialect import OutputFormat
 from router.api.identity import Tenant, Tenants, salted_scope
 from router.api.limits import (
-    PromptRequest,
     check_count,
     check_prompt,
     check_request,
     check_tokens,
     num_prompt_characters,
-    prompt_texts,
 )
 from router.api.parsed_outputs import OutputParsing
+from router.api.prompts import CHARACTERS_PER_TOKEN, MANY_TOKENS, Prompt, PromptReader
 from router.dispatch.completion_core import WAIT_TO_START_S, no_worker_error
 from router.dispatch.context import DispatchContext
 from router.fleet.adapters.registry import AdapterRegistry
 from router.fleet.worker_groups import WorkerGroup
 from router.parsers.parser_choice import choose_parsers
 from router.prepared_request import PreparedRequest
-from router.text.conversation import Conversation
 from router.text.grammar_check import GrammarCheck
 from router.text.model_card import ModelCard
 from router.text.tokenizer import Tokenizer, with_bad_sequences
 from router.tracing.request_trace import RequestTrace, SampledCall
 
-_MANY_TOKENS = 1 << 16  # tokens, or characters, of a long prompt
-_INLINE_MESSAGES = 128  # read in half a millisecond
-_CHARACTERS_PER_MESSAGE = 16  # that a message counts for in the size of work
-_CHARACTERS_PER_TOKEN = 64  # above any prompt's average, so that a text that cannot fit is refused before tokenizing
-_BYTES_PER_TOKEN = 4  # the approximate average, to price a text before tokenizing
 _RETRY_AFTER_S = 1.0
-
-ResultT = TypeVar("ResultT")
 
 # Adds to sampling parameters, in place, given the prompt's tokens.
 CompleteSampling = Callable[[common_pb2.SamplingParams, Sequence[int]], None]
@@ -77,11 +66,6 @@ class _CheckedCall:
     lane: Lane
 
 
-class _Prompt(NamedTuple):
-    token_ids: list[int]
-    prepaid_tokens: int  # taken from the tenant's rate, for tokenizing
-
-
 class RequestPreparer:
     """Prepares the requests of both APIs. Owns the process that compiles grammars."""
 
@@ -97,6 +81,7 @@ class RequestPreparer:
             context.config.reasoning_parser,
         )
         self._context = context
+        self._prompts = PromptReader(tokenizer, context.gate, card.vocab_size)
         self._config = context.config
         self._fleet = context.fleet
         self._rng = random.Random()
@@ -187,17 +172,17 @@ class RequestPreparer:
         if self._leaving:
             raise Unavailable("this router is shutting down; call another one", _RETRY_AFTER_S)
         async with self.until(deadline_s):
-            await self._inspect(wire, tenant, lambda: check_request(wire, self.limits_of(wire)))
+            await self._prompts.inspect(wire, tenant, lambda: check_request(wire, self.limits_of(wire)))
         adapter, lane = self.check_model(wire.model), tenant.lane(wire.lane)
         return _CheckedCall(wire, tenant, hints, accepted_s, deadline_s, adapter, lane)
 
-    async def _read_prompt(self, call: _CheckedCall) -> _Prompt:
+    async def _read_prompt(self, call: _CheckedCall) -> Prompt:
         """Returns the prompt's tokens.
 
         Raises InvalidInput, Overloaded, DeadlineExceeded, or Quarantined for a prompt that workers have died of.
         """
         async with self.until(call.deadline_s):
-            prompt = await self._tokenized(call)
+            prompt = await self._prompts.read(call.wire, call.tenant, call.lane)
         check_tokens(len(prompt.token_ids), self.limits)
         if self._context.quarantine.holds(prompt.token_ids, call.accepted_s):
             raise Quarantined("prompt: several workers died in a row while serving it; do not send it again")
@@ -237,7 +222,7 @@ class RequestPreparer:
     def _prepared(
         self,
         call: _CheckedCall,
-        prompt: _Prompt,
+        prompt: Prompt,
         group: WorkerGroup,
         sampling: SamplingParams,
         kv_hints: KvHints,
@@ -290,7 +275,7 @@ class RequestPreparer:
         if group is None:
             return limits
         num_tokens = min(limits.prompt_tokens, num_contexts * group.context_length)
-        num_characters = min(limits.prompt_characters, _CHARACTERS_PER_TOKEN * num_tokens)
+        num_characters = min(limits.prompt_characters, CHARACTERS_PER_TOKEN * num_tokens)
         return limits.model_copy(update={"prompt_tokens": num_tokens, "prompt_characters": num_characters})
 
     def limits_of(self, wire: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest) -> LimitsConfig:
@@ -301,7 +286,7 @@ class RequestPreparer:
         num_tokens = 0
         if isinstance(wire, inference_pb2.GenerateRequest):
             num_tokens = len(wire.token_ids) + sum(len(entry.token_ids) for entry in wire.emitted)
-        return self.limits_within(1) if max(num_tokens, num_prompt_characters(wire)) > _MANY_TOKENS else self.limits
+        return self.limits_within(1) if max(num_tokens, num_prompt_characters(wire)) > MANY_TOKENS else self.limits
 
     def deadline_s(self, timeout_s: float | None) -> float:
         """Returns the deadline (monotonic) of a call that begins now, by its own time-out or else by the default."""
@@ -369,22 +354,6 @@ class RequestPreparer:
             raise no_worker_error()
         return group
 
-    async def _tokenized(self, call: _CheckedCall) -> _Prompt:
-        """Returns the prompt, cut to `truncate_prompt_tokens`. Raises InvalidInput or Overloaded."""
-        wire = call.wire
-        forms = {"text": wire.HasField("text"), "token_ids": bool(wire.token_ids), "messages": bool(wire.messages)}
-        given = [name for name, is_given in forms.items() if is_given]
-        if len(given) > 1:
-            raise InvalidInput("prompt", f"is given more than once, as {' and '.join(given)}; give exactly one of them")
-        if not given or (given == ["text"] and not wire.text):
-            raise InvalidInput("prompt", "is empty; give text, token_ids or messages")
-        if given == ["token_ids"]:
-            token_ids = wire.token_ids[:]  # makes a list, three times as fast as list()
-            if (highest := max(token_ids)) >= self.card.vocab_size:
-                raise InvalidInput("token_ids", f"hold {highest}; the vocabulary ends at {self.card.vocab_size - 1}")
-            return _truncated(wire, _Prompt(token_ids, 0))
-        return _truncated(wire, await self._encode(wire, call.tenant, call.lane))
-
     async def tokenize(
         self, wire: inference_pb2.TokenizeRequest, tenant: Tenant, timeout_s: float | None, *, spelt: bool = True
     ) -> tuple[list[int], list[str]]:
@@ -394,12 +363,12 @@ class RequestPreparer:
         """
         deadline_s = self.deadline_s(timeout_s)
         async with self.until(deadline_s):
-            await self._inspect(wire, tenant, lambda: check_prompt(wire, self.limits_of(wire)))
+            await self._prompts.inspect(wire, tenant, lambda: check_prompt(wire, self.limits_of(wire)))
         self.check_model(wire.model)
         if wire.HasField("text") == bool(wire.messages):
             raise InvalidInput("text", "give exactly one of text and messages")
         async with self.until(deadline_s):
-            token_ids, prepaid_tokens = await self._encode(wire, tenant, tenant.config.lane)
+            token_ids, prepaid_tokens = await self._prompts.encode(wire, tenant, tenant.config.lane)
             self._context.gate.repay(tenant.name, prepaid_tokens - len(token_ids))
             check_tokens(len(token_ids), self.limits)
             return token_ids, await self.tokenizer.spell(token_ids, tenant.name) if spelt else []
@@ -422,41 +391,6 @@ class RequestPreparer:
             gate.repay(tenant.name, price)
             raise
 
-    async def _inspect(self, wire: PromptRequest, tenant: Tenant, work: Callable[[], ResultT]) -> ResultT:
-        """Runs work that reads all messages or the text, off the event loop if they are long.
-
-        Raises Overloaded, or what `work` raises.
-        """
-        num_messages, num_characters = len(wire.messages), len(wire.text)  # each access to `text` copies it
-        if num_messages <= _INLINE_MESSAGES and num_characters <= _MANY_TOKENS:
-            return work()
-        size = _CHARACTERS_PER_MESSAGE * num_messages + num_characters // _CHARACTERS_PER_TOKEN
-        return await self.tokenizer.off_loop(tenant.name, size, work)
-
-    async def _encode(
-        self, wire: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, tenant: Tenant, lane: Lane
-    ) -> _Prompt:
-        """Returns the token ids of the text, or of the messages as the chat template renders them.
-
-        The tenant pays first, by the size of the text, and gets this back only if the work is refused: a thread that
-        has begun is not stopped, even if its caller stops waiting. Raises InvalidInput or Overloaded.
-        """
-        salt = wire.cache_salt if isinstance(wire, inference_pb2.GenerateRequest) else ""
-        scope, caller, gate = salted_scope(tenant.cache_scope, salt), tenant.name, self._context.gate
-        conversation, num_bytes = await self._inspect(wire, tenant, lambda: _texts_of(wire))
-        added = wire.add_special_tokens if wire.HasField("add_special_tokens") else conversation is None
-        prepaid_tokens = 1 + num_bytes // _BYTES_PER_TOKEN
-        gate.prepay(tenant.name, lane, prepaid_tokens)
-        try:
-            if conversation is not None:
-                encoding = self.tokenizer.encode_chat(conversation, scope, caller, add_special_tokens=added)
-            else:
-                encoding = self.tokenizer.encode(wire.text, scope=scope, caller=caller, add_special_tokens=added)
-            return _Prompt(await encoding, prepaid_tokens)
-        except Overloaded:
-            gate.repay(tenant.name, prepaid_tokens)
-            raise
-
 
 def _kv_hints_of(wire: inference_pb2.GenerateRequest, hints: Hints) -> KvHints:
     """Returns the request's KV hints, with the conversation as their session if they name none.
@@ -467,20 +401,6 @@ def _kv_hints_of(wire: inference_pb2.GenerateRequest, hints: Hints) -> KvHints:
     kv_hints = replace(kv_hints, session=kv_hints.session or hints.conversation)
     kv_hints.check_session()
     return kv_hints
-
-
-def _texts_of(wire: PromptRequest) -> tuple[Conversation | None, int]:
-    """Returns the conversation, if there is one, and the bytes of all texts of the prompt. Raises InvalidInput."""
-    conversation = read_conversation(wire) if wire.messages else None
-    return conversation, sum(len(text.encode()) for text in prompt_texts(wire))
-
-
-def _truncated(wire: inference_pb2.GenerateRequest, prompt: _Prompt) -> _Prompt:
-    """Returns the last `truncate_prompt_tokens` of a prompt, if it is set; what is cut off stays paid for."""
-    if not wire.HasField("truncate_prompt_tokens"):
-        return prompt
-    num_cut = max(0, len(prompt.token_ids) - wire.truncate_prompt_tokens)
-    return _Prompt(prompt.token_ids[num_cut:], max(0, prompt.prepaid_tokens - num_cut))
 
 
 def _fraction_of(session: str) -> float:

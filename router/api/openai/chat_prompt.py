@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictBool, Ta
 
 from penstock.errors import InvalidInput
 from penstock.v1 import inference_pb2
-from router.api.conversations import ChatRequest
 from router.api.openai.fields import HARMLESS_IN_MESSAGES, HARMLESS_IN_TOOLS, REFUSED_IN_MESSAGES, check_fields
 from router.api.openai.json_bodies import shown
+from router.api.prompts import ChatRequest
 from router.parsers.tools import ToolFunction
 
 # Stops the validation of a list at its first error: only one is reported, and each costs pydantic 50 us and 1 KB.

@@ -11,8 +11,8 @@ import pytest
 from penstock.types import Lane
 from penstock.v1 import inference_pb2
 from penstock.wire import lane_to_wire
-from router.api.conversations import read_conversation
 from router.api.openai.requests import ChatBody
+from router.api.prompts import read_conversation
 from router.text.chat_template import ChatTemplate
 from tests.router.api.test_grpc_service import TOKENIZER, collect, failure, saying, text_tokens
 from tests.support.router.router_fakes import EOS, FakeWorker, expected_tokens, running_router

@@ -25,7 +25,7 @@ from engine.cache.windows.page_window import PageWindow
 from engine.cache.windows.window_parts import WindowParts
 from engine.graphs.cuda_graphs import capture_on_all_ranks
 from engine.graphs.warm_up import warm_up_batches
-from engine.memory.estimates import count_slots, saturating_tokens, select_context
+from engine.memory.estimates import count_slots, saturating_tokens, select_context, sink_window
 from engine.parallel.leader import Launch, RankLeader
 from engine.parallel.model_part import ModelPart
 from engine.parallel.next_weights import NextWeights, apply_weights, prepare_weights
@@ -170,6 +170,7 @@ class Engine:
             on_free=_make_eraser(kv_pages, ranks) if config.zero_freed_pages else None,
             retention=config.retention,
             parts=parts,
+            sinks=sink_window(config, part.model),
         )
         engine = cls(part, kv_pages, cache, ranks, window_kv)
         _log_loaded(engine, part)
@@ -284,7 +285,7 @@ class Engine:
         if not work:
             return StepOutput(())
         use_device(self.kv_pages.device)
-        host = build_host_batch(work, self.layout.page_size, self._slot_of_P)
+        host = build_host_batch(work, self.layout.page_size, self._slot_of_P, self.prefix_cache.sinks)
         places = host.sampled_places.tolist()
         pending = self._masks.prepare([work[place].sequence for place in places])
         tokens: list[SampledToken | None] = [None] * len(work)
@@ -327,8 +328,8 @@ class Engine:
     def prepare(self, work: Sequence[ScheduledSequence]) -> PreparedStep:
         """Returns all that `compute` needs of a step that is not empty; the sequences may change afterwards."""
         taps_last, model = self.runner.taps_last, self.model
-        page_size, slot_of_P = self.layout.page_size, self._slot_of_P
-        return prepare_step(work, page_size, model.vocab_size, model.eos_token_ids, taps_last, slot_of_P)
+        page_size, slot_of_P, sinks = self.layout.page_size, self._slot_of_P, self.prefix_cache.sinks
+        return prepare_step(work, page_size, model.vocab_size, model.eos_token_ids, taps_last, slot_of_P, sinks)
 
     def announce(self, step: PreparedStep) -> None:
         """Lets other ranks start on a step as soon as they can.

@@ -107,6 +107,8 @@ class DraftModel:
                 "expert_parallel": False,
                 "cuda_graphs": 0,
                 "window_share": 1.0,
+                "attention_sinks": 0,
+                "attention_window": None,
             }
         )
         engine = Engine.load(config)

@@ -140,7 +140,10 @@ class OutgoingMigrations:
         """Starts to migrate a sequence; calls `report` once, with None if it migrated."""
         sequence = request.sequence
         if not self._can_migrate(request):
-            report(Unavailable(f"{sequence.request_id} has ended, is already migrating or waits for its KV"))
+            reason = "has ended, is already migrating or waits for its KV"
+            if sequence.has_gap:
+                reason = "has released pages between its attention sinks and its window, and stays until it ends"
+            report(Unavailable(f"{sequence.request_id} {reason}"))
             return
         key = TransferKey(TransferId(uuid.uuid4().hex), self._epoch, target.epoch)
         lease = Lease(self._lease_s, self._clock())
@@ -157,7 +160,8 @@ class OutgoingMigrations:
 
     def _can_migrate(self, request: DecodeRequest) -> bool:
         sequence = request.sequence
-        return sequence not in self._unsettled and self._worker.scheduler.is_running(sequence)
+        is_free = sequence not in self._unsettled and not sequence.has_gap
+        return is_free and self._worker.scheduler.is_running(sequence)
 
     def _candidate(self, request: DecodeRequest) -> MigrationCandidate:
         sequence = request.sequence

@@ -141,10 +141,12 @@ class SequencePages:
 
     def _num_at_first(self, num_tokens: int, num_cached: int, num_dropped: int, num_landing: int) -> int:
         """Returns how many leading entries a sequence of `num_tokens` has before its first step."""
-        total = -(-num_tokens // self._page_size)
+        total, landing = -(-num_tokens // self._page_size), -(-num_landing // self._page_size)
+        if (sinks := self._cache.sinks) is not None:
+            num_entries = sinks.num_first_entries(num_tokens, num_cached, self._max_chunk_tokens)
+            return min(total, max(num_entries, landing, num_cached))
         if self._cache.window.tokens is None:
             return total
-        landing = -(-num_landing // self._page_size)
         most_held = self._cache.window.max_pages(num_tokens, self._max_chunk_tokens)
         return min(total, max(num_dropped + most_held, landing, num_cached))
 
@@ -191,12 +193,16 @@ class SequencePages:
         """Takes the pages that no later token of the sequence reads; the caller returns them to the pool, like those of
         `strip_behind`.
         """
-        stop = self._cache.window.num_behind(sequence.num_computed_tokens)
-        first = sequence.num_dropped
+        sinks, num_sinks = self._cache.sinks, 0
+        if sinks is None:
+            stop = self._cache.window.num_behind(sequence.num_computed_tokens)
+        else:
+            num_sinks, stop = sinks.num_sink_pages, sinks.gap(sequence.num_computed_tokens).stop
+        first = max(sequence.num_dropped, num_sinks)
         if stop <= first or sequence in self._whole:
             return []
         self._rows.drop_pages(sequence, first, stop)
-        return sequence.drop_pages(stop)
+        return sequence.drop_pages(stop, num_sinks)
 
     def strip_behind(self, sequence: Sequence) -> list[PageId]:
         """Takes the windowed parts that no later token of the sequence reads, and returns their pages."""

@@ -33,6 +33,7 @@ from engine.cache.retention.holds import Lost
 from engine.cache.retention.session_hints import SessionHints
 from engine.cache.tiers import CacheJournal, CacheSource, CacheTiers
 from engine.cache.windows.page_window import PageWindow
+from engine.cache.windows.sink_window import SinkWindow
 from engine.cache.windows.window_parts import WindowParts
 from penstock.config.retention import RetentionConfig
 from penstock.kv.events import KvEventKind, KvEventLog
@@ -56,11 +57,14 @@ class PrefixCache:
         retention: RetentionConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
         parts: WindowParts | None = None,
+        sinks: SinkWindow | None = None,
     ) -> None:
         """`window` is how many tokens, including itself, a token reads in the layer that reads most; None: all.
-        `on_free`, `retention`, `clock` and `parts` are the pool's; with parts there are no tiers.
+        `on_free`, `retention`, `clock` and `parts` are the pool's; with parts there are no tiers. `sinks` limits
+        attention.
         """
         self.page_size = page_size
+        self.sinks = sinks
         self.window = PageWindow(window, page_size)
         self.enabled = enabled
         self.pool = PagePool(num_pages, on_free, self._evict, clock, retention, parts)
@@ -257,6 +261,8 @@ class PrefixCache:
         if len(pages) < len(hashes):
             raise PageMisuse(f"insert: {len(hashes)} hashes for {len(pages)} pages")
         start = min(start, len(hashes))
+        if self.sinks is not None and start > 0 and not self._chains.is_rooted(hashes[start - 1]):
+            return 0  # the caller may have released the parent
         while self.window.tokens is None and start > 0 and not self._chains.is_rooted(hashes[start - 1]):
             start -= 1  # the parent has been evicted: begin where the chain is intact
         self._check_insertable(hashes[start:], pages[start : len(hashes)])

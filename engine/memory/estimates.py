@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection
 
 from engine.cache.kv_layout import DTYPE_BYTES, KVLayout
+from engine.cache.windows.sink_window import SinkWindow
 from engine.kernels.libraries import flashinfer_memory
 from engine.kernels.libraries.capabilities import captures_decodes
 from engine.memory.device_memory import DeviceMemory, DeviceType
@@ -44,7 +45,8 @@ _SATURATING_TOKENS: dict[DeviceType, int] = {"cpu": 256, "cuda": 2048}
 # Prompt tokens of one step, over all sequences, whose log-probabilities are found: each takes a row of logits. 128 rows
 # of a vocabulary of 128 K are 64 MiB of float32, and chunks of 128 tokens cost a CPU 15 % more than longer ones.
 SCORED_TOKENS = 128
-_TWO_TABLES = ("auto", "torch", "triton")  # kinds of attention that may read another page table in windowed layers
+# Kinds of attention that may read another page table in windowed layers, or one with a gap.
+_TWO_TABLES = ("auto", "torch", "triton")
 _FLOAT32_BYTES = 4
 _PAGE_ID_BYTES = 4
 # The rows of partial attention results that split contexts of latents leave to be joined: 132 multiprocessors with 4
@@ -73,11 +75,13 @@ def select_context(config: EngineConfig, model: ModelConfig) -> int:
 def serving_revision(config: EngineConfig, model: ModelConfig) -> str:
     """Returns the revision of the model as it is served.
 
-    Quantizing weights while loading them makes a different model, and so does an update of the weights: pages must not
-    be mistaken for the original's.
+    Quantizing weights while loading them makes a different model, and so do attention sinks and an update of the
+    weights: pages must not be mistaken for the original's.
     Raises ConfigError if the checkpoint is quantized already.
     """
     weights, revision = config.weights, _quantized_revision(config, model)
+    if config.attention_sinks:  # what a token sees depends on the pages' boundaries too
+        revision += f"+sinks{config.attention_sinks}-{config.attention_window}-{config.page_size}"
     return revision if weights is None else updated_revision(revision, weights.version, weights.digest)
 
 
@@ -94,6 +98,7 @@ def _quantized_revision(config: EngineConfig, model: ModelConfig) -> str:
 
 def make_layout(config: EngineConfig, model: ModelConfig) -> KVLayout:
     """Returns the page layout of the whole model. Raises ConfigError."""
+    sink_window(config, model)
     chunk_tokens = model.irope.chunk_tokens if model.irope is not None else None
     if chunk_tokens is not None and chunk_tokens % config.page_size:
         raise ConfigError(
@@ -130,6 +135,26 @@ def _window_layers(config: EngineConfig, model: ModelConfig) -> tuple[int, ...]:
                 "set it to 1"
             )
     return model.window_layers
+
+
+def sink_window(config: EngineConfig, model: ModelConfig) -> SinkWindow | None:
+    """Returns what tokens see if attention sinks are configured. Raises ConfigError where these are not supported."""
+    if not config.attention_sinks or config.attention_window is None:
+        return None
+    has_windows = any(window is not None for window in model.windows)
+    is_chunked = model.irope is not None and model.irope.chunk_tokens is not None
+    problems = (
+        (has_windows or is_chunked, f"layers of {config.model} see only a part of the text themselves"),
+        (config.tensor_parallel > 1, f"engine.tensor_parallel = {config.tensor_parallel} is not supported with it"),
+        (config.host_memory_bytes > 0, "engine.host_memory_bytes is not supported with it"),
+        (config.attention not in _TWO_TABLES, f"engine.attention = {config.attention!r} is not supported with it"),
+    )
+    for is_present, problem in problems:
+        if is_present:
+            raise ConfigError(
+                f"engine.attention_sinks = {config.attention_sinks} limits what tokens see, but {problem}; set it to 0"
+            )
+    return SinkWindow(config.attention_sinks, config.attention_window, config.page_size)
 
 
 def count_slots(config: EngineConfig, num_pages: int) -> int:

@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from engine.cache.windows.sink_window import SinkWindow
 from engine.graphs.page_tables import UNKNOWN, PageTables
 from engine.kernels.metadata import AttentionMetadata, Lengths
 from engine.kernels.upload import upload_all
@@ -168,14 +169,47 @@ def _edits_of(host: HostBatch) -> np.ndarray:
 
 
 def build_host_batch(
-    work: Sequence[ScheduledSequence], page_size: int, slot_of_P: np.ndarray | None = None
+    work: Sequence[ScheduledSequence],
+    page_size: int,
+    slot_of_P: np.ndarray | None = None,
+    sinks: SinkWindow | None = None,
 ) -> HostBatch:
     """Returns the arrays of a step; `work` is not empty, and every sequence has pages for the tokens to compute.
-    `slot_of_P` says where the windowed layers' part of each page is (`WindowParts`); None: pages are whole.
+    `slot_of_P` says where the windowed layers' part of each page is (`WindowParts`); None: pages are whole. `sinks`
+    limits attention; None: tokens see all before them.
 
     The rows of a plan cost a few vector operations, all other sequences a Python loop.
     """
-    return add_windowed_parts(_host_batch(work, page_size), slot_of_P)
+    return add_windowed_parts(skip_gaps(_host_batch(work, page_size), sinks), slot_of_P)
+
+
+def skip_gaps(host: HostBatch, sinks: SinkWindow | None) -> HostBatch:
+    """Removes the pages that a row's tokens do not see from its page table, and shortens its context accordingly.
+
+    Tokens of a chunk that see different pages become rows of their own; their order in the batch stays. Positions, and
+    the places that new KV is written to, do not change. Shapes: `X` rows of the result.
+    """
+    if sinks is None or not (gap_T := _gaps(host.positions_T, sinks)).any():
+        return host
+    row_T = np.repeat(np.arange(len(host.context_B)), np.diff(host.query_start_B1))
+    is_first_T = np.ones(len(row_T), bool)
+    is_first_T[1:] = (np.diff(row_T) != 0) | (np.diff(gap_T) != 0)
+    query_start_X1 = np.append(is_first_T.nonzero()[0], len(row_T))
+    first_X, last_X = query_start_X1[:-1], query_start_X1[1:] - 1
+    context_X = host.positions_T[last_X] + 1 - gap_T[first_X] * sinks.page_size
+    pages_X1 = -(-context_X[:, None] // sinks.page_size)
+    column_W = np.arange(int(pages_X1.max()))
+    column_XW = column_W + np.where(column_W < sinks.num_sink_pages, 0, gap_T[first_X, None])
+    is_used_XW = column_W < pages_X1
+    page_table_XW = host.page_table_BW[row_T[first_X, None], np.where(is_used_XW, column_XW, 0)]
+    return replace(
+        host,
+        query_start_B1=query_start_X1,
+        context_B=context_X,
+        page_table_BW=np.where(is_used_XW, page_table_XW, 0).astype(np.int32),
+        max_query_len=int(np.diff(query_start_X1).max()),
+        edits_R=None,  # a row's entries move without an edit
+    )
 
 
 def add_windowed_parts(host: HostBatch, slot_of_P: np.ndarray | None) -> HostBatch:
@@ -187,6 +221,13 @@ def add_windowed_parts(host: HostBatch, slot_of_P: np.ndarray | None) -> HostBat
         raise InternalError("a page of the tokens to compute has no room for windowed layers")
     window_table_BW = np.maximum(slot_of_P[host.page_table_BW], 0)  # parts behind the window are masked
     return replace(host, window_table_BW=window_table_BW, window_slot_T=window_slot_T)
+
+
+def _gaps(positions_T: np.ndarray, sinks: SinkWindow) -> np.ndarray:
+    """Returns the length in pages of the gap (`SinkWindow.gap`) that the token at each position does not see."""
+    num_behind_T = np.maximum(positions_T - sinks.num_recent + 1, 0) // sinks.page_size
+    gap_T: np.ndarray = np.maximum(num_behind_T - sinks.num_sink_pages, 0)
+    return gap_T
 
 
 def _host_batch(work: Sequence[ScheduledSequence], page_size: int) -> HostBatch:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from engine.cache.windows.sink_window import SinkWindow
 from engine.graphs.page_tables import PageTables
 from engine.parallel.collectives import ParallelGroup
 from engine.sampling.grammar.masks import MaskThread, TokenMasks
@@ -96,11 +97,12 @@ def prepare_step(
     eos_token_ids: Collection[int],
     taps_last: bool = False,
     slot_of_P: np.ndarray | None = None,
+    sinks: SinkWindow | None = None,
 ) -> PreparedStep:
-    """`taps_last`: hidden states after the last layer are handed out, if the plan wants any. `slot_of_P`: see
-    `build_host_batch`.
+    """`taps_last`: hidden states after the last layer are handed out, if the plan wants any. `slot_of_P` and `sinks`:
+    see `build_host_batch`.
     """
-    host = build_host_batch(work, page_size, slot_of_P)
+    host = build_host_batch(work, page_size, slot_of_P, sinks)
     awaited_rows = awaited_places = None
     if isinstance(work, StepPlan):
         awaited_rows, awaited_places = work.rows.awaited_rows, work.rows.awaited_places
@@ -118,8 +120,7 @@ def _sampling_rows(work: Seq[ScheduledSequence], host: HostBatch) -> tuple[Sampl
     special: dict[int, Sequence] = {}
     if isinstance(work, StepPlan):
         num_rows, special = len(work.rows), work.rows.special()
-        # The position of the next token is the context length.
-        rows = SamplingRows(work.rows.members.params, host.context_B[:num_rows])
+        rows = SamplingRows(work.rows.members.params, host.positions_T[:num_rows] + 1)
         if not work.chunks:
             return rows, special
     sequences: list[Sequence] = []

@@ -27,8 +27,8 @@ class Sequence:
 
     Invariant: `num_computed_tokens < len(token_ids)` between steps, and `pages` holds at least
     `ceil(num_computed_tokens / page_size)` pages. The KV of token i is in `pages[i // page_size]`, except that the
-    first `num_dropped` entries stand for pages that lie behind the model's window and were released: they are 0, as in
-    a page table, and attention ignores what is there.
+    first `num_dropped` entries, but for the first `num_sinks`, stand for pages that lie behind the window and were
+    released: they are 0, as in a page table, and attention ignores what is there.
 
     If pages have two parts (`engine.cache.windows.window_parts`), it holds the windowed part of `pages[num_stripped :
     num_attached]`, which are those of all computed tokens that later ones read. Otherwise both are 0.
@@ -41,6 +41,7 @@ class Sequence:
     salt: bytes  # root of the page hashes
     pages: list[PageId] = field(default_factory=list)
     num_dropped: int = 0
+    num_sinks: int = 0  # pages that it keeps before the dropped ones; set with the first of these
     num_stripped: int = 0
     num_attached: int = 0
     page_hashes: list[PageHash] = field(default_factory=list)  # of leading full pages, grown by `hash_full_pages`
@@ -78,7 +79,13 @@ class Sequence:
     @property
     def held_pages(self) -> list[PageId]:
         """The pages that it holds a reference to, in order."""
-        return self.pages[self.num_dropped :]
+        first = self.pages[: self.num_sinks] if self.has_gap else []
+        return first + self.pages[self.num_dropped :]
+
+    @property
+    def has_gap(self) -> bool:
+        """Returns whether it has dropped pages behind ones that it holds."""
+        return 0 < self.num_sinks < self.num_dropped
 
     @property
     def num_usable_pages(self) -> int:
@@ -98,11 +105,15 @@ class Sequence:
         self.num_stripped = max(self.num_stripped, num_stripped)
         return stripped
 
-    def drop_pages(self, num_dropped: int) -> list[PageId]:
-        """Drops that many leading pages and returns those it still held; the caller releases them."""
-        dropped = self.pages[self.num_dropped : num_dropped]
-        self.pages[self.num_dropped : num_dropped] = [PageId(0)] * len(dropped)
-        self.num_dropped += len(dropped)
+    def drop_pages(self, num_dropped: int, num_sinks: int = 0) -> list[PageId]:
+        """Drops that many leading pages, but for the first `num_sinks`, and returns those it still held; the caller
+        releases them.
+        """
+        first = max(self.num_dropped, num_sinks)
+        dropped = self.pages[first:num_dropped]
+        if dropped:
+            self.pages[first:num_dropped] = [PageId(0)] * len(dropped)
+            self.num_dropped, self.num_sinks = first + len(dropped), num_sinks
         return dropped
 
     @property

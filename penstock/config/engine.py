@@ -48,6 +48,11 @@ class EngineConfig(FrozenConfig):
     """Share of the pages that also have room for the KV of windowed layers, in models in which these alternate with
     layers that read the whole context. Below 1, that KV is freed behind the window, and more pages fit into the same
     memory."""
+    attention_sinks: int = Field(0, ge=0)
+    """First tokens of a text that every token attends to, besides the last `attention_window`; 0 attends to all. Pages
+    between the two are freed. For models without windows."""
+    attention_window: int | None = Field(None, ge=1)
+    """Last tokens that a token attends to with `attention_sinks`, itself included; both are rounded up to pages."""
     max_context: int | None = Field(None, ge=2)
     """Longest prompt plus output, in tokens; by default the model's own limit."""
     attention: Literal["auto", "torch", "triton", "flashinfer", "varlen", "cudnn"] = "auto"
@@ -99,6 +104,15 @@ class EngineConfig(FrozenConfig):
     @property
     def weights_folder(self) -> str:
         return self.model if self.weights is None else self.weights.path
+
+    @model_validator(mode="after")
+    def _check_sinks(self) -> EngineConfig:
+        if bool(self.attention_sinks) != (self.attention_window is not None):
+            raise ValueError(
+                f"engine.attention_sinks = {self.attention_sinks} and engine.attention_window = "
+                f"{self.attention_window}; set both or neither"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_tiers(self) -> EngineConfig:

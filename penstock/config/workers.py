@@ -291,6 +291,16 @@ class WorkerConfig(FrozenConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_sinks(self) -> WorkerConfig:
+        for name in ("keeper", "kv_store"):
+            if self.engine.attention_sinks and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} is not supported with engine.attention_sinks = {self.engine.attention_sinks}; set it to "
+                    f"0, or leave {name} out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_trust(self) -> WorkerConfig:
         self.security.check_host("host", self.host)
         return self

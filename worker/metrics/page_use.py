@@ -32,7 +32,7 @@ def measure_pages(pool: PagePool, sequences: Collection[Sequence], page_size: in
     }
     num_slots = num_filled = 0
     for sequence in sequences:
-        num_dropped = sequence.num_dropped
+        num_dropped = sequence.num_dropped - (sequence.num_sinks if sequence.has_gap else 0)
         slots = max(0, len(sequence.pages) - num_dropped) * page_size
         num_slots += slots
         num_filled += min(slots, max(0, sequence.num_computed_tokens - num_dropped * page_size))

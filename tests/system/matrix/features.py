@@ -38,6 +38,7 @@ ENGINE = {"max_adapters": 2, "max_adapter_rank": 4}
 MAX_TOKENS = 96
 PROMPT_TOKENS = 90
 WINDOW = 40  # the window of the other model's layers, in tokens
+SINKS = {"attention_sinks": 4, "attention_window": WINDOW}  # of an engine
 CONTEXT_LENGTH = 2048
 # These values are exact in single precision, the precision of the wire format.
 _REPETITIVE = json.dumps(  # the grammar forces most of these tokens
@@ -105,6 +106,7 @@ class Feature:
     end_is_late: bool = False  # at a stop string from the second half of its own text
     is_windowed: bool = False  # served by `windowed_model`
     is_alternating: bool = False  # served by `alternating_model`
+    has_sinks: bool = False  # served with `SINKS`
     is_mtp: bool = False  # served by `mtp_model`
     num_prompt_tokens: int = PROMPT_TOKENS
     kv_hints: KvHints = NO_KV_HINTS
@@ -167,6 +169,7 @@ FEATURES = {
         Feature("speculation", {"allowed_token_ids": [300, 301, 302]}),  # a text that often repeats what came before
         Feature("window", is_windowed=True),  # pages behind the window are freed
         Feature("window_share", is_alternating=True),  # only the windowed layers' KV behind the window is freed
+        Feature("attention_sinks", has_sinks=True),  # pages between the first ones and the window are freed
         Feature("mtp", is_mtp=True),  # the model's own layer behind the last one drafts
         Feature("mtp_greedy", {"temperature": 0.0}, is_mtp=True),
         Feature("kv_hints", kv_hints=KvHints(session="s", pin_s=60.0, priority=3, prefetch_s=1.0)),

@@ -27,6 +27,7 @@ from tests.system.matrix.features import (
     ENGINE,
     MAX_TOKENS,
     MODEL,
+    SINKS,
     Feature,
     adapter_ref,
     call_grammar,
@@ -58,8 +59,9 @@ class Answered:
 
 
 @functools.cache
-def engine(model: Path = MODEL) -> Engine:
-    return Engine.load(EngineConfig(model=str(model), num_pages=64, num_threads=1, dtype="float32", **ENGINE))
+def engine(model: Path = MODEL, *, has_sinks: bool = False) -> Engine:
+    settings = ENGINE | (SINKS if has_sinks else {})
+    return Engine.load(EngineConfig(model=str(model), num_pages=64, num_threads=1, dtype="float32", **settings))
 
 
 @functools.cache
@@ -84,7 +86,8 @@ def single_process(feature: Feature) -> list[Answered]:
     if feature.is_chat:
         return _answer(feature.prompt, resolve({**options, "grammar": call_grammar()}, len(feature.prompt)))
     ref = adapter_ref() if feature.adapter else None
-    answers = _answer(feature.prompt, resolve(options, len(feature.prompt)), ref, feature.model)
+    made = engine(feature.model, has_sinks=feature.has_sinks)
+    answers = _answer(feature.prompt, resolve(options, len(feature.prompt)), ref, made)
     if feature.over_http:
         for answer in answers:
             answer.text = decode_text(feature.prompt) + answer.text
@@ -92,20 +95,20 @@ def single_process(feature: Feature) -> list[Answered]:
 
 
 def without_window(feature: Feature) -> list[Answered]:
-    """Returns the answer of the model with the same weights and no window."""
+    """Returns the answer of the model with the same weights in which every token sees all before it."""
     return _answer(feature.prompt, resolve(options_of(feature), len(feature.prompt)))
 
 
 def _answer(
-    prompt: list[int], sampling: SamplingParams, adapter: AdapterRef | None = None, model: Path = MODEL
+    prompt: list[int], sampling: SamplingParams, adapter: AdapterRef | None = None, made: Engine | None = None
 ) -> list[Answered]:
-    return [_completion(prompt, sampling, index, adapter, model) for index in range(sampling.n)]
+    return [_completion(prompt, sampling, index, adapter, made or engine()) for index in range(sampling.n)]
 
 
 def _completion(
-    prompt: list[int], sampling: SamplingParams, index: int, adapter: AdapterRef | None, model: Path
+    prompt: list[int], sampling: SamplingParams, index: int, adapter: AdapterRef | None, made: Engine
 ) -> Answered:
-    made, answer = engine(model), Answered()
+    answer = Answered()
     sequence = Sequence(
         RequestId("reference"), list(prompt), len(prompt), completion_sampling(sampling, index), b"reference"
     )

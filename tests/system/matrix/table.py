@@ -19,6 +19,7 @@ WHOLE = "same, computed whole"  # the decode worker computes every token of the 
 BREAKS = "breaks"  # the client's connection ends without `[DONE]`
 ABSENT = "absent"  # such a request does not exist
 REFUSED = "refused"  # the workers' configuration is refused by name
+STAYS = "same, stays"  # the sequence does not migrate
 _CACHED_OR_REMOTE = ("disaggregated", "split", "split, prompts apart", "prefix hit", "pulled", "stored", "lookaside")
 _OVER_HTTP = {"lookaside": ABSENT, "router killed": BREAKS}
 
@@ -31,6 +32,8 @@ def cell(feature: str, hand_off: str) -> str:
         return ABSENT
     if FEATURES[feature].is_alternating and hand_off in ("pulled", "stored"):
         return WHOLE if hand_off == "pulled" else REFUSED
+    if FEATURES[feature].has_sinks and hand_off in ("stored", "migrated"):
+        return REFUSED if hand_off == "stored" else STAYS
     if FEATURES[feature].scores_prompt and hand_off in _CACHED_OR_REMOTE:
         return WHOLE
     return SAME

@@ -63,7 +63,7 @@ def test_a_feature_changes_the_answer_of_a_single_process(feature: Feature) -> N
         assert answers[0].token_ids != without.token_ids
     elif feature.is_mtp:
         assert answers[0].token_ids != single_process(FEATURES["seed"])[0].token_ids
-    elif feature.is_windowed or feature.is_alternating:
+    elif feature.is_windowed or feature.is_alternating or feature.has_sinks:
         assert answers[0].token_ids != without_window(feature)[0].token_ids
     elif feature.end_is_late:
         assert answers[0].finish_reason == "stop"

@@ -96,7 +96,7 @@ class DecodeWorker:
         self._measurements = StepMeasurements(self._pace, self._prefills, speculator, draft, self._events)
         self._landed: set[Sequence] = set()  # sequences that wait for their first step here
         self._refusal: PenstockError | None = None  # what every new request is refused with, once the worker pauses
-        self.load = WorkerLoad(total_pages=engine.pool.num_pages, free_pages=engine.pool.num_available)
+        self.load = WorkerLoad(total_pages=engine.pool.num_pages, free_pages=engine.pool.num_reported)
 
     # Requests.
 

@@ -22,7 +22,7 @@ def measure_load(
         num_running=scheduler.num_running,
         num_waiting=num_open - scheduler.num_running,
         num_bulk=scheduler.num_bulk,
-        free_pages=cache.pool.num_available,
+        free_pages=cache.pool.num_reported,
         total_pages=cache.pool.num_pages,
         queued_prefill_tokens=scheduler.num_uncomputed_tokens,
         queued_bulk_tokens=scheduler.num_uncomputed_bulk_tokens,

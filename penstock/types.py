@@ -295,7 +295,7 @@ class WorkerLoad:
     num_running: int = 0
     num_waiting: int = 0
     num_bulk: int = 0  # of both, those of the bulk lane, which yield to all others
-    free_pages: int = 0  # free or evictable
+    free_pages: int = 0  # free or evictable; fewer if `engine.window_share` leaves a smaller share of slots
     total_pages: int = 0
     queued_prefill_tokens: int = 0
     queued_bulk_tokens: int = 0  # of these, those of the bulk lane

@@ -103,7 +103,7 @@ class PrefillWorker:
         self._bulk_limit = BulkStepLimit()
         self._totals = StepTotals()
         self._on_step = on_step
-        self.load = WorkerLoad(total_pages=engine.pool.num_pages, free_pages=engine.pool.num_available)
+        self.load = WorkerLoad(total_pages=engine.pool.num_pages, free_pages=engine.pool.num_reported)
 
     # Commands of the receiver.
 
@@ -438,7 +438,7 @@ class PrefillWorker:
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_queued,
             num_bulk=self.scheduler.num_bulk,
-            free_pages=self._engine.pool.num_available,
+            free_pages=self._engine.pool.num_reported,
             total_pages=self._engine.pool.num_pages,
             queued_prefill_tokens=self.scheduler.num_uncomputed_tokens,
             queued_bulk_tokens=self.scheduler.num_uncomputed_bulk_tokens,

@@ -107,6 +107,15 @@ class PagePool:
         return len(self._free) + len(self._evictable)
 
     @property
+    def num_reported(self) -> int:
+        """Pages that a worker reports as free: those available, but no larger a share than that of available slots, so
+        that a worker without slots counts as full.
+        """
+        if self.parts is None:
+            return self.num_available
+        return min(self.num_available, self.parts.num_available * self.num_pages // self.parts.num_slots)
+
+    @property
     def num_reserve(self) -> int:
         """Pages that work without a waiting request, such as a hand-over or a prefetch, leaves available: 1/16 of the
         pool.

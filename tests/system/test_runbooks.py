@@ -139,7 +139,7 @@ def metric_names() -> set[str]:
         level=no_value,
         retries_left=no_value,
     )
-    load, use = WorkerLoad(metrics=dict.fromkeys(METRICS, 0.0)), PageUse({"free": 1}, 0, 0.0)
+    load, use = WorkerLoad(metrics=dict.fromkeys(METRICS, 0.0)), PageUse({"free": 1}, 0, 0.0, {"free": 1})
     metrics.watch_ends(no_value)
     metrics.watch_workers(lambda: {WorkerId("w"): load})
     names = set(re.findall(r"(?m)^# TYPE (\S+) ", metrics.render().decode()))

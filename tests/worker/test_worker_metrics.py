@@ -15,13 +15,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from decode_worker.server import DecodeServer
 from engine.cache.page_pool import PagePool
+from engine.cache.prefix_cache import PrefixCache
+from engine.cache.windows.page_window import PageWindow
+from engine.cache.windows.window_parts import WindowParts
 from engine.step.sequence import Sequence
 from engine.step.speculation.proposal import ProposalKind
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 from penstock.sizing.accelerators import accelerator_of
 from penstock.sizing.model_shape import ModelShape
-from penstock.types import CacheStats, Lane, RequestId, Role, SamplingParams, StepTotals, WorkerLoad
+from penstock.types import CacheStats, Lane, PageHash, RequestId, Role, SamplingParams, StepTotals, WorkerLoad
 from penstock.v1 import worker_pb2
 from prefill_worker.server import PrefillServer
 from tests.support.engine.checkpoints import make_checkpoint
@@ -243,6 +246,23 @@ def test_pages_are_counted_by_state_with_the_unused_part_of_held_ones() -> None:
     pool.release([*dropped, *first.held_pages])
     assert measure_pages(pool, (), 16).fragmentation == 0.0
     assert measure_pages(pool, (), 16).num_allocated == 3
+
+
+def test_slots_of_windowed_layers_are_counted_by_state_where_pages_have_them() -> None:
+    cache = PrefixCache(8, 1, parts=WindowParts(8, 4, PageWindow(3, 1)))
+    pages = cache.pool.allocate(2)
+    assert cache.pool.parts is not None
+    cache.pool.parts.attach(pages)
+    cache.insert([PageHash(bytes([number])) for number in range(2)], pages)
+    cache.pool.release((), pages[:1])
+
+    def slots(pool: PagePool) -> dict[str, float]:
+        collector = WorkerCollector(DESCRIBED, WorkerLoad, pages=lambda: measure_pages(pool, (), 1))
+        families = (each for each in collector.collect() if each.name == "penstock:worker_window_slots")
+        return {sample.labels["state"]: sample.value for family in families for sample in family.samples}
+
+    assert slots(cache.pool) == {"free": 2, "evictable": 1, "held": 1}
+    assert slots(PagePool(8)) == {}
 
 
 def test_outcomes_of_proposed_tokens_are_counted_by_proposer_lane_and_position() -> None:

@@ -120,6 +120,9 @@ class WorkerCollector(Collector):
             "Share of the slots in sequences' pages that hold no token, 0 to 1",
             use.fragmentation,
         )
+        if use.window_slots is not None:
+            help_text = "Slots for the KV of windowed layers"
+            yield self._gauges("penstock:worker_window_slots", help_text, "state", use.window_slots)
 
     def _device_use(self, load: WorkerLoad) -> Iterator[Metric]:
         """Yields estimates of the FLOPs and bytes of the steps, and the device's peaks."""

@@ -16,6 +16,7 @@ class PageUse:
     by_state: Mapping[str, int]
     num_allocated: int  # pages allocated since the worker started
     fragmentation: float  # share of the slots in sequences' pages that hold no KV
+    window_slots: Mapping[str, int] | None = None  # slots of windowed layers by state, if pages have two parts
 
 
 def measure_pages(pool: PagePool, sequences: Collection[Sequence], page_size: int) -> PageUse:
@@ -36,4 +37,7 @@ def measure_pages(pool: PagePool, sequences: Collection[Sequence], page_size: in
         slots = max(0, len(sequence.pages) - num_dropped) * page_size
         num_slots += slots
         num_filled += min(slots, max(0, sequence.num_computed_tokens - num_dropped * page_size))
-    return PageUse(by_state, pool.num_allocated, 1.0 - num_filled / num_slots if num_slots else 0.0)
+    window_slots = None
+    if (parts := pool.parts) is not None:
+        window_slots = {"free": parts.num_free, "evictable": parts.num_idle, "held": parts.num_held}
+    return PageUse(by_state, pool.num_allocated, 1.0 - num_filled / num_slots if num_slots else 0.0, window_slots)

@@ -48,6 +48,14 @@ class WindowParts:
         self._on_free = on_free
 
     @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    @property
     def num_available(self) -> int:
         """Returns how many slots `attach` can give now."""
         return len(self._free) + len(self._idle)

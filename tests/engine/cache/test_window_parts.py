@@ -56,6 +56,23 @@ def test_idle_parts_give_up_their_slots_oldest_first_and_their_pages_stay_cached
     cache.check_integrity()
 
 
+def test_a_pool_without_slots_is_reported_as_full() -> None:
+    cache, parts = make(12, 4, window=3)
+    pool = cache.pool
+    assert pool.num_reported == 12
+    pages = start(cache, 1, 2, 3)
+    assert (pool.num_available, pool.num_reported) == (9, 3)
+    last = pool.allocate(1)
+    parts.attach(last)
+    assert (pool.num_available, pool.num_reported) == (8, 0)
+    pool.release((), pages[:2])  # their slots are available to others
+    assert pool.num_reported == 6
+    more = pool.allocate(7)
+    assert pool.num_reported == pool.num_available == 1
+    pool.release([*pages, *last, *more], [pages[2], *last])
+    assert pool.num_reported == 12
+
+
 def test_a_prefix_ends_where_its_last_window_is_kept() -> None:
     cache, parts = make(8, 8, window=3)  # a token reads two pages before its own
     pages = start(cache, 1, 2, 3, 4, 5)

@@ -30,6 +30,7 @@ NO_DATA = {
     ("kv-transfer", "Mean time of the shared store's calls"),
     ("kv-transfer", "Bytes in the shared store, and its use"),
     ("pools", "Device use"),  # no peak is published for a CPU
+    ("pools", "Slots of windowed layers by state"),  # pages are whole
     ("service", "Failures a second"),
     ("service", "Gateways' calls a second"),  # there is no picker
     ("service", "Traces a second"),  # traces are off

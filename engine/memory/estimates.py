@@ -14,7 +14,7 @@ from collections.abc import Collection
 from engine.cache.kv_layout import DTYPE_BYTES, KVLayout
 from engine.cache.windows.sink_window import SinkWindow
 from engine.kernels.libraries import flashinfer_memory
-from engine.kernels.libraries.capabilities import captures_decodes
+from engine.kernels.libraries.capabilities import captures_decodes, check_library
 from engine.memory.device_memory import DeviceMemory, DeviceType
 from engine.models.config import ModelConfig
 from engine.models.expert_config import MXFP4_GROUP
@@ -115,6 +115,18 @@ def make_layout(config: EngineConfig, model: ModelConfig) -> KVLayout:
         quantization=config.quantization,
         kv_dtype=config.kv_dtype,
         window_layers=_window_layers(config, model),
+    )
+
+
+def check_attention(config: EngineConfig, model: ModelConfig, layout: KVLayout) -> None:
+    """Raises ConfigError if `engine.attention` names a library that does not support the model or its pages."""
+    check_library(
+        config.attention,
+        layout,
+        has_latents=model.latent is not None,
+        has_softcap=model.attention_softcap is not None,
+        has_sinks=model.family.sinks,
+        has_chunks=model.irope is not None and model.irope.chunk_tokens is not None,
     )
 
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from engine.adapters.products import adapter_bytes
 from engine.cache.kv_layout import KVLayout
 from engine.cache.windows.page_window import PageWindow
-from engine.kernels.libraries.capabilities import check_library
 from engine.kernels.libraries.flashinfer_memory import WORKSPACE_BYTES
 from engine.memory import estimates
 from engine.memory.device_memory import DeviceMemory
@@ -186,14 +185,7 @@ def _loaded_bytes(
             "engine.quantization"
         )
     check_slice_groups(tensor_slices(model, shard), shapes, model.scheme, forms, config.quantization, layout.dtype)
-    check_library(
-        config.attention,
-        layout,
-        has_latents=model.latent is not None,
-        has_softcap=model.attention_softcap is not None,
-        has_sinks=model.family.sinks,
-        has_chunks=model.irope is not None and model.irope.chunk_tokens is not None,
-    )
+    estimates.check_attention(config, model, layout)
     plain = estimates.weight_bytes(model, layout.dtype, device.type, estimates.select_context(config, model), shard)
     return (
         plain - estimates.saved_bytes(model, config.quantization, set(forms), layout.dtype, device) // shard.num_ranks

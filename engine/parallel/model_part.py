@@ -22,11 +22,12 @@ from engine.graphs.cuda_graphs import SPARE_PAGES, GraphRunner, buckets_up_to
 from engine.kernels.backends import AttentionBackend, select_backend, select_ops
 from engine.kernels.kv_quantization import layers_of_parts, reads_e4m3
 from engine.kernels.libraries.attention import LibraryAttention
-from engine.kernels.libraries.capabilities import captures_decodes, check_library
+from engine.kernels.libraries.capabilities import captures_decodes
 from engine.memory.device_memory import DeviceType
 from engine.memory.estimates import (
     SCORED_TOKENS,
     captures_graphs,
+    check_attention,
     count_pages,
     graph_bytes,
     make_layout,
@@ -84,14 +85,7 @@ class ModelPart:
         select_context(config, model)  # raises before anything is loaded
         check_expert_parallel(config, model)
         layout = shard_layout(make_layout(config, model), shard)
-        check_library(
-            config.attention,
-            layout,
-            has_latents=model.latent is not None,
-            has_softcap=model.attention_softcap is not None,
-            has_sinks=model.family.sinks,
-            has_chunks=model.irope is not None and model.irope.chunk_tokens is not None,
-        )
+        check_attention(config, model, layout)
         attention = select_backend(config.attention, device)
         if shard.num_ranks > 1:
             check_share(Path(config.weights_folder), model, shard, layout.dtype, quantization_of(config))

@@ -192,7 +192,7 @@ class Placer:
         choice = self._policy.choose(demand, views(decode, sent_to), views(prefill, sent_to), self._rng)
         chosen = next(worker for worker in decode if worker.worker_id == choice.decode)
         candidates = self._reaching(chosen, _candidates(choice, group), now_s)
-        first = Epoch(candidates[0].epoch) if candidates and choice.prefill else None
+        first = Epoch(candidates[0].epoch) if candidates else None
         self._note_silent((chosen, *(worker for worker in prefill if worker.epoch == first)), pages, now_s)
         self._fleet.health.on_sent(chosen.epoch, first, now_s)
         computes = next((worker for worker in prefill if worker.epoch == first), chosen)
@@ -361,7 +361,7 @@ def _candidates(choice: PairChoice, group: WorkerGroup) -> list[worker_pb2.Prefi
             cached_tokens=estimate.pull.tokens if estimate.pull else estimate.cached_tokens,
             prefix_source=_source(estimate.pull, group, members[estimate.worker_id].address),
         )
-        for estimate in choice.candidates
+        for estimate in choice.prefill
     ]
 
 

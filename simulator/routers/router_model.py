@@ -252,7 +252,7 @@ class RouterModel:
                 candidate.pull.tokens if candidate.pull else candidate.cached_tokens,
                 candidate.pull,
             )
-            for candidate in placed.choice.candidates
+            for candidate in placed.choice.prefill
         ]
         self._send(held, self._table.ready_one(placed.choice.decode), candidates)
 

@@ -203,20 +203,17 @@ class PairScore(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PairChoice:
-    """A policy's answer: the decode worker, and the prefill workers to try in order."""
+    """A policy's answer: the decode worker, and the prefill workers to try in order.
+
+    A decode worker that gets prefill workers may still compute the prompt itself, or a part of it.
+    """
 
     decode: WorkerId
     prefill: tuple[PrefillEstimate, ...]  # best first; empty: the decode worker computes the prompt
     uncached_tokens: int  # that the worker chosen to compute the prompt has to compute
     score: PairScore  # of the chosen pair
     considered: tuple[PairScore, ...] = ()  # with `explain`: the cheapest pairs, cheapest first
-    instead: tuple[PrefillEstimate, ...] = ()  # if `prefill` is empty: workers that the decode worker may still use
     decode_pull: PlannedPull | None = None  # what the decode worker pulls if it computes the prompt itself
-
-    @property
-    def candidates(self) -> tuple[PrefillEstimate, ...]:
-        """The prefill workers proposed to the decode worker, best first. The decode worker decides."""
-        return self.prefill or self.instead
 
 
 class PlacementPolicy(Protocol):

@@ -3,8 +3,8 @@
 A pair costs the sum of its ends (`cost_terms`) and of the transfer over its link. The search therefore takes both ends
 cheapest first and stops when even the fastest link could not make up the difference: it is exact, and prices a few
 pairs in a thousand. A decode worker that computes the prompt itself is one more candidate, priced by the same models.
-The decode worker makes the final decision, so local and remote prefills are compared in the same way as
-`decode_worker.prefill.placement_policy` compares them.
+The cheapest candidate is final if it is one of these: the decode worker gets no prefill workers. One that gets some may
+still keep the prompt, so both are compared in the same way as `decode_worker.prefill.placement_policy` compares them.
 """
 
 from __future__ import annotations
@@ -172,14 +172,12 @@ def _choice(demand: PlacementDemand, chosen: _Pair, senders: list[End], pairs: l
     if demand.explain:
         considered = tuple(_score(demand, pair) for pair in sorted(pairs, key=itemgetter(0))[:_NUM_CONSIDERED])
     view, score = chosen.decode[2], _score(demand, chosen)
-    ranked = _ranked(demand, chosen, senders)
-    estimates = tuple(_estimate(demand, sender, compute_s) for _, _, sender, _, compute_s, _ in ranked)
     decode_pull = pulls.plan(demand, view)
     computes = chosen.prefill[2] if chosen.prefill is not None else view
     uncached = _after_pull(demand, computes, score.pull).uncached_on(computes.worker_id)
-    if chosen.prefill is None:
-        return PairChoice(view.worker_id, (), uncached, score, considered, estimates, decode_pull)
-    return PairChoice(view.worker_id, estimates, uncached, score, considered, decode_pull=decode_pull)
+    ranked = _ranked(demand, view, chosen.prefill, senders) if chosen.prefill is not None else []
+    estimates = tuple(_estimate(demand, sender, compute_s) for _, _, sender, _, compute_s, _ in ranked)
+    return PairChoice(view.worker_id, estimates, uncached, score, considered, decode_pull)
 
 
 def _estimate(demand: PlacementDemand, view: WorkerView, compute_s: float) -> PrefillEstimate:
@@ -192,15 +190,14 @@ def _after_pull(demand: PlacementDemand, view: WorkerView, pull: PlannedPull | N
     return demand if pull is None else pulls.after(demand, {view.worker_id: pull})
 
 
-def _ranked(demand: PlacementDemand, chosen: _Pair, senders: list[End]) -> list[End]:
-    """Returns the chosen prefill worker, if any, followed by those that are cheapest for the chosen decode worker."""
-    view, first = chosen.decode[2], [chosen.prefill] if chosen.prefill is not None else []
+def _ranked(demand: PlacementDemand, view: WorkerView, first: End, senders: list[End]) -> list[End]:
+    """Returns the chosen prefill worker, followed by those that are cheapest for the chosen decode worker."""
     others = [
         (end[0] + prices.transfer_between_s(demand, end[2].worker_id, view), end[1], end)
         for end in senders[:_NUM_FALLBACKS]
-        if end is not chosen.prefill
+        if end is not first
     ]
-    return [*first, *(end for _, _, end in sorted(others))][:MAX_CANDIDATES]
+    return [first, *(end for _, _, end in sorted(others))][:MAX_CANDIDATES]
 
 
 def _score(demand: PlacementDemand, pair: _Pair) -> PairScore:

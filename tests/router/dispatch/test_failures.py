@@ -132,6 +132,15 @@ async def test_prefill_candidates_have_the_same_layout_and_the_best_comes_first(
         assert "prefill-x" not in {candidate.worker_id for candidate in candidates}
 
 
+async def test_a_decode_worker_that_the_router_chose_to_compute_a_prompt_gets_no_prefill_workers():
+    decode = await FakeWorker("decode-0", epoch=1).start()
+    prefill = await FakeWorker("prefill-0", epoch=10, role="prefill").start()
+    prefill.load = replace(prefill.load, queued_prefill_tokens=100_000)
+    async with running_router(decode, prefill) as router:
+        await collect(router.stub.Generate(request(token_ids=list(range(300, 364)))))
+    assert not decode.submits[0].prefill_candidates
+
+
 async def test_prefill_workers_of_other_page_sizes_are_matched_by_their_own_hashes():
     """Caches are matched in pages of their own size and priced in tokens: 80 at page size 16, 120 at page size 24."""
     decode = await FakeWorker("decode-0", epoch=1).start()

@@ -99,7 +99,7 @@ def test_the_router_expects_a_prompt_where_its_decode_worker_sends_it(
         tables = [core.views(workers, lambda worker_ids: [NO_WORK] * len(worker_ids)) for workers in ends]
         choice = policy.choose(demand, tables[0], tables[1], random.Random(0))
     asked = PromptDemand(1000, 0, num_queued, num_running, STEP_TOKENS, 16, 1.0)
-    options = [RemoteOption(each.worker_id, each.queue_s, each.prefill_s) for each in choice.candidates]
+    options = [RemoteOption(each.worker_id, each.queue_s, each.prefill_s) for each in choice.prefill]
     for _ in range(200):
         decided = decode_worker.choose(asked, options, 0.0).chosen
     assert (decided.place is PrefillPlace.LOCAL) == (not choice.prefill)

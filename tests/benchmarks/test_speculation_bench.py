@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
@@ -13,7 +14,7 @@ import pytest
 import decode_worker
 from benchmarks.common.shapes import BUNDLED
 from benchmarks.engine.loop import EngineLoop
-from benchmarks.engine.speculation.__main__ import AGAIN, AUTO, DRAFT, HEAD, HEAD_FOLDER, gain_rows
+from benchmarks.engine.speculation.__main__ import AGAIN, AUTO, DRAFT, HEAD, HEAD_FOLDER, gain_rows, median_interval
 from benchmarks.engine.speculation.replay import ReplayEngine
 from benchmarks.engine.speculation.texts import BundledTexts, code_files, pages
 from decode_worker.drafting.draft_head import DraftHead
@@ -93,6 +94,16 @@ def test_every_setting_of_the_bundled_model_gives_the_same_output(draft: DraftMo
     assert {f"records: {setting}" for setting in (AGAIN, AUTO, DRAFT, HEAD)} <= {row.metric for row in rows}
     assert head.num_held_pages == 0
     engine.close()
+
+
+def test_the_interval_of_a_median_holds_it_and_shrinks_with_more_rounds() -> None:
+    rng = random.Random(3)
+    few, many = ([rng.gauss(1.0, 0.1) for _ in range(count)] for count in (12, 300))
+    (few_low, few_high), (low, high) = median_interval(few), median_interval(many)
+    assert few_low < statistics.median(few) < few_high
+    assert low < statistics.median(many) < high
+    assert high - low < few_high - few_low
+    assert median_interval([2.0] * 5) == (2.0, 2.0)
 
 
 def test_texts_differ_by_turn_and_are_the_same_in_every_run() -> None:

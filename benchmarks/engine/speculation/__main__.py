@@ -6,8 +6,10 @@ from one answer to the next, as a worker does; its first answer is not counted. 
 including attempts that fail.
 
 Other work on the machine only adds time, so tokens a second are those of undisturbed steps: each step counts with the
-lower quartile of the steps of its size in the same run, the search for proposals included. A separate row has the
-median ratio of whole answers by the clock. A second loop with `off` shows how far ratios are off by chance.
+lower quartile of the steps of its size in the same run, the search for proposals included. Separate rows have the
+median ratio of whole answers by the clock, with a 95 % interval from resampled rounds. In each round every setting
+answers twice, the second time in reverse order, so that a machine that gets slower or faster favours none. A second
+loop with `off` shows how far ratios are off by chance.
 
 The bundled model answers in its own words, also with its draft model and its head. Only steps of the loop with the head
 hand out hidden states. A model of the 135M shape with random weights
@@ -20,6 +22,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,7 +51,8 @@ from penstock.types import Lane, RequestId, SamplingParams
 
 PROMPT_TOKENS, CONTEXT = 320, 512
 ANSWER_TOKENS = {1: 64, 4: 64, 16: 48, 64: 32}  # by batch
-ROUNDS = {1: 12, 4: 8, 16: 4, 64: 2}
+ROUNDS = {1: 12, 4: 8, 16: 4, 64: 2}  # of the 135M shape, for each of which all settings answer twice
+BUNDLED_ROUNDS = {1: 60, 4: 60, 16: 60, 64: 30}
 WIDE_KINDS = ("edited code", "documentation", "misleading")  # the only kinds for wide batches, whose steps take long
 OFF, AGAIN, AUTO, DRAFT, HEAD = "off", "off again", "auto", "auto with a draft model", "auto with a head"
 DRAFT_FOLDER, HEAD_FOLDER = BUNDLED.with_name("penstock-tiny-draft"), BUNDLED.with_name("penstock-tiny-eagle3")
@@ -112,42 +116,54 @@ def gain_rows(
     found, filler, batch = loops(engine, drafts), EngineLoop(engine), 0
     taps = HeadConfig.from_folder(str(HEAD_FOLDER), engine.model, str(BUNDLED)).taps if HEAD in drafts else ()
     for turn in range(rounds + 1):
+        if turn == 1:  # the first answers are not counted
+            for measured in found.values():
+                measured.clear()
         scripts = make_scripts(turn)
         prompts, batch = [script.prompt for script in scripts], len(scripts)
         if isinstance(engine, ReplayEngine):
             engine.set_texts([script.prompt + script.answer for script in scripts])
         filler.generate(prompts, 1)
         outputs: list[list[list[int]]] = []
-        for setting in [*found][:: 1 if turn % 2 else -1]:
+        for measured in found.values():
+            measured.answers.append(0.0)
+        for setting in (*found, *reversed(found)):
             engine.runner.tap(taps if setting == HEAD else ())
             generated = found[setting].loop.generate(prompts, num_tokens)
-            found[setting].answers.append(generated.seconds)
+            found[setting].answers[-1] += generated.seconds
             outputs.append(generated.outputs)
         assert all(one == outputs[0] for one in outputs), f"{name}: speculation has changed the output"
-        if not turn:
-            for measured in found.values():
-                measured.clear()
     for each in (filler, *(measured.loop for measured in found.values())):
         each.close()
     off = found.pop(OFF)
-    plain = rounds * batch * num_tokens / off.undisturbed_s
+    plain = 2 * rounds * batch * num_tokens / off.undisturbed_s
     rows: list[Row] = []
     for setting, measured in found.items():
         ratio = off.undisturbed_s / measured.undisturbed_s
-        by_clock = statistics.median(without / own for without, own in zip(off.answers, measured.answers, strict=True))
+        ratios = [without / own for without, own in zip(off.answers, measured.answers, strict=True)]
+        by_clock, (low, high) = statistics.median(ratios), median_interval(ratios)
         per_step = measured.num_steps / off.num_steps
         rows.append(Row(f"{name}: {setting}", plain * ratio, "tokens/s", OFF, plain))
         rows.append(Row(f"{name}: {setting}, whole answers by the clock", by_clock, "times off"))
+        rows.append(Row(f"{name}: {setting}, whole answers by the clock, at least", low, "times off"))
+        rows.append(Row(f"{name}: {setting}, whole answers by the clock, at most", high, "times off"))
         rows.append(Row(f"{name}: {setting}, steps, of those without", per_step, "share"))
         if measured.proposed:
             right = measured.accepted / measured.proposed
             rows.append(Row(f"{name}: {setting}, verified and right", right, "share"))
         print(
-            f"{name}: {setting}: {ratio:.3f}, {by_clock:.3f} by the clock; {per_step:.2f} steps; "
-            f"{measured.accepted} of {measured.proposed} right",
+            f"{name}: {setting}: {ratio:.3f}, {by_clock:.3f} ({low:.3f} to {high:.3f}) by the clock; "
+            f"{per_step:.2f} steps; {measured.accepted} of {measured.proposed} right",
             flush=True,
         )
     return rows
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Returns a 95 % interval of the median, from medians of resampled values; the same for the same values."""
+    rng = random.Random(0)
+    medians = [statistics.median(rng.choices(values, k=len(values))) for _ in range(1000)]
+    return percentile(medians, 0.025), percentile(medians, 0.975)
 
 
 def rebuild_rows(draft: DraftModel) -> list[Row]:
@@ -181,7 +197,7 @@ def bundled_rows(only: str) -> Iterator[list[Row]]:
             name = f"bundled model, {kind}, batch {batch}"
             if only in name:
                 scripts = partial(texts.scripts, kind, batch)
-                yield gain_rows(engine, name, scripts, num_tokens, 2 * ROUNDS[batch], drafts)
+                yield gain_rows(engine, name, scripts, num_tokens, BUNDLED_ROUNDS[batch], drafts)
     draft.close()
     engine.close()
 

@@ -239,6 +239,7 @@ bench-agents: setup
 
 bench-pull: setup
 	$(PY) -m benchmarks.transfer.pulls
+	$(PY) -m benchmarks.transfer.pulls --role prefill
 
 bench-store: setup
 	$(PY) -m benchmarks.transfer.stored

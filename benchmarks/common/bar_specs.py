@@ -87,6 +87,7 @@ SPECS: dict[str, tuple[BarSpec, ...]] = {
         BarSpec("Latency, ms", _LATENCIES + ".*requests/s), (?P<kind>.+)", "ms", with_baselines=False),
     ),
     "pull": (),  # its curves show every row
+    "pull_prefill": (),  # likewise
     "quality": (
         BarSpec("Logit error against float32", "(?P<row>.+): logit error", shared_scale=True),
         BarSpec("Greedy tokens equal to float32's", "(?P<row>.+): same greedy token", shared_scale=True),

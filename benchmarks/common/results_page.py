@@ -186,6 +186,13 @@ SUBJECTS = (
         "lab-notes/transfer.md",
     ),
     Subject(
+        "pull_prefill",
+        "Pulling a prefix into a prefill worker",
+        "The same for a prefill worker, which pulls from another one (P to P) or from a decode worker (D to P).",
+        "make bench-pull",
+        "lab-notes/transfer.md",
+    ),
+    Subject(
         "store",
         "Reading a prefix from the shared store",
         "The first token after a prefix that is read from a folder, or computed, over emulated storages.",

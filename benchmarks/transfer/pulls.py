@@ -34,7 +34,7 @@ from worker.handover.source import PageSource
 from worker.pull.policy import PullCosts, PullPlan
 
 LINKS = {"shared memory": None, "1 GB/s": 1e9, "100 MB/s": 1e8, "30 MB/s": 3e7}  # bytes a second; None: as it is
-LENGTHS = {Role.DECODE: (128, 256, 512, 1024, 2048, 3584), Role.PREFILL: (256, 512, 1024, 2048, 3584)}  # tokens
+LENGTHS = {Role.DECODE: (128, 256, 512, 1024, 2048, 3584), Role.PREFILL: (256, 512, 1024, 2048)}  # tokens
 FIRST_TOKENS = 2048  # prompt length of a worker's decision before it has learned anything
 _ONE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 _PATIENCE_S = 60.0

@@ -31,6 +31,7 @@ class Storage:
     def __init__(self, names: list[str], fault: str) -> None:
         self.names = names  # of the prompt's objects, in order
         self.is_begun, self.is_computed, self.is_over = threading.Event(), threading.Event(), threading.Event()
+        self.is_late = fault in ("slow", "stuck")
         self._fault = fault
         self._get = FolderStore.get
 
@@ -66,7 +67,9 @@ def storage(names: list[str], fault: str, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 async def answer_beside(puller: Any, others: list[Any], made: Storage) -> Answer:
-    """Asks for the prompt, and lets it be computed as soon as its last object has arrived."""
+    """Asks for the prompt, and lets it be computed as soon as its last object has arrived, if the others are late, or
+    else when the read has ended.
+    """
     decode = others[0] if others else puller
     async with caller(decode) as to_it:
         stream = to_it.submit(PROMPT, GREEDY, prefill=[puller] if others else [])
@@ -77,7 +80,8 @@ async def answer_beside(puller: Any, others: list[Any], made: Storage) -> Answer
             for pull in pulls._open:
                 pull.plan = replace(pull.plan, hold_s=0.0)
 
-        puller.shell.loop.post(compute_now)
+        if made.is_late:
+            puller.shell.loop.post(compute_now)
         made.is_begun.set()
         await until(lambda: cache.num_cached >= 2 * RUN // PAGE)  # the first chunk is computed too
         made.is_computed.set()

@@ -18,14 +18,16 @@ def measure_load(
     num_open: int,
 ) -> WorkerLoad:
     """Returns the load of a worker that holds `num_open` requests, without what its transfers and placement add."""
+    bulk = scheduler.bulk_use
     return WorkerLoad(
         num_running=scheduler.num_running,
         num_waiting=num_open - scheduler.num_running,
-        num_bulk=scheduler.num_bulk,
+        num_bulk=bulk.num_sequences,
         free_pages=cache.pool.num_reported,
+        bulk_pages=bulk.num_pages,
         total_pages=cache.pool.num_pages,
         queued_prefill_tokens=scheduler.num_uncomputed_tokens,
-        queued_bulk_tokens=scheduler.num_uncomputed_bulk_tokens,
+        queued_bulk_tokens=bulk.num_uncomputed_tokens,
         prefill_tokens_per_s=pace.chunk_tokens_per_s,
         step_s=pace.step_s,
         cache=cache.stats,

@@ -296,6 +296,7 @@ class WorkerLoad:
     num_waiting: int = 0
     num_bulk: int = 0  # of both, those of the bulk lane, which yield to all others
     free_pages: int = 0  # free or evictable; fewer if `engine.window_share` leaves a smaller share of slots
+    bulk_pages: int = 0  # in sequences of the bulk lane; one that several share counts for each
     total_pages: int = 0
     queued_prefill_tokens: int = 0
     queued_bulk_tokens: int = 0  # of these, those of the bulk lane

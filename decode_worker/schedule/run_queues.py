@@ -39,6 +39,15 @@ class TrackedSequence:
         return self.sequence.lane is Lane.BULK
 
 
+@dataclass(frozen=True, slots=True)
+class BulkUse:
+    """Sums up what the tracked bulk sequences hold, which others may take, and what they have yet to compute."""
+
+    num_sequences: int = 0
+    num_pages: int = 0  # one that several share counts for each
+    num_uncomputed_tokens: int = 0
+
+
 class RunQueues:
     """Owns the tracked sequences and which are in `rows`. The lists are sorted by rank; others only read them."""
 
@@ -75,6 +84,14 @@ class RunQueues:
     def num_uncomputed_tokens_of_others(self) -> int:
         others = (entry for entry in self.rowless if not entry.is_bulk)
         return self._num_waiting_tokens + _num_uncomputed((*others, *self.apart))
+
+    @property
+    def bulk_use(self) -> BulkUse:
+        if not self.num_bulk:
+            return BulkUse()
+        sequences = [entry.sequence for entry in self._entries.values() if entry.is_bulk]
+        num_pages = sum([len(sequence.pages) - sequence.num_dropped for sequence in sequences])
+        return BulkUse(len(sequences), num_pages, self.num_uncomputed_bulk_tokens)
 
     @property
     def num_running_others(self) -> int:

@@ -29,7 +29,7 @@ from decode_worker.schedule.chunk_budget import ChunkBudget
 from decode_worker.schedule.prompts.prompt_steps import PromptSteps
 from decode_worker.schedule.proposals import StepProposals
 from decode_worker.schedule.run_ahead import assign_rows_ahead
-from decode_worker.schedule.run_queues import RunQueues
+from decode_worker.schedule.run_queues import BulkUse, RunQueues
 from decode_worker.schedule.sequence_pages import SequencePages
 from decode_worker.schedule.sequence_room import Reservation, SequenceRoom
 from decode_worker.schedule.steps_in_flight import StepsInFlight
@@ -113,14 +113,9 @@ class DecodeScheduler:
         return self._queues.num_uncomputed_tokens
 
     @property
-    def num_bulk(self) -> int:
-        """The number of tracked sequences that are bulk."""
-        return self._queues.num_bulk
-
-    @property
-    def num_uncomputed_bulk_tokens(self) -> int:
-        """The part of `num_uncomputed_tokens` that is bulk."""
-        return self._queues.num_uncomputed_bulk_tokens
+    def bulk_use(self) -> BulkUse:
+        """Returns what the bulk sequences hold and have yet to compute."""
+        return self._queues.bulk_use
 
     @property
     def num_uncomputed_tokens_of_others(self) -> int:

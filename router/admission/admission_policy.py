@@ -3,14 +3,15 @@
 The capacity that the workers report bounds the requests at the workers. All others wait in the router until their
 deadline, in a queue that is bounded in requests and bytes. The caller passes in time and randomness, reports requests
 that end, and calls `poll` to learn which requests go next. Lanes share the capacity by weight, tenants share a lane by
-weight (`router.admission.fairness`), and within a tenant the request that is due first goes first. A full queue refuses
-new requests and never drops queued ones, so a queued request is served within a bounded time while capacity frees up.
+weight (`router.admission.fairness`), and within a tenant the request that is due first goes first. What bulk requests
+hold at the workers takes no room from other lanes, to which they give way there. A full queue refuses new requests and
+never drops queued ones, so a queued request is served within a bounded time while capacity frees up.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from penstock.config.admission import AdmissionConfig, TenantLimits
 from penstock.types import Lane
@@ -59,7 +60,9 @@ class AdmissionPolicy:
         self._overload = OverloadPolicy(config.overload)
         self._observed_s = float("-inf")
         self._resumes_s = float("-inf")  # queued requests stay queued until then, unless a worker appears
+        self._fleet: FleetState | None = None
         self.outstanding = Outstanding()
+        self._outstanding_others = Outstanding()  # those that are not bulk
         self._refusals = RefusalPolicy(
             config=config,
             rng=rng,
@@ -82,6 +85,11 @@ class AdmissionPolicy:
     @property
     def num_waiting(self) -> int:
         return sum([queue.num_waiting for queue in self._lanes.values()])
+
+    @property
+    def num_bulk_sequences(self) -> int:
+        """Returns the bulk sequences at the workers."""
+        return self.outstanding.num_sequences - self._outstanding_others.num_sequences
 
     @property
     def num_inside(self) -> int:
@@ -118,7 +126,8 @@ class AdmissionPolicy:
             self._resumes_s = float("-inf")
         elif self._forecast.fleet is not None:
             self._resumes_s = now_s + _WAIT_FOR_WORKERS_S
-        self._forecast.fleet = fleet
+        self._fleet = fleet
+        self._forecast.fleet = fleet and fleet.without_bulk()
         self._observe(now_s)
 
     def prepay(self, tenant: str, num_tokens: int, now_s: float) -> float:
@@ -144,10 +153,8 @@ class AdmissionPolicy:
         refused = self._refusals.over_limits(tracked, now_s)
         at_once = False
         if refused is None:
-            at_once = self.accounts.fits(request.tenant, tracked.num_tokens) and self._has_room(
-                request.num_sequences, request.prompt_tokens
-            )
-            at_once = at_once and (not self.num_waiting or self._next() is None)
+            at_once = self.accounts.fits(request.tenant, tracked.num_tokens) and self._has_room(request)
+            at_once = at_once and (not self.num_waiting or self._next(_lanes_before(request.lane)) is None)
             if at_once:
                 refused = self._refusals.too_late(tracked, 0.0, now_s)
             else:
@@ -174,13 +181,17 @@ class AdmissionPolicy:
                 answers.append(self._refusals.expire(tracked, now_s))
         if now_s >= self._resumes_s:
             self._resumes_s = float("-inf")
-        while self._resumes_s < now_s and self._has_room(1, 0) and (entry := self._next()) is not None:
+        lanes = list(Lane)
+        while self._resumes_s < now_s and self._others_have_room(1, 0) and (entry := self._next(lanes)) is not None:
             tracked = self._tracked[entry.key]
             if (late := self._refusals.too_late(tracked, 0.0, now_s)) is not None:
                 self._drop(tracked, now_s)
                 answers.append(late)
-            elif self._has_room(tracked.request.num_sequences, tracked.request.prompt_tokens):
+            elif self._has_room(tracked.request):
                 answers.append(self._send(tracked, now_s))
+            elif tracked.request.lane is Lane.BULK:
+                lanes.remove(Lane.BULK)  # others do not wait for it
+                self._turns.deactivate(Lane.BULK)
             else:
                 break
         self._observe_if_due(now_s)
@@ -196,7 +207,8 @@ class AdmissionPolicy:
         tracked = self._tracked[key]
         if not tracked.started:
             tracked.started = True
-            self.outstanding.start(tracked.request.prompt_tokens)
+            for outstanding in self._outstanding_with(tracked.request):
+                outstanding.start(tracked.request.prompt_tokens)
 
     def grow(self, key: int, output_tokens: int) -> None:
         """Charges more KV to an open-ended request whose sequences have emitted this many tokens in total."""
@@ -218,7 +230,8 @@ class AdmissionPolicy:
             return
         request = tracked.request
         self.start(key)
-        self.outstanding.end(request.num_sequences)
+        for outstanding in self._outstanding_with(request):
+            outstanding.end(request.num_sequences)
         self.accounts.end(request.tenant, tracked.num_tokens)
         if used is not None:
             if used.whole:
@@ -249,10 +262,11 @@ class AdmissionPolicy:
         self._lanes[request.lane].push(tracked.entry)
         self._forecast.drain.observe(0.0, now_s, backlogged=True)
 
-    def _next(self) -> QueueEntry | None:
-        """Returns the next entry of the lane that was served least by weight, among lanes with an entry that fits."""
+    def _next(self, lanes: Iterable[Lane]) -> QueueEntry | None:
+        """Returns the next entry of the lane that was served least by weight, among those with an entry that fits."""
         best: tuple[float, QueueEntry] | None = None
-        for lane, queue in self._lanes.items():
+        for lane in lanes:
+            queue = self._lanes[lane]
             entry = queue.next(self._entry_fits) if queue.num_waiting else None
             if entry is None:
                 self._turns.deactivate(lane)
@@ -265,9 +279,20 @@ class AdmissionPolicy:
     def _entry_fits(self, entry: QueueEntry) -> bool:
         return self.accounts.fits(entry.tenant, entry.num_tokens)
 
-    def _has_room(self, num_sequences: int, prompt_tokens: int) -> bool:
+    def _has_room(self, request: AdmissionRequest) -> bool:
+        if request.lane is not Lane.BULK:
+            return self._others_have_room(request.num_sequences, request.prompt_tokens)
+        share, num_sequences = self._forecast.uncached_share, request.num_sequences
+        return has_room(self._fleet, self.outstanding, num_sequences, request.prompt_tokens, share, self._config)
+
+    def _others_have_room(self, num_sequences: int, prompt_tokens: int) -> bool:
+        """Returns whether a request that is not bulk may be dispatched. There is never more room for a bulk request."""
         fleet, share = self._forecast.fleet, self._forecast.uncached_share
-        return has_room(fleet, self.outstanding, num_sequences, prompt_tokens, share, self._config)
+        return has_room(fleet, self._outstanding_others, num_sequences, prompt_tokens, share, self._config)
+
+    def _outstanding_with(self, request: AdmissionRequest) -> tuple[Outstanding, ...]:
+        """Returns the counts to which the request belongs."""
+        return (self.outstanding,) if request.lane is Lane.BULK else (self.outstanding, self._outstanding_others)
 
     def _send(self, tracked: TrackedRequest, now_s: float) -> Dispatched:
         request = tracked.request
@@ -276,7 +301,8 @@ class AdmissionPolicy:
         self._lanes[request.lane].tenants.serve(request.tenant, tracked.cost / self.accounts.weight(request.tenant))
         self._turns.serve(request.lane, tracked.cost / self._config.lane(request.lane).weight)
         tracked.sent_s = now_s
-        self.outstanding.send(request.num_sequences, request.prompt_tokens)
+        for outstanding in self._outstanding_with(request):
+            outstanding.send(request.num_sequences, request.prompt_tokens)
         if request.lane is Lane.BULK:
             self.start(request.key)  # others need not wait for its prompt, which yields to theirs at the workers
         self.accounts.send(request.tenant, tracked.num_tokens)
@@ -334,3 +360,8 @@ class AdmissionPolicy:
                 yield queue.cost / self._refusals.share(lane) / rate / settings.target_wait_s
         if self._forecast.fleet is not None:
             yield fleet_pressure(self._forecast.fleet, self._config)
+
+
+def _lanes_before(lane: Lane) -> Iterable[Lane]:
+    """Returns the lanes whose queued requests go before a new one of `lane`."""
+    return Lane if lane is Lane.BULK else (Lane.INTERACTIVE, Lane.STANDARD)

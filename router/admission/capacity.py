@@ -5,7 +5,7 @@ A figure that the fleet does not report limits nothing: an unknown number of dec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.config.admission import AdmissionConfig
 
@@ -27,11 +27,32 @@ class FleetState:
     prefill_tokens_per_s: float | None = None  # sum over the workers that compute prompts
     step_s: float | None = None  # mean decode step
     peer_sequences: int = 0  # sequences of other routers at these workers
+    num_bulk: int = 0  # sequences of the bulk lane at the workers, running or waiting, from any router
+    bulk_kv_tokens: int = 0  # part of kv_tokens that these hold
+    queued_bulk_tokens: int = 0  # part of queued_prefill_tokens that is theirs
+    peer_bulk_sequences: int = 0  # part of peer_sequences
 
     @property
     def num_computing(self) -> int:
         """Returns the number of workers that compute prompts."""
         return self.num_prefill or self.num_decode
+
+    def without_bulk(self) -> FleetState:
+        """Returns the fleet as the other lanes find it: at the workers, bulk gives way to them."""
+        if not (self.num_bulk or self.peer_bulk_sequences or self.queued_bulk_tokens):
+            return self
+        free, waiting, queued = self.free_kv_tokens, self.num_waiting, self.queued_prefill_tokens
+        return replace(
+            self,
+            num_waiting=None if waiting is None else max(0, waiting - self.num_bulk),
+            free_kv_tokens=None if free is None else min(self.kv_tokens or 0, free + self.bulk_kv_tokens),
+            queued_prefill_tokens=None if queued is None else max(0, queued - self.queued_bulk_tokens),
+            peer_sequences=self.peer_sequences - self.peer_bulk_sequences,
+            num_bulk=0,
+            bulk_kv_tokens=0,
+            queued_bulk_tokens=0,
+            peer_bulk_sequences=0,
+        )
 
     @property
     def page_use(self) -> float | None:

@@ -15,7 +15,10 @@ _WINDOW_S = 1.0
 
 
 def summarize_fleet(
-    decode: Sequence[RoutableWorker], prefill: Sequence[RoutableWorker], peer_sequences: int = 0
+    decode: Sequence[RoutableWorker],
+    prefill: Sequence[RoutableWorker],
+    peer_sequences: int = 0,
+    peer_bulk_sequences: int = 0,
 ) -> FleetState:
     computing = prefill or decode
     has_pages = all(worker.load.total_pages for worker in decode)
@@ -32,12 +35,21 @@ def summarize_fleet(
         prefill_tokens_per_s=_sum(worker.load.prefill_tokens_per_s for worker in computing),
         step_s=sum(steps) / len(steps) if steps else None,
         peer_sequences=peer_sequences,
+        num_bulk=sum(worker.load.num_bulk for worker in decode),
+        bulk_kv_tokens=sum(worker.load.bulk_pages * worker.page_size for worker in decode),
+        queued_bulk_tokens=sum(worker.load.queued_bulk_tokens for worker in computing),
+        peer_bulk_sequences=peer_bulk_sequences,
     )
 
 
 def num_reported(decode: Sequence[RoutableWorker]) -> int:
     """Returns the number of sequences that the decode workers report, from all routers."""
     return sum(worker.load.num_running + worker.load.num_waiting for worker in decode)
+
+
+def num_bulk_reported(decode: Sequence[RoutableWorker]) -> int:
+    """Returns the number of bulk sequences that the decode workers report, from all routers."""
+    return sum(worker.load.num_bulk for worker in decode)
 
 
 class PeerSequenceEstimate:

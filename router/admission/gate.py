@@ -21,7 +21,12 @@ from penstock.errors import Overloaded
 from penstock.types import Epoch, Lane
 from router.admission.admission_policy import OPEN_ENDED_TOKENS, AdmissionPolicy
 from router.admission.capacity import FleetState
-from router.admission.fleet_summary import PeerSequenceEstimate, num_reported, summarize_fleet
+from router.admission.fleet_summary import (
+    PeerSequenceEstimate,
+    num_bulk_reported,
+    num_reported,
+    summarize_fleet,
+)
 from router.admission.interface import (
     NOTHING_USED,
     AdmissionRequest,
@@ -58,6 +63,7 @@ class AdmissionGate:
         self._fleet = fleet
         self._metrics = metrics
         self._peer_sequences = PeerSequenceEstimate()
+        self._peer_bulk = PeerSequenceEstimate()
         self._waiters: dict[int, asyncio.Future[Dispatched | Refused]] = {}
         self._expiry_timer: asyncio.TimerHandle | None = None
         self._expiry_s = 0.0
@@ -219,9 +225,10 @@ class AdmissionGate:
         group = self._fleet.every_group()
         if group is None:
             return None
-        own = self.admission.outstanding.num_sequences
+        own, own_bulk = self.admission.outstanding.num_sequences, self.admission.num_bulk_sequences
         peer_sequences = self._peer_sequences.observe(num_reported(group.decode), own, now_s)
-        return summarize_fleet(group.decode, group.prefill, peer_sequences)
+        peer_bulk = self._peer_bulk.observe(num_bulk_reported(group.decode), own_bulk, now_s)
+        return summarize_fleet(group.decode, group.prefill, peer_sequences, min(peer_bulk, peer_sequences))
 
 
 class AdmissionSlot:

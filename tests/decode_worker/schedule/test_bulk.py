@@ -135,10 +135,13 @@ def test_bulk_rests_after_its_own_steps_and_no_step_is_scheduled_ahead() -> None
 def test_others_take_the_pages_and_places_of_bulk_as_soon_as_they_need_them() -> None:
     scheduler, pool = make_scheduler(8, max_batch_sequences=2, max_batch_tokens=64)
     held = [bulk_sequence(scheduler, name, 8) for name in ("first", "second")]
+    assert scheduler.bulk_use.num_pages == 0
     run_step(scheduler)
+    assert scheduler.bulk_use.num_pages == sum(len(sequence.pages) for sequence in held) > 0
     other = start(scheduler, make_sequence("other", 28))
     assert [item.sequence for item in run_step(scheduler)] == [other]
     assert scheduler.preempted == [held[1], held[0]]
+    assert scheduler.bulk_use.num_pages == 0
     pool.check_integrity()
 
 

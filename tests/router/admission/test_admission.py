@@ -91,7 +91,10 @@ def test_a_queued_request_is_served_within_a_bound_under_any_load(victim_lane, d
             lane, tenant = rng.choice(other_lanes), rng.choice(other_tenants)
             size = {"prompt": rng.randint(100, 110), "max_tokens": rng.randint(1, 2)}
             answer = made.offer(ask(key, lane, tenant, at=now_s, timeout=urgent_s, **size), now_s)
-            assert not isinstance(answer, Dispatched)
+            if isinstance(answer, Dispatched):  # beside bulk, which leaves room for others
+                assert lane is not Lane.BULK
+                assert victim_lane is Lane.BULK
+                out.append(answer.key)
         made.end(out.pop(rng.randrange(len(out))), RequestUsage(rng.randint(1, 2)), now_s)
         answers = made.poll(now_s)
         out += [answer.key for answer in answers if isinstance(answer, Dispatched)]
@@ -177,6 +180,41 @@ def test_prompts_of_bulk_keep_no_other_waiting():
     for key in range(20):
         assert isinstance(made.offer(ask(key, Lane.BULK, prompt=1024), 0.0), Dispatched)
     assert isinstance(made.offer(ask(20, Lane.INTERACTIVE, prompt=1024), 0.0), Dispatched)
+
+
+FULL_OF_BULK = FleetState(num_decode=1, slots=4, num_waiting=8, kv_tokens=2000, free_kv_tokens=0, num_bulk=12)
+
+
+def full_of_bulk(num_waiting=2):
+    """Returns a policy whose bulk requests hold every place and page, and `num_waiting` others that wait."""
+    made = admission()
+    fill(made, first_key=30_000, lane=Lane.BULK)
+    for key in range(num_waiting):
+        assert isinstance(made.offer(ask(key, Lane.BULK), 0.0), Queued)
+    made.on_fleet(replace(FULL_OF_BULK, bulk_kv_tokens=2000), 0.0)
+    assert not made.poll(0.0)
+    return made
+
+
+@pytest.mark.parametrize("lane", [Lane.INTERACTIVE, Lane.STANDARD])
+def test_places_and_pages_of_bulk_keep_no_other_waiting(lane):
+    made = full_of_bulk()
+    assert made.saturation == 0.0
+    sent = fill(made, lane=lane)
+    assert sent == fill(admission(fleet=replace(FULL_OF_BULK, num_bulk=0, num_waiting=0, free_kv_tokens=2000)))
+    for key in range(20_000, 20_200):  # also when it is the turn of bulk, which has no room
+        assert made.offer(ask(key, lane), 1.0) == Queued(key)
+        made.end(sent.pop(0), RequestUsage(50), 1.0)
+        [answer] = made.poll(1.0)
+        assert answer == Dispatched(key, 50, waited_s=1.0)
+        sent.append(key)
+    assert made.num_waiting_in(Lane.BULK) == 2
+
+
+def test_bulk_of_other_routers_keeps_no_other_waiting():
+    fleet = replace(FULL_OF_BULK, bulk_kv_tokens=2000, peer_sequences=12, peer_bulk_sequences=12)
+    assert fill(admission(fleet=fleet)) == fill(full_of_bulk(0))
+    assert len(fill(admission(fleet=fleet), lane=Lane.BULK)) == 2  # the fewest for a worker
 
 
 @pytest.mark.parametrize("lane", list(Lane))

@@ -61,7 +61,8 @@ class EngineEndpointConfig(FrozenConfig):
     max_running: int = Field(0, ge=0)
     """Sequences that it runs at once (`--max-num-seqs`), beyond which requests wait in this router; 0 means unknown."""
     remote_from_tokens: int = Field(256, ge=0)
-    """Shortest prompt, in tokens, that a `prefill` engine computes for a `decode` engine."""
+    """Shortest prompt, in tokens, that a `prefill` engine computes for a `decode` engine; of a longer one, the
+    `decode` engine may compute a part that is shorter than this if it has cached the rest."""
 
 
 class EndpointPickerConfig(FrozenConfig):

@@ -147,7 +147,8 @@ class EngineFollower(FleetWorker):
             max_running=config.max_running,
             num_ranks=1,
         )
-        self.limits = WorkerLimits(0, config.max_running, None, 0)
+        max_local = max(0, config.remote_from_tokens - 1)
+        self.limits = WorkerLimits(max_running=config.max_running, max_local_tokens=max_local)
         if not is_prefill and self._link is None:
             self._link = EngineLink(
                 self.worker_id,

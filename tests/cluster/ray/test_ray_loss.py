@@ -86,7 +86,13 @@ class Serving:
             assert self._changed.wait_for(lambda: self._is_over, WITHIN_S), self.printed
 
     def kill(self, name: str) -> None:
-        (victim,) = [each for each in psutil.Process(self.process.pid).children(recursive=True) if each.name() == name]
+        """Kills the only process of this name. A child that has not begun its own program yet has the name, too."""
+        found: dict[int, psutil.Process] = {}
+        for each in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if each.name() == name:
+                    found[each.pid] = each
+        (victim,) = [each for each in found.values() if each.ppid() not in found]
         victim.kill()
 
     def answer(self, killing: str = "") -> list[int]:

@@ -61,12 +61,12 @@ def nothing_left() -> Iterator[None]:
 
     threads, descriptors = count()
     yield
-    gc.collect()  # threads of transfers end by themselves
     deadline_s = time.monotonic() + BOUND_S
     bound = threads, descriptors + 6  # pipes to the process that forks; a leak would grow with each transfer
     while any(now > before for now, before in zip(count(), bound, strict=True)):
         assert time.monotonic() < deadline_s, (count(), bound, [thread.name for thread in threading.enumerate()])
         time.sleep(0.02)
+        gc.collect()  # threads of transfers end by themselves, and leave what they held
 
 
 def pick_pages(rng: random.Random, pool: range = range(NUM_PAGES)) -> tuple[Pages, Pages]:

@@ -7,7 +7,7 @@ mean of u / (1 - u) prompts are waiting or in service (an M/M/1 queue).
 from __future__ import annotations
 
 _SMOOTHING = 0.05  # weight of the newest prompt
-WITHIN_TARGET = 0.25  # weight of a delay that leaves the time between tokens within its target
+WITHIN_TARGET = 0.1  # weight of a delay that leaves the time between tokens within its target
 _MAX_PROMPTS = 4.0  # beyond this, prices rise no further, and admission has to act
 
 

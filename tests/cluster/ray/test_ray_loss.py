@@ -86,14 +86,10 @@ class Serving:
             assert self._changed.wait_for(lambda: self._is_over, WITHIN_S), self.printed
 
     def kill(self, name: str) -> None:
-        """Kills the only process of this name. A child that has not begun its own program yet has the name, too."""
-        found: dict[int, psutil.Process] = {}
-        for each in psutil.Process(self.process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if each.name() == name:
-                    found[each.pid] = each
-        (victim,) = [each for each in found.values() if each.ppid() not in found]
-        victim.kill()
+        """Kills the only process that runs this program."""
+        found = _running(self, name)
+        assert len(found) == 1, [each.as_dict(["pid", "ppid", "status", "num_threads", "cmdline"]) for each in found]
+        found[0].kill()
 
     def answer(self, killing: str = "") -> list[int]:
         """Returns a long answer, carried by a single connection; `killing` names a process to end in the middle of
@@ -136,7 +132,7 @@ def test_a_node_manager_lost_during_its_start_is_restarted(serving: Serving) -> 
     assert found, serving.printed
     assert "ready: " not in before
     assert "starting again" in after
-    assert sum(each.name() == "raylet" for each in _descendants(serving)) == 1
+    assert len(_running(serving, "raylet")) == 1
 
 
 def begin_of_answer(client: Client) -> list[int]:
@@ -164,7 +160,7 @@ def test_after_a_lost_node_manager_streams_end_well_and_serving_resumes_at_the_s
     with Client(serving.address) as client:  # waits for the new deployment
         assert begin_of_answer(client) == undisturbed[:60]
     serving.until("Ctrl-C stops it", times=2)
-    assert sum(each.name() == "raylet" for each in _descendants(serving)) == 1
+    assert len(_running(serving, "raylet")) == 1
 
 
 def test_ctrl_c_ends_a_deployment_in_order(serving: Serving) -> None:
@@ -203,6 +199,18 @@ def _check_threads(serving: Serving) -> None:
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+
+
+def _running(serving: Serving, name: str) -> list[psutil.Process]:
+    """Returns the descendants that run a program. A process that has ended has its name, too, as has a child that has
+    not begun its own program yet; these have a single thread.
+    """
+    found = []
+    for each in _descendants(serving):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if each.name() == name and each.num_threads() > 1:
+                found.append(each)
+    return found
 
 
 def _descendants(serving: Serving) -> list[psutil.Process]:

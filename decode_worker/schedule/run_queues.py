@@ -41,7 +41,7 @@ class TrackedSequence:
 
 @dataclass(frozen=True, slots=True)
 class BulkUse:
-    """Sums up what the tracked bulk sequences hold, which others may take, and what they have yet to compute."""
+    """Counts what the tracked bulk sequences hold, which others may take, and what they have yet to compute."""
 
     num_sequences: int = 0
     num_pages: int = 0  # one that several share counts for each

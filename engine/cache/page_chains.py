@@ -61,7 +61,7 @@ class PageChains:
     """Owns the nodes. The prefix cache reads the maps; only this class changes them."""
 
     def __init__(self, *, keeps_orphans: bool = False) -> None:
-        """With `keeps_orphans`, as every layer of the model has a window, prefixes can be found by orphans."""
+        """Lets orphans find prefixes with `keeps_orphans`, which is for models that have a window in every layer."""
         self._keeps_orphans = keeps_orphans
         self.nodes: dict[PageHash, ChainNode] = {}
         self.by_page: dict[PageId, ChainNode] = {}

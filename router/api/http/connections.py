@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -208,10 +209,25 @@ def bound_unread(listener: socket.socket, limits: LimitsConfig) -> None:
 
 
 def _with_scope(app: ASGIApp, extra: dict[str, Any]) -> ASGIApp:
+    """Returns the app with `extra` in the scope of its requests. Requests whose body has no certain end are refused."""
+
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        names = {name for name, _ in scope.get("headers", ())}
+        if b"content-length" in names and b"transfer-encoding" in names:
+            await _two_lengths()(scope, receive, send)
+            return
         await app({**scope, **extra}, receive, send)
 
     return call
+
+
+def _two_lengths() -> JSONResponse:
+    """Answers a request with two lengths, which a proxy ahead of this router may have read differently (RFC 9112, 6.1).
+
+    The connection ends with the answer, so that nothing of the body is taken for another request.
+    """
+    problem = "have both content-length and transfer-encoding, which disagree about the body; send one of them"
+    return JSONResponse(error_json(InvalidInput("headers", problem)), 400, {"connection": "close"})
 
 
 def tls_settings(certificate: ServerCertificate | None, *, asks_for_certificate: bool) -> dict[str, Any]:

@@ -105,6 +105,20 @@ async def test_requests_that_cannot_be_parsed_get_errors_like_others(sent, statu
         await until(lambda: not router.server.connections.num_open)
 
 
+async def test_a_request_with_two_lengths_is_refused_at_once_and_ends_its_connection():
+    """Nothing that follows on the connection is taken for a request, whichever length the sender meant."""
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n"
+    async with router_with() as router, connected(router) as (reader, writer):
+        writer.write(head + b"0\r\n\r\nGET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+        status, headers, error = await answer(reader)
+        assert (status, headers["connection"], error["param"]) == (400, "close", "headers")
+        assert "send one of them" in error["message"]
+        await until(lambda: not router.server.connections.num_open)
+    async with router_with() as router, connected(router) as (reader, writer):
+        writer.write(head)  # no body at all
+        assert (await answer(reader))[0] == 400
+
+
 async def test_headers_of_a_later_request_time_out_too():
     async with router_with(header_timeout_s=0.2) as router, connected(router) as (reader, writer):
         for _ in range(2):  # an idle connection is not a slow one

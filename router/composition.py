@@ -102,7 +102,7 @@ def make_parts(config: RouterConfig) -> RouterParts:
         if config.batches.folder
         else None,
         picker=_make_picker(config, preparer, context, parsing, certificate),
-        live=LiveView(card.name, config.policy, config.slo, fleet, context.gate, context.metrics.recent, controller),
+        live=LiveView(card.name, config.slo, context, controller),
     )
 
 

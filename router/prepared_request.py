@@ -37,3 +37,4 @@ class PreparedRequest:
     explain: bool = False  # the last output carries the decision record
     prepared_s: float = 0.0  # monotonic; when preparation ended
     trace: RequestTrace | None = None  # if the request is sampled for tracing
+    call_id: str = ""  # the x-request-id of the HTTP call that it belongs to

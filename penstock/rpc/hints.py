@@ -25,12 +25,13 @@ class Hints:
     session: str = ""
     conversation: str = ""  # the session, if it was named as one conversation and not only as a user or a cache key
     explain: bool = False
+    call_id: str = ""  # the x-request-id of the HTTP call
 
 
 NO_HINTS = Hints()
 
 
-def read_hints(pairs: Mapping[str, str | bytes], user: str = "") -> Hints:
+def read_hints(pairs: Mapping[str, str | bytes], user: str = "", call_id: str = "") -> Hints:
     """Reads the hints of a call; `user` names the session if nothing else does. Raises InvalidInput for a long name."""
     header = next((name for name in SESSION_HEADERS if pairs.get(name)), SESSION)
     conversation = pairs.get(header) or ""
@@ -38,7 +39,8 @@ def read_hints(pairs: Mapping[str, str | bytes], user: str = "") -> Hints:
         conversation = conversation.decode("utf-8", "replace")
     if len(conversation) > _MAX_SESSION:
         raise InvalidInput(header, f"has {len(conversation)} characters; give {_MAX_SESSION} or fewer")
-    return Hints(conversation or user[:_MAX_SESSION], conversation, pairs.get(EXPLAIN) in ("1", "true", b"1", b"true"))
+    explain = pairs.get(EXPLAIN) in ("1", "true", b"1", b"true")
+    return Hints(conversation or user[:_MAX_SESSION], conversation, explain, call_id)
 
 
 def hints_metadata(session: str, explain: bool) -> tuple[tuple[str, str], ...]:

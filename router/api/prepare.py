@@ -256,6 +256,7 @@ class RequestPreparer:
             cohort=group.cohort,
             prepared_s=time.monotonic(),
             trace=trace,
+            call_id=call.hints.call_id,
         )
 
     def begin_trace(self, headers: Mapping[str, str | bytes]) -> SampledCall | None:

@@ -15,6 +15,7 @@ from penstock.errors import Cancelled, PenstockError
 from penstock.types import WorkerId
 from router.admission.gate import AdmissionGate
 from router.dispatch.placement import Placer
+from router.dispatch.running_requests import RunningRequests
 from router.fleet.quarantine import Quarantine
 from router.fleet.worker_fleet import WorkerFleet
 from router.metrics.completion_counts import CompletionCounts
@@ -39,6 +40,7 @@ class DispatchContext:
     demand: DemandCounter
     counts: CompletionCounts
     limits_of: Callable[[str], TenantLimits]  # by tenant
+    running: RunningRequests
     tracer: RequestTracer | None = None  # None: no request is traced
 
     @contextlib.contextmanager
@@ -81,4 +83,6 @@ def make_context(
         return placer.predictions.workers
 
     metrics.watch_predictions(current_predictions)
-    return DispatchContext(config, fleet, gate, placer, Quarantine(), metrics, demand, counts, limits_of, tracer)
+    return DispatchContext(
+        config, fleet, gate, placer, Quarantine(), metrics, demand, counts, limits_of, RunningRequests(), tracer
+    )

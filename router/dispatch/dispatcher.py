@@ -17,6 +17,7 @@ from penstock.v1 import common_pb2
 from router.admission.gate import AdmissionSlot
 from router.dispatch.context import DispatchContext
 from router.dispatch.lookaside import Lookaside, Route
+from router.dispatch.running_requests import RunningRequest
 from router.dispatch.token_stream import TokenStream
 from router.prepared_request import PreparedRequest
 from router.tracing.stages import EndedCompletion
@@ -38,18 +39,24 @@ class Dispatcher:
         context = self._context
         context.demand.arrive(len(request.token_ids))
         with context.counting_errors(request.trace):
-            async with context.gate.pass_through(request) as slot:
-                run = _OutputRun(context, slot, self._spelling)
-                with TokenStream(slot.request, context, slot.leave) as stream:
-                    if request.trace is not None:
-                        request.trace.open_legs = stream.open_legs
-                    await stream.start()
-                    while batch := await stream.next_batch():
-                        slot.start()
-                        for delta in batch:
-                            output = run.output(delta, stream)
-                            if output.text or output.token_ids or output.finish_reason is not None:
-                                yield output
+            running = RunningRequest(request, context.gate.pass_through(request))
+            context.running.add(running)
+            try:
+                async with running.slot as slot:
+                    run = _OutputRun(context, slot, self._spelling)
+                    with TokenStream(slot.request, context, slot.leave) as stream:
+                        running.progress = stream.progress
+                        if request.trace is not None:
+                            request.trace.open_legs = stream.open_legs
+                        await stream.start()
+                        while batch := await stream.next_batch():
+                            slot.start()
+                            for delta in batch:
+                                output = run.output(delta, stream)
+                                if output.text or output.token_ids or output.finish_reason is not None:
+                                    yield output
+            finally:
+                context.running.remove(running)
 
     async def route(self, request: PreparedRequest) -> Route:
         """Issues a ticket for a client that streams from the worker itself.

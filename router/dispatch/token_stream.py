@@ -47,6 +47,7 @@ from router.prepared_request import PreparedRequest
 from router.routing.decision_record import DecisionRecord, completion_record, decision_record
 from router.routing.policy.interface import PairChoice
 from router.tracing.stages import EndedCompletion, LegCause, WorkerLeg, stages_ms
+from router.tracing.waterfall import RunningCompletion
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +140,21 @@ class TokenStream:
     def legs(self, index: int) -> list[WorkerLeg]:
         """Returns the legs of a completion, in order."""
         return self._completions[index].legs
+
+    def progress(self) -> list[RunningCompletion]:
+        """Returns what each completion has done so far."""
+        return [
+            RunningCompletion(
+                completion.index,
+                completion.legs,
+                self.choices(completion.index),
+                len(completion.emitted),
+                completion.first_token_s,
+                completion.core.num_redispatches,
+                completion.timing,
+            )
+            for completion in self._completions
+        ]
 
     def open_legs(self) -> list[WorkerLeg]:
         """Returns the legs of the completions that have not ended with a finish reason."""

@@ -47,11 +47,11 @@ def add_live_page(app: FastAPI, view: LiveView, check: Callable[[str | None], No
 
     @app.get(f"{PATH}/requests/{{request_id:path}}", include_in_schema=False)
     async def request(http: Request, request_id: str) -> Response:
-        """Returns the waterfall of a request that has ended."""
+        """Returns the waterfall of a request that runs or has ended."""
         check(http.headers.get("authorization"))
         found = view.waterfall(request_id)
         if found is None:
-            problem = f"{request_id[:_MAX_SHOWN]!r} is not among this router's last requests"
+            problem = f"{request_id[:_MAX_SHOWN]!r} neither runs at this router nor is among its last requests"
             return JSONResponse({"error": problem}, 404)
         return JSONResponse(found)
 

@@ -9,11 +9,9 @@ from typing import Any
 from penstock.config.autoscaler import SloConfig
 from penstock.types import Lane
 from penstock.v1 import admin_pb2
-from router.admission.gate import AdmissionGate
+from router.dispatch.context import DispatchContext
 from router.fleet.fleet_worker import FleetWorker
-from router.fleet.worker_fleet import WorkerFleet
 from router.live.controller_reader import ControllerReader
-from router.metrics.recent_requests import RecentRequests
 from router.tracing.waterfall import waterfall
 
 _MAX_REQUESTS = 500  # in one answer
@@ -27,19 +25,17 @@ class LiveView:
     def __init__(
         self,
         model: str,
-        policy: str,
         slo: SloConfig,
-        fleet: WorkerFleet,
-        gate: AdmissionGate,
-        recent: RecentRequests,
+        context: DispatchContext,
         controller: ControllerReader,
     ) -> None:
         self._model = model
-        self._policy = policy
         self._slo = slo
-        self._fleet = fleet
-        self._gate = gate
-        self._recent = recent
+        self._policy = context.config.policy
+        self._fleet = context.fleet
+        self._gate = context.gate
+        self._running = context.running
+        self._recent = context.metrics.recent
         self._controller = controller
 
     def state(self, router: str, after: int) -> Json:
@@ -67,7 +63,13 @@ class LiveView:
         }
 
     def waterfall(self, request_id: str) -> Json | None:
-        """Returns the stages and the decision of a request; None if it is not among this router's last completions."""
+        """Returns the stages and the decision of a request, by its id or its call's `x-request-id`.
+
+        Returns None if it neither runs at this router nor is among its last completions.
+        """
+        running = self._running.waterfall(request_id, self._policy)
+        if running is not None:
+            return running
         found = self._recent.find(request_id)
         return waterfall(found, self._policy) if found else None
 

@@ -70,6 +70,7 @@ class CompletionCounts:
             legs,
             choices,
             trace.trace_id if trace is not None else "",
+            request.call_id,
         )
         metrics = self.metrics
         metrics.recent.keep(ended)

@@ -14,7 +14,7 @@ from router.tracing.stages import EndedCompletion
 from router.tracing.waterfall import row
 
 CAPACITY = 1000
-_TIMING = EndedCompletion._fields.index("timing")
+_REQUEST, _TIMING, _CALL = (EndedCompletion._fields.index(name) for name in ("request_id", "timing", "call_id"))
 
 
 class RecentRequests:
@@ -49,13 +49,16 @@ class RecentRequests:
         newer = [fields for fields in self._kept if fields[0] > number]
         return [row(_completion(fields)) for fields in newer[-limit:]]
 
-    def find(self, request_id: str) -> list[EndedCompletion]:
-        """Returns the kept completions of a request, in order of their index.
+    def find(self, name: str) -> list[EndedCompletion]:
+        """Returns the kept completions of a request, named by its own id or that of its call, in order of their index.
 
-        If two requests used the same id, returns the later completion for each index.
+        If several requests belong to the call, returns those of the request that ended last. If two requests used the
+        same id, returns the later completion for each index.
         """
         self.catch_up()
-        kept = (_completion(fields) for fields in self._kept if fields[1] == request_id)
+        if not any(fields[_REQUEST] == name for fields in self._kept):
+            name = next((fields[_REQUEST] for fields in reversed(self._kept) if fields[_CALL] == name), name)
+        kept = (_completion(fields) for fields in self._kept if fields[_REQUEST] == name)
         found = {each.index: each for each in kept}
         return [found[index] for index in sorted(found)]
 

@@ -69,6 +69,7 @@ class EndedCompletion(NamedTuple):
     legs: Sequence[WorkerLeg]
     choices: Sequence[PairChoice]
     trace_id: str  # empty if it is not traced
+    call_id: str = ""  # the x-request-id of its HTTP call
 
     def after_ms(self, moment_s: float) -> float:
         """Converts a time to milliseconds since the request was accepted."""

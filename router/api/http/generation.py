@@ -26,7 +26,7 @@ from penstock.wire import lane_to_wire
 from router.api.dialect import BodyT, CallResponse, CallTotals, Dialect, DialectBody
 from router.api.http.bodies import BodyReader
 from router.api.http.connections import ABORT, SUBJECTS
-from router.api.http.request_ids import name_request
+from router.api.http.request_ids import name_request, request_name
 from router.api.http.running_calls import RunningCalls
 from router.api.http.streams import (
     HEARTBEAT_S,
@@ -81,10 +81,13 @@ class GenerationCalls:
 
         return await self.with_body(http, work)
 
-    async def answer_offline(self, tenant: Tenant, path: str, raw: bytes, dialect: Dialect[BodyT]) -> Response:
+    async def answer_offline(
+        self, tenant: Tenant, path: str, raw: bytes, dialect: Dialect[BodyT], request_id: str
+    ) -> Response:
         """Answers a call that no client waits for, in the bulk lane and with the longest allowed timeout."""
         headers = [(TIMEOUT.encode(), str(self._preparer.max_timeout_s).encode())]
         scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+        name_request(scope, request_id)
         with contextlib.ExitStack() as held:
             return await self._answer(Request(scope), raw, held, dialect, tenant, None, Lane.BULK)
 
@@ -164,7 +167,7 @@ class GenerationCalls:
     ) -> list[PreparedRequest]:
         """Returns the call's prepared requests. Raises what `RequestPreparer.prepare` raises."""
         preparer, timeout_s = self._preparer, read_timeout_s(http.headers)
-        hints = read_hints(http.headers, body.session)
+        hints = read_hints(http.headers, body.session, request_name(http.scope))
         wire_lane = read_lane(http.headers, body.lane) if lane is None else lane_to_wire(lane)
         sampled = preparer.begin_trace(http.headers)
         check_completions(wire_requests, preparer.limits)

@@ -27,7 +27,7 @@ class RequestIdMiddleware:
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = scope.get(_STATE) or uuid.uuid4().hex
+                MutableHeaders(scope=message)[REQUEST_ID] = request_name(scope)
             await send(message)
 
         await self._app(scope, receive, send_named)
@@ -37,3 +37,10 @@ def name_request(scope: Scope, request_id: str) -> None:
     """Sets the request's id unless it has one already or `request_id` cannot be sent in a header."""
     if 1 <= len(request_id) <= MAX_REQUEST_ID and request_id.isascii() and request_id.isprintable():
         scope.setdefault(_STATE, request_id)
+
+
+def request_name(scope: Scope) -> str:
+    """Returns the request's id, which is a new one if neither the caller nor the body gave it any."""
+    name: str = scope.setdefault(_STATE, "") or uuid.uuid4().hex
+    scope[_STATE] = name
+    return name

@@ -13,7 +13,7 @@ from cluster.cli.commands.inspecting.trace import format_waterfall
 from cluster.cli.main import main
 from cluster.cli.router_http import router_urls
 from penstock.v1 import admin_pb2
-from tests.support.router.router_fakes import FakeWorker, running_router
+from tests.support.router.router_fakes import FakeWorker, running_router, until
 
 STAGES = ["tokenize", "admission", "placement", "queue", "prefill", "decode"]
 
@@ -47,10 +47,43 @@ async def test_the_waterfall_names_each_stage_and_the_decision(
     assert "policy kv-aware" in text
 
 
+async def test_a_running_request_shows_where_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found by its x-request-id and by the id that its answer will have, while it runs and afterwards."""
+    monkeypatch.setenv("COLUMNS", "200")
+    worker = await FakeWorker(pause_at=2).start()
+    async with running_router(worker) as router, httpx.AsyncClient(base_url=router.http_url, timeout=60) as http:
+        waterfall = router.server._live.waterfall
+        body, headers = {"prompt": "a", "max_tokens": 4}, {"x-request-id": "mine"}
+        call = asyncio.create_task(http.post("/v1/completions", json=body, headers=headers))
+        await until(lambda: bool(found := waterfall("mine")) and found["completions"][0]["output_tokens"] == 2)
+        assert await asyncio.to_thread(main, ["trace", "mine", "--router", router.http_url, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        stages = found["completions"][0]["stages"]
+        assert [stage["name"] for stage in stages] == [*STAGES[:3], "until first token", "decode"]
+        assert [stage["worker"] for stage in stages] == ["", "", "", "decode-0", "decode-0"]
+        request_id = found["request_id"]
+        assert await asyncio.to_thread(main, ["trace", request_id, "--router", router.http_url]) == 0
+        text = capsys.readouterr().out
+        assert f"{request_id}: still running after " in text
+        assert "2 tokens so far, standard lane" in text
+        worker.resume.set()
+        answer = await call
+        assert (answer.json()["id"], answer.headers["x-request-id"]) == (request_id, "mine")
+    ended = waterfall("mine")
+    assert ended is not None
+    assert "running" not in ended
+    assert (ended["request_id"], ended["completions"][0]["finish_reason"]) == (request_id, "length")
+    assert waterfall(request_id) == ended
+
+
 async def test_an_unknown_request_gets_an_error_about_what_a_router_keeps(capsys: pytest.CaptureFixture[str]) -> None:
     async with running_router(await FakeWorker().start()) as router:
         assert await asyncio.to_thread(main, ["trace", "a b/c?", "--router", router.http_url]) == 2
-    assert f"'a b/c?' is not among the last completions of {router.http_url}" in capsys.readouterr().err
+    assert (
+        f"'a b/c?' neither runs at {router.http_url} nor is among the last completions there" in capsys.readouterr().err
+    )
 
 
 async def test_with_tenants_the_metrics_token_is_required(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +98,7 @@ async def test_with_tenants_the_metrics_token_is_required(tmp_path: Path, capsys
             "refuses the call; name the file of its metrics token with --metrics-token-file" in capsys.readouterr().err
         )
         assert await asyncio.to_thread(main, [*command, "--metrics-token-file", str(token)]) == 2
-        assert "is not among the last completions" in capsys.readouterr().err
+        assert "nor is among the last completions" in capsys.readouterr().err
 
 
 def test_a_single_router_is_reached_at_its_public_port() -> None:

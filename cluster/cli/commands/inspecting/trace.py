@@ -26,7 +26,7 @@ _SHORTEST_BAR, _LONGEST_BAR = 10, 60
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("request", help="the `id` in the body of its answer, as the live page names it; not its x-request-id")
+    add("request", help="the `id` in the body of its answer, as the live page names it, or the answer's x-request-id")
     add(
         "--router",
         metavar="URL",
@@ -38,7 +38,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    """Prints the waterfall of a request that is among the last completions of a router."""
+    """Prints the waterfall of a request that runs at a router or is among its last completions."""
     routers = RouterHttp(arguments, _TIMEOUT_S)
     urls = [_base_url(arguments.router)] if arguments.router else _router_urls(arguments)
     found = _find(urls, arguments.request, routers)
@@ -88,8 +88,8 @@ def _find(urls: Sequence[str], request_id: str, routers: RouterHttp) -> dict[str
         raise failed
     raise InvalidInput(
         "request",
-        f"{request_id!r} is not among the last completions of {' or '.join(urls)}; "
-        "give the `id` in the body of its answer, not its x-request-id; a router keeps 1,000 completions that have "
+        f"{request_id!r} neither runs at {' or '.join(urls)} nor is among the last completions there; "
+        "give the `id` in the body of its answer or its x-request-id; a router keeps 1,000 completions that have "
         "ended, and none that was refused or cancelled",
     )
 
@@ -134,15 +134,18 @@ def _headline(found: Mapping[str, Any], completion: Mapping[str, Any]) -> str:
         ("migrations", completion["migrations"]),
         ("re-dispatches", completion["redispatches"]),
     )
-    details = ", ".join(
-        [
-            f"{completion['prompt_tokens']} prompt tokens, {completion['cached_tokens']} cached",
-            f"{completion['output_tokens']} tokens, {completion['finish_reason']}",
-            f"{completion['lane']} lane",
-            *(f"{what}: {count}" for what, count in counts if count),
-        ]
-    )
-    return f"{name}: {completion['end_ms']:.1f} ms, first token after {completion['first_token_ms']:.1f} ms\n{details}"
+    if found.get("running"):  # what only workers know is not known yet
+        prompt, output = f"{completion['prompt_tokens']} prompt tokens", f"{completion['output_tokens']} tokens so far"
+        took = f"still running after {completion['end_ms']:.1f} ms"
+    else:
+        prompt = f"{completion['prompt_tokens']} prompt tokens, {completion['cached_tokens']} cached"
+        output = f"{completion['output_tokens']} tokens, {completion['finish_reason']}"
+        took = f"{completion['end_ms']:.1f} ms"
+    first_ms = completion["first_token_ms"]
+    first = f"first token after {first_ms:.1f} ms" if first_ms else "no token yet"
+    lane = f"{completion['lane']} lane"
+    details = ", ".join([prompt, output, lane, *(f"{what}: {count}" for what, count in counts if count)])
+    return f"{name}: {took}, {first}\n{details}"
 
 
 def _bars(completion: Mapping[str, Any], longest_ms: float, columns: int, mark: str) -> str:

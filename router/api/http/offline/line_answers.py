@@ -38,7 +38,7 @@ class LineAnswers:
         request_id = uuid.uuid4().hex
         try:
             caller = self._preparer.tenants.named(tenant)
-            answer = await self._calls.answer_offline(caller, endpoint, body, self._dialects[endpoint])
+            answer = await self._calls.answer_offline(caller, endpoint, body, self._dialects[endpoint], request_id)
             return answer.status_code, request_id, json.loads(bytes(answer.body))
         except Unavailable:
             raise

@@ -72,7 +72,7 @@ serve: setup
 	$(PY) -m cluster.cli serve --model $(MODEL)
 
 demo: setup
-	$(PY) -m cluster.cli.demo --model $(MODEL)
+	$(PY) -m cluster.cli demo --model $(MODEL)
 
 # Each free process takes the dearest file that is left (tests/support/suite/costs.py).
 PYTEST := $(PY) -m pytest -q --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder

@@ -58,6 +58,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "penstock serve --model penstock-tiny --decode 2",
         "penstock serve --config deploy/config/gpu-host.toml --model meta-llama/Llama-3.1-8B-Instruct",
     ),
+    "demo": ("penstock demo",),
     "stop": ("penstock stop",),
     "chat": ("penstock chat --system 'Answer in one sentence.'",),
     "generate": ("penstock generate --timing 'Once upon a time'", "penstock generate --explain - < prompt.txt"),

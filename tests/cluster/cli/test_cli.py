@@ -374,6 +374,8 @@ def test_the_doctor_of_a_bare_client_checks_only_the_deployment(
     found = json.loads(capsys.readouterr().out)["findings"]
     assert [(each["check"], each["verdict"]) for each in found] == [("install", "skipped"), ("deployment", "skipped")]
     assert "pip install 'penstock[serve]'" in found[0]["advice"]
+    assert found[1]["text"] == "none answers: nothing listens there (connection refused)"
+    assert found[1]["advice"].startswith("start one with `penstock serve`")
 
 
 def test_tables_align_and_each_change_is_printed_once() -> None:

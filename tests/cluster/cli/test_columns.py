@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from cluster.cli import demo
 from cluster.cli.commands.calling.generate import format_decision
 from cluster.cli.commands.inspecting.doctor import format_finding
 from cluster.cli.commands.inspecting.top import format_rates
+from cluster.cli.commands.running import demo
 from cluster.cli.commands.sizing.bench import write_files
 from cluster.cli.main import main
 from cluster.cli.rates import compute_rates

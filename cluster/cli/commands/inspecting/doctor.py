@@ -107,7 +107,9 @@ def _check_without_deployment(admin: str, error: PenstockError, config: ServeCon
     if not isinstance(error, Unavailable):
         yield Finding("deployment", admin, Severity.PROBLEM, "its server does not answer the call", error.message)
         return
-    yield Finding("deployment", admin, Severity.SKIPPED, "none answers there", error.message)
+    problem, _, advice = error.message.partition("; ")
+    cause = problem.removeprefix(f"no deployment answers at {admin}: ")
+    yield Finding("deployment", admin, Severity.SKIPPED, f"none answers: {cause}", advice)
     if config is not None:
         from cluster.diagnose import local_checks
 

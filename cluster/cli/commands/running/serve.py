@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from cluster.cli.start_progress import StartProgress
 from cluster.cli.table import state_changes
@@ -22,6 +22,8 @@ from penstock.v1 import admin_pb2
 
 if TYPE_CHECKING:
     from cluster.ray.launch import RayDeployment, RayLost
+
+ModelT = TypeVar("ModelT")  # a config file may give anything, which validation reports
 
 _INTERRUPTED = 130
 MAX_LOSSES = 3
@@ -146,9 +148,14 @@ def serve_config(arguments: Namespace) -> ServeConfig:
         raise ConfigError(
             "model is missing: give --model DIR, a Hugging Face checkpoint folder; the bundled one is penstock-tiny"
         )
-    if data["model"] == BUNDLED_MODEL.name and not Path(BUNDLED_MODEL.name).exists():
-        data["model"] = str(BUNDLED_MODEL)
+    data["model"] = find_model(data["model"])
     return parse(ServeConfig, data, source=arguments.config or "penstock serve")
+
+
+def find_model(model: ModelT) -> ModelT | str:
+    """Returns the folder of the bundled model for its name, unless there is a folder of that name here."""
+    is_bundled = model == BUNDLED_MODEL.name and not Path(BUNDLED_MODEL.name).exists()
+    return str(BUNDLED_MODEL) if is_bundled else model
 
 
 def with_local_model(config: ServeConfig) -> ServeConfig:

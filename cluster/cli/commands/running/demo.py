@@ -1,4 +1,4 @@
-"""`make demo`: runs the whole system on this machine for a few seconds.
+"""`penstock demo`: run the whole system on this machine for a few seconds.
 
 Starts one prefill worker, two decode workers and a router, streams prompts side by side, prints where the time of each
 went, continues a long conversation to show the prefix cache, stops, and checks that no process is left.
@@ -6,29 +6,26 @@ went, continues a long conversation to show the prefix cache, stops, and checks 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 import textwrap
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import psutil
-
+from cluster.cli.commands.running.serve import find_model, with_local_model
 from cluster.cli.start_progress import StartProgress
 from cluster.cli.table import TIMING_HEADER, timing_row
-from cluster.ray.launch import RayDeployment, launch
 from penstock import AsyncClient
 from penstock.charts.table import columns_of, format_table
 from penstock.client.results import ChatMessage, GenerateResult, ResultBuilder
 from penstock.config import DecodeConfig, PoolConfig, ServeConfig
-from penstock.errors import PenstockError
-from penstock.process.setup import set_up_logging
 
-_MODEL = Path(__file__).resolve().parents[2] / "models" / "penstock-tiny"
+if TYPE_CHECKING:
+    from cluster.ray.launch import RayDeployment
+
 _MAX_TOKENS = 120
 _TIMEOUT_S = 60.0
 _LINE = 88  # characters a line where the output is not a terminal
@@ -200,31 +197,32 @@ def demo_config(model: str) -> ServeConfig:
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m cluster.cli.demo", description=__doc__)
-    parser.add_argument("--model", default=str(_MODEL), metavar="DIR", help="default: the bundled model")
-    arguments = parser.parse_args()
-    set_up_logging("demo")
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default="penstock-tiny",
+        metavar="DIR",
+        help="a Hugging Face checkpoint folder or an id of the Hub; default: the bundled one",
+    )
+
+
+def run(arguments: Namespace) -> int:
+    """Runs the demo. Returns 1 if a process of the deployment outlives it."""
+    import psutil
+
+    from cluster.ray.launch import launch
+
+    config = with_local_model(demo_config(find_model(arguments.model)))
     print("starting 1 prefill worker, 2 decode workers and a router", flush=True)
-    try:
-        with StartProgress() as progress:
-            deployment = launch(demo_config(arguments.model), progress.show)
-        with deployment:
-            _show(deployment)
-            processes = deployment.processes()
-            began_s = time.monotonic()
-    except PenstockError as error:
-        print(f"demo: {error.message}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    with StartProgress() as progress:
+        deployment = launch(config, progress.show)
+    with deployment:
+        _show(deployment)
+        processes = deployment.processes()
+        began_s = time.monotonic()
     left = [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     if left:
-        print(f"demo: these processes are still running: {left}", file=sys.stderr)
+        print(f"penstock: these processes are still running: {left}", file=sys.stderr)
         return 1
     print(f"stopped in {time.monotonic() - began_s:.1f} s; none of {len(processes)} processes is left")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,7 +17,7 @@ UNTIL_FIRST_TOKEN = "until first token"  # what its workers do meanwhile is know
 
 
 class RunningCompletion(NamedTuple):
-    """What a completion that runs has done so far. Times are monotonic seconds; 0: not yet."""
+    """The progress of a completion that runs. Times are monotonic seconds; 0: not yet."""
 
     index: int  # type: ignore[assignment]  # within the request; hides a method of tuples
     legs: Sequence[WorkerLeg] = ()

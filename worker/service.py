@@ -52,6 +52,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._tickets.subscribe(self._wake)
         self._loop = asyncio.get_running_loop()
         self._watchers: set[asyncio.Event] = set()
+        self._num_routers = 0  # among the watchers
         self._notified = False
         self._leaving = False
         self._closed = False
@@ -129,6 +130,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         tickets_version = 0
         changed = asyncio.Event()
         self._watchers.add(changed)
+        self._num_routers += bool(request.router)
         try:
             while True:
                 closed = self._closed  # read first, so that every change before `close` is sent
@@ -147,6 +149,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 changed.clear()
         finally:
             self._watchers.discard(changed)
+            if request.router:
+                self._num_routers -= 1
+                self._wake()  # a controller that drains this worker waits for its last router to leave
 
     async def WatchStore(
         self, request: worker_pb2.WatchStoreRequest, context: grpc.aio.ServicerContext
@@ -156,6 +161,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 yield runs
 
     def _message(self, batch: KvEventBatch, tickets: Sequence[worker_pb2.TicketState]) -> worker_pb2.EventBatch:
+        load = wire.load_to_wire(self.load)
+        load.num_routers = self._num_routers
         return worker_pb2.EventBatch(
             epoch=self._description.epoch,
             first_seq=batch.first_seq,
@@ -165,7 +172,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             part=batch.part,
             payload=encode_events(batch.events),
             num_strays=batch.num_strays,
-            load=wire.load_to_wire(self.load),
+            load=load,
             tickets=tickets,
         )
 

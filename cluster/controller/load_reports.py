@@ -63,7 +63,7 @@ class LoadReportStore:
         ready = list(self._pools[role.value].ready())
         return [member_of(slot) for slot in ready if not slot.is_node_leaving] or [member_of(slot) for slot in ready]
 
-    async def next_report(self, member: Member) -> None:
-        """Returns at the member's next report, or at once if it no longer serves."""
-        if self.is_here(member):
+    async def next_report(self, member: Member, seen: worker_pb2.Load | None) -> None:
+        """Returns once the member's latest report is another one than `seen`, or it no longer serves."""
+        while self.is_here(member) and self.load_of(member) is seen:
             await self._awaited.setdefault(member.epoch, asyncio.Event()).wait()

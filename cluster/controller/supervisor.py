@@ -370,7 +370,7 @@ async def _distrust(process: SupervisedProcess, incarnation: Incarnation) -> Non
         async with asyncio.timeout(DISTRUST_TIMEOUT_S):
             await process.distrust()
     except (TimeoutError, PenstockError) as error:
-        log.error("%s: others may inherit its pages: %s", incarnation.worker_id, error or "out of time")
+        log.error("%s: others may inherit its pages: %s", incarnation.worker_id, str(error) or "out of time")
 
 
 async def _stop_in_order(process: SupervisedProcess, grace_s: float) -> None:
@@ -378,4 +378,4 @@ async def _stop_in_order(process: SupervisedProcess, grace_s: float) -> None:
         async with asyncio.timeout(grace_s + STOP_TIMEOUT_S):
             await process.stop(grace_s)
     except (TimeoutError, PenstockError) as error:
-        log.warning("an orderly stop failed (%s); killing it", error or "out of time")
+        log.warning("an orderly stop failed (%s); killing it", str(error) or "out of time")

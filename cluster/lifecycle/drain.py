@@ -37,7 +37,8 @@ from penstock.v1 import worker_pb2, worker_pb2_grpc
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 300.0
-_IDLE_REPORTS = 2  # consecutive reports with nothing open: after the first, a router may not know of the drain yet
+_SETTLE_S = 0.1  # for what a router sent to an empty worker just before it learned of the drain
+_ROUTERS_S = 1.0  # how long an empty worker waits for routers that still follow it, such as a frozen one
 _HANDOVER_SHARE = 4  # at most a quarter of a target's pool: its own cached pages are wanted too
 _HANDOVER_GRACE_S = 3.0  # for the batch in flight when the hand-over's time is up
 
@@ -88,8 +89,8 @@ class WorkerLoads(Protocol):
         """Returns the workers that may be given requests, and so may receive sequences and pages."""
         ...
 
-    async def next_report(self, member: Member) -> None:
-        """Returns when the worker has reported again or is gone."""
+    async def next_report(self, member: Member, seen: worker_pb2.Load | None) -> None:
+        """Returns once its latest report is another one than `seen`, or the worker is gone."""
         ...
 
 
@@ -140,16 +141,29 @@ class Drain:
         self._update(stage=DrainStage.ENDED, num_left=0)
 
     async def _empty(self, channel: grpc.aio.Channel) -> None:
-        num_idle = 0
-        while num_idle < _IDLE_REPORTS and self._view.is_here(self.member):
-            load = self._view.load_of(self.member)
-            if load is not None and load.num_open and self.member.role is Role.DECODE:
+        """Returns when the worker holds nothing and gets nothing any more, or is gone."""
+        empty_since_s: float | None = None
+        while self._view.is_here(self.member):
+            seen = self._view.load_of(self.member)
+            if seen is not None and seen.num_open and self.member.role is Role.DECODE:
                 await self._migrate_round(channel)
-            await self._view.next_report(self.member)
+            await self._view.next_report(self.member, seen)
             load = self._view.load_of(self.member)
-            if load is not None:
-                self._update(num_left=load.num_open)
-                num_idle = 0 if load.num_open else num_idle + 1
+            if load is None:
+                continue
+            self._update(num_left=load.num_open)
+            if load.num_open:
+                empty_since_s = None
+                continue
+            empty_since_s = empty_since_s or time.monotonic()
+            if time.monotonic() - empty_since_s >= _ROUTERS_S or (_has_no_router(load) and await self._stays_empty()):
+                return
+
+    async def _stays_empty(self) -> bool:
+        """Returns whether the worker still holds nothing after `_SETTLE_S`."""
+        await asyncio.sleep(_SETTLE_S)
+        load = self._view.load_of(self.member)
+        return load is None or not load.num_open
 
     async def _migrate_round(self, channel: grpc.aio.Channel) -> None:
         try:
@@ -220,6 +234,11 @@ class Drain:
         changed = replace(self.progress, **changes)  # type: ignore[arg-type]
         if changed != self.progress:
             self._stream.update(replace(changed, elapsed_s=time.monotonic() - self._began_s))
+
+
+def _has_no_router(load: worker_pb2.Load) -> bool:
+    """Returns whether every router has left the worker; unknown of a worker with older code."""
+    return load.HasField("num_routers") and not load.num_routers
 
 
 def _describe_staying(

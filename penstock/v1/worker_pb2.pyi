@@ -215,7 +215,7 @@ class StoredRuns(_message.Message):
     def __init__(self, added: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_bulk", "free_pages", "bulk_pages", "total_pages", "queued_prefill_tokens", "queued_bulk_tokens", "prefill_tokens_per_s", "step_s", "cache", "prefill_steps", "decode_steps", "num_open", "requests", "metrics", "adapters", "adapter_load_s", "chunks", "leaving")
+    __slots__ = ("num_running", "num_waiting", "num_bulk", "free_pages", "bulk_pages", "total_pages", "queued_prefill_tokens", "queued_bulk_tokens", "prefill_tokens_per_s", "step_s", "cache", "prefill_steps", "decode_steps", "num_open", "requests", "metrics", "adapters", "adapter_load_s", "chunks", "num_routers", "leaving")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -242,6 +242,7 @@ class Load(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_LOAD_S_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUTERS_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
@@ -262,8 +263,9 @@ class Load(_message.Message):
     adapters: _containers.RepeatedScalarFieldContainer[str]
     adapter_load_s: float
     chunks: ChunkSpeed
+    num_routers: int
     leaving: bool
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_bulk: _Optional[int] = ..., free_pages: _Optional[int] = ..., bulk_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., queued_bulk_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., cache: _Optional[_Union[CacheStats, _Mapping]] = ..., prefill_steps: _Optional[_Union[StepTotals, _Mapping]] = ..., decode_steps: _Optional[_Union[StepTotals, _Mapping]] = ..., num_open: _Optional[int] = ..., requests: _Optional[_Union[RequestTotals, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., adapters: _Optional[_Iterable[str]] = ..., adapter_load_s: _Optional[float] = ..., chunks: _Optional[_Union[ChunkSpeed, _Mapping]] = ..., leaving: _Optional[bool] = ...) -> None: ...
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_bulk: _Optional[int] = ..., free_pages: _Optional[int] = ..., bulk_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., queued_prefill_tokens: _Optional[int] = ..., queued_bulk_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., cache: _Optional[_Union[CacheStats, _Mapping]] = ..., prefill_steps: _Optional[_Union[StepTotals, _Mapping]] = ..., decode_steps: _Optional[_Union[StepTotals, _Mapping]] = ..., num_open: _Optional[int] = ..., requests: _Optional[_Union[RequestTotals, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., adapters: _Optional[_Iterable[str]] = ..., adapter_load_s: _Optional[float] = ..., chunks: _Optional[_Union[ChunkSpeed, _Mapping]] = ..., num_routers: _Optional[int] = ..., leaving: _Optional[bool] = ...) -> None: ...
 
 class ChunkSpeed(_message.Message):
     __slots__ = ("step_tokens", "step_s", "chunked_s", "token_s", "pair_s")

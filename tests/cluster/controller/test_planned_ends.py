@@ -44,7 +44,7 @@ class LoggedWorld(World):
                     return shown
                 for process in self.processes.values():
                     if hasattr(process, "report"):
-                        process.report(worker_pb2.Load(num_open=0))
+                        process.report(worker_pb2.Load(num_open=0, num_routers=0))
                 await asyncio.sleep(0)
 
     def ends(self) -> list[tuple[str, str]]:

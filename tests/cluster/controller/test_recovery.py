@@ -227,7 +227,7 @@ async def become_idle(world: World, name: str, life: int) -> None:
     async with asyncio.timeout(60):
         while not process.stopped:
             if world.controller.reports.is_awaited:
-                process.report(worker_pb2.Load(num_open=0))
+                process.report(worker_pb2.Load(num_open=0, num_routers=0))
             await asyncio.sleep(0.001)
 
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.cli.commands.operating.drain import format_drain
+from cluster.lifecycle import drain as drain_module
 from cluster.lifecycle.drain import Drain, DrainProgress, DrainStage
 from cluster.lifecycle.migrate.migration_policy import (
     ABOUT_TO_END_TOKENS,
@@ -137,10 +138,10 @@ async def test_a_drain_stops_the_worker_once_it_is_empty_and_shrinks_the_pool() 
     await until(lambda: world.controller.reports.is_awaited)
     process.report(worker_pb2.Load(num_open=2))
     assert (await anext(reports)).num_left == 2
-    for _ in range(2):
+    for num_routers in (1, 0):  # the router that still follows the worker may send it requests
         assert not process.stopped
         await until(lambda: world.controller.reports.is_awaited)
-        process.report(worker_pb2.Load(num_open=0))
+        process.report(worker_pb2.Load(num_open=0, num_routers=num_routers))
     stages = [progress.stage async for progress in reports]
     assert stages[-2:] == [DrainStage.STOPPING, DrainStage.ENDED]
     assert process.stopped
@@ -190,6 +191,85 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0.001)
+
+
+# When a worker counts as empty.
+
+
+@dataclass
+class ScriptedView:
+    """Has the next of its reports after each wait, and the last one from then on."""
+
+    reports: list[worker_pb2.Load]
+    at_once_after: int = 0  # number of the report that another one follows at once, whether or not anybody waits
+    num_given: int = 0
+
+    def is_here(self, member: Member) -> bool:
+        return True
+
+    def load_of(self, member: Member) -> worker_pb2.Load | None:
+        return self.reports[min(self.num_given, len(self.reports)) - 1] if self.num_given else None
+
+    def members(self, role: Role) -> list[Member]:
+        return []
+
+    async def next_report(self, member: Member, seen: worker_pb2.Load | None) -> None:
+        await asyncio.sleep(0.001)
+        self._give()
+        if self.num_given == self.at_once_after:
+            asyncio.get_running_loop().call_soon(self._give)
+
+    def _give(self) -> None:
+        self.num_given += 1
+
+
+def report(num_open: int, num_routers: int | None = None) -> worker_pb2.Load:
+    return worker_pb2.Load(num_open=num_open, num_routers=num_routers)
+
+
+IDLE_PREFILL = Member(WorkerId("prefill-0"), Epoch(1), Role.PREFILL, "127.0.0.1:1")
+
+
+async def test_an_empty_worker_ends_once_its_last_router_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain_module, "_ROUTERS_S", 60.0)
+    reports = [report(2, 3), report(0, 3), report(1, 2), report(0, 1), report(0, 0)]
+    view = ScriptedView(reports)
+    await Drain(IDLE_PREFILL, 50.0, 64, view).run()
+    assert view.num_given == len(reports)
+
+
+async def test_a_request_that_arrives_as_the_last_router_leaves_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain_module, "_ROUTERS_S", 60.0)
+    view = ScriptedView([report(0, 1), report(0, 0), report(1, 0), report(0, 0)], at_once_after=2)
+    await Drain(IDLE_PREFILL, 50.0, 64, view).run()
+    assert view.num_given == len(view.reports)
+
+
+@pytest.mark.parametrize("num_routers", [2, None])
+async def test_an_empty_worker_does_not_wait_for_frozen_routers(
+    num_routers: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain_module, "_ROUTERS_S", 0.05)
+    drain = Drain(IDLE_PREFILL, 50.0, 64, ScriptedView([report(0, num_routers)]))
+    await drain.run()
+    assert drain.progress.num_cut_short == 0
+    assert drain.progress.stage is DrainStage.STOPPING
+
+
+async def test_a_report_that_came_during_migrations_is_not_waited_for_again() -> None:
+    world = World()
+    await world.ready()
+    reports = world.controller.reports
+    (member,) = (each for each in world.controller.membership.members if each.worker_id == "decode-0")
+    before = reports.load_of(member)
+    world.processes["decode-0", 1].report(worker_pb2.Load())
+    await asyncio.wait_for(reports.next_report(member, before), 60)  # there is a newer one already
+    waiting = asyncio.create_task(reports.next_report(member, reports.load_of(member)))
+    await until(lambda: reports.is_awaited)
+    assert not waiting.done()
+    world.processes["decode-0", 1].report(worker_pb2.Load())
+    await asyncio.wait_for(waiting, 60)
+    await world.controller.stop()
 
 
 # Rounds of migrations between fake decode workers.
@@ -258,12 +338,12 @@ class FakeView:
 
     def load_of(self, member: Member) -> worker_pb2.Load:
         num_open = len(self.source.sequences) if member.epoch == 1 else 0
-        return worker_pb2.Load(num_open=num_open, free_pages=self.free_pages)
+        return worker_pb2.Load(num_open=num_open, num_routers=0, free_pages=self.free_pages)
 
     def members(self, role: Role) -> list[Member]:
         return [each for each in self.everyone if each.role is role]
 
-    async def next_report(self, member: Member) -> None:
+    async def next_report(self, member: Member, seen: worker_pb2.Load | None) -> None:
         await asyncio.sleep(0)
 
 

@@ -140,7 +140,7 @@ async def become_idle(world: World, name: str) -> None:
     process = world.processes[name, 1]
     while not process.stopped:
         await until(lambda: world.controller.reports.is_awaited or process.stopped)
-        process.report(worker_pb2.Load(num_open=0))
+        process.report(worker_pb2.Load(num_open=0, num_routers=0))
 
 
 async def test_a_successor_is_ready_before_a_worker_on_a_leaving_node_is_drained() -> None:

@@ -10,8 +10,9 @@ import pytest
 from penstock.kv.events import KvEventLog
 from penstock.kv.page_hash import hash_pages, make_salt
 from penstock.kv.page_places import ROOT
+from penstock.rpc.server import make_channel
 from penstock.types import WorkerId, WorkerLoad
-from penstock.v1 import worker_pb2
+from penstock.v1 import worker_pb2, worker_pb2_grpc
 from router.fleet.worker_fleet import WorkerFleet
 from router.fleet.worker_follower import WorkerFollower
 from router.routing.costs.inflight import NO_WORK, InflightWork
@@ -86,6 +87,20 @@ async def test_a_worker_that_has_left_has_no_bookings(followed: Followed) -> Non
     assert followed.fleet.index.num_pages == 0
     assert followed.fleet.ledger.totals() == []
     assert followed.fleet.ledger.link_bytes(LINK) == 0
+
+
+async def test_a_worker_reports_at_once_that_its_routers_have_left() -> None:
+    worker = await FakeWorker().start()
+    async with make_channel(worker.address) as channel:
+        watch = worker_pb2_grpc.WorkerStub(channel).WatchEvents(worker_pb2.WatchEventsRequest(), timeout=60)
+        assert (await watch.read()).load.num_routers == 0
+        async with running_router(worker) as router:
+            while (await watch.read()).load.num_routers < 1:
+                pass
+            router.server.fleet.set_members([])
+            while (await watch.read()).load.num_routers > 0:
+                pass
+            watch.cancel()
 
 
 async def test_events_of_another_epoch_are_not_applied() -> None:

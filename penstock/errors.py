@@ -38,9 +38,14 @@ class InvalidInput(PenstockError):
     reason = "INVALID_INPUT"
 
     def __init__(self, field: str, problem: str) -> None:
-        super().__init__(f"{field}: {problem}")
         self.field = field
         self.problem = problem
+        super().__init__(self.named(field))
+
+    def named(self, field: str) -> str:
+        """Returns the message with another name for the field, as another API calls it."""
+        separator = " " if self.problem.startswith("= ") else ": "
+        return f"{field}{separator}{self.problem}"
 
 
 class Unauthenticated(PenstockError):

@@ -337,7 +337,7 @@ def error_json(error: PenstockError, prompt_fields: Collection[str] = ("text", "
     if isinstance(error, InvalidInput):
         param = error.field.removeprefix("sampling.").removeprefix("chat.")
         param = "prompt" if param in prompt_fields else param
-        message = f"{param}: {error.problem}"
+        message = error.named(param)
     elif isinstance(error, ModelNotFound):
         param = "model"
     kind = "invalid_request_error" if error.http_status < 500 else "server_error"

@@ -25,7 +25,7 @@ def in_dialect(error: PenstockError, names: Mapping[str, str]) -> PenstockError:
     problem = error.problem
     name = names.get(head, head)
     if name != head and head == "messages" and rest:
-        problem, rest = f"{rest.partition('.')[2]}: {problem}", ""
+        problem, rest = error.named(rest.partition(".")[2]), ""
     renamed = InvalidInput(f"{name}{rest}", problem)
     renamed.http_status, renamed.reason = error.http_status, error.reason  # type: ignore[misc]  # of this error only
     return renamed

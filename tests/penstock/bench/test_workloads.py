@@ -177,7 +177,7 @@ def test_requests_that_do_not_fit_are_replaced_and_counted() -> None:
     assert len(source.drafts) == 100
     assert all(draft.lane is Lane.BULK for draft in source.drafts)
     assert "need more than 1000 tokens and were left out" in source.notes[0]
-    with pytest.raises(InvalidInput, match="max context: = 10 tokens holds hardly any prompt of the mix"):
+    with pytest.raises(InvalidInput, match="max context = 10 tokens holds hardly any prompt of the mix"):
         mix_source({"rag": 1.0}, MixSizes(500, 50), 100, 0, max_context=10)
 
 

@@ -121,8 +121,8 @@ def test_a_chat_is_sent_with_its_tools_and_template_arguments() -> None:
         ([{"role": "user", "content": 3}], {}, r"messages\[0\].content: is 3"),
         ("bad \ud800", {}, "prompt: is not valid Unicode"),
         ("x", {"temprature": 1}, "temprature: is not a sampling option; use one of .*temperature"),
-        ("x", {"max_tokens": -3}, "max_tokens: = -3"),
-        ("x", {"seed": "abc"}, "seed: = 'abc'"),
+        ("x", {"max_tokens": -3}, "max_tokens = -3"),
+        ("x", {"seed": "abc"}, "seed = 'abc'"),
         ("x", {"no_speculation": "off"}, "no_speculation: is 'off'; give True or False"),
     ],
 )

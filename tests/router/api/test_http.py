@@ -267,8 +267,8 @@ BAD = {
     "negative": ("completions", {"prompt": "a", "max_tokens": -1}, "max_tokens", "max_tokens: is -1"),
     "temperature": ("chat/completions", {**CHAT, "temperature": -1}, "temperature", "temperature: is -1"),
     "type": ("chat/completions", {**CHAT, "temperature": "hot"}, "temperature", "temperature: is 'hot'"),
-    "best_of": ("completions", {"prompt": "a", "best_of": 3}, "best_of", "best_of: = 3 is not supported"),
-    "suffix": ("completions", {"prompt": "a", "suffix": "b"}, "suffix", 'suffix: = "b" is not supported'),
+    "best_of": ("completions", {"prompt": "a", "best_of": 3}, "best_of", "best_of = 3 is not supported"),
+    "suffix": ("completions", {"prompt": "a", "suffix": "b"}, "suffix", 'suffix = "b" is not supported'),
     "nothing allowed": (
         "completions",
         {"prompt": "a", "allowed_token_ids": []},

@@ -203,29 +203,29 @@ def test_the_bodys_limit_may_exceed_the_context():
         ({"messages": [{"role": "user", "content": "a", "id": 1}]}, r"messages\[0\].id: is not a field"),
         (
             {"messages": [{"role": "user", "content": [text("a"), {"type": "image", "source": {}}]}]},
-            r"messages\[0\].content\[1\].type: = 'image' is not supported in a user message",
+            r"messages\[0\].content\[1\].type = 'image' is not supported in a user message",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
-            r"messages\[0\].content\[0\].type: = 'document' is not supported",
+            r"messages\[0\].content\[0\].type = 'document' is not supported",
         ),
         (
             {"messages": [USER, {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "a"}]}]},
-            r"messages\[1\].content\[0\].type: = 'redacted_thinking' is not supported",
+            r"messages\[1\].content\[0\].type = 'redacted_thinking' is not supported",
         ),
         (
             {"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b"}]}]},
             "messages: end with a tool_use",
         ),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\].type: = 'web_search_2025"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\].type = 'web_search_2025"),
         ({"tools": [{"name": "a"}]}, r"tools\[0\].input_schema: is missing"),
-        ({"tools": [{**TOOL, "defer_loading": True}]}, r"tools\[0\].defer_loading: = true is not supported"),
+        ({"tools": [{**TOOL, "defer_loading": True}]}, r"tools\[0\].defer_loading = true is not supported"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type: is 'some'; give one of"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type: is 'between_tools'; give one of"),
         ({"stop_sequences": ["a"] * 17}, "stop_sequences: has 17 strings"),
-        ({"container": "c"}, 'container: = "c" is not supported; leave it out'),
+        ({"container": "c"}, 'container = "c" is not supported; leave it out'),
         ({"mirostat": 1}, "mirostat: is not a field of this API"),
-        ({"system": [{"type": "image"}]}, r"system\[0\].type: = 'image' is not supported; send text"),
+        ({"system": [{"type": "image"}]}, r"system\[0\].type = 'image' is not supported; send text"),
     ],
 )
 def test_bad_bodies_are_refused_by_field(body, message):

@@ -82,7 +82,7 @@ def test_every_field_of_a_peer_is_obeyed_refused_or_harmless(kind: type) -> None
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
 def test_a_field_is_refused_unless_its_value_asks_for_nothing(kind: type) -> None:
     for name, neutrals in refused_by(kind).items():
-        with pytest.raises(InvalidInput, match=rf"^{name}: = .* is not supported; leave it out"):
+        with pytest.raises(InvalidInput, match=rf"^{name} = .* is not supported; leave it out"):
             parse(kind, **{name: {"asks": "for something"}})
         for neutral in (None, *neutrals):
             parse(kind, **{name: neutral})
@@ -109,16 +109,16 @@ def test_a_request_can_turn_speculation_off_and_not_on(kind: type) -> None:
 
 def test_true_and_one_are_different_values() -> None:
     parse(CompletionBody, best_of=1)
-    with pytest.raises(InvalidInput, match="best_of: = true is not supported"):
+    with pytest.raises(InvalidInput, match="best_of = true is not supported"):
         parse(CompletionBody, best_of=True)
-    with pytest.raises(InvalidInput, match="echo: = 0 is not supported"):
+    with pytest.raises(InvalidInput, match="echo = 0 is not supported"):
         parse(ChatBody, echo=0)
 
 
 def test_fields_of_messages_and_parts_are_not_ignored() -> None:
     user = {"role": "user", "content": "a"}
     for name in REFUSED_IN_MESSAGES:
-        with pytest.raises(InvalidInput, match=rf"^messages\[1\]\.{name}: = \[1\] is not supported"):
+        with pytest.raises(InvalidInput, match=rf"^messages\[1\]\.{name} = \[1\] is not supported"):
             parse(ChatBody, messages=[user, {"role": "assistant", "content": "b", name: [1]}])
     harmless = dict.fromkeys(HARMLESS_IN_MESSAGES, "x")
     parse(ChatBody, messages=[user | harmless, {"role": "assistant", "content": "b", "audio": None}])

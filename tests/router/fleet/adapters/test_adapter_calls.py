@@ -73,7 +73,7 @@ def test_an_adapter_is_replaced_only_if_the_call_says_so(tmp_path: Path) -> None
     path = tmp_path / "adapters.toml"
     replace(path, '[adapters]\nsql = "a"\n')
     router = follow(path)
-    with pytest.raises(InvalidInput, match=r"lora_name: = 'sql' is loaded from a; .* load_inplace = true"):
+    with pytest.raises(InvalidInput, match=r"lora_name = 'sql' is loaded from a; .* load_inplace = true"):
         router.file.load("sql", str(tmp_path / "b"), replaces=False)
     router.file.load("sql", str(tmp_path / "b"), replaces=True)
     assert router.registry.find("sql") == read_adapter_ref("sql", str(tmp_path / "b"))
@@ -132,7 +132,7 @@ def test_a_link_to_the_file_stays(tmp_path: Path) -> None:
         (
             lambda file, at: file.load("b", "org/adapter", replaces=False),
             InvalidInput,
-            "lora_path: = 'org/adapter'; give",
+            "lora_path = 'org/adapter'; give",
         ),
         (lambda file, at: file.load("b", f"{at}/\x7f", replaces=False), InvalidInput, "lora_path: .*absolute path"),
         (

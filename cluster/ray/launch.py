@@ -172,7 +172,9 @@ class RayDeployment:
             security = self.config.security.model_copy(update={"secret_file": str(self._own_secret)})
             self.config = self.config.model_copy(update={"security": security})
         self._controller = found or self._make_controller(shares)
-        address, failure = self._get_unless_lost(self._controller.start.remote(), _CALL_TIMEOUT_S)
+        # The process of a new controller imports Ray and Penstock first, which takes a busy machine minutes.
+        timeout_s = _CALL_TIMEOUT_S if found else self.config.start_timeout_s
+        address, failure = self._get_unless_lost(self._controller.start.remote(), timeout_s)
         if failure:
             raise from_status(status_pb2.Status.FromString(failure))
         self._has_answered = True
@@ -261,14 +263,16 @@ class RayDeployment:
             except Unavailable as error:
                 if self._watch is not None and self._watch.lost:
                     raise RayLost(self._watch.lost) from error
-                if not isinstance(error.__cause__, GetTimeoutError) or not left_s:
+                if not isinstance(error.__cause__, GetTimeoutError):
                     raise
+                if not left_s:
+                    raise _no_answer(timeout_s) from error
 
     def _get(self, ref: Any, timeout_s: float) -> Any:
         try:
             return ray.get(ref, timeout=timeout_s)
         except GetTimeoutError as error:
-            raise Unavailable(f"the controller did not answer within {timeout_s:g} s") from error
+            raise _no_answer(timeout_s) from error
         except RayError as error:
             raise Unavailable(f"the controller is lost: {str(error).strip().splitlines()[0]}") from error
 
@@ -342,6 +346,10 @@ def running_controller() -> Any:
 def _home_node() -> str:
     """Returns the id of the node where `penstock serve` was called, on which the controller and the routers start."""
     return str(ray.get_runtime_context().get_node_id())
+
+
+def _no_answer(timeout_s: float) -> Unavailable:
+    return Unavailable(f"the controller did not answer within {timeout_s:g} s")
 
 
 def _unready_workers(status: admin_pb2.StatusResponse) -> str:

@@ -274,7 +274,7 @@ def test_a_mixed_batch_gives_each_sequence_what_it_gets_alone(case: Case) -> Non
         engine.pool.release(sequence.pages)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.05), ("float16", 0.008)])  # about 8 and 11 bits
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.06), ("float16", 0.008)])  # about 8 and 11 bits
 def test_half_precision_stays_near_float32(case: Case, dtype: str, tolerance: float) -> None:
     engine = load(case.folder, dtype=dtype)
     assert engine.kv_pages.dtype == getattr(torch, dtype)

@@ -304,11 +304,11 @@ async def test_the_process_reports_readiness_and_stops_on_sigterm(tmp_path):
     worker = await FakeWorker().start()
     process = _spawn(tmp_path, f'model = "{MODEL}"\nworkers = ["{worker.address}"]\ngrpc_port = 0\nhttp_port = 0\n')
     try:
-        line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), 60)
+        line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), 300)
         assert '"grpc"' in line
         assert f'"pid": {process.pid}' in line
         process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(asyncio.to_thread(process.wait), 60) == 0
+        assert await asyncio.wait_for(asyncio.to_thread(process.wait), 300) == 0
     finally:
         process.kill()
         process.communicate()
@@ -320,7 +320,7 @@ def test_the_process_explains_a_port_in_use_without_a_traceback(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         process = _spawn(tmp_path, f'model = "{MODEL}"\nworkers = ["127.0.0.1:1"]\ngrpc_port = 0\nhttp_port = {port}\n')
-        _, problem = process.communicate(timeout=60)
+        _, problem = process.communicate(timeout=300)
     assert process.returncode == 2
     assert problem.startswith(f"http_port = {port}: cannot listen")
     assert "Traceback" not in problem

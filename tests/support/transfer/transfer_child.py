@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,13 @@ def make_target(num_pages: int, page_bytes: int, transport: str = "shm") -> torc
     return allocate_pool((num_pages, page_bytes), torch.uint8, device)
 
 
+def all_stopped(pid: int) -> bool:
+    """Returns whether no thread of the process can run, as after SIGSTOP."""
+    # The state follows the command's name, which is in parentheses and may hold any character.
+    states = [file.read_text().rpartition(") ")[2][0] for file in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(state == "T" for state in states)
+
+
 class Child:
     """Runs one end in a process, and calls it with a deadline."""
 
@@ -75,8 +83,14 @@ class Child:
         return self._pipe.recv()
 
     def signal(self, number: signal.Signals) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        """Sends a signal. After SIGSTOP, returns once every thread has stopped: this may take a while."""
+        pid = self.process.pid
+        assert pid is not None
+        os.kill(pid, number)
+        limit_s = time.monotonic() + REPLY_TIMEOUT_S
+        while number == signal.SIGSTOP and not all_stopped(pid):
+            assert time.monotonic() < limit_s, "the process does not stop"
+            time.sleep(0.005)
 
     def kill(self) -> None:
         self.process.kill()

@@ -61,9 +61,11 @@ async def test_a_new_process_serves_a_prefix_that_an_earlier_one_computed(tmp_pa
         await wait_for(second.address, STORE_BYTES.name, 1)  # it has listed the store
         async with caller(second.address) as router:
             answer = await router.answer(router.submit(PROMPT, GREEDY))
-        assert await metric(second.address, STORE_READ_PAGES.name) == STORED // 16
+        assert await metric(second.address, STORE_READ_PAGES.name) > 0
     assert answer.token_ids == whole.token_ids
     assert answer.timing is not None
     assert whole.timing is not None
-    assert (whole.timing.cached_tokens, answer.timing.cached_tokens) == (0, STORED)
+    # The last runs of pages are read first, while the worker computes the first ones: how many depends on the machine.
+    assert whole.timing.cached_tokens == 0
+    assert 0 < answer.timing.cached_tokens <= STORED
     assert answer.timing.pull.source == "shared store"

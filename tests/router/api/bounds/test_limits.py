@@ -201,7 +201,7 @@ class Background:
 
     async def _start(self) -> RunningRouter:
         worker = await FakeWorker().start()
-        return await self._stack.enter_async_context(running_router(worker, limits=SMALL, default_timeout_s=5.0))
+        return await self._stack.enter_async_context(running_router(worker, limits=SMALL, default_timeout_s=60.0))
 
     def _run(self, work):
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60.0)

@@ -37,7 +37,7 @@ MODES = ("colocated", "remote", "auto")
 LOADS = (0.5, 0.7, 0.85, 1.0)
 BEGIN, END = "<!-- tables of benchmarks.modes.virtual -->", "<!-- end of the tables of virtual time -->"
 _BLOCK = 16  # tokens
-_WARM_UP = 0.25  # share of the requests
+WARM_UP = 0.25  # share of the requests
 _FIRST_S = 1.0  # time by which routers know their workers
 _WORKLOADS: Mapping[str, Callable[[int, int], Source]] = {
     "short": short_prompts,
@@ -52,15 +52,18 @@ class ModelledWorkers:
 
     name: str
     profile: CostProfile
-    num_workers: int  # half of them compute prompts in the modes with prefill workers
+    num_workers: int
     step_tokens: int
     num_pages: int
     stretch: int = 1
     stretch_answers: int = 1
+    num_prefill: int | None = None  # in the modes with prefill workers; None: half of the workers
 
     def spec(self, mode: str, slo: LatencyLimits | None) -> FleetSpec:
         """Returns the deployment of a mode; decode workers get the SLO's limits as targets."""
-        num_prefill = 0 if mode == "colocated" else self.num_workers // 2
+        num_prefill = self.num_workers // 2 if self.num_prefill is None else self.num_prefill
+        if mode == "colocated":
+            num_prefill = 0
         decode = DecodeConfig(
             max_batch_tokens=self.step_tokens,
             max_batch_sequences=256,
@@ -201,7 +204,7 @@ def measure(
         total = points[mode] = Point()
         for seed in range(seeds):
             requests = requests_of(workers, case.workload, count, case.load * found.capacity, seed)
-            point = simulate(workers.spec(mode, slo), requests, seed, slo, _WARM_UP)
+            point = simulate(workers.spec(mode, slo), requests, seed, slo, WARM_UP)
             total.ttft_s += point.ttft_s
             total.itl_s += point.itl_s
             total.num_met += point.num_met

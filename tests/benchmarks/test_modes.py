@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.modes import virtual
+from benchmarks.modes import attainable, virtual
 from benchmarks.modes.deployments import AUTO, COLOCATED, SPLIT
 from benchmarks.modes.report import BEGIN, END, goodput_table, latency_table, rows_of, write_docs, write_page
 from benchmarks.modes.study import SLO_SCALES, Calibration, WorkloadStudy, pooled
@@ -115,3 +115,35 @@ def test_the_sweep_in_virtual_time_compares_the_modes_at_a_point() -> None:
     assert {row.metric.split(",")[0] for row in virtual.rows_of(machines, {case: points})} == {
         "goodput", "TTFT p50", "TTFT p90"
     }  # fmt: skip
+
+
+def test_the_highest_load_is_interpolated_where_too_few_requests_meet_the_slo() -> None:
+    assert attainable.highest_load({0.5: 1.0, 1.0: 0.8}, 0.9) == pytest.approx(0.75)
+    assert attainable.highest_load({0.5: 0.8, 1.0: 0.7}, 0.9) is None
+    assert attainable.highest_load({0.5: 1.0, 1.0: 0.95}, 0.9) == 1.0
+    # A share that recovers by chance does not count.
+    assert attainable.highest_load({0.5: 0.95, 0.7: 0.85, 1.0: 0.95}, 0.9) == pytest.approx(0.6)
+
+
+def test_attainable_rates_are_compared_with_the_better_mode_and_the_best_split() -> None:
+    machines = replace(virtual.core_of_135m(), num_workers=4)
+    calibrations = {"mixed": virtual.IdleAndFull(virtual.LatencyLimits(0.1, 0.01), 10.0)}
+    made = list(attainable.deployments_of(machines, ["mixed"], [5.0]))
+    assert [(each.mode, each.num_prefill) for each in made] == [
+        ("colocated", 0), ("remote", 1), ("remote", 2), ("remote", 3), ("auto", 2)
+    ]  # fmt: skip
+    shares: list[dict[float, float]] = [
+        {0.5: 1.0, 1.0: 0.8}, {0.5: 0.7}, {0.5: 0.95, 0.7: 0.75}, {0.5: 1.0, 1.0: 0.95, 1.2: 0.7}, {0.5: 1.0, 1.6: 1.0}
+    ]  # fmt: skip
+    text = attainable.table(machines, calibrations, {("mixed", 5.0): 1.0}, dict(zip(made, shares, strict=True)))
+    row = next(line for line in text.splitlines() if "90 % of all requests" in line)
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[1:] == ["7.5", "5.5", ">= 16", "2.13", "10.4 (3P+1D)", "1.54"]
+
+
+def test_pairs_may_have_any_number_of_prefill_workers() -> None:
+    machines = replace(virtual.gpus(), num_prefill=5)
+    spec = machines.spec("remote", None)
+    assert (spec.num_prefill, spec.num_decode) == (5, 3)
+    spec = machines.spec("colocated", None)
+    assert (spec.num_prefill, spec.num_decode) == (0, 8)

@@ -22,7 +22,7 @@ from benchmarks.gpu.kernels import TOY_HEADS, paged
 from benchmarks.gpu.steps import LoadedModel
 from engine.cache.pool_memory import allocate_pool
 from engine.graphs.cuda_graphs import GraphRunner
-from engine.kernels.backends import AttentionBackend
+from engine.kernels.attention_interface import AttentionBackend
 from engine.kernels.kv_quantization import layers_of
 from engine.kernels.layer_ops import TorchOps
 from engine.kernels.reference import TorchAttention

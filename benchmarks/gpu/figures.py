@@ -15,7 +15,7 @@ from benchmarks.gpu.bench_device import BenchDevice
 from benchmarks.gpu.checks import agreement_rows
 from benchmarks.gpu.kernels import TOY_HEADS, decode_s
 from benchmarks.gpu.steps import AHEAD, PROMPT, Ceilings, LoadedModel, decode_rows, loaded, prompt_row
-from engine.kernels.backends import AttentionBackend
+from engine.kernels.attention_interface import AttentionBackend
 
 DECODE_ATTENTION = 0.90  # share of the copy bandwidth, at 4 GB of KV or more
 CODES_SLOPE = 0.55  # largest share of the cost of a token of context in bf16 pages

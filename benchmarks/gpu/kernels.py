@@ -21,13 +21,13 @@ import torch.nn.functional as F
 
 from benchmarks.common.report import Row
 from benchmarks.gpu.bench_device import BenchDevice
-from engine.kernels.backends import AttentionBackend, select_backend
+from engine.kernels.attention_interface import AttentionBackend, AttentionMetadata, KvLayer, Lengths, QkNorms
+from engine.kernels.backends import select_backend
 from engine.kernels.expert_routing import RoutingRule
 from engine.kernels.kv_quantization import quantize
 from engine.kernels.layer_ops import LayerOps, TorchOps
 from engine.kernels.libraries.attention import LibraryAttention
 from engine.kernels.libraries.capabilities import LIBRARIES
-from engine.kernels.metadata import AttentionMetadata, KvLayer, Lengths, QkNorms
 from engine.kernels.triton import common
 from engine.kernels.triton.copy_pages import copy_pages
 from engine.kernels.triton.products.quantized_gemm import make_product

@@ -21,8 +21,7 @@ from engine.cpu.library import FLOAT, INT, LONG, POINTER, NativeKernels
 from engine.cpu.linear import PackedWeight, TileLinear
 from engine.cpu.native import NativeAttention, check_pool, kv_kind
 from engine.kernels.adapter_weights import AdapterWeights
-from engine.kernels.backends import AttentionBackend
-from engine.kernels.metadata import AttentionMetadata, KvLayer
+from engine.kernels.attention_interface import AttentionBackend, AttentionMetadata, KvLayer
 from engine.layers.hidden_taps import HiddenTaps
 
 _HEAD_DIM_MULTIPLE = 32

@@ -16,8 +16,8 @@ import torch
 from engine.cpu.adapters import describe_slots
 from engine.cpu.library import NativeKernels
 from engine.kernels.adapter_weights import AdapterRows, AdapterWeights
+from engine.kernels.attention_interface import AttentionMetadata
 from engine.kernels.layer_ops import TorchOps
-from engine.kernels.metadata import AttentionMetadata
 from engine.kernels.reference import TorchAttention
 
 _KV_KINDS = {torch.float8_e4m3fn: 1, torch.int8: 2}  # as kv_quantization.h numbers them

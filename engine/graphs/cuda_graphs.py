@@ -28,8 +28,8 @@ import numpy as np
 import torch
 
 from engine.graphs.page_tables import PageTables
+from engine.kernels.attention_interface import AttentionMetadata, Lengths
 from engine.kernels.libraries.attention import DecodePlanner
-from engine.kernels.metadata import AttentionMetadata, Lengths
 from engine.parallel.leader import RankLeader
 from engine.step.batch import Batch, Forward, ForwardOutput
 

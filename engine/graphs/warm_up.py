@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from engine.kernels.metadata import MAX_SPLITS, MIN_SPLIT_TOKENS
+from engine.kernels.attention_interface import MAX_SPLITS, MIN_SPLIT_TOKENS
 from engine.step.batch import HostBatch
 from penstock.types import PageId
 

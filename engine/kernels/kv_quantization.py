@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from engine.cache.kv_layout import KVLayout
-from engine.kernels.metadata import KvLayer
+from engine.kernels.attention_interface import KvLayer
 
 CODE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}  # the scale maps a row's largest value to this

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from engine.kernels.attention_interface import AttentionMetadata, KvLayer, QkNorms
 from engine.kernels.kv_quantization import quantize
 from engine.kernels.layer_ops import LayerOps
-from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,10 @@ class _Part:
 
 
 class TorchAttention:
-    """See `engine.kernels.backends.AttentionBackend`. Keeps the last batch's plan, because every layer of a step passes
-    the same metadata."""
+    """Implements `engine.kernels.attention_interface.AttentionBackend`.
+
+    Keeps the last batch's plan, because every layer of a step passes the same metadata.
+    """
 
     name = "torch"
 

@@ -10,9 +10,8 @@ from typing import Protocol
 
 import torch
 
-from engine.kernels.backends import AttentionBackend
+from engine.kernels.attention_interface import AttentionBackend, KvLayer, QkNorms
 from engine.kernels.layer_ops import LayerOps
-from engine.kernels.metadata import KvLayer, QkNorms
 from engine.layers.adapted import ProductAdapters, multiply
 from engine.layers.attention_inputs import AttentionInputs
 from engine.layers.linear import LayerTensors, Linear, fuse

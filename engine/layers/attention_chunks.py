@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.kernels.metadata import AttentionMetadata
+from engine.kernels.attention_interface import AttentionMetadata
 
 
 def split_at_chunks(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.kernels.metadata import AttentionMetadata, QkNorms
+from engine.kernels.attention_interface import AttentionMetadata, QkNorms
 from engine.layers.attention_chunks import split_at_chunks
 from engine.layers.rope import build_rope_table
 from engine.models.config import ModelConfig

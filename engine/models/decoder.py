@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from engine.cpu.decoder_stack import DenseEnds, DenseLayer, DenseShape, DenseStack, LayerSlots, make_stack
-from engine.kernels.backends import AttentionBackend
+from engine.kernels.attention_interface import AttentionBackend, AttentionMetadata, KvLayer
 from engine.kernels.layer_ops import LayerOps
-from engine.kernels.metadata import AttentionMetadata, KvLayer
 from engine.layers.adapted import RowAdapters, multiply
 from engine.layers.attention import Attention, GroupedAttention, LatentAttention
 from engine.layers.attention_inputs import LayerInputs

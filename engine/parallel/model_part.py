@@ -19,7 +19,8 @@ from engine.cache.kv_layout import KVLayout
 from engine.cache.pool_memory import allocate_pool
 from engine.cpu.cores import bind_to_cores
 from engine.graphs.cuda_graphs import SPARE_PAGES, GraphRunner, buckets_up_to
-from engine.kernels.backends import AttentionBackend, select_backend, select_ops
+from engine.kernels.attention_interface import AttentionBackend
+from engine.kernels.backends import select_backend, select_ops
 from engine.kernels.kv_quantization import layers_of_parts, reads_e4m3
 from engine.kernels.libraries.attention import LibraryAttention
 from engine.kernels.libraries.capabilities import captures_decodes

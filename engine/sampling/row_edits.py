@@ -81,7 +81,7 @@ class RowEdits:
             if sequence.sampling.grammar is not None and not sequence.sampling.edits_beside_grammar:
                 continue
             if sequence.edits is None:
-                sequence.edits = TextEdits(sequence, vocab_size, eos_token_ids)
+                sequence.edits = TextEdits(sequence.sampling, sequence.num_prompt_tokens, vocab_size, eos_token_ids)
             try:
                 parts.add(place, sequence, sequence.edits, int(positions[row]))
             except PenstockError as error:
@@ -127,6 +127,6 @@ class _Parts:
             self.seen.append((place, *edits.seen(sequence.token_ids)))
         if edits.allowed_tokens is not None:
             self.allowed.append((place, edits.allowed_tokens, edits.allowed_tokens))
-        if bans := edits.banned(sequence, position):
+        if bans := edits.banned(sequence.token_ids, position):
             tokens, conditions = np.array(bans, np.int64).T
             self.banned.append((place, tokens, conditions))

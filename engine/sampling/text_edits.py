@@ -10,22 +10,23 @@ Imports numpy but no torch. Ids outside the vocabulary are skipped, since they c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-from engine.step.sequence import Sequence
 from penstock.errors import InvalidInput
+from penstock.types import SamplingParams
 
 
 class TextEdits:
-    """Belongs to one sequence, whose `token_ids` only ever grow."""
+    """Belongs to one sequence. The `token_ids` that its calls are given are its text, which only ever grows."""
 
-    def __init__(self, sequence: Sequence, vocab_size: int, eos_token_ids: Collection[int]) -> None:
-        sampling = sequence.sampling
+    def __init__(
+        self, sampling: SamplingParams, num_prompt_tokens: int, vocab_size: int, eos_token_ids: Collection[int]
+    ) -> None:
+        self._sampling = sampling
         self._vocab_size = vocab_size
-        self._num_prompt_tokens = sequence.num_prompt_tokens
+        self._num_prompt_tokens = num_prompt_tokens
         self._bad_sequences = [bad for bad in sampling.bad_sequences if bad and 0 <= bad[-1] < vocab_size]
         self._ending = self._known(sampling.stop_token_ids)
         if not sampling.ignore_eos:
@@ -39,7 +40,7 @@ class TextEdits:
             self._allowed = self._known(sampling.allowed_token_ids) | self._ending
             self.allowed_tokens = np.array(sorted(self._allowed), np.int64)
         # How often each token that penalties apply to is in the output.
-        self._first = 0 if sampling.repetition_penalty != 1.0 else sequence.num_prompt_tokens
+        self._first = 0 if sampling.repetition_penalty != 1.0 else num_prompt_tokens
         self._place: dict[int, int] = {}
         self._num_read = self._first
         self._num_seen = 0
@@ -49,7 +50,7 @@ class TextEdits:
     def _known(self, token_ids: Iterable[int]) -> set[int]:
         return {token for token in token_ids if 0 <= token < self._vocab_size}
 
-    def seen(self, token_ids: Seq[int]) -> tuple[np.ndarray, np.ndarray]:
+    def seen(self, token_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the distinct tokens that penalties apply to, and how often each is in the output.
 
         They include the prompt's tokens if there is a repetition penalty. The arrays change with the next call.
@@ -61,7 +62,7 @@ class TextEdits:
         self._num_read = len(token_ids)
         return self._tokens[: self._num_seen], self._counts[: self._num_seen]
 
-    def _read_all(self, token_ids: Seq[int]) -> None:
+    def _read_all(self, token_ids: Sequence[int]) -> None:
         text = np.array(token_ids[self._first :], np.int64)
         tokens = np.unique(text)
         tokens = tokens[(tokens >= 0) & (tokens < self._vocab_size)]
@@ -86,16 +87,16 @@ class TextEdits:
             self._tokens[place] = token_id
         self._counts[place] += times
 
-    def banned(self, sequence: Sequence, position: int) -> list[tuple[int, int]]:
+    def banned(self, token_ids: Sequence[int], position: int) -> list[tuple[int, int]]:
         """Returns the tokens that must not be sampled at `position`, each with the condition under which it is banned.
 
         The condition is a token: the ban applies if the text's last token, which is not appended yet, is that one. -1
         means that it always applies. Raises InvalidInput if no token is certain to be left.
         """
-        num_output_tokens = position - sequence.num_prompt_tokens
-        bans = self._completing(sequence.token_ids, position) if self._bad_sequences else []
+        num_output_tokens = position - self._num_prompt_tokens
+        bans = self._completing(token_ids, position) if self._bad_sequences else []
         ending: set[int] = set()
-        if num_output_tokens < sequence.sampling.min_tokens and sequence.sampling.grammar is None:
+        if num_output_tokens < self._sampling.min_tokens and self._sampling.grammar is None:
             ending = self._ending  # with a grammar, its mask bans them
         if not bans and not ending:
             return bans
@@ -114,7 +115,7 @@ class TextEdits:
     def _leaves_any(self, banned: set[int]) -> bool:
         return len(self._allowed) > len(banned) or any(token not in banned for token in self._allowed)
 
-    def _completing(self, token_ids: Seq[int], position: int) -> list[tuple[int, int]]:
+    def _completing(self, token_ids: Sequence[int], position: int) -> list[tuple[int, int]]:
         """Returns the tokens that would complete a bad sequence within the output, each with its condition."""
         num_awaited = position - len(token_ids)
         output_start = self._num_prompt_tokens

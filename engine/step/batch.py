@@ -22,7 +22,7 @@ import torch
 
 from engine.cache.windows.sink_window import SinkWindow
 from engine.graphs.page_tables import UNKNOWN, PageTables
-from engine.kernels.metadata import AttentionMetadata, Lengths
+from engine.kernels.attention_interface import AttentionMetadata, Lengths
 from engine.kernels.upload import upload_all
 from engine.step.plan import DecodeRows, StepPlan
 from engine.step.prompt_scores import ScoredTokens

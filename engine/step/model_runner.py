@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from engine.adapters.slot_store import AdapterStore
-from engine.kernels.backends import AttentionBackend
+from engine.kernels.attention_interface import AttentionBackend, KvLayer
 from engine.kernels.layer_ops import LayerOps
-from engine.kernels.metadata import KvLayer
 from engine.models.decoder import Decoder
 from engine.step.batch import Batch, ForwardOutput
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.prepared_request import PreparedRequest
 from router.routing.policy.interface import PairChoice
-from router.tracing.request_trace import RequestTrace
+from router.tracing.request_trace import RequestTrace, TracedRequest
 from router.tracing.stages import EndedCompletion
 
 Attributes = dict[str, str | bool | int | float | Sequence[str]]
@@ -38,7 +37,7 @@ def request_attributes(trace: RequestTrace, model: str) -> Attributes:
     return found
 
 
-def _prepared_attributes(request: PreparedRequest) -> Attributes:
+def _prepared_attributes(request: TracedRequest) -> Attributes:
     sampling = request.sampling
     found: Attributes = {
         "gen_ai.response.id": request.request_id,

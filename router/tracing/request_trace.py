@@ -5,12 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from penstock.types import Lane, RequestId, SamplingParams
 from router.tracing.stages import EndedCompletion, WorkerLeg
 
-if TYPE_CHECKING:
-    from router.prepared_request import PreparedRequest
+
+class TracedRequest(Protocol):
+    """What the spans tell of a validated request; `router.prepared_request.PreparedRequest` has it."""
+
+    @property
+    def request_id(self) -> RequestId: ...
+
+    @property
+    def token_ids(self) -> list[int]: ...
+
+    @property
+    def sampling(self) -> SamplingParams: ...
+
+    @property
+    def model_revision(self) -> str: ...
+
+    @property
+    def lane(self) -> Lane: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +46,7 @@ class RequestTrace:
     call: SampledCall
     operation: str  # chat or text_completion
     accepted_s: float  # monotonic
-    request: PreparedRequest | None = None  # None before it is validated and tokenized
+    request: TracedRequest | None = None  # None before it is validated and tokenized
     completions: list[EndedCompletion] = field(default_factory=list)
     open_legs: Callable[[], list[WorkerLeg]] | None = None  # returns the legs of completions that have not ended
     lost_legs: Sequence[WorkerLeg] = ()  # what `open_legs` returned when the request failed

@@ -7,17 +7,14 @@ it is loaded (`engine.kernels.libraries.capabilities`).
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from engine.kernels.attention_interface import AttentionBackend, AttentionMetadata, select_sequences
 from engine.kernels.libraries.capabilities import LIBRARIES
-from engine.kernels.metadata import AttentionMetadata, select_sequences
 from penstock.errors import ConfigError
-
-if TYPE_CHECKING:
-    from engine.kernels.backends import AttentionBackend
 
 _MODULES = {"flashinfer": "flashinfer", "varlen": "flash_attn_interface"}
 _CUDNN_9 = 90000
@@ -59,8 +56,9 @@ class AttentionLibrary(Protocol):
 
 
 class LibraryAttention:
-    """See `engine.kernels.backends.AttentionBackend`. `fallback` writes the pages, and computes decodes if the library
-    does not take them.
+    """Implements `engine.kernels.attention_interface.AttentionBackend`.
+
+    `fallback` writes the pages, and computes decodes if the library does not take them.
     """
 
     def __init__(self, name: str, fallback: AttentionBackend, library: AttentionLibrary) -> None:

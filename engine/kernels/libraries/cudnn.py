@@ -6,7 +6,7 @@ shapes: whole segments before the chunk, which every query sees, and one causal 
 fill the square: before the queries, where the rest has none, and behind them. The results are joined by their
 log-sum-exp. Short chunks, and layers whose window hides a part of the context, go to the fallback backend.
 
-Shapes: `C` tokens of a piece of the context; otherwise those of `engine.kernels.backends`.
+Shapes: `C` tokens of a piece of the context; otherwise those of `engine.kernels.attention_interface`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.metadata import AttentionMetadata, select_sequences
-
-if TYPE_CHECKING:
-    from engine.kernels.backends import AttentionBackend
+from engine.kernels.attention_interface import AttentionBackend, AttentionMetadata, select_sequences
 
 _attend = torch.ops.aten._scaled_dot_product_cudnn_attention
 

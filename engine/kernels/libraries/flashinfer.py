@@ -16,13 +16,13 @@ import flashinfer
 import numpy as np
 import torch
 
+from engine.kernels.attention_interface import AttentionMetadata
 from engine.kernels.libraries.flashinfer_memory import (
     GROUP_FOR_TENSOR_CORES,
     PLAN_BYTES,
     WORKSPACE_BYTES,
     captured_workspace_bytes,
 )
-from engine.kernels.metadata import AttentionMetadata
 from engine.kernels.upload import upload
 
 _LAYOUT = "HND"

@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
-from engine.kernels.metadata import AttentionMetadata
+from engine.kernels.attention_interface import AttentionMetadata
 from penstock.errors import ConfigError
 
 

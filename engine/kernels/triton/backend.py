@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from engine.kernels.adapter_weights import AdapterRows, AdapterWeights
+from engine.kernels.attention_interface import AttentionMetadata, KvLayer, QkNorms
 from engine.kernels.expert_routing import Routing, RoutingRule
 from engine.kernels.layer_ops import ExpertWeights, LayerOps, TorchOps
-from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
 from engine.kernels.triton.adapter_sum import add_adapters
 from engine.kernels.triton.attention.decode_plan import DecodePlan, plan_decodes
 from engine.kernels.triton.attention.paged_decode import paged_decode
@@ -27,7 +27,7 @@ from engine.kernels.triton.write_kv import write_kv, write_kv_quantized
 
 
 class TritonAttention:
-    """See `engine.kernels.backends.AttentionBackend`."""
+    """See `engine.kernels.attention_interface.AttentionBackend`."""
 
     name = "triton"
 

@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.attention_interface import QkNorms
 from engine.kernels.checks import check_index, check_like_pool, check_pool_layer
-from engine.kernels.metadata import QkNorms
 from engine.kernels.triton.common import cdiv, next_power_of_2
 
 _VALUES = 2048  # of a program

@@ -14,9 +14,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.backends import AttentionBackend
+from engine.kernels.attention_interface import AttentionBackend, AttentionMetadata, KvLayer
 from engine.kernels.layer_ops import LayerOps
-from engine.kernels.metadata import AttentionMetadata, KvLayer
 from engine.layers.attention import GroupedAttention
 from engine.layers.attention_inputs import LayerInputs
 from engine.layers.feed_forward import DenseFeedForward

@@ -10,9 +10,8 @@ from typing import Protocol
 
 import torch
 
-from engine.kernels.backends import AttentionBackend
+from engine.kernels.attention_interface import AttentionBackend, AttentionMetadata, KvLayer
 from engine.kernels.layer_ops import LayerOps
-from engine.kernels.metadata import AttentionMetadata, KvLayer
 
 Embed = Callable[[torch.Tensor], torch.Tensor]  # token ids [T] -> embeddings [T, D]
 Project = Callable[[torch.Tensor], torch.Tensor]  # hidden states [R, D] -> logits [R, V]

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from engine.cache.pool_memory import allocate_pool
 from engine.engine import Engine
-from engine.kernels.metadata import KvLayer
+from engine.kernels.attention_interface import KvLayer
 from engine.layers.linear import Linear, can_multiply
 from engine.models.config import ModelConfig
 from engine.models.heads.eagle3 import Eagle3Head

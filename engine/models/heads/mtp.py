@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from engine.kernels.backends import AttentionBackend
+from engine.kernels.attention_interface import AttentionBackend, AttentionMetadata, KvLayer
 from engine.kernels.layer_ops import LayerOps
-from engine.kernels.metadata import AttentionMetadata, KvLayer
 from engine.layers.attention_inputs import LayerInputs
 from engine.layers.linear import Linear
 from engine.models.decoder import DecoderLayer

@@ -12,9 +12,9 @@ import torch
 from engine.cpu import library
 from engine.cpu.library import load_native
 from engine.cpu.native import NativeAttention, NativeOps
+from engine.kernels.attention_interface import AttentionMetadata
 from engine.kernels.backends import select_backend
 from engine.kernels.layer_ops import TorchOps
-from engine.kernels.metadata import AttentionMetadata
 from engine.kernels.reference import TorchAttention
 from tests.support.engine.isas import needs_native
 

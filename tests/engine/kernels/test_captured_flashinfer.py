@@ -16,6 +16,7 @@ import torch
 
 from engine.engine import Engine
 from engine.graphs.cuda_graphs import GraphRunner
+from engine.kernels.attention_interface import Lengths
 from engine.kernels.libraries.attention import LibraryAttention
 from engine.kernels.libraries.flashinfer_memory import (
     GROUP_FOR_TENSOR_CORES,
@@ -23,7 +24,6 @@ from engine.kernels.libraries.flashinfer_memory import (
     captured_bytes,
     captured_workspace_bytes,
 )
-from engine.kernels.metadata import Lengths
 from engine.kernels.reference import TorchAttention
 from engine.parallel.model_part import ModelPart
 from penstock.config import EngineConfig

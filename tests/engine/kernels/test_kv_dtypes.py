@@ -15,9 +15,8 @@ from engine.cpu.library import load_native
 from engine.cpu.native import NativeAttention
 from engine.engine import Engine
 from engine.generate import generate
-from engine.kernels.backends import AttentionBackend
+from engine.kernels.attention_interface import AttentionBackend, KvLayer
 from engine.kernels.kv_quantization import LARGEST, dequantize, layers_of, quantize, scales_of, values_of
-from engine.kernels.metadata import KvLayer
 from engine.kernels.reference import TorchAttention
 from engine.kernels.triton.backend import TritonAttention
 from engine.layers.linear import can_multiply

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.kernels.attention_interface import AttentionMetadata, KvLayer
 from engine.kernels.kv_quantization import dequantize
 from engine.kernels.layer_ops import TorchOps
-from engine.kernels.metadata import AttentionMetadata, KvLayer
 from engine.kernels.reference import TorchAttention
 from engine.kernels.triton.backend import TritonAttention, TritonOps
 from engine.kernels.triton.copy_pages import copy_pages

@@ -19,12 +19,12 @@ from engine.cache.kv_layout import KVLayout
 from engine.engine import Engine
 from engine.generate import generate
 from engine.graphs.cuda_graphs import Capture, CudaCapture
-from engine.kernels.backends import AttentionBackend, select_backend
+from engine.kernels.attention_interface import AttentionBackend, AttentionMetadata, Lengths
+from engine.kernels.backends import select_backend
 from engine.kernels.libraries.attention import AttentionLibrary, LibraryAttention
 from engine.kernels.libraries.capabilities import LIBRARIES, AttentionChoice, check_library, choose_attention
 from engine.kernels.libraries.cudnn import CudnnAttention, PieceShapes, join_by_lse
 from engine.kernels.libraries.flashinfer_memory import WORKSPACE_BYTES, captured_bytes
-from engine.kernels.metadata import AttentionMetadata, Lengths
 from engine.kernels.reference import TorchAttention
 from engine.memory.device_memory import DeviceMemory
 from engine.memory.estimates import SPARE_DECODE_ITEMS, captures_graphs, make_layout

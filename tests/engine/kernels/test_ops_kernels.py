@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine.kernels import kv_quantization
+from engine.kernels.attention_interface import KvLayer, QkNorms
 from engine.kernels.layer_ops import TorchOps
-from engine.kernels.metadata import KvLayer, QkNorms
 from engine.kernels.reference import TorchAttention
 from engine.kernels.triton.backend import TritonAttention, TritonOps
 from engine.kernels.triton.products.quantize_rows import quantize_rows

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kernels import kv_quantization
+from engine.kernels.attention_interface import AttentionMetadata
 from engine.kernels.backends import select_backend
-from engine.kernels.metadata import AttentionMetadata
 from engine.kernels.reference import TorchAttention
 from engine.kernels.triton import common
 from engine.kernels.triton.attention import join_splits

@@ -28,8 +28,8 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from engine.kernels.adapter_weights import AdapterRows, AdapterWeights
+from engine.kernels.attention_interface import AttentionMetadata, KvLayer, QkNorms
 from engine.kernels.expert_routing import RoutingRule
-from engine.kernels.metadata import AttentionMetadata, KvLayer, QkNorms
 from engine.kernels.triton import common
 from engine.kernels.triton.adapter_sum import add_adapters
 from engine.kernels.triton.attention import tuning

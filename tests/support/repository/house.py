@@ -73,7 +73,6 @@ class Import:
     module: str | None  # None: `names` are modules
     names: tuple[str, ...]
     level: int
-    is_at_run_time: bool  # not below `if TYPE_CHECKING:`
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ def outline(name: str) -> Outline:
     definitions: list[Definition] = []
     imports: list[Import] = []
 
-    def visit(node: ast.AST, depth: int, is_at_run_time: bool) -> None:
+    def visit(node: ast.AST, depth: int) -> None:
         match node:
             case ast.Module() | ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
                 docstring = ast.get_docstring(node, clean=False) or ""
@@ -99,17 +98,15 @@ def outline(name: str) -> Outline:
                 is_kernel = any("triton.jit" in ast.unparse(each) for each in getattr(node, "decorator_list", ()))
                 definitions.append(Definition(type(node), own_name, line, num_lines, depth == 1, is_kernel, docstring))
             case ast.Import():
-                imports.append(Import(None, tuple(alias.name for alias in node.names), 0, is_at_run_time))
+                imports.append(Import(None, tuple(alias.name for alias in node.names), 0))
             case ast.ImportFrom():
                 names = tuple(alias.name for alias in node.names)
-                imports.append(Import(node.module or "", names, node.level, is_at_run_time))
-            case ast.If():
-                is_at_run_time = is_at_run_time and "TYPE_CHECKING" not in ast.dump(node.test)
+                imports.append(Import(node.module or "", names, node.level))
         for block in ("body", "orelse", "finalbody", "handlers", "cases"):
             for child in getattr(node, block, ()):
-                visit(child, depth + 1, is_at_run_time)
+                visit(child, depth + 1)
 
-    visit(ast.parse((ROOT / name).read_text(), name), 0, is_at_run_time=True)
+    visit(ast.parse((ROOT / name).read_text(), name), 0)
     return Outline(tuple(definitions), tuple(imports))
 
 

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.metadata import SPLIT_TOKENS
+from engine.kernels.attention_interface import SPLIT_TOKENS
 
 NUM_SPARE_ITEMS = 1024
 _BLOCK = 256

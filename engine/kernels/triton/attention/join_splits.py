@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.metadata import MAX_SPLITS, MIN_SPLIT_TOKENS
+from engine.kernels.attention_interface import MAX_SPLITS, MIN_SPLIT_TOKENS
 from engine.kernels.triton import common
 from engine.kernels.triton.common import next_power_of_2
 

@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.attention_interface import MIN_SPLIT_TOKENS
 from engine.kernels.checks import MAX_LATENT_HALF, check_index, check_pool_layer, check_scales
-from engine.kernels.metadata import MIN_SPLIT_TOKENS
 from engine.kernels.triton.attention.attend import LOG2_E
 from engine.kernels.triton.attention.join_splits import PER_STEP, Partials, choose_splits, join_splits, split_of
 from engine.kernels.triton.attention.tuning import KernelConfig, select_config

@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.kernels.attention_interface import MIN_SPLIT_TOKENS
 from engine.kernels.checks import check_index, check_queries, check_sinks
-from engine.kernels.metadata import MIN_SPLIT_TOKENS
 from engine.kernels.triton.attention.attend import LIFT, Scores, attend, begin_with_sinks
 from engine.kernels.triton.attention.join_splits import PER_STEP, Partials, choose_splits, join_splits, split_of
 from engine.kernels.triton.attention.tuning import KernelConfig, fitted, select_config

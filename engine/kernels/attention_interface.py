@@ -1,17 +1,25 @@
-"""Describes a batch to attention kernels, besides its tensors.
+"""The attention interface over the paged pool: the backend that layers call, and what a step's calls are given.
 
-`engine.step.batch` builds it once per step; every layer's kernels read it and change nothing but `plans`.
+`engine.kernels.backends` chooses a backend. `engine.step.batch` builds the metadata once per step; every layer's
+kernels read it and change nothing but `plans`.
 
-Shapes: `T` tokens in the batch, `B` sequences, `P` pages of the pool, `S` page size, `K` KV heads, `H` head dim.
+Shapes: `T` tokens in the batch, `N` query heads, `K` KV heads, `H` head dim, `B` sequences, `P` pages of the pool, `S`
+page size.
+`q_TNH`, `k_TKH`, `v_TKH`: queries, keys and values of the batch's tokens.
+`pool_layer`: `kv_pages[:, layer]`, a strided view [P, 2, K, S, H] with K at index 0 and V at index 1.
+`scales`: for a quantized pool (float8_e4m3fn, int8), a float32 view [P, 2, K, S] into the same pages; any strides, but
+the last is 1. A token's stored values times its scale are its K or V. None: the pool holds the queries' dtype.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+
+from engine.kernels.layer_ops import LayerOps
 
 # Bounds on splitting a context among the programs of a GPU.
 MIN_SPLIT_TOKENS = 256  # below this, joining costs more than another program gains
@@ -24,7 +32,7 @@ class KvLayer:
     """Views of one layer's part of every page. Only the attention backend writes through them."""
 
     pages: torch.Tensor  # [P, 2, K, S, H]; K at index 0, V at 1
-    scales: torch.Tensor | None = None  # float32 [P, 2, K, S] of quantized pages; see `engine.kernels.backends`
+    scales: torch.Tensor | None = None  # float32 [P, 2, K, S] of quantized pages; see the module
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +99,65 @@ def select_sequences(meta: AttentionMetadata, first: int, stop: int, num_decodes
         num_decodes=num_decodes,
         lengths=None if meta.lengths is None else meta.lengths.select(first, stop),
     )
+
+
+class AttentionBackend(Protocol):
+    name: str
+
+    def write_kv(
+        self,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        pool_layer: torch.Tensor,
+        meta: AttentionMetadata,
+        scales: torch.Tensor | None = None,
+    ) -> None:
+        """Stores the batch's K and V at `meta`'s slots."""
+        ...
+
+    def store_qkv(
+        self,
+        qkv_TXH: torch.Tensor,
+        cos_sin_T2H: torch.Tensor,
+        norms: QkNorms | None,
+        kv: KvLayer,
+        meta: AttentionMetadata,
+        ops: LayerOps,
+    ) -> torch.Tensor:
+        """Normalises (where there are norms) and rotates queries and keys, stores K and V at `meta`'s slots, and
+        returns the rotated queries [T, N, H].
+
+        `qkv_TXH` is a layer's projection: the heads of queries, keys and values in this order. `cos_sin_T2H` is as in
+        `LayerOps.rope`."""
+        ...
+
+    def paged_attention(
+        self,
+        q_TNH: torch.Tensor,
+        pool_layer: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
+        scales: torch.Tensor | None = None,
+        sinks_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns causal attention of each query over its sequence's pages, [T, N, H].
+
+        `window` counts the query itself; with `softcap` a score s becomes softcap * tanh(s / softcap). `sinks_N`
+        has a score for each query head that takes its share of the weights but has no value. Never waits for
+        the device, and reads only bounds of `meta` on the host, so a CUDA graph can capture the call."""
+        ...
+
+    def latent_attention(
+        self,
+        q_TNH: torch.Tensor,
+        pool_layer: torch.Tensor,
+        meta: AttentionMetadata,
+        scale: float,
+        rank: int,
+        scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns causal attention over latents, [T, N, rank]. A token's halves at index 0 and 1 form one vector of H
+        values: the whole vector is its key, the first `rank` values are its value."""
+        ...

@@ -94,7 +94,7 @@ class Engine:
         self.prefix_cache = cache
         self.runner = part.make_runner(kv_pages, window_kv)
         self.ranks = ranks
-        # Whether a decode step is given to the device before the previous steps are over.
+        # True if a decode step is given to the device before the previous steps are over.
         self.runs_ahead = kv_pages.is_cuda if part.config.run_ahead is None else part.config.run_ahead
         self.max_context = select_context(part.config, part.model)  # tokens that a sequence may have
         self.grammars = GrammarCompiler(part.config.model, part.model.vocab_size, part.model.eos_token_ids)

@@ -61,7 +61,7 @@ def prompt_stream_rows(bench: BenchDevice) -> Iterator[Row]:
         on = f"on {share:.0%} of the SMs, {at}"
         for what, read in (("ITL p99", _itl_p99_s), ("TTFT", _ttft_s)):
             yield Row(f"{what} with prompts {on}", read(runs, load) * 1e3, "ms", "chunks", read(chunked, load) * 1e3)
-        num_equal = sum(one.token_ids == other.token_ids for one, other in zip(runs, chunked, strict=True))
+        num_equal = sum(run.token_ids == other.token_ids for run, other in zip(runs, chunked, strict=True))
         yield Row(f"check: equal answers {on}", num_equal / len(runs), "of them", "wanted at least", 1.0)
 
 

@@ -54,14 +54,14 @@ def role_rows(bench: BenchDevice) -> Iterator[Row]:
         with serving_router(model, decode, engine, transport, is_colocated=name == "colocated") as router:
             found[name] = asyncio.run(_serve(router.address, load, shape["vocab_size"]))
     apart, together = found["two processes"], found["colocated"]
-    num_equal = sum(one.token_ids == other.token_ids for one, other in zip(apart, together, strict=True))
+    num_equal = sum(run.token_ids == other.token_ids for run, other in zip(apart, together, strict=True))
     at = f"0.6B, {load.count} prompts of {load.prompt_tokens} at once"
     share = num_equal / load.count
     yield Row(f"check: equal answers of both, {at}", share, "of them", "wanted at least", 1.0)
-    for what, read in (("TTFT", lambda one: one.ttft_s), ("ITL", lambda one: one.itl_s)):
+    for what, read in (("TTFT", lambda run: run.ttft_s), ("ITL", lambda run: run.itl_s)):
         values = [median(map(read, served)) * 1e3 for served in (apart, together)]
         yield Row(f"{what} of two processes, {at}", values[0], "ms", "colocated", values[1])
-    exposed_s, ttft_s = (median(values) for values in zip(*((one.exposed_s, one.ttft_s) for one in apart), strict=True))
+    exposed_s, ttft_s = (median(values) for values in zip(*((run.exposed_s, run.ttft_s) for run in apart), strict=True))
     yield Row(f"exposed transfer of two processes, {at}", exposed_s * 1e3, "ms", "TTFT", ttft_s * 1e3)
 
 

@@ -127,7 +127,7 @@ def rows_of(case: StageCase, found: dict[Place, list[FirstTokens]]) -> list[Row]
     ]
     for place in PLACES[1:]:
         pairs = zip(found[place], found["local"], strict=True)
-        added = median(one.first_ms - other.first_ms for one, other in pairs)
+        added = median(placed.first_ms - local.first_ms for placed, local in pairs)
         rows.append(Row(f"TTFT beyond local, {at}, {place}", added, "ms"))
     return rows
 

@@ -299,7 +299,7 @@ class Supervisor:
                     while silent.is_set():
                         await self._membership.next_change()
             except TimeoutError:
-                await asyncio.sleep(TICK_S)  # if this process stood still, what came meanwhile is read first
+                await asyncio.sleep(TICK_S)  # after a pause of this process, reads first what has arrived during it
                 while silent.is_set():
                     if self._spares.has_warm(incarnation.pool_name):
                         return f"no sign of life for {REPLACE_AFTER_S:g} s, and a spare is warm"

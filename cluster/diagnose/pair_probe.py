@@ -83,8 +83,8 @@ async def probe(
 
 def _prompt(descriptions: Descriptions) -> list[int]:
     """Returns a prompt of one chunk at most, so that its pages move after the computation and not during it."""
-    chunk = min(one.chunk_tokens or _MAX_TOKENS for one in descriptions)
-    room = min(one.context_length for one in descriptions) // 2
+    chunk = min(each.chunk_tokens or _MAX_TOKENS for each in descriptions)
+    room = min(each.context_length for each in descriptions) // 2
     return [1 + number % 50 for number in range(max(2, min(chunk, room, _MAX_TOKENS)))]
 
 
@@ -145,7 +145,7 @@ async def _migrate(dial: Dial, source: Member, target: Member, tokens: Sequence[
         total_s = time.monotonic() - began_s
     if answer.migrated:
         return TransferProbe(source, target, total_s=total_s)
-    reasons = [from_status(one.error).message for one in answer.failed]
+    reasons = [from_status(failure.error).message for failure in answer.failed]
     return TransferProbe(source, target, fault="; ".join(reasons) or "the sequence did not migrate")
 
 

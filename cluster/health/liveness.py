@@ -133,7 +133,7 @@ async def _read_loads(
     stub: worker_pb2_grpc.WorkerStub, epoch: Epoch, on_load: Callable[[worker_pb2.Load], None]
 ) -> str:
     """Returns why the event stream can no longer be relied on."""
-    # From the first event on: the worker sends a snapshot only if it no longer holds them all.
+    # Asks for all events from the first: the worker sends a snapshot only if it no longer holds them all.
     call = stub.WatchEvents(worker_pb2.WatchEventsRequest(epoch=epoch, next_seq=1))
     try:
         while True:

@@ -159,7 +159,7 @@ class RayDeployment:
         self._daemons = daemons  # processes of the Ray that was started for this deployment
         self._controller: Any = None
         self._has_answered = False  # the controller
-        # From here on, since a daemon may die while everything else starts.
+        # The watch begins before everything else starts, because a daemon may die meanwhile.
         self._watch = None if config.address else DaemonWatch()
         self._token_file = token_file(config.admin_port)
         self._own_secret: Path | None = None  # made for a configuration that names no secret
@@ -203,7 +203,7 @@ class RayDeployment:
         if not embedded and is_head(home):
             options["resources"] = {HEAD: 0.001}  # on the head node, also after the head has been replaced
         else:
-            # On this node, where the user expects the ports; on another only once this one is gone.
+            # The actor runs on this node, where the user expects the ports, and on another only once this node is gone.
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(home, soft=not embedded)
         try:
             return (

@@ -132,7 +132,7 @@ class MigrationClient:
             call.stop_timer()
         await self._tasks.close()
 
-    # On the event loop.
+    # Called on the event loop only.
 
     def _start(
         self, key: TransferKey, target: MigrationTarget, start: worker_pb2.MigrationStart, events: TargetEvents

@@ -83,7 +83,7 @@ class PrefillAttempts:
                 self._pulls.bring(request.sequence, request.prefix_source, partial(self._compute_here, request))
             return
         assert chosen.option is not None
-        candidate = next(one for one in request.candidates if one.worker_id == chosen.option.worker_id)
+        candidate = next(each for each in request.candidates if each.worker_id == chosen.option.worker_id)
         request.candidates.remove(candidate)
         may_hedge = bool(self._config.hedge_after_s and request.candidates)
         request.prefilled_by = WorkerId(candidate.worker_id)

@@ -21,7 +21,7 @@ from engine.step.sequence import Sequence
 from penstock.scheduling.lane_order import LaneOrder
 from penstock.types import Lane
 
-# How many later arrivals may go first.
+# The number of later arrivals that may go first.
 HANDICAP_REQUESTS = {Lane.INTERACTIVE: 0, Lane.STANDARD: 32, Lane.BULK: 256}
 
 

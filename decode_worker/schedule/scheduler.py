@@ -448,7 +448,7 @@ class DecodeScheduler:
     def _num_together(self, num_steps: int) -> int:
         """Returns how many steps may get their pages before any of them fills one.
 
-        Which pages an eviction takes depends on which are cached by then. So if pages have to be evicted, the steps end
+        An eviction chooses among the pages that are cached by then. So if pages have to be evicted, the steps end
         with the first one that fills a page.
         """
         if int(self._table.num_missing_pages(num_steps).sum()) <= self._pool.num_free:

@@ -59,7 +59,7 @@ class AdapterQueue:
         return len(self._waiters)
 
     def when_ready(self, sequence: Sequence, then: OnReady) -> None:
-        """Calls `then` once the sequence has its slot, at once if it has it or needs none. Never blocks."""
+        """Calls `then` when the sequence has its slot: immediately if it has one or needs none. Never blocks."""
         ref = sequence.adapter
         if ref is None or (sequence in self._held and sequence not in self._waiters):
             then(None)

@@ -74,7 +74,7 @@ class AttentionMetadata:
     slot_page_T: torch.Tensor  # int64 [T], the page that receives the token's K and V
     slot_offset_T: torch.Tensor  # int64 [T], the token's place in the page
     lengths: Lengths | None = None  # None inside a CUDA graph, which is captured once for all lengths
-    # By window: what a backend has derived from these lengths on the device, for the layers that follow.
+    # By window: plans that a backend has derived from these lengths on the device, reused by the following layers.
     plans: dict[int | None, Any] = field(default_factory=dict)
     windowed: AttentionMetadata | None = None  # for windowed layers whose part of a page is elsewhere; None: this
 

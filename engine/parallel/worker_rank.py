@@ -92,7 +92,7 @@ class WorkerRank:
             self._channel.close()
 
     def notify(self, kind: str, body: Any) -> None:
-        """Sends rank 0 a message that answers no call. From any thread; has no effect when rank 0 is gone."""
+        """Sends rank 0 a message that answers no call. Any thread may call it; does nothing once rank 0 is gone."""
         self._send(RankMessage(kind, body))
 
     def _handle(self, message: RankMessage) -> None:

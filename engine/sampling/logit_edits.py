@@ -33,7 +33,7 @@ def edit_logits(logits_EV: torch.Tensor, edits: RowEdits, awaited: torch.Tensor 
     device = logits_EV.device
     penalties_3E = np.zeros((3, 0)) if edits.penalties_3E is None else edits.penalties_3E
     awaited_E = _NONE if edits.awaited_E is None else edits.awaited_E
-    cells = [column for one in (edits.bias, edits.seen, edits.banned, edits.allowed) for column in _columns(one)]
+    cells = [column for kind in (edits.bias, edits.seen, edits.banned, edits.allowed) for column in _columns(kind)]
     columns = upload_all((penalties_3E, awaited_E, edits.allowed_rows, *cells), device)
     penalty_3E, place_E, allowed_rows = columns[:3]
     bias, seen, banned, allowed = (columns[start : start + 3] for start in range(3, 15, 3))

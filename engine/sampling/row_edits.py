@@ -57,7 +57,7 @@ class RowEdits:
     def changes_nothing(self) -> bool:
         """Returns whether no logit changes in this step."""
         cells = (self.bias, self.seen, self.banned, self.allowed)
-        return self.penalties_3E is None and all(one is None for one in cells)
+        return self.penalties_3E is None and all(each is None for each in cells)
 
     @classmethod
     def of(

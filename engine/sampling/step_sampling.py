@@ -56,17 +56,17 @@ class StepSampling:
         ruled: dict[int, Sequence] = {}
         edited: dict[int, Sequence] = {}
         wanted: dict[int, int] = {}
-        for row, one in special.items():
-            sampling = one.sampling
+        for row, sequence in special.items():
+            sampling = sequence.sampling
             if sampling.grammar is not None:
-                ruled[row] = one
-            if _is_edited(one, int(rows.positions[row])):
-                edited[row] = one
+                ruled[row] = sequence
+            if _is_edited(sequence, int(rows.positions[row])):
+                edited[row] = sequence
             if sampling.logprobs is not None:
                 wanted[row] = sampling.logprobs
         edits = num_top_R = None
         if edited:
-            both = {row: one for row, one in special.items() if row in edited or row in ruled}
+            both = {row: sequence for row, sequence in special.items() if row in edited or row in ruled}
             edits = RowEdits.of(both, rows.positions, vocab_size, eos_token_ids, awaited_rows)
         if wanted:
             num_top_R = np.full(len(rows), -1)

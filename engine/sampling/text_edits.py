@@ -39,7 +39,7 @@ class TextEdits:
         if sampling.allowed_token_ids:
             self._allowed = self._known(sampling.allowed_token_ids) | self._ending
             self.allowed_tokens = np.array(sorted(self._allowed), np.int64)
-        # How often each token that penalties apply to is in the output.
+        # Counts how often each token that penalties apply to is in the output.
         self._first = 0 if sampling.repetition_penalty != 1.0 else num_prompt_tokens
         self._place: dict[int, int] = {}
         self._num_read = self._first

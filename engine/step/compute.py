@@ -128,10 +128,10 @@ def _sampling_rows(work: Seq[ScheduledSequence], host: HostBatch) -> tuple[Sampl
     for place, repeats in itertools.groupby(host.sampled_places[num_rows:].tolist()):
         item = work[place]
         for count, _ in enumerate(repeats):
-            one = item.sequence
-            if count and one.sampling.edits_beside_grammar:  # its logits are edited by the text before it
-                one = one.continued(item.proposed[:count])
-            special[num_rows + len(sequences)] = one
+            sequence = item.sequence
+            if count and sequence.sampling.edits_beside_grammar:  # its logits are edited by the text before it
+                sequence = sequence.continued(item.proposed[:count])
+            special[num_rows + len(sequences)] = sequence
             sequences.append(item.sequence)
             ahead.append(count)
     if not sequences and rows is not None:
@@ -193,7 +193,7 @@ class SampledTokens:
         if step.sampling.edits is not None or step.sampling.ruled or not valid.all():
             failed = self._failed(token_ids, valid)
         further = {
-            place: [SampledToken(int(token_ids[one]), by_row.get(one)) for one in self._held(place, row, failed)]
+            place: [SampledToken(int(token_ids[held]), by_row.get(held)) for held in self._held(place, row, failed)]
             for place, row in first_rows.items()
             if step.work[place].proposed
         }

@@ -57,7 +57,7 @@ class StepLoop:
         self._thread.start()
 
     def post(self, call: _Call) -> None:
-        """Runs `call` on the loop's thread before its next step. From any thread; never blocks."""
+        """Runs `call` on the loop's thread before its next step. Any thread may call this; it never blocks."""
         self._inbox.put(_Posted(call, is_beside=False))
 
     def post_beside(self, call: _Call) -> None:

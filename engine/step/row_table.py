@@ -259,7 +259,7 @@ class RowTable:
         return [self._items[row].sequence for row in filled[np.argsort(to_fill[filled], kind="stable")].tolist()]
 
     def rewind(self) -> None:
-        """Moves every row back to where its sequence stands, after launched steps were cancelled or failed."""
+        """Sets every row back to its sequence's position after launched steps were cancelled or have failed."""
         for row, item in enumerate(self._items):
             sequence = item.sequence
             self._position[row], self._token[row] = sequence.num_computed_tokens, sequence.token_ids[-1]

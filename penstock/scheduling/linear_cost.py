@@ -197,8 +197,8 @@ def _step(ratio: float, wanted: float) -> tuple[float, bool]:
 
 def _dot(left: Sequence[float], right: Sequence[float]) -> float:
     total = 0.0
-    for one, other in zip(left, right, strict=True):
-        total += one * other
+    for left_value, right_value in zip(left, right, strict=True):
+        total += left_value * right_value
     return total
 
 

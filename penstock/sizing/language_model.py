@@ -34,7 +34,7 @@ LANGUAGE_MODELS = {  # by multi-modal architecture
     ),
     "Llama4ForConditionalGeneration": LanguageModel("Llama4ForCausalLM", "llama4_text"),
 }
-# Of the whole file: what concerns images only.
+# Keys of the whole file that concern images only.
 _IMAGE_KEYS = frozenset({
     "vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index", "boi_token_id",
     "eoi_token_id", "image_token_id",

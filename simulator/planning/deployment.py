@@ -114,8 +114,6 @@ class FlowResult:
 
     times: FlowTimes
     hit_rate: float  # share of prompt tokens
-    num_ttft_met: int
-    num_tpot_met: int
     num_met: int  # requests within both targets
     num_requests: int
 
@@ -183,18 +181,11 @@ def _evaluate(
         return None
     if utilization is not None:
         times = replace(times, utilization=utilization)
-    met = [
-        (ttft_s <= slo.first_token_s(request.num_input_tokens), tpot_s <= slo.itl_s)
+    num_met = sum(
+        ttft_s <= slo.first_token_s(request.num_input_tokens) and tpot_s <= slo.itl_s
         for request, ttft_s, tpot_s in zip(requests, times.ttft_s, times.tpot_s, strict=True)
-    ]
-    return FlowResult(
-        times,
-        cached * workload.reusable_share,
-        sum(ttft for ttft, _ in met),
-        sum(tpot for _, tpot in met),
-        sum(ttft and tpot for ttft, tpot in met),
-        len(met),
     )
+    return FlowResult(times, cached * workload.reusable_share, num_met, len(requests))
 
 
 def cache_tokens(deployment: Deployment, workload: Workload, slo: SloConfig) -> float:

@@ -27,7 +27,7 @@ class FollowerTable:
             follower.retired = True
             self.followers.remove(follower)
 
-    # Which take requests.
+    # Workers that take requests, kept until one changes.
 
     def on_change(self) -> None:
         """Forgets which workers take requests, because one was added, removed or lost."""

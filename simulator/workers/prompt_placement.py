@@ -50,8 +50,8 @@ class PromptPlacement:
 
     def chunk_tokens(self, now_s: float) -> int | None:
         """Returns how many prompt tokens the step that begins now may compute; None: no limit."""
-        waiting = (one for one in self._landed if self._is_running(one.sequence))
-        waited_s = max((now_s - one.first_token_s for one in waiting), default=0.0)
+        waiting = (landed for landed in self._landed if self._is_running(landed.sequence))
+        waited_s = max((now_s - landed.first_token_s for landed in waiting), default=0.0)
         self._landed.clear()
         return self._state.chunk_tokens(waited_s)
 

@@ -54,7 +54,7 @@ def test_chunks_of_prompts_keep_the_target_between_tokens() -> None:
 
 @pytest.mark.parametrize("per_s", [1.0, 1.6, 2.2])
 def test_a_prefill_and_a_decode_worker_keep_up_with_two_colocated_ones(per_s: float) -> None:
-    """On long prompts, which either of them alone would queue; a sequence never waits for pages behind such a queue."""
+    """Sends long prompts, for which either worker alone would form a queue; no sequence waits for pages behind it."""
     pair, colocated = run(spec(1, 1), per_s), run(spec(0, 2), per_s)
     assert mean_ttft_s(pair) < 1.2 * mean_ttft_s(colocated)
     assert max(outcome.tpot_s for outcome in pair) < 1.5 * ITL_S

@@ -132,7 +132,7 @@ def gain_rows(
             generated = found[setting].loop.generate(prompts, num_tokens)
             found[setting].answers[-1] += generated.seconds
             outputs.append(generated.outputs)
-        assert all(one == outputs[0] for one in outputs), f"{name}: speculation has changed the output"
+        assert all(each == outputs[0] for each in outputs), f"{name}: speculation has changed the output"
     for each in (filler, *(measured.loop for measured in found.values())):
         each.close()
     off = found.pop(OFF)

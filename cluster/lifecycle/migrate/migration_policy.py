@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from penstock.types import Epoch, RequestId, WorkerId
 
 ABOUT_TO_END_TOKENS = 16  # with fewer tokens left, a sequence ends sooner than its migration would pay
-# What a sequence may generate while its pages are copied: so many tokens, and a sixteenth of those it has.
+# A sequence may generate this many tokens while its pages are copied, and a sixteenth of those it has.
 _GROWTH_TOKENS = 32
 _GROWTH_SHARE = 16
 

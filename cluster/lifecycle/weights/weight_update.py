@@ -76,7 +76,7 @@ class WeightFleet(Protocol):
         ...
 
     async def change(self, incarnation: Incarnation, change: WeightChange) -> None:
-        """Changes a worker. One that cannot put weights in force is lost and replaced. Raises PenstockError."""
+        """Changes a worker. A worker that cannot put weights in force is lost and replaced. Raises PenstockError."""
         ...
 
     def decide(self, weights: LoadedWeightsConfig) -> None:

@@ -33,7 +33,7 @@ class PageRetention:
         self._handicaps: dict[PageId, float] = {}  # seconds, until the page is used again
         self.num_cached: Counter[str] = Counter()  # pages, by owner
 
-    # What the pool reports.
+    # Called by the pool.
 
     def on_cached(self, pages: Sequence[PageId], owner: str) -> None:
         """Records whose pages they are; the first owner of a page stays its owner."""
@@ -93,7 +93,7 @@ class PageRetention:
             value = self._values[page] = max(value, self._values.get(page, value))
         return EvictionKey(Rank.CACHED, value)
 
-    # What hints change.
+    # Called for hints.
 
     def set_handicap(self, pages: Iterable[PageId], handicap_s: float) -> None:
         """Makes pages in use count as that many seconds older once they are released."""

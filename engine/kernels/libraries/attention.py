@@ -26,7 +26,7 @@ class DecodePlanner(Protocol):
     def plan_decodes(self, table_BW: torch.Tensor, context_B: np.ndarray, page_size: int) -> None:
         """Plans the captured decodes of `len(context_B)` sequences, on the stream and the thread that replay them.
 
-        To be called before a batch size is first computed, the largest one first, and then before each replay of it.
+        Must be called before a batch size is first computed, the largest first, and then before each replay of it.
         `table_BW` holds the page tables on the device (int32, of the same width in all calls), `context_B` the tokens
         of each sequence, at least one. May wait until an earlier plan of this size has reached the device."""
         ...

@@ -31,7 +31,7 @@ _PARTS = {
     "ffn_down": "mlp.down_proj",
 }
 _LAYER = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
-# As Meta published them: the factor of Llama 3.1 and 3.3, and that of Llama 3.2.
+# Factors that Meta has published: of Llama 3.1 and 3.3, and of Llama 3.2.
 _LLAMA3_FACTORS = (8.0, 32.0)
 _LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
@@ -200,7 +200,7 @@ def _rope_scaling(
     for factor in _LLAMA3_FACTORS:
         wanted = llama3_divisors(factor, theta, head_dim)
         if len(wanted) == len(frequencies) and all(
-            math.isclose(one, other, rel_tol=1e-3) for one, other in zip(wanted, frequencies, strict=True)
+            math.isclose(expected, actual, rel_tol=1e-3) for expected, actual in zip(wanted, frequencies, strict=True)
         ):
             return _LLAMA3 | {"factor": factor}
     raise CheckpointError(

@@ -69,7 +69,9 @@ def apply_masks(logits_RV: torch.Tensor, sequences: Seq[Sequence | None], masks:
 
     On a CPU the logits are fp32 and contiguous.
     """
-    ruled = {row: one for row, one in enumerate(sequences) if one is not None and one in masks.places}
+    ruled = {
+        row: sequence for row, sequence in enumerate(sequences) if sequence is not None and sequence in masks.places
+    }
     if not ruled:
         return
     rows, places, words_GW = list(ruled), masks.rows_of(ruled.values()), masks.words_GW

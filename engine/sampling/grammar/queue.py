@@ -41,7 +41,7 @@ class GrammarQueue:
         self._waiting: dict[Sequence, list[OnReady]] = {}
 
     def when_ready(self, sequence: Sequence, then: OnReady) -> None:
-        """Calls `then` once the sequence has its matcher, at once if it has it or needs none. Never blocks."""
+        """Calls `then` when the sequence has its matcher: immediately if it has one or needs none. Never blocks."""
         grammar = sequence.sampling.grammar
         if grammar is None or sequence.matcher is not None:
             then(None)

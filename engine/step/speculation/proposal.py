@@ -62,6 +62,6 @@ class DraftProposer(Proposer, Protocol):
         ...
 
     def has_room(self, sequence: Sequence, count: int) -> bool:
-        """Returns whether `count` tokens of a sequence can be drafted now. What is kept for one that has outgrown the
-        proposer is dropped."""
+        """Returns whether `count` tokens of a sequence can be drafted now. Drops the state of a sequence that
+        has outgrown the proposer."""
         ...

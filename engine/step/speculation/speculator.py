@@ -181,10 +181,14 @@ class Speculator:
         counts = self._most_tokens(sequences, num_left, limit)
         for sequence in counts:
             self._judge_unverified(sequence, self._states.setdefault(sequence, _State()))
-        found = {sequence: one for sequence, one in self._lookups.propose(counts).items() if one.token_ids}
+        found = {
+            sequence: proposal for sequence, proposal in self._lookups.propose(counts).items() if proposal.token_ids
+        }
         if self._draft is not None and drafts and self._may_draft(len(sequences)):
             found |= self._drafted(
-                self._draft, len(sequences), {one: counts[one] for one in counts if one not in found}
+                self._draft,
+                len(sequences),
+                {sequence: counts[sequence] for sequence in counts if sequence not in found},
             )
         chosen: dict[Sequence, tuple[int, ...]] = {}
         for (sequence, proposal), count in zip(found.items(), self._lengths(len(sequences), found), strict=True):

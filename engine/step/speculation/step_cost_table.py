@@ -110,8 +110,8 @@ class SpeculationCosts:
     def predict(self, num_sequences: int, num_proposed: int = 0) -> float:
         """Returns seconds; at least one plain step must have been measured.
 
-        Until a step of about so many sequences has verified proposals, its cost is that of as many sequences as it has
-        tokens.
+        Until a step of about that many sequences has verified proposals, each proposed token is taken to cost as much
+        as another sequence.
         """
         plain_s = self._plain.predict(num_sequences)
         if not num_proposed:

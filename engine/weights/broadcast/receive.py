@@ -1,7 +1,7 @@
 """Receives a broadcast of weights as one member of its group.
 
-The members answer twice whether they are content: once the manifest fits the model, before any tensor is sent, and
-once all tensors have arrived with their digests. One member that is not ends the broadcast for all.
+Each member answers twice: whether the manifest fits its model, before any tensor is sent, and whether all tensors have
+arrived with their digests. One refusal ends the broadcast for all members.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from router.metrics.metrics import RouterMetrics
 
 _NO_ADAPTER_CALL = "such call: POST /v1/{}load_lora_adapter needs adapters_file, the file that it changes"
 _NO_RENDERING = "such call; POST /tokenize shows the tokens of a prompt"
-# What Penstock lacks: calls of OpenAI's and Anthropic's APIs and of other servers, by the prefix of their path. The
+# Calls that Penstock lacks: those of OpenAI's and Anthropic's APIs and of other servers, by their path's prefix. The
 # first match applies.
 _UNSERVED = {
     "/v1/audio": "speech and transcription",

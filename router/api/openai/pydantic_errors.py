@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from penstock.errors import InvalidInput
 from router.api.openai.json_bodies import shown
 
-# What the field expects, by pydantic's type of error.
+# The values that a field takes, by pydantic's type of error.
 _WANTED: Mapping[str, str] = {
     "bool_type": "true or false",
     "dict_type": "an object",

@@ -154,7 +154,7 @@ class EnginePicker:
 
         def read(limits: LimitsConfig) -> tuple[DialectBody, inference_pb2.GenerateRequest]:
             body = reader(limits)
-            # Of several prompts only the first is placed: the engine gets the whole call.
+            # Only the first of several prompts is placed, because one engine gets the whole call.
             return body, body.requests(f"pick-{secrets.token_hex(12)}")[0]
 
         async with preparer.until(deadline_s):

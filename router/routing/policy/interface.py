@@ -74,7 +74,7 @@ class WorkerView:
     sent: InflightWork = NO_WORK  # work in flight that `load` does not show yet
     costs: WorkerCosts = PRIOR_COSTS
     limits: WorkerLimits = WorkerLimits()
-    # What the worker holds of the bulk lane counts only by its pages, because it yields to everything else.
+    # Bulk requests at the worker count only by their pages, because they yield to everything else.
     queue_s: float = field(init=False)  # until a prompt that arrives now is started
     num_requests: int = field(init=False)  # decoding or waiting to
     kv_tokens: int = field(init=False)  # in used pages
@@ -150,7 +150,7 @@ class PlacementDemand:
     # Leading tokens whose pages a worker holds on any tier, and how many of these it must copy back to its device.
     cached_tokens: Mapping[WorkerId, int] = field(default_factory=lambda: NOTHING_CACHED)
     host_tokens: Mapping[WorkerId, int] = field(default_factory=lambda: NOTHING_CACHED)
-    # How many of `cached_tokens` the worker has yet to compute, for its pending prompts.
+    # The part of `cached_tokens` that the worker has yet to compute for its pending prompts.
     pending_tokens: Mapping[WorkerId, int] = field(default_factory=lambda: NOTHING_CACHED)
     links: LinkPricing = field(default_factory=UniformLinkPricing)
     output_tokens: float = 128.0  # expected

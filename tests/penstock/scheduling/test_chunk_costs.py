@@ -70,9 +70,11 @@ def test_columns_have_the_figures_of_their_workers(
     each = [costs_of_chunks(speed, *prompt) for speed, prompt, *_ in workers]
     names = ("step_tokens", "step_s", "chunked_s", "token_s", "pair_s")
     columns = ChunkSpeed(*(np.array([getattr(speed, name) for speed, *_ in workers]) for name in names))  # type: ignore[arg-type]
-    figures = costs_of_chunks(columns, *(np.array(column) for column in zip(*(one[1] for one in workers), strict=True)))
+    figures = costs_of_chunks(
+        columns, *(np.array(column) for column in zip(*(worker[1] for worker in workers), strict=True))
+    )
     assert figures.total_s.tolist() == [costs.total_s for costs in each]
-    num_running, target_s = (np.array([one[place] for one in workers]) for place in (2, 3))
+    num_running, target_s = (np.array([worker[place] for worker in workers]) for place in (2, 3))
     harm_s = figures.harm_s(num_running, 1.5, target_s, np.minimum, np.maximum)
     assert harm_s.tolist() == [
         costs.harm_s(running, 1.5, target) for costs, (_, _, running, target) in zip(each, workers, strict=True)

@@ -57,7 +57,6 @@ class EngineDouble:
     started_s: float = 1000.0
     cached: dict[tuple[int, ...], int] = field(default_factory=dict)  # block hashes by the text up to the block's end
     sent: list[bytes] = field(default_factory=list)
-    seq_offset: int = 0
     url: str = ""
     events: str = ""
     replay: str = ""

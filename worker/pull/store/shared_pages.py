@@ -71,7 +71,7 @@ class _Reading:
     first: int  # first page that is wanted
     tenant: str
     deadline_s: float
-    needs_all: bool  # whether nothing is of use without the rest
+    needs_all: bool  # whether a part of the pages is useless without the others
     on_end: OnEnd
     to_ask: deque[int]  # runs in the order in which they are read
     asked: set[int] = field(default_factory=set)
@@ -388,7 +388,7 @@ class SharedPages:
             self.metrics.add(STORE_WRITTEN_BYTES, write.num_bytes)
         self._write_deferred()
 
-    # What is known.
+    # Calls that update which pages the store is known to hold.
 
     def _on_listed(self, listing: Listing) -> None:
         self._known.on_listed(listing.folder, listing.known, listing.begun_s)

@@ -12,7 +12,7 @@ from router.tracing.stages import EndedCompletion, WorkerLeg
 
 
 class TracedRequest(Protocol):
-    """What the spans tell of a validated request; `router.prepared_request.PreparedRequest` has it."""
+    """The part of a `router.prepared_request.PreparedRequest` that its spans describe."""
 
     @property
     def request_id(self) -> RequestId: ...

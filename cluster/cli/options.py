@@ -20,7 +20,12 @@ def add_admin_options(parser: ArgumentParser) -> None:
     """Adds the flags of commands that call the Admin service."""
     add = parser.add_argument
     admin = os.environ.get("PENSTOCK_ADMIN", "localhost:50052")
-    add("--admin", default=admin, metavar="HOST:PORT", help="default: $PENSTOCK_ADMIN, else port 50052")
+    add(
+        "--admin",
+        default=admin,
+        metavar="HOST:PORT",
+        help="the deployment's Admin service; default: $PENSTOCK_ADMIN, else port 50052",
+    )
     add("--secret-file", metavar="FILE", help="the deployment's secret, if another account runs it")
     add_tls_options(parser, "PENSTOCK_ADMIN_")
 
@@ -29,17 +34,22 @@ def add_client_options(parser: ArgumentParser) -> None:
     """Adds the flags of commands that call the model."""
     add = parser.add_argument
     server = os.environ.get("PENSTOCK_SERVER", "localhost:50051")
-    add("--server", default=server, metavar="HOST:PORT", help="or $PENSTOCK_SERVER; default: %(default)s")
+    add(
+        "--server",
+        default=server,
+        metavar="HOST:PORT",
+        help="a router's gRPC address; default: $PENSTOCK_SERVER, else localhost:50051",
+    )
     add("--api-key", metavar="KEY", help="default: $PENSTOCK_API_KEY, which other users of the machine cannot read")
     add_tls_options(parser)
     add("--lookaside", action="store_true", help="stream from the decode worker itself, if the deployment allows it")
     add("--timeout", type=float, metavar="SECONDS", help="deadline of each answer")
     add("--lane", choices=[lane.value for lane in Lane], help="priority class; default: the caller's own")
-    add("--max-tokens", type=int, metavar="N")
+    add("--max-tokens", type=int, metavar="N", help="end after so many tokens; default: the end of the context")
     add("--temperature", type=float, metavar="T", help="0 is greedy")
-    add("--top-p", type=float, metavar="P")
-    add("--top-k", type=int, metavar="K")
-    add("--seed", type=int)
+    add("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that have this share together")
+    add("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens")
+    add("--seed", type=int, metavar="N", help="the same seed samples the same answer")
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
 
 

@@ -18,7 +18,7 @@ _FAILED = 1
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("worker", help="worker to flip, as `penstock status` names it, such as decode-1")
-    add("role", help="prefill or decode")
+    add("role", help="its new role: prefill or decode")
     add("--timeout", type=float, default=300.0, metavar="SECONDS", help="deadline of the drain; default: %(default)s")
     add("--force", action="store_true", help="flip even if there is no room for a successor of the worker")
     add("--json", action="store_true", help="print each step as a line of JSON")

@@ -49,9 +49,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--http-port", type=int, metavar="PORT", help="default 8000; 0 takes a free one")
     add("--grpc-port", type=int, metavar="PORT", help="default 50051; 0 takes a free one")
     add("--admin-port", type=int, metavar="PORT", help="default 50052; 0 takes a free one")
-    add("--admin-host", help="address of the Admin service beside loopback, for routers elsewhere; default 127.0.0.1")
+    add(
+        "--admin-host",
+        metavar="HOST",
+        help="address of the Admin service beside loopback, for routers elsewhere; default 127.0.0.1",
+    )
     add("--routers", type=int, metavar="N", help="router processes; default 2; with 0 they are started elsewhere")
-    add("--address", help="a Ray cluster to join, such as auto; default: start one here")
+    add("--address", metavar="HOST:PORT", help="a Ray cluster to join, such as auto; default: start one here")
     add(
         "--attach",
         action="store_true",
@@ -59,8 +63,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     add("--secret-file", metavar="FILE", help="the cluster secret, at this path on every node; needed with --address")
     add("--lookaside", action="store_true", default=None, help="decode workers stream to clients that ask for it")
-    add("--dtype", help="auto, bfloat16, float16 or float32")
-    add("--transport", help="how KV pages travel: auto, cuda_ipc or shm (one host), nixl or torch")
+    add("--dtype", metavar="TYPE", help="of weights and KV pages: auto, bfloat16, float16 or float32")
+    add("--transport", metavar="NAME", help="how KV pages travel: auto, cuda_ipc or shm (one host), nixl or torch")
 
 
 @dataclass(frozen=True, slots=True)

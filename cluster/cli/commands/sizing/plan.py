@@ -83,7 +83,13 @@ def _add_target_arguments(parser: ArgumentParser) -> None:
     targets(
         "--itl", type=float, default=0.05, metavar="S", help="mean seconds between two tokens; default: %(default)s"
     )
-    targets("--attainment", type=float, default=0.95, help="share of requests within both; default: %(default)s")
+    targets(
+        "--attainment",
+        type=float,
+        default=0.95,
+        metavar="SHARE",
+        help="share of requests within both; default: %(default)s",
+    )
 
 
 def _add_traffic_arguments(parser: ArgumentParser) -> None:
@@ -91,11 +97,27 @@ def _add_traffic_arguments(parser: ArgumentParser) -> None:
     traffic("--rate", type=float, metavar="R", help="requests/s; scales the arrivals of a trace")
     traffic("--input-tokens", type=float, metavar="N", help="mean prompt, without a trace")
     traffic("--output-tokens", type=float, metavar="N", help="mean answer, without a trace")
-    traffic("--input-cv", type=float, default=1.0, help="standard deviation over mean; default: %(default)s")
-    traffic("--output-cv", type=float, default=1.0, help="the same for answers; default: %(default)s")
-    traffic("--gap-cv", type=float, default=1.0, help="the same for times between arrivals; default: 1, as Poisson")
     traffic(
-        "--hit-rate", type=float, default=0.0, help="share of prompt tokens that are reusable; default: %(default)s"
+        "--input-cv",
+        type=float,
+        default=1.0,
+        metavar="CV",
+        help="standard deviation of prompt lengths over their mean; default: %(default)s",
+    )
+    traffic("--output-cv", type=float, default=1.0, metavar="CV", help="the same for answers; default: %(default)s")
+    traffic(
+        "--gap-cv",
+        type=float,
+        default=1.0,
+        metavar="CV",
+        help="the same for times between arrivals; default: 1, as Poisson",
+    )
+    traffic(
+        "--hit-rate",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="share of prompt tokens that are reusable; default: %(default)s",
     )
     traffic("--limit", type=int, metavar="N", help="read the first N requests only")
     traffic("--seed", type=int, default=0, help="default: %(default)s")

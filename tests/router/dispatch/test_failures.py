@@ -320,7 +320,10 @@ def test_the_process_explains_a_port_in_use_without_a_traceback(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         process = _spawn(tmp_path, f'model = "{MODEL}"\nworkers = ["127.0.0.1:1"]\ngrpc_port = 0\nhttp_port = {port}\n')
-        _, problem = process.communicate(timeout=300)
+        try:
+            _, problem = process.communicate(timeout=300)
+        finally:
+            process.kill()
     assert process.returncode == 2
     assert problem.startswith(f"http_port = {port}: cannot listen")
     assert "Traceback" not in problem

@@ -142,8 +142,9 @@ def write_docs(studies: Sequence[WorkloadStudy], docs: Path = DOCS) -> None:
     folder = docs / "modes"
     folder.mkdir(exist_ok=True)
     machine = hardware()
+    processor = f"{machine.get('cpu', 'an unknown processor')} ({machine['instruction_set']})"
     parts = [
-        f"Measured on {machine['cores']} cores of {machine.get('cpu', 'an unknown processor')}.",
+        f"Measured on {machine['cores']} cores of {processor}.",
         markdown_table(*goodput_table(studies)),
     ]
     for study in studies:

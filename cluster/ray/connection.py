@@ -237,12 +237,18 @@ def _no_cluster(address: str, problem: str) -> ConfigError:
 
 
 def disconnect(daemons: Sequence[psutil.Process]) -> None:
-    """Disconnects from Ray, and stops these daemons and everything they started."""
-    family = with_descendants([*daemons, *_orphans()] if daemons else [])
-    ray.shutdown()
-    _, alive = psutil.wait_procs(family, _EXIT_TIMEOUT_S)
-    for process in alive:
-        process.kill()
+    """Disconnects from Ray, and stops these daemons and everything they started.
+
+    A Ctrl-C meanwhile does not leave them behind: it kills them at once.
+    """
+    family = alive = with_descendants([*daemons, *_orphans()] if daemons else [])
+    try:
+        ray.shutdown()
+        _, alive = psutil.wait_procs(family, _EXIT_TIMEOUT_S)
+    finally:
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
     psutil.wait_procs(alive, _KILLED_TIMEOUT_S)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from ray._private import services
 from cluster.diagnose import ray_checks
 from cluster.diagnose.findings import Severity
 from cluster.ray import connection
-from cluster.ray.connection import connect, protect_token
+from cluster.ray.connection import connect, disconnect, protect_token
 from penstock.config import ServeConfig
 from penstock.errors import ConfigError
 
@@ -86,6 +87,19 @@ def test_the_second_failure_is_raised_and_no_process_is_left(monkeypatch: pytest
 
     assert len(double.children) == 2
     assert not any(is_running(child) for child in double.children)
+
+
+def test_an_impatient_ctrl_c_leaves_no_daemon_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ray, "shutdown", interrupted)
+    children = [subprocess.Popen(["sleep", "600"]), subprocess.Popen(["true"])]
+    daemons = [psutil.Process(child.pid) for child in children]
+    children[1].wait(60)  # it ended by itself meanwhile
+    with pytest.raises(KeyboardInterrupt):
+        disconnect(daemons)
+    assert children[0].wait(60) == -signal.SIGKILL
 
 
 def test_another_error_is_not_retried(monkeypatch: pytest.MonkeyPatch, no_ray: None) -> None:

@@ -10,9 +10,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -20,6 +22,7 @@ import pytest
 from cluster.cli import commands
 from cluster.cli.admin import admin_call
 from cluster.cli.catalog import EXAMPLES, GROUPS
+from cluster.cli.commands.inspecting import status as status_command
 from cluster.cli.commands.running.serve import how_to_call, may_restart, serve_config
 from cluster.cli.main import main, make_parser
 from cluster.cli.start_progress import StartProgress
@@ -288,6 +291,30 @@ def test_status_and_stop(capsys: pytest.CaptureFixture[str]) -> None:
         assert not admin.stopped.is_set()
         assert main(["stop", "--admin", address]) == 0
         assert admin.stopped.is_set()
+    finally:
+        server.stop(0).wait(5)
+
+
+def test_status_waits_for_a_deployment_that_does_not_listen_yet(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admin = FakeAdmin()
+    monkeypatch.setattr(admin, "Events", lambda request, context: iter(()), raising=False)
+    server = grpc.server(ThreadPoolExecutor(2))
+    admin_pb2_grpc.add_AdminServicer_to_server(admin, server)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+
+    def start_instead_of_sleeping(seconds: float) -> None:
+        server.add_insecure_port(address)
+        server.start()
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=start_instead_of_sleeping)
+    monkeypatch.setattr(status_command, "time", clock)
+    monkeypatch.setattr(status_command, "all_ready", lambda status: status.ready)
+    try:
+        assert main(["status", "--wait", "60", "--admin", address]) == 0
+        assert capsys.readouterr().out.startswith("m: ready, up 5 s")
     finally:
         server.stop(0).wait(5)
 

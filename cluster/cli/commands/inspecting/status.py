@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 
 from cluster.cli.admin import admin_call, admin_stub, all_ready, to_json, wait_until
 from cluster.cli.options import add_admin_options
+from cluster.cli.progress import Progress
 from cluster.cli.table import STATE_STYLES, styles_for
 from penstock.charts.table import NO_STYLES, Styles, columns_of, format_table
+from penstock.errors import Unavailable
 from penstock.v1 import admin_pb2
 
+_RETRY_S = 0.5  # between attempts to reach a deployment that does not listen yet
 _HEADER = ("worker", "state", "pid", "restarts", "run", "wait", "free pages", "address", "")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the whole response as JSON")
-    parser.add_argument("--wait", type=float, metavar="SECONDS", help="wait until every worker is ready")
+    add = parser.add_argument
+    add("--json", action="store_true", help="print the whole response as JSON")
+    add("--wait", type=float, metavar="SECONDS", help="wait until it answers and every worker is ready")
     add_admin_options(parser)
 
 
 def run(arguments: Namespace) -> int:
     if arguments.wait is not None:
-        with admin_stub(arguments) as (stub, metadata):
-            status = wait_until(stub, metadata, all_ready, arguments.wait, "waiting until every worker is ready")
+        status = _wait_until_ready(arguments)
     else:
         status = admin_call(arguments, "Status", admin_pb2.StatusRequest())
     if arguments.json:
@@ -31,6 +35,24 @@ def run(arguments: Namespace) -> int:
     else:
         print(format_status(status, columns_of(sys.stdout), styles_for(sys.stdout, STATE_STYLES)))
     return 0
+
+
+def _wait_until_ready(arguments: Namespace) -> admin_pb2.StatusResponse:
+    """Returns the status once every worker is ready, also of a deployment that does not listen yet.
+
+    Raises DeadlineExceeded that names the workers that are not ready, or Unavailable if no deployment has answered.
+    """
+    deadline_s = time.monotonic() + arguments.wait
+    while True:
+        left_s = max(0.0, deadline_s - time.monotonic())
+        try:
+            with admin_stub(arguments) as (stub, metadata):
+                return wait_until(stub, metadata, all_ready, left_s, "waiting until every worker is ready")
+        except Unavailable:
+            if time.monotonic() + _RETRY_S >= deadline_s:
+                raise
+        with Progress(f"waiting for a deployment at {arguments.admin}"):
+            time.sleep(_RETRY_S)
 
 
 def format_status(status: admin_pb2.StatusResponse, columns: int | None = None, styles: Styles = NO_STYLES) -> str:

@@ -134,11 +134,11 @@ def test_a_link_to_the_file_stays(tmp_path: Path) -> None:
             InvalidInput,
             "lora_path = 'org/adapter'; give",
         ),
-        (lambda file, at: file.load("b", f"{at}/\x7f", replaces=False), InvalidInput, "lora_path: .*absolute path"),
+        (lambda file, at: file.load("b", f"{at}/\x7f", replaces=False), InvalidInput, "lora_path = .*absolute path"),
         (
             lambda file, at: file.load("b", str(at), replaces=False),
             InvalidInput,
-            "lora_path: .* folder of a PEFT adapter",
+            "lora_path = .* folder of a PEFT adapter",
         ),
         (
             lambda file, at: file.load("b", str(at / "a"), replaces=False),

@@ -1,4 +1,5 @@
-"""The `penstock` command. Exit status: 0 success, 2 an error that the message explains, 130 after Ctrl-C."""
+"""The `penstock` command. Exit status: 0 success, 2 an error that the message explains, 130 after Ctrl-C, which ends a
+`serve` that is ready with 0."""
 
 from __future__ import annotations
 

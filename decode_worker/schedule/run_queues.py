@@ -52,7 +52,7 @@ class RunQueues:
     """Owns the tracked sequences and which are in `rows`. The lists are sorted by rank; others only read them."""
 
     def __init__(self, rows: RowTable, *, keeps_apart: bool = False) -> None:
-        """With `keeps_apart`, prompts that are not bulk are computed apart from the steps of `rows`."""
+        """Keeps prompts that are not bulk out of the steps of `rows` if `keeps_apart`: they are computed apart."""
         self._rows = rows
         self.keeps_apart = keeps_apart
         self._entries: dict[Sequence, TrackedSequence] = {}
